@@ -1,0 +1,49 @@
+# Each target makes .venv and installs into it when that is needed. `make` alone lists them.
+PYTHON ?= python3
+LAB ?= 01_spatial_sharding
+INSTALLED := .venv/.installed
+VENV_PYTHON := .venv/bin/python
+# `python -m` rather than the scripts of .venv/bin, whose first line is of no use where the path is long or has blanks.
+RUN := $(VENV_PYTHON) -m
+
+.DEFAULT_GOAL := help
+.PHONY: help run lab notebooks doctor test lint clean
+
+help: ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+
+run: $(INSTALLED) ## the main job: execute lab 1 and leave the notebook, HTML and figures in out/
+	@$(VENV_PYTHON) notebooks/execute.py $(LAB)
+
+lab: $(INSTALLED) ## open JupyterLab on the notebooks
+	@$(RUN) jupyter lab --notebook-dir notebooks
+
+notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again from notebooks/src
+	@$(VENV_PYTHON) notebooks/build.py
+
+doctor: $(INSTALLED) ## what this machine can do, and what to mend
+	@$(RUN) labkit doctor
+
+test: $(INSTALLED) ## everything that can be checked; says why for each test that it skips
+	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
+		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
+		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
+	@$(RUN) pytest
+
+lint: $(INSTALLED) ## style and types
+	@$(RUN) ruff check
+	@$(RUN) ruff format --check
+	@$(RUN) mypy
+
+clean: ## remove what was generated, except notebooks; .venv as well
+	rm -rf .venv out runs .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "labkit needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=python3.12 (or another) $(MAKECMDGOALS)" >&2; \
+		exit 1; }
+	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { \
+		echo "No virtual environment could be made. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing into .venv; the first time takes some minutes."
+	@$(VENV_PYTHON) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,263 @@
+"""What this machine can do, which labs it cannot run, and how to mend that.
+
+    python -m labkit doctor          # as text; --json for a program
+    labkit.doctor.show()             # in a notebook: a table
+
+Each check is a function that looks at one thing and returns one Finding. OK: nothing to do. NOTE: every lab runs, but
+something is worth knowing. FAIL: a lab cannot run until the fix is made.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from labkit import upstream
+from labkit.run import runs_folder
+
+GIB = 1024**3
+EVERY_LAB = "all labs"
+JUPYTER_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "papermill", "nbval")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check saw.
+
+    Attributes:
+        status: OK, NOTE or FAIL, as the module's docstring says.
+        what: the thing that was looked at.
+        detail: what was seen.
+        fix: what to do; "" where nothing is to be done.
+        labs: the labs concerned; "" where none is.
+    """
+
+    status: Literal["OK", "NOTE", "FAIL"]
+    what: str
+    detail: str
+    fix: str = ""
+    labs: str = ""
+
+    def __str__(self) -> str:
+        line = f"[{self.status}]".ljust(7) + f"{self.what}: {self.detail}"
+        concerned = f" ({self.labs})" if self.labs and self.status != "OK" else ""
+        return f"{line}{concerned}" + (f"\n       fix: {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings; a table in a notebook, lines of text elsewhere."""
+
+    findings: Sequence[Finding]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every lab can run here."""
+        return all(finding.status != "FAIL" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, object]:
+        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
+
+    def __str__(self) -> str:
+        failed = sum(finding.status == "FAIL" for finding in self.findings)
+        verdict = "Every lab can run here." if self.ok else f"{failed} to mend before every lab can run here."
+        return "\n".join([*map(str, self.findings), verdict])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        colours = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
+        rows = []
+        for finding in self.findings:
+            badge = f'<b style="color:{colours[finding.status]}">{finding.status}</b>'
+            texts = (finding.what, finding.detail, finding.fix, finding.labs)
+            cells = [badge, *(html.escape(text) for text in texts)]
+            rows.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>")
+        titles = "".join(f'<th style="text-align:left">{title}</th>' for title in ("", "what", "seen", "fix", "labs"))
+        return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def check_python() -> Finding:
+    """The interpreter's version."""
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if release(platform.python_version()) < (3, 11):
+        return Finding("FAIL", "Python", detail, "install Python 3.11 or newer", EVERY_LAB)
+    return Finding("OK", "Python", detail)
+
+
+def check_torch() -> Finding:
+    """PyTorch's version, and what it was built for."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that it needs is missing
+        return Finding("FAIL", "PyTorch", f"not importable: {error}", "pip install 'torch>=2.11'", EVERY_LAB)
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    detail = f"{torch.__version__}, built for {build}"
+    if release(torch.__version__) < (2, 11):
+        return Finding("FAIL", "PyTorch", detail, "pip install 'torch>=2.11'", EVERY_LAB)
+    if not torch.distributed.is_available():
+        detail += ", without torch.distributed"
+        return Finding("FAIL", "PyTorch", detail, "install an official build of PyTorch", EVERY_LAB)
+    return Finding("OK", "PyTorch", detail)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, such as (2, 13, 0) for ``2.13.0+cpu`` or (2, 14, 0) for ``2.14.0a0+git``."""
+    return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split(".")[:3])
+
+
+def check_sharded_convolution() -> Finding:
+    """PyTorch's own DTensor convolution on images sharded in space: right on 2.11, silently wrong on some versions."""
+    import torch
+
+    what, version = "DTensor's own sharded convolution", release(torch.__version__)
+    if not upstream.native_convolution_problem((version[0], version[1])):
+        return Finding("OK", what, f"right on torch {torch.__version__}")
+    is_measured = version in {(2, 12, 0), (2, 13, 0)}
+    seen = "wrong" if is_measured else "never measured by labkit, so it counts as wrong, as on 2.12.0 and 2.13.0,"
+    detail = f"{seen} on torch {torch.__version__} ({upstream.NATIVE_CONVOLUTION})"
+    return Finding("NOTE", what, detail, "use strategy local or dtensor", "lab 1, strategy native")
+
+
+def check_compiler() -> Finding:
+    """A C++ compiler, which torch.compile calls for CPU code."""
+    name = os.environ.get("CXX", "")
+    path = shutil.which(name) if name else shutil.which("g++") or shutil.which("clang++")
+    if path is None:
+        seen = f"none (CXX is {name!r}, which is no program)" if name else "none"
+        fix = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
+        return Finding("FAIL", "C++ compiler", seen, fix, "lab 4 (torch.compile)")
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [path])[0])
+
+
+def check_cores() -> Finding:
+    """The cores that this process may use, which can be fewer than the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return Finding("NOTE", "Cores", "1", "none needed: ranks take turns, so timings show mechanism, not speed")
+    return Finding("OK", "Cores", f"{cores}; more ranks than that show mechanism, not speed")
+
+
+def check_memory() -> Finding:
+    """Free memory. A small rank takes about 0.4 GiB, and a lab starts up to four beside the notebook's own process."""
+    available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+    limit_file = Path("/sys/fs/cgroup/memory.max")
+    if limit_file.exists() and (limit := limit_file.read_text().strip()).isdigit():
+        total = min(total, int(limit))
+        available = min(available, total)
+    detail = f"{available / GIB:.1f} GiB free of {total / GIB:.1f}"
+    if available < 3 * GIB:
+        fix = "close other programs, or use nproc=2; a rank killed with SIGKILL ran out of memory"
+        return Finding("NOTE", "Memory", detail, fix, "labs with 4 ranks")
+    return Finding("OK", "Memory", detail)
+
+
+def check_gpus() -> Finding:
+    """CUDA devices. None is fine: every lab runs on CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("OK", "GPUs", "no GPU that this PyTorch can use: ranks run on CPU with gloo")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    detail = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    if not torch.distributed.is_nccl_available():
+        return Finding("NOTE", "GPUs", f"{detail}, but this PyTorch has no NCCL: ranks run on CPU")
+    return Finding("OK", "GPUs", f"{detail}; runs with more ranks than that use CPU")
+
+
+def check_loopback() -> Finding:
+    """The interface that ranks of one machine talk over, by a message from this process to itself."""
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address == "127.0.0.1" for address in addresses)
+    ]
+    fix = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/hosts"
+    if not names:
+        return Finding("FAIL", "Loopback", "no interface holds 127.0.0.1", fix, EVERY_LAB)
+    try:
+        address = socket.gethostbyname("localhost")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        return Finding("FAIL", "Loopback", f"{names[0]} does not answer: {error}", fix, EVERY_LAB)
+    return Finding("OK", "Loopback", f"{names[0]}; localhost is {address}")
+
+
+def check_chromium() -> Finding:
+    """The browser that tests/browser drives. No lab needs it."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        fix = "apt-get install chromium"
+        return Finding("NOTE", "Chromium", "none: tests/browser is skipped", fix, "no lab, browser tests only")
+    return Finding("OK", "Chromium", path)
+
+
+def check_jupyter() -> Finding:
+    """The packages that open, run and verify the notebooks."""
+    missing = [name for name in JUPYTER_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        seen = f"{', '.join(missing)} missing; rank programs run all the same"
+        return Finding("FAIL", "Jupyter", seen, "pip install 'labkit[notebook]'", "all notebooks")
+    return Finding("OK", "Jupyter", "all packages are here")
+
+
+def check_runs_folder() -> Finding:
+    """Where runs are recorded: $LABKIT_RUNS, else runs/ in labkit's checkout, else runs/ in the current folder."""
+    folder = runs_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            free_gib = shutil.disk_usage(folder).free / GIB
+    except OSError as error:
+        fix = "set LABKIT_RUNS to a folder that you may write to"
+        return Finding("FAIL", "Runs folder", f"{folder}: {error.strerror or error}", fix, EVERY_LAB)
+    return Finding("OK", "Runs folder", f"{folder}, {free_gib:.0f} GiB free")
+
+
+TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (check_sharded_convolution, check_gpus)
+OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_compiler,
+    check_cores,
+    check_memory,
+    check_loopback,
+    check_runs_folder,
+    check_jupyter,
+    check_chromium,
+)
+
+
+def examine() -> Report:
+    """Make every check that can be made. Takes about as long as importing torch."""
+    findings = [check_python(), check_torch()]
+    if findings[-1].status != "FAIL":
+        findings += [check() for check in TORCH_CHECKS]
+    return Report(findings + [check() for check in OTHER_CHECKS])
+
+
+def show() -> None:
+    """Show the report: a table in a notebook, text elsewhere."""
+    report = examine()
+    if "IPython" in sys.modules:
+        from IPython import get_ipython
+        from IPython.display import display
+
+        if hasattr(get_ipython(), "kernel"):
+            display(report)
+            return
+    print(report)

@@ -1,0 +1,38 @@
+"""What all tests share: a place for runs that is not the checkout's, and plots without a window."""
+
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+# Not through the environment: a notebook's kernel would inherit it and draw nothing.
+matplotlib.use("Agg")
+
+
+def pytest_report_header() -> list[str]:
+    """Say what this session runs on, so that a log can be read later."""
+    names = ("torch", "numpy", "pandas", "matplotlib", "jupyterlab", "ipywidgets", "papermill", "nbval", "playwright")
+    versions = []
+    for name in names:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"{name} missing")
+    return [f"labkit on Python {sys.version.split()[0]}, {os.cpu_count()} cores: {', '.join(versions)}"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of the tests are recorded outside the checkout; pytest keeps those of the last three sessions."""
+    folder = tmp_path_factory.mktemp("runs")
+    os.environ["LABKIT_RUNS"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).resolve().parents[1]

@@ -1,0 +1,158 @@
+"""The doctor's findings, on this machine and on machines that lack something."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+
+from labkit import doctor
+from labkit.doctor import Finding, Report
+
+
+def test_every_finding_of_this_machine_is_complete():
+    report = doctor.examine()
+    assert len(report.findings) == 2 + len(doctor.TORCH_CHECKS) + len(doctor.OTHER_CHECKS)
+    for finding in report.findings:
+        assert finding.what and finding.detail
+        assert finding.status != "FAIL" or (finding.fix and finding.labs), finding
+
+
+def test_command_line_gives_text_and_json():
+    text = subprocess.run([sys.executable, "-m", "labkit", "doctor"], capture_output=True, text=True, timeout=100)
+    data = subprocess.run(
+        [sys.executable, "-m", "labkit", "doctor", "--json"], capture_output=True, text=True, timeout=100
+    )
+    assert f"PyTorch: {torch.__version__}" in text.stdout, text
+    assert [line[:1] for line in text.stdout.splitlines()[:2]] == ["[", "["]
+    report = json.loads(data.stdout)
+    assert data.returncode == text.returncode == (0 if report["ok"] else 1)
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("2.13.0+cpu", (2, 13, 0)), ("2.14.0a0+git12ab", (2, 14, 0)), ("2.12.0.dev20261120", (2, 12, 0)), ("3.1", (3, 1))],
+)
+def test_release_reads_any_build(version, numbers):
+    assert doctor.release(version) == numbers
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "says"),
+    [
+        ("2.11.1", "OK", "right"),
+        ("2.12.0", "NOTE", "wrong on torch 2.12.0"),
+        ("2.13.0+cu130", "NOTE", "wrong on torch 2.13.0"),
+        ("2.12.1", "NOTE", "never measured"),
+        ("2.14.0", "NOTE", "never measured"),
+    ],
+)
+def test_broken_convolution_is_known_by_version(monkeypatch, version, status, says):
+    monkeypatch.setattr(torch, "__version__", version)
+    finding = doctor.check_sharded_convolution()
+    assert finding.status == status and says in finding.detail
+    assert ("#191926" in str(finding)) == (status == "NOTE")
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.10.2", "FAIL"), ("2.11.0", "OK"), ("3.0.0", "OK")])
+def test_old_torch_fails(monkeypatch, version, status):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert doctor.check_torch().status == status
+
+
+@pytest.mark.parametrize(("version", "status"), [("3.10.14", "FAIL"), ("3.11.0", "OK"), ("3.14.1", "OK")])
+def test_old_python_fails(monkeypatch, version, status):
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: version)
+    assert doctor.check_python().status == status
+
+
+def test_without_torch_the_rest_is_still_examined(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # makes `import torch` fail
+    report = doctor.examine()
+    assert not report.ok
+    assert [finding.status for finding in report.findings if finding.what == "PyTorch"] == ["FAIL"]
+    assert len(report.findings) == 2 + len(doctor.OTHER_CHECKS)
+
+
+def test_no_compiler_fails_lab_4_only(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = doctor.check_compiler()
+    assert finding.status == "FAIL" and "lab 4" in finding.labs and "g++" in finding.fix
+
+
+def test_misspelt_cxx_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "g+++")
+    finding = doctor.check_compiler()
+    assert finding.status == "FAIL" and "g+++" in finding.detail
+
+
+def test_no_chromium_is_only_noted(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.check_chromium().status == "NOTE"
+
+
+def test_missing_jupyter_package_is_named(monkeypatch):
+    monkeypatch.setattr(doctor, "JUPYTER_PACKAGES", ("jupyterlab", "no_such_package"))
+    finding = doctor.check_jupyter()
+    assert finding.status == "FAIL"
+    assert "no_such_package" in finding.detail and "jupyterlab" not in finding.detail
+
+
+def test_no_loopback_interface_fails_all_labs(monkeypatch):
+    monkeypatch.setattr(doctor.psutil, "net_if_addrs", dict)
+    finding = doctor.check_loopback()
+    assert finding.status == "FAIL" and finding.labs == doctor.EVERY_LAB
+
+
+def test_unresolvable_localhost_fails(monkeypatch):
+    def refuse(name):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(doctor.socket, "gethostbyname", refuse)
+    finding = doctor.check_loopback()
+    assert finding.status == "FAIL" and "not known" in finding.detail
+
+
+@pytest.mark.parametrize(("free_gib", "status"), [(0.5, "NOTE"), (8, "OK")])
+def test_little_memory_is_noted(monkeypatch, free_gib, status):
+    memory = namedtuple("memory", "available total")(free_gib * doctor.GIB, 16 * doctor.GIB)
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: memory)
+    assert doctor.check_memory().status == status
+
+
+def test_unwritable_runs_folder_fails_and_names_the_variable(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "file" / "runs"))
+    finding = doctor.check_runs_folder()
+    assert finding.status == "FAIL" and "LABKIT_RUNS" in finding.fix
+
+
+def test_one_core_is_noted(monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: {0}, raising=False)
+    assert doctor.check_cores().status == "NOTE"
+
+
+def test_report_says_fix_and_labs_as_text_and_as_table():
+    report = Report([Finding("OK", "Cores", "2"), Finding("FAIL", "GPU <x>", "gone", "mend & go", "lab 7")])
+    assert not report.ok
+    assert str(report).splitlines() == [
+        "[OK]   Cores: 2",
+        "[FAIL] GPU <x>: gone (lab 7)",
+        "       fix: mend & go",
+        "1 to mend before every lab can run here.",
+    ]
+    table = report._repr_html_()
+    assert "GPU &lt;x&gt;" in table and "mend &amp; go" in table and table.count("<tr>") == 3
+
+
+def test_a_note_alone_does_not_fail():
+    assert Report([Finding("NOTE", "Cores", "1")]).ok
+
+
+def test_show_prints_text_outside_a_notebook(capsys):
+    doctor.show()
+    assert "[OK]" in capsys.readouterr().out
