@@ -1,0 +1,60 @@
+"""What can go wrong, as exceptions that say what to do.
+
+Every error that labkit raises on purpose is a LabError, so one ``except labkit.LabError`` catches them all. Those that
+the caller can mend are ValueErrors as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class LabError(Exception):
+    """Base of all labkit errors."""
+
+
+class ParameterError(LabError, ValueError):
+    """A parameter of a run is unknown or has a value that the rank program does not take. Nothing was launched."""
+
+
+class RecordError(LabError, ValueError):
+    """A line of a record file cannot be read. The message starts with file:line."""
+
+
+class RankFailed(LabError):
+    """A rank of the run failed. Holds the first failure, not the errors that it caused on the other ranks.
+
+    Attributes:
+        rank: the global rank that failed first, or -1 where torchrun itself failed before any rank did.
+        exc_type: class name of its exception, such as ``"ValueError"``; ``"SIGKILL"`` for a rank that a signal ended;
+            ``"exit status 3"`` for one that left without an exception.
+        message: the exception's text.
+        traceback: the rank's own traceback, or "" where it left none.
+        log: the file with everything that this rank printed.
+    """
+
+    def __init__(self, rank: int, exc_type: str, message: str, traceback: str, log: Path):
+        self.rank, self.exc_type, self.message, self.traceback, self.log = rank, exc_type, message, traceback, log
+        who = f"rank {rank}" if rank >= 0 else "torchrun"
+        lines = [
+            f"{who} failed: {exc_type}: {message}" if message else f"{who} failed: {exc_type}",
+            f"its output: {log}",
+        ]
+        super().__init__("\n".join([*lines, traceback.rstrip()]).rstrip())
+
+
+class RunTimedOut(LabError):
+    """The run was still going after its time limit and was stopped.
+
+    Attributes:
+        timeout_s: the limit, in seconds.
+        stacks: for each rank, the Python stacks of its threads at that moment.
+        output: for each rank, what it had printed.
+    """
+
+    def __init__(self, timeout_s: float, stacks: Mapping[int, str], output: Mapping[int, str]):
+        self.timeout_s, self.stacks, self.output = timeout_s, dict(stacks), dict(output)
+        parts = [f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. Where each rank was:"]
+        parts += [f"--- rank {rank}\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())]
+        super().__init__("\n".join(parts))

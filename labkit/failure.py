@@ -1,0 +1,82 @@
+"""Finds the first failure of a run among what its ranks and torchrun left behind.
+
+One rank fails, and within milliseconds the others fail too, because it no longer answers. The learner needs the first:
+
+1. the earliest exception that does not look like the consequence of another rank's end;
+2. a rank that ended without an exception: by a signal, or with an exit status of its own;
+3. torchrun, where a signal ended it;
+4. the earliest exception that does look like a consequence;
+5. torchrun itself, with the end of its log.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import RankFailed
+from labkit.folder import RunFolder, read_json
+from labkit.process import stack_of
+
+LOG_TAIL_LINES = 30
+MEANING = {
+    "SIGKILL": "killed from outside (kill -9, or the system ran out of memory)",
+    "SIGSEGV": "crashed in native code (segmentation fault)",
+    "SIGABRT": "native code gave up (abort)",
+    "SIGTERM": "ended by someone's SIGTERM",
+}
+
+
+def errors_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """The exceptions that ended ranks, the earliest first."""
+    found = [read_json(path) for path in folder.path.glob("rank_*.error.json")]
+    return sorted((error for error in found if error), key=lambda error: error["time"])
+
+
+def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
+    """The failure to report for a run whose torchrun ended with this status (negative: the signal that ended it)."""
+    errors = errors_of(folder)
+    causes = [error for error in errors if not error["echo"]]
+    if causes:
+        return _raised(folder, causes[0])
+    silent = _ended_without_exception(folder, {error["rank"] for error in errors})
+    if silent:
+        return _ended(folder, silent)
+    if torchrun_status < 0 or not errors:
+        return _torchrun_failed(folder, torchrun_status)
+    return _raised(folder, errors[0])
+
+
+def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a text file, "" where there is none."""
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _raised(folder: RunFolder, error: dict[str, Any]) -> RankFailed:
+    return RankFailed(error["rank"], error["exc_type"], error["message"], error["traceback"], folder.log(error["rank"]))
+
+
+def _ended_without_exception(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
+    """The first rank that ended without an exception and not by torchrun's SIGTERM; {} for none."""
+    ends = read_json(folder.exit_json).get("failures", [])
+    silent = [end for end in ends if end["rank"] not in raised]
+    by_itself = [end for end in silent if end["signal"] != "SIGTERM"]
+    # torchrun lists a rank that it ended itself after the one that made it do so
+    return by_itself[0] if by_itself else silent[0] if silent and silent[0] is ends[0] else {}
+
+
+def _ended(folder: RunFolder, end: dict[str, Any]) -> RankFailed:
+    log = folder.log(end["rank"])
+    reason = end["signal"] or f"exit status {end['exitcode']}"
+    message = MEANING.get(reason, "the rank left without an exception")
+    stack = stack_of(folder, end["rank"])
+    return RankFailed(end["rank"], reason, message, stack, log if log.exists() else folder.torchrun_log)
+
+
+def _torchrun_failed(folder: RunFolder, status: int) -> RankFailed:
+    reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    message = MEANING.get(reason, "no rank says why; the end of torchrun's log:")
+    return RankFailed(-1, reason, message, tail(folder.torchrun_log), folder.torchrun_log)

@@ -1,0 +1,196 @@
+"""Shows how a run goes: ranks started, step k of n, elapsed time, and what the ranks print.
+
+In a notebook this is one block that is redrawn in place and emptied at the end, so that nothing of it (times, which
+differ from run to run) stays in the saved notebook; the output stays in ``result.ranks[i].log()``. It is drawn as HTML
+rather than as a widget, because the state of a widget does stay. Elsewhere it is text on stderr. The environment
+variable LABKIT_PROGRESS chooses: ``off``, ``text`` or ``notebook``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any, Protocol
+
+from labkit import records
+from labkit.folder import RunFolder
+
+REDRAW_PERIOD_S = 0.25
+SHOWN_LINES = 20
+
+
+class Tail:
+    """Reads a growing text file, whole lines at a time. The file need not exist yet."""
+
+    def __init__(self, path: Path):
+        self.path, self._position, self._rest = path, 0, b""
+
+    def read(self) -> list[str]:
+        """The lines that were completed since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        self._position += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")  # bytes: a read may end inside a letter
+        return [line.decode(errors="replace") for line in lines]
+
+    def rest(self) -> list[str]:
+        """What follows the last complete line, once the file no longer grows."""
+        unfinished, self._rest = self._rest, b""
+        return [unfinished.decode(errors="replace")] if unfinished else []
+
+
+@dataclass
+class State:
+    """How far a run has come."""
+
+    program: str
+    nproc: int
+    started_ranks: int = 0
+    done_steps: int = 0
+    planned_steps: int = 0
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def fraction(self) -> float:
+        """Part of the planned steps that are done, 0 to 1."""
+        return min(1.0, self.done_steps / self.planned_steps) if self.planned_steps else 0.0
+
+    def __str__(self) -> str:
+        steps = f", step {self.done_steps} of {self.planned_steps}" if self.planned_steps else ""
+        ranks = f"ranks started {self.started_ranks}/{self.nproc}"
+        return f"{self.program}: {ranks}{steps}, {time.monotonic() - self.begun:.0f} s"
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def show(self, state: State, lines: list[str]) -> None:
+        """Show the state, and lines that ranks have printed since the last call."""
+
+    def close(self, state: State, outcome: str) -> None:
+        """The run has ended: "ok", "failed", "timed out", "interrupted"."""
+
+
+class Off:
+    """Shows nothing."""
+
+    def show(self, state: State, lines: list[str]) -> None:
+        """Show nothing."""
+
+    def close(self, state: State, outcome: str) -> None:
+        """Show nothing."""
+
+
+class Text:
+    """Lines on stderr: the ranks' output, and the state at the start, at each quarter of the steps and at the end."""
+
+    def __init__(self) -> None:
+        self._quarter = -1
+
+    def show(self, state: State, lines: list[str]) -> None:
+        """Print new lines, and the state when another quarter is done."""
+        for line in lines:
+            print(line, file=sys.stderr)
+        quarter = int(4 * state.fraction)
+        if quarter > self._quarter:
+            self._quarter = quarter
+            print(state, file=sys.stderr, flush=True)
+
+    def close(self, state: State, outcome: str) -> None:
+        """Print how it ended."""
+        print(f"{state}: {outcome}", file=sys.stderr, flush=True)
+
+
+class Notebook:
+    """One block of HTML under the cell, redrawn in place, empty at the end."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._lines: list[str] = []
+        self._drawn = time.monotonic()
+        self._handle: Any = display({"text/html": ""}, raw=True, display_id=True)
+
+    def show(self, state: State, lines: list[str]) -> None:
+        """Redraw, at most four times a second."""
+        self._lines = [*self._lines, *lines][-SHOWN_LINES:]
+        if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
+            self._drawn = time.monotonic()
+            value = f'max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
+            bar = f"<progress {value}></progress>"
+            output = f"<pre>{escape(chr(10).join(self._lines))}</pre>" if self._lines else ""
+            self._draw(f"<div>{bar} {escape(str(state))}</div>{output}")
+
+    def close(self, state: State, outcome: str) -> None:
+        """Remove the block."""
+        self._draw("")
+
+    def _draw(self, html: str) -> None:
+        self._handle.update({"text/html": html}, raw=True)
+
+
+class Progress:
+    """Follows the files of one run and feeds a display."""
+
+    def __init__(self, folder: RunFolder, program: str, nproc: int):
+        self.state = State(program, nproc)
+        self._folder = folder
+        self._logs = [Tail(folder.log(rank)) for rank in range(nproc)]
+        self._records = Tail(records.path_of(folder.path, 0))
+        self._display = choose_display()
+
+    def update(self) -> None:
+        """Read what is new and show it."""
+        self._follow_records()
+        if self.state.started_ranks < self.state.nproc:
+            self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in range(self.state.nproc))
+        self._display.show(self.state, self._output(Tail.read))
+
+    def close(self, outcome: str) -> None:
+        """Show the rest, then the end."""
+        self.update()
+        self._display.show(self.state, self._output(Tail.rest))
+        self._display.close(self.state, outcome)
+
+    def _output(self, read: Any) -> list[str]:
+        lines = []
+        for rank, log in enumerate(self._logs):
+            prefix = "" if rank == 0 else f"[rank {rank}] "
+            lines += [prefix + line for line in read(log)]
+        return lines
+
+    def _follow_records(self) -> None:
+        for line in self._records.read():
+            try:
+                record = json.loads(line)
+            except ValueError:  # the reader of results reports it, with its place
+                continue
+            if record.get("name") == "planned_steps":
+                self.state.planned_steps = int(record["value"])
+            elif record.get("kind") == "span" and record.get("name") == "step":
+                self.state.done_steps = max(self.state.done_steps, record["step"] + 1)
+
+
+def choose_display() -> Display:
+    """The display for where this runs."""
+    wanted = os.environ.get("LABKIT_PROGRESS") or ("notebook" if _in_kernel() else "text")
+    displays: dict[str, type[Off] | type[Text] | type[Notebook]] = {"off": Off, "text": Text, "notebook": Notebook}
+    if wanted not in displays:
+        raise ValueError(f"LABKIT_PROGRESS={wanted!r} is none of {', '.join(displays)}")
+    return displays[wanted]()
+
+
+def _in_kernel() -> bool:
+    """Whether this is a Jupyter kernel, told without importing IPython."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return hasattr(shell, "kernel")

@@ -1,0 +1,210 @@
+"""What a run gives back: its records as one table, numbers by name, each rank's output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit import records
+from labkit.errors import LabError
+from labkit.folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    import pandas
+
+COLUMNS = ["rank", "step", "kind", "name", "start_us", "dur_us", "value", "unit", "bytes", "count"]
+PLANNED_STEPS = "planned_steps"
+
+
+class UnknownValue(LabError, KeyError):
+    """A result holds no value of this name. The message lists those that it holds."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    """What one rank left beside its records."""
+
+    rank: int
+    folder: RunFolder
+
+    def log(self) -> str:
+        """All that this rank printed; "" where it never started."""
+        path = self.folder.log(self.rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """One finished run, read from its folder.
+
+    Attributes:
+        folder: where all of it lies.
+        info: the content of run.json: program, params, versions, git revision, device, start, duration, exit.
+        truncated: record files whose last line was cut off, by a rank that was killed while it wrote.
+    """
+
+    folder: Path
+    info: dict[str, Any]
+    lines: list[dict[str, Any]]
+    truncated: list[Path]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank ended well."""
+        return self.info.get("exit") == "ok"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self.info["nproc"])
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """All parameters of the program, defaults included."""
+        return dict(self.info["params"])
+
+    @property
+    def session(self) -> dict[str, Any]:
+        """What the ranks ran on, as rank 0 saw it: device, device_name, backend, cores, threads, torch, note."""
+        return dict(self.info.get("session") or {})
+
+    @property
+    def device(self) -> str:
+        """The kind of device used, "cpu" or "cuda"; "unknown" for a program that opened no session."""
+        return str(self.session.get("device", "unknown"))
+
+    @property
+    def ranks(self) -> list[RankOutput]:
+        """Each rank's output, by rank."""
+        return [RankOutput(rank, RunFolder(self.folder)) for rank in range(self.world_size)]
+
+    @cached_property
+    def frame(self) -> pandas.DataFrame:
+        """All records, one row each; columns that a kind does not have are empty."""
+        import pandas
+
+        return pandas.DataFrame(self.lines, columns=COLUMNS).astype({"bytes": "Int64", "count": "Int64"})
+
+    @property
+    def stamp(self) -> str:
+        """Where the numbers come from, in one line: device, ranks, cores, torch version."""
+        session = self.session
+        parts = [str(session.get("device_name") or self.device), _counted(self.world_size, "rank")]
+        if self.device == "cpu" and "cores" in session:
+            parts[1] += f" on {_counted(session['cores'], 'core')}"
+            parts += ["mechanism, not speed"] if self.world_size > session["cores"] else []
+        parts += [f"torch {session['torch']}"] if "torch" in session else []
+        parts += [str(session["note"])] if session.get("note") else []
+        return " · ".join(parts)
+
+    def value(self, name: str) -> float:
+        """One number of the run.
+
+        Args:
+            name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over the timed steps, of
+                the slowest rank); ``<memory>_bytes`` (the largest of all ranks and steps); ``<collective>_count`` or
+                ``<collective>_bytes`` (in one step, the largest of all ranks).
+
+        Raises:
+            UnknownValue: the run recorded no such thing; the message lists what there is.
+        """
+        values = self._values()
+        if name not in values:
+            known = ", ".join(sorted(values)) or "no records at all"
+            raise UnknownValue(f"this run has no value {name!r}; it has: {known}")
+        return values[name]
+
+    def summary(self) -> pandas.DataFrame:
+        """One row a rank: the columns are the names that ``value`` takes, each for this rank alone."""
+        import pandas
+
+        rows = {rank: _values_of(self.frame[self.frame["rank"] == rank]) for rank in range(self.world_size)}
+        table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
+        return table.drop(columns=PLANNED_STEPS, errors="ignore")
+
+    def _values(self) -> dict[str, float]:
+        """All that ``value`` knows."""
+        by_rank = [_values_of(rows) for _, rows in self.frame.groupby("rank")]
+        scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
+        combined = {}
+        for name in {name for values in by_rank for name in values}:
+            found = [values[name] for values in by_rank if name in values]
+            combined[name] = sum(found) / len(found) if name in scalars else max(found)
+        return combined
+
+    def __repr__(self) -> str:
+        return "\n".join([self._headline(), self.summary().round(3).to_string(), *self._warnings()])
+
+    def _repr_html_(self) -> str:
+        warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self._warnings())
+        return f"<p>{escape(self._headline())}</p>{self.summary().round(3).to_html()}{warnings}"
+
+    def _headline(self) -> str:
+        state = "" if self.ok else f" [{self.info.get('exit')}]"
+        return f"{self.info['program']}{state}: {self.stamp}"
+
+    def _warnings(self) -> list[str]:
+        cut = "the last line is cut off (the rank was killed while it wrote)"
+        return [f"{path.name}: {cut}" for path in self.truncated]
+
+
+def load(folder: str | Path) -> RunResult:
+    """Read the result of an earlier run from its folder, whether it ended well or not.
+
+    Raises:
+        FileNotFoundError: the folder is not that of a run.
+        RecordError: a malformed record.
+    """
+    path = Path(folder).resolve()
+    here = RunFolder(path)
+    if not here.run_json.exists():
+        rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
+        raise FileNotFoundError(f"{path} holds no run.json: {rule}")
+    found = records.read(path)
+    info = read_json(here.run_json)
+    info.setdefault("session", read_json(here.session_json))
+    return RunResult(path, info, found.lines, found.truncated)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _values_of(rows: pandas.DataFrame) -> dict[str, float]:
+    """The values of one rank by name, from its rows."""
+    return _span_ms(rows) | _memory_bytes(rows) | _traffic(rows) | _scalars(rows)
+
+
+def _kind(rows: pandas.DataFrame, kind: str) -> pandas.DataFrame:
+    """Rows of one kind, without the warm-up of names that have more than a warm-up."""
+    rows = rows[rows["kind"] == kind]
+    settled = rows["step"] >= 0
+    return rows[settled | ~rows["name"].isin(rows.loc[settled, "name"])]
+
+
+def _span_ms(rows: pandas.DataFrame) -> dict[str, float]:
+    mean_us = _kind(rows, "span").groupby("name")["dur_us"].mean()
+    return {f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()}
+
+
+def _memory_bytes(rows: pandas.DataFrame) -> dict[str, float]:
+    memory = rows[rows["kind"] == "memory"]  # the warm-up counts: a peak is a peak
+    return {f"{name}_bytes": int(value) for name, value in memory.groupby("name")["bytes"].max().items()}
+
+
+def _traffic(rows: pandas.DataFrame) -> dict[str, float]:
+    steps = _kind(rows, "comm").groupby(["name", "step"])[["count", "bytes"]].sum()
+    largest = steps.groupby("name").max()
+    return {f"{name}_{field}": int(largest.loc[name, field]) for name in largest.index for field in ("count", "bytes")}
+
+
+def _scalars(rows: pandas.DataFrame) -> dict[str, float]:
+    scalars = rows[rows["kind"] == "scalar"]
+    last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
+    return {str(name): float(value) for name, value in last.items()}

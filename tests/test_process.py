@@ -1,0 +1,296 @@
+"""However a run ends, none of its processes is alive five seconds later, and no other process is touched.
+
+The programs note the ids of all their processes themselves, so that these tests do not rest on labkit's own search.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+
+import labkit
+from labkit import process
+from labkit.errors import RankFailed, RunTimedOut
+
+MISBEHAVE = Path(__file__).parent / "programs" / "misbehave.py"
+LIMIT_S = 5.0
+
+
+def wait_for(condition, limit_s=60.0):
+    """The first true value of condition(); fails the test after limit_s."""
+    give_up = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < give_up, f"still waiting after {limit_s} s"
+        time.sleep(0.02)
+    return value
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Pids:
+    """The file in which a program notes the ids of its processes."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def read(self):
+        return {int(word) for word in self.path.read_text().split()} if self.path.exists() else set()
+
+    def wait(self, count):
+        """Wait until this many processes are noted: torchrun, each rank, what ranks started. All must be alive."""
+        pids = wait_for(lambda: len(self.read()) >= count and self.read())
+        assert all(map(is_alive, pids)), pids
+        return pids
+
+    def assert_gone(self, limit_s=LIMIT_S):
+        pids = self.read()
+        assert pids
+        wait_for(lambda: not any(map(is_alive, pids)), limit_s)
+
+
+@pytest.fixture
+def pids(tmp_path):
+    return Pids(tmp_path / "pids")
+
+
+@pytest.fixture
+def notebook(pids):
+    """Starts a Python process that runs labkit.run, as a notebook would; killed at the end of the test."""
+    started = []
+
+    def start(how, **arguments):
+        code = f"import labkit; labkit.run({str(MISBEHAVE)!r}, how={how!r}, pids={str(pids.path)!r}, **{arguments!r})"
+        running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        started.append(running)
+        return running
+
+    yield start
+    for running in started:
+        running.kill()
+        running.wait()
+        running.stderr.close()
+
+
+@pytest.fixture
+def time_flies(monkeypatch, pids):
+    """Lets an hour pass for labkit.run once so many processes have been at work for half a second."""
+
+    def when(count):
+        def monotonic():
+            noted = len(pids.read()) >= count and time.time() - pids.path.stat().st_mtime > 0.5
+            return time.monotonic() + 3600 * noted
+
+        monkeypatch.setattr(sys.modules["labkit.run"], "time", types.SimpleNamespace(monotonic=monotonic))
+
+    return when
+
+
+@pytest.mark.parametrize(("how", "deaf"), [("raise", True), ("linger", False), ("exit", True)])
+def test_nothing_is_left_of_a_run_that_failed(pids, how, deaf):
+    begun = time.monotonic()
+    with pytest.raises(RankFailed):
+        labkit.run(MISBEHAVE, pids=str(pids.path), how=how, deaf=deaf)
+    assert time.monotonic() - begun < 20  # torchrun alone waits 30 s for a rank that ignores SIGTERM
+    assert len(pids.read()) == 3
+    pids.assert_gone(limit_s=0.1)
+
+
+def test_nothing_is_left_of_a_run_that_ended_well(pids):
+    labkit.run(MISBEHAVE, how="finish", orphan=True, pids=str(pids.path))
+    assert len(pids.read()) == 4
+    pids.assert_gone(limit_s=0.1)
+
+
+def test_a_hanging_run_times_out_with_the_stacks_of_every_rank(pids, time_flies):
+    time_flies(3)
+    with pytest.raises(RunTimedOut) as caught:
+        labkit.run(MISBEHAVE, how="wait", group=True, pids=str(pids.path), timeout_s=300)
+    late = caught.value
+    assert late.timeout_s == 300
+    assert "in wait_for_godot" in late.stacks[1]
+    assert "in all_reduce" in late.stacks[0]
+    assert "frozen runpy" not in late.stacks[0]
+    assert late.output == {0: "rank 0 is ready", 1: "rank 1 is ready"}
+    assert "no end after 300 s" in str(late)
+    assert "in wait_for_godot" in str(late)
+    pids.assert_gone(limit_s=0.1)
+
+
+def test_nothing_is_left_of_a_run_that_timed_out(pids, time_flies):
+    time_flies(5)
+    with pytest.raises(RunTimedOut):
+        labkit.run(MISBEHAVE, how="wait", pids=str(pids.path), deaf=True, bare=True, orphan=True)
+    assert len(pids.read()) == 5
+    pids.assert_gone(limit_s=0.1)
+
+
+def test_a_timeout_before_the_ranks_have_started():
+    begun = time.monotonic()
+    with pytest.raises(RunTimedOut) as caught:
+        labkit.run(MISBEHAVE, timeout_s=0.2)
+    assert 0.2 < time.monotonic() - begun < LIMIT_S
+    assert caught.value.stacks == {rank: "(this rank had not started its program yet)" for rank in range(2)}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_ends_the_run(notebook, pids, times):
+    running = notebook("wait", bare=True, orphan=True)
+    pids.wait(5)
+    for _ in range(times):
+        running.send_signal(signal.SIGINT)
+    assert running.wait(LIMIT_S) != 0
+    assert "KeyboardInterrupt" in running.stderr.read()
+    pids.assert_gone()
+
+
+def test_the_interrupted_run_can_still_be_read(notebook, pids, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    running = notebook("wait")
+    pids.wait(3)
+    running.send_signal(signal.SIGINT)
+    running.wait(LIMIT_S)
+    (folder,) = (tmp_path / "runs").iterdir()
+    result = labkit.load(folder)
+    assert result.info["exit"] == "interrupted"
+    assert "rank 0 is ready" in result.ranks[0].log()
+
+
+def test_kill_9_of_the_notebook_ends_the_run(notebook, pids):
+    running = notebook("wait", deaf=True, bare=True, orphan=True)
+    pids.wait(5)
+    running.kill()
+    pids.assert_gone()
+
+
+def test_kill_9_of_the_notebook_while_torchrun_starts(notebook, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    running = notebook("wait")
+    (torchrun,) = wait_for(psutil.Process(running.pid).children)
+    running.kill()
+    wait_for(lambda: not is_alive(torchrun.pid), LIMIT_S)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert not process.processes_of(folder)
+
+
+def test_kill_9_of_the_notebook_and_of_torchrun_ends_the_ranks(notebook, pids):
+    running = notebook("wait")
+    started = pids.wait(3)
+    (torchrun,) = psutil.Process(running.pid).children()
+    assert torchrun.pid in started
+    running.kill()
+    torchrun.kill()
+    pids.assert_gone()
+
+
+def test_kill_9_of_torchrun_ends_the_run(pids):
+    failures = []
+
+    def run():
+        try:
+            labkit.run(MISBEHAVE, pids=str(pids.path), how="wait", group=True, orphan=True)
+        except RankFailed as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started = pids.wait(4)
+    (torchrun,) = (pid for pid in started if "labkit.torchrun" in psutil.Process(pid).cmdline())
+    os.kill(torchrun, signal.SIGKILL)
+    thread.join(LIMIT_S)
+    assert [(error.rank, error.exc_type) for error in failures] == [(-1, "SIGKILL")]
+    pids.assert_gone()
+
+
+def test_a_bystander_is_not_touched(notebook, pids, tmp_path):
+    other = notebook("wait")
+    bystanders = pids.wait(3)
+    mine = Pids(tmp_path / "mine")
+    with pytest.raises(RankFailed):
+        labkit.run(MISBEHAVE, how="raise", pids=str(mine.path))
+    mine.assert_gone()
+    assert other.poll() is None
+    assert all(map(is_alive, bystanders))
+
+
+def test_processes_are_found_by_the_folder_in_their_environment(tmp_path):
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    marked, other, neighbour = (
+        subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": folder}) for folder in (str(tmp_path), "", f"{tmp_path}-2")
+    )
+    try:
+        wait_for(lambda: [found.pid for found in process.processes_of(tmp_path)] == [marked.pid])
+        process.stop(tmp_path)
+        assert marked.wait(LIMIT_S) == -signal.SIGKILL
+        assert other.poll() is None
+        assert neighbour.poll() is None
+    finally:
+        for each in (marked, other, neighbour):
+            each.kill()
+            each.wait()
+
+
+def test_ranks_talk_on_loopback_only(notebook, pids):
+    notebook("wait", group=True, nproc=3)
+    started = pids.wait(4)
+    connections = [found for pid in started for found in psutil.Process(pid).net_connections("inet")]
+    established = [found for found in connections if found.status == psutil.CONN_ESTABLISHED]
+    assert len(established) >= 6  # each of three ranks with the two others
+    addresses = {address.ip for found in established for address in (found.laddr, found.raddr)}
+    assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    listening = {(found.laddr.ip, found.laddr.port) for found in connections if found.status == psutil.CONN_LISTEN}
+    exposed = {port for ip, port in listening if ip not in ("127.0.0.1", "::1")}
+    assert len(exposed) <= 1, f"of {listening}"  # torch's own TCPStore always listens everywhere
+
+
+def test_the_environment_of_the_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "cores", lambda: 8)
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    folder = process.RunFolder(tmp_path)
+    environment = process.environment(folder, 3, "cuda")
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert process.environment(folder, 9, "cpu")["OMP_NUM_THREADS"] == "1"
+    assert environment["LABKIT_DEVICE"] == "cuda"
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == process.loopback_interface()
+    assert environment["PYTHONPATH"] == f"{Path(labkit.__file__).parents[1]}:/somewhere"
+    assert "MPLBACKEND" not in environment
+
+
+def test_a_kernel_that_is_interrupted_and_one_that_is_restarted(pids, tmp_path):
+    jupyter_client = pytest.importorskip("jupyter_client", reason="needs Jupyter")
+    pytest.importorskip("ipykernel", reason="needs Jupyter")
+    manager = jupyter_client.KernelManager()
+    manager.start_kernel(cwd=str(tmp_path))
+    client = manager.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        cell = f"import labkit; labkit.run({str(MISBEHAVE)!r}, how='wait', bare=True, pids={str(pids.path)!r})"
+        asked = client.execute(cell)
+        pids.wait(4)
+        manager.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=LIMIT_S)
+        assert reply["parent_header"]["msg_id"] == asked
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        pids.assert_gone(limit_s=0.1)
+
+        pids.path.unlink()
+        client.execute(cell)
+        pids.wait(4)
+        manager.restart_kernel(now=True)  # SIGKILL
+        pids.assert_gone()
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

@@ -1,0 +1,132 @@
+"""What is shown while a run goes: text, or in a notebook a block that leaves nothing in the saved file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labkit import progress
+from labkit.folder import RunFolder
+from labkit.records import Writer
+
+RECORDS = Path(__file__).parent / "programs" / "records.py"
+
+
+def test_a_tail_gives_each_line_once_and_whole(tmp_path):
+    path = tmp_path / "log"
+    tail = progress.Tail(path)
+    assert tail.read() == []
+    with path.open("ab", buffering=0) as file:
+        file.write(b"one\ntw")
+        assert tail.read() == ["one"]
+        file.write("o\nthré".encode()[:-1])
+        assert tail.read() == ["two"]
+        file.write("é".encode()[-1:])
+        assert tail.read() == []
+        assert tail.rest() == ["thré"]
+        assert tail.rest() == []
+
+
+def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LABKIT_PROGRESS", "text")
+    folder = RunFolder(tmp_path)
+    shown = progress.Progress(folder, "strips", 2)
+    shown.update()
+    writer = Writer(tmp_path, 0)
+    writer.write("scalar", "planned_steps", -1, value=8, unit="steps")
+    folder.pid(1).write_text("1")
+    folder.log(1).write_text("hello\nworld")
+    for step in range(-1, 8):
+        writer.write("span", "step", step, start_us=0.0, dur_us=1.0)
+        writer.write("span", "forward", step + 50, start_us=0.0, dur_us=1.0)
+        shown.update()
+    writer.close()
+    shown.close("ok")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "strips: ranks started 0/2, 0 s",
+        "[rank 1] hello",
+        "strips: ranks started 1/2, step 2 of 8, 0 s",
+        "strips: ranks started 1/2, step 4 of 8, 0 s",
+        "strips: ranks started 1/2, step 6 of 8, 0 s",
+        "strips: ranks started 1/2, step 8 of 8, 0 s",
+        "[rank 1] world",
+        "strips: ranks started 1/2, step 8 of 8, 0 s: ok",
+    ]
+    assert "\r" not in captured.err
+
+
+def test_off_shows_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LABKIT_PROGRESS", "off")
+    shown = progress.Progress(RunFolder(tmp_path), "strips", 1)
+    (tmp_path / "rank_00000.log").write_text("hello\n")
+    shown.update()
+    shown.close("ok")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_unknown_display_is_refused(monkeypatch):
+    monkeypatch.setenv("LABKIT_PROGRESS", "loud")
+    with pytest.raises(ValueError, match="LABKIT_PROGRESS='loud' is none of off, text, notebook"):
+        progress.choose_display()
+
+
+CELL = f"""
+import labkit
+print("before")
+result = labkit.run({str(RECORDS)!r}, nproc=2, steps=4, pause_s=0.4)
+print("after", result.value("step_ms"))
+"""
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """An executed notebook, what was drawn while it ran, and the file it was saved to."""
+    nbclient = pytest.importorskip("nbclient", reason="needs Jupyter")
+    nbformat = pytest.importorskip("nbformat", reason="needs Jupyter")
+    drawn = []
+
+    class Client(nbclient.NotebookClient):
+        def process_message(self, message, cell, cell_index):
+            if message["msg_type"] == "update_display_data":
+                drawn.append(message["content"]["data"]["text/html"])
+            return super().process_message(message, cell, cell_index)
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    notebook.metadata.kernelspec = {"name": "python3", "language": "python", "display_name": "Python 3"}
+    Client(notebook, timeout=60).execute()
+    path = tmp_path_factory.mktemp("notebook") / "progress.ipynb"
+    nbformat.write(notebook, path)
+    return notebook, drawn, path
+
+
+def test_in_a_notebook_progress_and_output_are_drawn_live(executed):
+    _, drawn, _ = executed
+    assert any('value="0.500"' in html and "ranks started 2/2, step 2 of 4" in html for html in drawn)
+    assert any("&lt;rank&gt; 0 has" in html and "[rank 1] &lt;rank&gt; 1 has" in html for html in drawn)
+
+
+def test_nothing_of_it_stays_in_the_saved_notebook(executed):
+    notebook, _, _ = executed
+    outputs = notebook.cells[0].outputs
+    assert [output.output_type for output in outputs] == ["stream", "display_data", "stream"]
+    assert [outputs[0].text, outputs[2].text] == ["before\n", "after 2.0\n"]
+    assert outputs[1].data == {"text/html": ""}
+    assert "widgets" not in notebook.metadata
+
+
+def test_nbval_finds_the_same_when_it_runs_it_again(executed):
+    pytest.importorskip("nbval", reason="needs nbval")
+    command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", str(executed[2])]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=executed[2].parent)
+    assert answer.returncode == 0, answer.stdout
+    assert "1 passed" in answer.stdout
+
+
+def test_it_can_be_shown_as_a_page(executed):
+    nbconvert = pytest.importorskip("nbconvert", reason="needs nbconvert")
+    page, _ = nbconvert.HTMLExporter().from_filename(str(executed[2]))
+    assert "after 2.0" in page
+    assert "<progress" not in page.split("<body")[1]

@@ -1,0 +1,249 @@
+"""labkit.run: what it refuses, what it gives back, and which failure it reports."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import labkit
+from labkit import failure, process
+from labkit.errors import LabError, ParameterError, RankFailed
+from labkit.folder import RunFolder, write_json
+from labkit.worker import is_echo
+
+PROGRAMS = Path(__file__).parent / "programs"
+MISBEHAVE, RECORDS, SMALL = (PROGRAMS / f"{name}.py" for name in ("misbehave", "records", "small"))
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch, tmp_path):
+    """Fails the test that starts a process or makes a run's folder."""
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(process, "start", lambda *arguments: pytest.fail("a run was started"))
+    yield
+    assert not (tmp_path / "runs").exists()
+
+
+BAD_ARGUMENTS = [
+    ({"nproc": 0}, "nproc = 0 is not a number of ranks"),
+    ({"nproc": -2}, "nproc = -2"),
+    ({"nproc": 2.0}, "nproc = 2.0"),
+    ({"nproc": True}, "nproc = True"),
+    ({"nproc": "2"}, "nproc = '2'"),
+    ({"device": "gpu"}, "device = 'gpu' is none of auto, cpu, cuda"),
+    ({"timeout_s": 0}, "timeout_s = 0 is not a time limit"),
+    ({"timeout_s": float("nan")}, "timeout_s = nan"),
+    ({"timeout_s": "long"}, "timeout_s = 'long'"),
+    ({"stpes": 3}, "records: no parameter is called 'stpes'; did you mean 'steps'"),
+    ({"steps": "many"}, "records: steps = 'many' is not int. Allowed:\n  steps: int = 4  # How many timed steps."),
+]
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_a_bad_argument_is_refused_at_once(arguments, message):
+    begun = time.perf_counter()
+    with pytest.raises(ParameterError) as caught:
+        labkit.run(RECORDS, **arguments)
+    assert message in str(caught.value)
+    assert time.perf_counter() - begun < 1
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("no_such_program", "no program is called 'no_such_program'. Give the path of a .py file or one of: "),
+        ("../labkit/run", "no program is called '../labkit/run'"),
+        ("nowhere/program.py", "there is no program /"),
+    ],
+)
+def test_an_unknown_program_is_refused(program, message):
+    with pytest.raises(ParameterError) as caught:
+        labkit.run(program)
+    assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_program_without_config_takes_no_parameters(tmp_path):
+    program = tmp_path / "plain.py"
+    program.write_text("print('hello')\n")
+    with pytest.raises(ParameterError, match="plain has no class Config, so it takes no parameters: omit width"):
+        labkit.run(program, width=3)
+
+
+def test_a_bad_argument_is_refused_in_under_a_second_by_a_fresh_interpreter(tmp_path):
+    code = f"import labkit; labkit.run({str(RECORDS)!r}, stpes=3)"
+    environment = os.environ | {"LABKIT_RUNS": str(tmp_path / "runs")}
+    begun = time.perf_counter()
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert time.perf_counter() - begun < 1
+    assert "labkit.errors.ParameterError: records: no parameter is called 'stpes'" in answer.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "file" / "runs"))
+    with pytest.raises(LabError, match=r"cannot write to .*file/runs \(.*\): set LABKIT_RUNS"):
+        labkit.run(RECORDS)
+
+
+def test_a_run_gives_back_what_its_ranks_measured(capsys):
+    result = labkit.run(RECORDS, nproc=2, steps=8)
+    assert (result.ok, result.world_size, result.device, len(result.frame)) == (True, 2, "cpu", 23)
+    assert result.value("step_ms") == 2.0  # the slower rank, without the warm-up
+    assert result.params == {"steps": 8, "pause_s": 0.0, "cut": False}
+    threads = max(1, process.cores() // 2)
+    assert [rank.log() for rank in result.ranks] == [f"<rank> {rank} has {threads} threads\n" for rank in range(2)]
+    info = json.loads((result.folder / "run.json").read_text())
+    assert info["exit"] == "ok"
+    assert info["session"]["torch"] == "9.9"
+    assert info["duration_s"] > 0
+    assert info.keys() >= {"program", "program_path", "python", "labkit", "git_revision", "start", "device", "nproc"}
+    again = labkit.load(result.folder)
+    assert again.frame.equals(result.frame)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "\n[rank 1] <rank> 1 has" in shown.err
+    assert {path.name.split(".", 1)[1] for path in result.folder.iterdir()} == {"json", "jsonl", "log", "pid", "stack"}
+    assert "records: ranks started 2/2, step 8 of 8" in shown.err
+    assert shown.err.endswith(" s: ok\n")
+
+
+def test_a_process_group_works_from_any_folder(tmp_path, monkeypatch):
+    for name in ("random.py", "torch.py", "labkit.py"):  # the folder of a notebook may hold anything
+        (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
+    monkeypatch.chdir(tmp_path)
+    result = labkit.run(SMALL, nproc=2, steps=4)
+    assert [rank.log() for rank in result.ranks] == [f"rank {rank} of 2 has 16\n" for rank in range(2)]
+    assert result.device == "unknown"
+    with pytest.raises(KeyError, match="no value 'step_ms'; it has: no records at all"):
+        result.value("step_ms")
+
+
+def test_a_truncated_record_file_is_reported():
+    result = labkit.run(RECORDS, nproc=2, cut=True)
+    assert [path.name for path in result.truncated] == ["rank_00001.jsonl"]
+    assert "rank_00001.jsonl: the last line is cut off" in repr(result)
+    assert "rank_00001.jsonl: the last line is cut off" in result._repr_html_()
+
+
+def test_sweep_runs_in_order_and_checks_everything_first(monkeypatch):
+    called = []
+    monkeypatch.setattr(sys.modules["labkit.run"], "run", lambda program, **given: called.append(given))
+    labkit.sweep(RECORDS, over={"nproc": [1, 2], "steps": [3, 4]}, cut=True)
+    assert [(given["nproc"], given["steps"], given["cut"]) for given in called] == [
+        (1, 3, True),
+        (1, 4, True),
+        (2, 3, True),
+        (2, 4, True),
+    ]
+    with pytest.raises(ParameterError, match="nproc = 0"):
+        labkit.sweep(RECORDS, over={"nproc": [1, 0]})
+    with pytest.raises(ParameterError, match="steps: given both in over= and as a fixed value"):
+        labkit.sweep(RECORDS, over={"steps": [1]}, steps=3)
+    assert len(called) == 4
+
+
+def test_the_first_failure_is_reported_and_not_its_echo():
+    with pytest.raises(RankFailed) as caught:
+        labkit.run(MISBEHAVE, how="raise", group=True)
+    failed = caught.value
+    assert (failed.rank, failed.exc_type, failed.message) == (1, "ValueError", "width 3 is not width 4")
+    assert "in widths_must_agree" in failed.traceback
+    assert "worker.py" not in failed.traceback
+    assert "runpy" not in failed.traceback
+    assert "rank 1 is ready" in failed.log.read_text()
+    result = labkit.load(failed.log.parent)
+    assert not result.ok
+    assert result.info["exit"] == "failed"
+    assert result.info["error"].startswith("RankFailed: rank 1 failed: ValueError")
+    assert "rank 0 is ready" in result.ranks[0].log()
+    assert "misbehave [failed]: " in repr(result)
+
+
+@pytest.mark.parametrize(
+    ("how", "group", "exc_type", "message"),
+    [
+        ("exit", True, "exit status 3", "without an exception"),
+        ("kill", True, "SIGKILL", "kill -9, or the system ran out of memory"),
+        ("abort", False, "SIGABRT", "native code gave up"),
+        ("sys.exit", False, "SystemExit", "exit status 4"),
+    ],
+)
+def test_a_rank_that_ends_in_another_way(how, group, exc_type, message):
+    with pytest.raises(RankFailed) as caught:
+        labkit.run(MISBEHAVE, how=how, group=group)
+    failed = caught.value
+    assert (failed.rank, failed.exc_type) == (1, exc_type)
+    assert message in failed.message
+    assert ("in misbehave" in failed.traceback) == (how in ("abort", "sys.exit"))
+    assert "rank 1 is ready" in failed.log.read_text()
+
+
+def test_a_run_whose_torchrun_fails_shows_its_log(monkeypatch):
+    monkeypatch.setattr(process, "_torchrun_arguments", lambda folder, nproc: ["--no-such-option"])
+    with pytest.raises(RankFailed) as caught:
+        labkit.run(MISBEHAVE)
+    assert (caught.value.rank, caught.value.exc_type) == (-1, "exit status 2")
+    assert str(caught.value).startswith("torchrun failed: exit status 2")
+    assert "--no-such-option" in caught.value.traceback
+
+
+def test_a_child_of_a_rank_can_use_multiprocessing(tmp_path):
+    labkit.run(MISBEHAVE, how="spawn", pids=str(tmp_path / "pids"))
+    assert len((tmp_path / "pids").read_text().split()) == 5  # torchrun and rank, twice, and the child
+
+
+@pytest.mark.parametrize(
+    ("error", "echo"),
+    [
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:38588"), True),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (BrokenPipeError("[Errno 32] Broken pipe"), True),
+        (type("DistBackendError", (type("DistError", (RuntimeError,), {}),), {})("NCCL error"), True),
+        (ValueError("connection closed by peer is a text"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_which_exceptions_look_like_an_echo(error, echo):
+    assert is_echo(error) == echo
+
+
+def leave(folder, rank, time_s, echo, exc_type="RuntimeError"):
+    content = {"rank": rank, "time": time_s, "exc_type": exc_type, "message": "", "traceback": "", "echo": echo}
+    write_json(folder.error(rank), content)
+
+
+def ended(rank, exitcode=-9, signal="SIGKILL"):
+    return {"rank": rank, "pid": 1, "exitcode": exitcode, "signal": signal, "time": 0}
+
+
+@pytest.mark.parametrize(
+    ("raised", "ends", "status", "first"),
+    [
+        ([(0, 5, False), (1, 4, False), (2, 3, True)], [], 1, (1, "RuntimeError")),
+        ([(0, 5, False), (1, 4, True)], [ended(2)], 1, (0, "RuntimeError")),
+        ([(0, 5, True)], [ended(0, 1, ""), ended(1, 7, "")], 1, (1, "exit status 7")),
+        ([(0, 5, True)], [ended(1, -15, "SIGTERM"), ended(2)], 1, (2, "SIGKILL")),
+        ([(0, 5, True), (2, 4, True)], [ended(0, 1, ""), ended(1, -15, "SIGTERM")], 1, (2, "RuntimeError")),
+        ([(0, 5, True)], [ended(1, -15, "SIGTERM"), ended(0, 1, "")], 1, (1, "SIGTERM")),
+        ([(0, 5, True)], [], -9, (-1, "SIGKILL")),
+        ([(0, 5, True)], [], 1, (0, "RuntimeError")),
+        ([], [], 1, (-1, "exit status 1")),
+    ],
+)
+def test_which_failure_is_the_first(tmp_path, raised, ends, status, first):
+    folder = RunFolder(tmp_path)
+    for rank, time_s, echo in raised:
+        leave(folder, rank, time_s, echo)
+    if ends:
+        write_json(folder.exit_json, {"failures": ends})
+    found = failure.first_failure(folder, status)
+    assert (found.rank, found.exc_type) == first
