@@ -1,0 +1,159 @@
+"""A lab's source as a notebook: for learners without the solutions, and with them. Nothing is executed here.
+
+The same source always gives the same bytes: cell ids come from the cells' text, and metadata is reduced to the kernel's
+name and the cells' tags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+
+Notebook = Any  # nbformat's NotebookNode, whose attributes depend on its contents
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+PLACEHOLDER = "...  # your code here"
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+
+
+class SourceError(ValueError):
+    """A source, or what it gave, breaks a rule; the message names file and cell."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """One source, ``src/NN_topic.py``, and the two notebooks that it gives."""
+
+    source: Path
+
+    @property
+    def name(self) -> str:
+        return self.source.stem
+
+    @property
+    def learner(self) -> Path:
+        """The notebook whose exercises are empty."""
+        return self.source.parents[1] / f"{self.name}.ipynb"
+
+    @property
+    def solved(self) -> Path:
+        """The executed notebook."""
+        return self.source.parents[1] / "solved" / f"{self.name}.ipynb"
+
+
+def find_labs(folder: Path, names: tuple[str, ...] = ()) -> list[Lab]:
+    """The labs of a notebooks folder, all or those named.
+
+    Raises:
+        SourceError: a named one has no source.
+    """
+    labs = {path.stem: Lab(path) for path in sorted((folder / "src").glob("*.py"))}
+    unknown = set(names) - labs.keys()
+    if unknown:
+        there = ", ".join(labs) or "none at all"
+        raise SourceError(f"no source {', '.join(sorted(unknown))} in {folder / 'src'}; there: {there}")
+    return [lab for name, lab in labs.items() if name in names or not names]
+
+
+def learner_notebook(path: Path) -> Notebook:
+    """The notebook with a placeholder for every solution."""
+    return _read(path, without_solutions)
+
+
+def solved_notebook(path: Path) -> Notebook:
+    """The notebook with its solutions, not executed."""
+    return _read(path, without_markers)
+
+
+def _read(path: Path, change: Callable[[str], str]) -> Notebook:
+    try:
+        notebook = jupytext.read(path, fmt="py:percent")
+    except nbformat.ValidationError as error:
+        raise SourceError(f"{path}: its header is no notebook metadata ({error.message}); it needs no header") from None
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for number, cell in enumerate(notebook.cells, start=1):
+        try:
+            check_last_line(cell)
+            cell.source = change(cell.source)
+        except SourceError as error:
+            raise SourceError(f"{path}: cell {number}: {error}") from None
+        tags = cell.metadata.get("tags")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+    set_ids(notebook)
+    return notebook
+
+
+def check_last_line(cell: Notebook) -> None:
+    """Refuse a code cell that hides its value with a semicolon, which has no effect on nbval's way of executing it.
+
+    Raises:
+        SourceError: the cell ends in a semicolon.
+    """
+    if cell.cell_type == "code" and cell.source.rstrip().endswith(";"):
+        raise SourceError("nbval does not honour a semicolon at the end; write _ = ... to hide a value")
+
+
+def without_solutions(source: str) -> str:
+    """Each marked body replaced by one placeholder, as far to the right as its BEGIN marker."""
+    kept: list[str] = []
+    for line, place in marked_lines(source):
+        if place == "begin":
+            kept.append(line[: line.index("#")] + PLACEHOLDER)
+        elif place == "outside":
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def without_markers(source: str) -> str:
+    """The source with its solutions, and the marker lines gone."""
+    return "\n".join(line for line, place in marked_lines(source) if place in ("outside", "inside"))
+
+
+def marked_lines(source: str) -> list[tuple[str, str]]:
+    """Each line with its place: outside, begin, inside or end.
+
+    Raises:
+        SourceError: a marker without its partner, or one that shares its line.
+    """
+    lines, inside = [], False
+    for line in source.split("\n"):
+        marker = line.strip()
+        if marker == (BEGIN if inside else END):
+            raise SourceError(f"{marker} where {END if inside else BEGIN} should come first")
+        if marker in (BEGIN, END):
+            inside = not inside
+            lines.append((line, "begin" if inside else "end"))
+        elif "BEGIN SOLUTION" in marker or "END SOLUTION" in marker:
+            raise SourceError(f"write a marker as {BEGIN} or {END}, alone on its line, not as {marker!r}")
+        else:
+            lines.append((line, "inside" if inside else "outside"))
+    if inside:
+        raise SourceError(f"{BEGIN} without {END}")
+    return lines
+
+
+def set_ids(notebook: Notebook) -> None:
+    """Give each cell an id made from its text, so that a change elsewhere leaves it alone."""
+    seen: Counter[str] = Counter()
+    for cell in notebook.cells:
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+        seen[digest] += 1
+        cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+
+
+def inputs(notebook: Notebook) -> list[tuple[str, str, str, list[str]]]:
+    """What a notebook holds apart from outputs: type, id, text and tags of each cell."""
+    return [(cell.cell_type, cell.id, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
+
+
+def as_text(notebook: Notebook) -> str:
+    """The contents of an .ipynb file, after a check that the notebook is a valid one."""
+    nbformat.validate(notebook)
+    return str(nbformat.writes(notebook)).rstrip("\n") + "\n"

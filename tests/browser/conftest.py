@@ -1,0 +1,112 @@
+"""A real JupyterLab and a real browser, each started once."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+START_TIMEOUT_S = 60
+BROWSER_OPTIONS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
+
+
+@dataclass
+class Lab:
+    """A running JupyterLab."""
+
+    url: str
+    token: str
+    folder: Path
+    runs: Path
+
+    def page_of(self, name: str) -> str:
+        """The address of one notebook, alone in its own workspace."""
+        return f"{self.url}lab/workspaces/{Path(name).stem}/tree/{name}?token={self.token}&reset"
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """JupyterLab on an empty folder, on a port that the system chose, with settings of its own."""
+    pytest.importorskip("jupyterlab", reason="no jupyterlab: pip install 'labkit[notebook]'")
+    home = tmp_path_factory.mktemp("jupyter")
+    folder, runs = home / "notebooks", home / "runs"
+    folder.mkdir()
+    notifications = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    notifications.parent.mkdir(parents=True)
+    notifications.write_text('{"fetchNews": "false"}')
+    places = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+        "LABKIT_RUNS": "runs",
+    }
+    environment = os.environ | {name: str(home / place) for name, place in places.items()}
+    command = [
+        *(sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"),
+        *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--ServerApp.root_dir={folder}"),
+        *("--IdentityProvider.token=browser-test", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"),
+    ]
+    log = home / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+    try:
+        info = wait_for_info(server, home / "runtime", log)
+        yield Lab(info["url"], info["token"], folder, runs)
+    finally:
+        stop(server.pid)
+
+
+def wait_for_info(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> dict[str, str]:
+    """What the server wrote about itself once it listened."""
+    path = runtime / f"jpserver-{server.pid}.json"
+    limit = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < limit and server.poll() is None:
+        if path.exists() and (text := path.read_text()):
+            return json.loads(text)
+        time.sleep(0.2)
+    raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
+
+
+def stop(pid: int) -> None:
+    """End the server and whatever it started."""
+    try:
+        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=10)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    """The system's Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=BROWSER_OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def screenshots(repository: Path) -> Path:
+    """Where to look afterwards."""
+    folder = repository / "out" / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,190 @@
+"""From a source to notebooks, pages and pictures, on a small sample."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from notebooks.pipeline import execute, source
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLE = """\
+# %% [markdown]
+# # A sample
+
+# %% tags=["parameters"]
+ranks: int = 2  # number of ranks
+
+# %% [markdown]
+# ## 1. Count the bytes
+
+# %%
+def halo_bytes(rows):
+    ### BEGIN SOLUTION
+    width = 4
+    return rows * width
+    ### END SOLUTION
+
+# %%
+import sys
+
+print("bytes", halo_bytes(3), end=" ")
+sys.stdout.flush()
+print("for", ranks)
+
+# %% [markdown]
+# ## 2. A picture, at last
+
+# %%
+import matplotlib.pyplot as plt
+
+_ = plt.plot([1, 2])
+
+# %% tags=["summary"]
+print("all", "well")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A notebooks folder with one lab, below a folder with a blank in its name."""
+    folder = tmp_path / "my notebooks"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "07_sample.py").write_text(SAMPLE)
+    return folder
+
+
+def run_script(name, *arguments):
+    """Run notebooks/<name> from another folder."""
+    command = [sys.executable, str(ROOT / "notebooks" / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd="/")
+
+
+def test_learner_gets_a_placeholder_and_the_solved_one_no_markers(folder):
+    path = folder / "src" / "07_sample.py"
+    learner, solved = source.learner_notebook(path), source.solved_notebook(path)
+    exercise = next(cell.source for cell in learner.cells if "def halo_bytes" in cell.source)
+    assert exercise == "def halo_bytes(rows):\n    ...  # your code here"
+    answer = next(cell.source for cell in solved.cells if "def halo_bytes" in cell.source)
+    assert answer == "def halo_bytes(rows):\n    width = 4\n    return rows * width"
+    assert not any("SOLUTION" in source.as_text(notebook) for notebook in (learner, solved))
+
+
+def test_same_source_same_bytes_and_ids_that_last(folder):
+    path = folder / "src" / "07_sample.py"
+    before = source.learner_notebook(path)
+    assert source.as_text(before) == source.as_text(source.learner_notebook(path))
+    path.write_text("# %%\nnew = 1\n\n" + SAMPLE)
+    after = source.learner_notebook(path)
+    assert [cell.id for cell in after.cells[1:]] == [cell.id for cell in before.cells]
+
+
+def test_equal_cells_have_different_ids(folder):
+    path = folder / "src" / "07_sample.py"
+    path.write_text("# %%\nsame = 1\n\n# %%\nsame = 1\n")
+    ids = [cell.id for cell in source.learner_notebook(path).cells]
+    assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("### BEGIN SOLUTION\nx = 1", "without ### END"),
+        ("x = 1\n### END SOLUTION", "where ### BEGIN"),
+        ("### BEGIN SOLUTION\n### BEGIN SOLUTION\n### END SOLUTION", "where ### END"),
+        ("# BEGIN SOLUTION\nx = 1\n### END SOLUTION", "alone on its line"),
+        ("x = 1  ### BEGIN SOLUTION", "alone on its line"),
+    ],
+)
+def test_wrong_markers_are_named_with_their_cell(folder, body, says):
+    path = folder / "src" / "07_sample.py"
+    path.write_text(f"# %%\nfirst = 1\n\n# %%\n{body}\n")
+    with pytest.raises(source.SourceError, match=f"07_sample.py: cell 2: .*{says}"):
+        source.learner_notebook(path)
+
+
+def test_a_semicolon_at_the_end_is_refused_because_nbval_shows_the_value(folder):
+    path = folder / "src" / "07_sample.py"
+    path.write_text("# %% [markdown]\n# Markdown may;\n\n# %%\nfirst = 1; second = 2\n\n# %%\nfirst;\n")
+    with pytest.raises(source.SourceError, match=r"cell 3: .*semicolon"):
+        source.learner_notebook(path)
+
+
+def test_unknown_lab_lists_those_that_exist(folder):
+    with pytest.raises(source.SourceError, match=r"no source 08_none .*07_sample"):
+        source.find_labs(folder, ("08_none",))
+
+
+def test_streams_cut_by_chance_are_joined():
+    def stream(name, text):
+        return nbformat.v4.new_output("stream", name=name, text=text)
+
+    picture = nbformat.v4.new_output("display_data", data={"image/png": ""})
+    pieces = [stream("stdout", "a"), stream("stdout", "b"), picture, stream("stdout", "c"), stream("stderr", "d")]
+    kept = execute.joined(pieces)
+    assert [output.get("text") for output in kept] == ["ab", None, "c", "d"]
+
+
+@pytest.mark.notebook
+def test_build_gives_the_same_bytes_twice_and_notices_changes(folder):
+    first = run_script("build.py", "--folder", folder)
+    assert first.returncode == 0, first.stderr
+    assert "1. Count the bytes" in first.stderr, "no progress was shown"
+    solved = folder / "solved" / "07_sample.ipynb"
+    text = solved.read_text()
+    notebook = nbformat.reads(text, as_version=4)
+    assert notebook.cells[4].outputs == [{"output_type": "stream", "name": "stdout", "text": "bytes 12 for 2\n"}]
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert not any(word in text for word in ("papermill", "shell.execute_reply", str(folder), "execution_timing"))
+    assert run_script("build.py", "--folder", folder).returncode == 0
+    assert solved.read_text() == text
+    assert run_script("build.py", "--folder", folder, "--check").returncode == 0
+
+    path = folder / "src" / "07_sample.py"
+    path.write_text(SAMPLE.replace("width = 4", "width = 8"))
+    check = run_script("build.py", "--folder", folder, "--check")
+    assert check.returncode == 1
+    assert "solved/07_sample.ipynb is not what" in check.stdout and "make notebooks" in check.stdout
+    assert "notebooks/07_sample.ipynb is not" not in check.stdout, "the learner's notebook has not changed"
+    path.write_text(SAMPLE.replace("at last", "now"))
+    assert "notebooks/07_sample.ipynb is not" in run_script("build.py", "--folder", folder, "--check").stdout
+
+
+@pytest.mark.notebook
+def test_build_refuses_outputs_that_name_this_machine(folder):
+    (folder / "src" / "07_sample.py").write_text(f"# %%\nprint({str(ROOT)!r})\n")
+    answer = run_script("build.py", "--folder", folder)
+    assert answer.returncode == 1
+    assert "cell 1 prints a folder of this machine" in answer.stderr
+    assert not (folder / "solved" / "07_sample.ipynb").exists()
+
+
+@pytest.mark.notebook
+def test_execute_leaves_page_pictures_and_summary(folder, tmp_path):
+    out = tmp_path / "out"
+    (out / "figures").mkdir(parents=True)
+    (out / "figures" / "07_09_of_an_earlier_run.png").write_bytes(b"")
+    answer = run_script("execute.py", "07_sample", "--folder", folder, "--out", out)
+    assert answer.returncode == 0, answer.stderr
+    assert "all well" in answer.stdout and "out/07_sample.html" in answer.stdout
+    (picture,) = (out / "figures").iterdir()
+    assert picture.name == "07_01_a_picture_at_last.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    page = (out / "07_sample.html").read_text()
+    assert "data:image/png;base64," in page and 'src="http' not in page
+    assert nbformat.read(out / "07_sample.ipynb", as_version=4).cells[4].outputs
+    assert "papermill" not in (out / "07_sample.ipynb").read_text()
+
+
+@pytest.mark.notebook
+def test_a_failing_cell_is_shown_and_what_ran_is_kept(folder, tmp_path):
+    path = folder / "src" / "07_sample.py"
+    path.write_text(SAMPLE.replace("rows * width", "rows / 0"))
+    answer = run_script("execute.py", "07_sample", "--folder", folder, "--out", tmp_path)
+    assert answer.returncode == 1
+    assert "ZeroDivisionError" in answer.stderr and "cell 3 of 5 (1. Count the bytes)" in answer.stderr
+    assert "\x1b[" not in answer.stderr
+    partial = nbformat.read(tmp_path / "07_sample.ipynb", as_version=4)
+    assert any(output.output_type == "error" for cell in partial.cells for output in cell.get("outputs", []))
