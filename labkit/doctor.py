@@ -93,7 +93,7 @@ class Report:
 
 def check_python() -> Finding:
     """The interpreter's version."""
-    detail = f"{platform.python_version()} at {sys.executable}"
+    detail = f"{platform.python_version()} at {short(sys.executable)}"
     if release(platform.python_version()) < (3, 11):
         return Finding("FAIL", "Python", detail, "install Python 3.11 or newer", EVERY_LAB)
     return Finding("OK", "Python", detail)
@@ -113,6 +113,12 @@ def check_torch() -> Finding:
         detail += ", without torch.distributed"
         return Finding("FAIL", "PyTorch", detail, "install an official build of PyTorch", EVERY_LAB)
     return Finding("OK", "PyTorch", detail)
+
+
+def short(path: str | Path) -> str:
+    """A path as seen from labkit's checkout where it lies inside, so that a saved notebook names no private folder."""
+    path, checkout = Path(path), Path(__file__).parents[1]
+    return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else str(path)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -227,7 +233,7 @@ def check_runs_folder() -> Finding:
     except OSError as error:
         fix = "set LABKIT_RUNS to a folder that you may write to"
         return Finding("FAIL", "Runs folder", f"{folder}: {error.strerror or error}", fix, EVERY_LAB)
-    return Finding("OK", "Runs folder", f"{folder}, {free_gib:.0f} GiB free")
+    return Finding("OK", "Runs folder", f"{short(folder)}, {free_gib:.0f} GiB free")
 
 
 TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (check_sharded_convolution, check_gpus)

@@ -1,0 +1,191 @@
+"""Measure a training step from inside a rank, and write what was measured as records.
+
+Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is recorded in one more
+step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from labkit.records import Writer
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+_NOT_TRAFFIC = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
+_VARIANT = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
+_NAMES = {
+    "allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "isend": "send", "irecv": "recv",
+}  # fmt: skip
+_IN_PLACE = {"all_reduce", "broadcast", "reduce", "send", "recv"}
+
+
+def messages_of(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
+    """What an operation of torch's communication namespaces moves: a label and the tensors that this rank hands in."""
+    if name == "batch_p2p_ops":
+        kinds, _, _, tensors = args[:4]
+        return [(_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
+    plain = _VARIANT.sub("", name).strip("_")  # allgather_into_tensor_coalesced_ is an allgather
+    label = _NAMES.get(plain, plain)
+    # c10d takes the output first where it is another tensor than the input
+    return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE else 0])]
+
+
+class CommunicationCounter(TorchDispatchMode):
+    """Counts calls and bytes of every collective and point-to-point message that this rank takes part in.
+
+    ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...). Bytes are those of the
+    tensor that this rank hands in (for ``recv``, that it receives); how many of them cross a wire, and how often, is
+    the algorithm's business: see ``theory.ring_all_reduce_bytes``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
+            return NotImplemented  # let DTensor turn the operation into local ones and collectives first
+        namespace, _, name = func.name().split(".")[0].partition("::")
+        if namespace in _NAMESPACES and name not in _NOT_TRAFFIC:
+            for label, given in messages_of(namespace, name, args):
+                self.counts[label] += 1
+                self.bytes[label] += sum(
+                    t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor)
+                )
+        return func(*args, **(kwargs or {}))
+
+
+class Step:
+    """One training step. ``index`` is -1 in warm-up, counts from 0 while timed; the last one is traced, not timed.
+
+    Attributes:
+        index: see above.
+        timed: whether spans of this step are recorded.
+    """
+
+    def __init__(self, index: int, timed: bool, meter: Meter):
+        self.index, self.timed, self._meter = index, timed, meter
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._scalars: list[tuple[str, Any, str]] = []
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time what happens inside, as a record of kind span with this name."""
+        start = self._meter.now()
+        yield
+        self._spans.append((name, start, self._meter.now()))
+
+    def scalar(self, name: str, value: Tensor | float, unit: str = "") -> None:
+        """Record one number, such as the loss. A tensor is read only once the step is over."""
+        self._scalars.append((name, value.detach() if isinstance(value, Tensor) else value, unit))
+
+    def write(self) -> None:
+        """Write this step's records. Waits for the device."""
+        self._meter.synchronize()
+        for name, start, end in self._spans if self.timed else []:
+            start_us, dur_us = self._meter.microseconds(start, end)
+            self._meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
+        for name, value, unit in self._scalars:
+            self._meter.writer.write("scalar", name, self.index, value=float(value), unit=unit)
+
+
+class Meter:
+    """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the clock."""
+
+    def __init__(self, writer: Writer, device: torch.device):
+        self.writer, self.device = writer, device
+        self._origin = self.now()
+
+    def now(self) -> Any:
+        """A moment: a CUDA event on a GPU, seconds on a CPU."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def microseconds(self, start: Any, end: Any) -> tuple[float, float]:
+        """Start since the meter was made, and duration, of two moments. The device must have reached both."""
+        if self.device.type == "cuda":
+            return self._origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3
+        return (start - self._origin) * 1e6, (end - start) * 1e6
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def steps(self, count: int, warmup: int, track: Sequence[Any]) -> Iterator[Step]:
+        """Yield warm-up steps, ``count`` timed steps, then one traced step. See ``rank.Here.steps``."""
+        self.writer.write("scalar", "planned_steps", -1, value=count, unit="steps")
+        for index in [-1] * warmup + list(range(count)):
+            self._align()
+            if index == 0 and self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            step = Step(index, index >= 0, self)
+            with step.span("step"):
+                yield step
+            step.write()
+        self._write_peaks(count)
+        yield from self._traced_step(count, track)
+
+    def _align(self) -> None:
+        """Let all ranks start a step together, so that none pays for another's lateness before it."""
+        self.synchronize()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+    def _traced_step(self, index: int, track: Sequence[Any]) -> Iterator[Step]:
+        step = Step(index, False, self)
+        from torch.distributed._tools.mem_tracker import (
+            MemTracker,
+        )  # brings in the compiler: half a second for each rank
+
+        counter = CommunicationCounter()
+        tracker = MemTracker()
+        with contextlib.ExitStack() as modes:
+            if track:
+                tracker.track_external(*track)
+                modes.enter_context(tracker)
+            modes.enter_context(counter)
+            yield step
+        step.write()
+        for name, count in sorted(counter.counts.items()):
+            self.writer.write("comm", name, index, count=count, bytes=counter.bytes[name])
+        if track:
+            for name, amount in peak_by_category(tracker, self.device).items():
+                self.writer.write("memory", f"peak_{name}", index, bytes=amount)
+
+    def _write_peaks(self, index: int) -> None:
+        if self.device.type == "cuda":
+            self.writer.write("memory", "max_allocated", index, bytes=torch.cuda.max_memory_allocated(self.device))
+            self.writer.write("memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device))
+        else:
+            self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
+
+
+def peak_by_category(tracker: Any, device: torch.device) -> dict[str, int]:
+    """Bytes of each category at the moment when their sum was largest, and that sum as ``total``."""
+    snapshots = tracker.get_tracker_snapshot("peak")
+    snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
+    return {getattr(category, "value", str(category)).lower(): int(amount) for category, amount in snapshot.items()}
+
+
+def resident_peak_bytes() -> int:
+    """The most memory that this process has held in RAM so far."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,196 @@
+"""ConvNeXt, an image classifier made of convolutions alone, as plain single-device code.
+
+Shapes: N images (batch), C channels, H height, W width. Feature maps are [N, C, H, W]; the stem divides H and W by 4,
+every later downsampling by 2. Source: Liu et al., "A ConvNet for the 2020s", 2022 (arXiv:2201.03545).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Init = Literal["trunc_normal", "ones"]
+
+
+class ChannelLayerNorm(nn.Module):
+    """Layer normalisation over the channels of a feature map, each pixel by itself.
+
+    Args:
+        num_channels: C; ``weight`` and ``bias`` have shape [C].
+        eps: added to the variance.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_channels))
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C, H, W] to the same shape."""
+        channels_last = x.permute(0, 2, 3, 1)
+        normed = functional.layer_norm(channels_last, (x.shape[1],), self.weight, self.bias, self.eps)
+        return normed.permute(0, 3, 1, 2)
+
+
+class StochasticDepth(nn.Module):
+    """In training, drop a residual branch for a random part of the samples, and scale the others up to keep the mean.
+
+    The decision is one number for each sample of the whole batch. A rank that holds only some samples or only a part of
+    each image must decide as all others do: it draws for all ``shards`` times N samples from a generator that every
+    rank seeds alike, and uses its own N. Source: Huang et al., 2016 (arXiv:1603.09382).
+
+    Args:
+        drop_rate: probability that a sample's branch is dropped, at least 0 and below 1.
+    """
+
+    def __init__(self, drop_rate: float):
+        super().__init__()
+        if not 0 <= drop_rate < 1:
+            raise ValueError(f"drop rate {drop_rate} is not in [0, 1)")
+        self.drop_rate = drop_rate
+        self.generator: torch.Generator | None = None
+        self.shard, self.shards = 0, 1
+
+    def keep(self, samples: int) -> Tensor:
+        """The factor of each of this rank's samples, 0 or 1 / (1 - drop_rate), shape [N], on the CPU."""
+        drawn = torch.rand(samples * self.shards, generator=self.generator, device="cpu")
+        mine = drawn[self.shard * samples : (self.shard + 1) * samples]
+        return (mine >= self.drop_rate).float() / (1 - self.drop_rate)
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """[N, C, H, W] to the same shape."""
+        if not self.training or self.drop_rate == 0:
+            return branch
+        return branch * self.keep(branch.shape[0]).to(branch).view(-1, 1, 1, 1)
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise 7x7 convolution, norm, two pointwise convolutions with GELU between, layer scale, residual.
+
+    Args:
+        dim: C, channels in and out.
+        drop_path: rate of stochastic depth.
+        layer_scale_init_value: start of ``gamma`` [C, 1, 1]; there is no gamma where this is 0 or less.
+    """
+
+    def __init__(self, dim: int, drop_path: float = 0.0, layer_scale_init_value: float = 1e-6):
+        super().__init__()
+        self.depthwise = nn.Conv2d(dim, dim, kernel_size=7, padding=3, groups=dim)
+        self.norm = ChannelLayerNorm(dim)
+        self.expand = nn.Conv2d(dim, 4 * dim, kernel_size=1)
+        self.activation = nn.GELU()
+        self.project = nn.Conv2d(4 * dim, dim, kernel_size=1)
+        self.layer_scale_init_value = layer_scale_init_value
+        self.gamma: nn.Parameter | None = None
+        if layer_scale_init_value > 0:
+            self.gamma = nn.Parameter(torch.full((dim, 1, 1), layer_scale_init_value))
+        self.drop_path = StochasticDepth(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C, H, W] to the same shape."""
+        branch = self.norm(self.depthwise(x))
+        branch = self.project(self.activation(self.expand(branch)))
+        if self.gamma is not None:
+            branch = self.gamma * branch
+        return x + self.drop_path(branch)
+
+
+class Downsample(nn.Module):
+    """Divide height and width by ``scale`` with a convolution whose windows do not overlap.
+
+    Args:
+        dim_in: channels in.
+        dim_out: channels out.
+        scale: kernel size and stride.
+        norm_first: norm before the convolution (between stages), else after it (the stem).
+    """
+
+    def __init__(self, dim_in: int, dim_out: int, scale: int, norm_first: bool):
+        super().__init__()
+        self.norm_first = norm_first
+        self.norm = ChannelLayerNorm(dim_in if norm_first else dim_out)
+        self.conv = nn.Conv2d(dim_in, dim_out, kernel_size=scale, stride=scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, dim_in, H, W] to [N, dim_out, H / scale, W / scale]."""
+        return self.conv(self.norm(x)) if self.norm_first else self.norm(self.conv(x))
+
+
+class GlobalMean(nn.Module):
+    """The mean of every channel over the whole image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C, H, W] to [N, C]."""
+        return x.mean(dim=(2, 3))
+
+
+class ConvNeXt(nn.Module):
+    """The classifier: for each stage a Downsample and ``depths[i]`` blocks of ``dims[i]`` channels, then mean and head.
+
+    Args:
+        in_chans: channels of the images.
+        num_classes: outputs of the head.
+        depths: blocks in each stage.
+        dims: channels in each stage.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
+        layer_scale_init_value: see ConvNeXtBlock.
+        head_init_scale: the head's first weight and bias are multiplied by this.
+        init: ``"trunc_normal"`` (standard deviation 0.2), or ``"ones"``, which makes all channels equal: the norm then
+            returns 0 and the loss is ln(num_classes) whatever else is right or wrong.
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 3,
+        num_classes: int = 10,
+        depths: Sequence[int] = (1, 1),
+        dims: Sequence[int] = (2, 4),
+        drop_path_rate: float = 0.0,
+        layer_scale_init_value: float = 1e-6,
+        head_init_scale: float = 1.0,
+        init: Init = "trunc_normal",
+    ):
+        super().__init__()
+        if len(depths) != len(dims) or not depths:
+            raise ValueError(f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, at least one")
+        rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").tolist()
+        stages: list[nn.Module] = []
+        for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
+            dim_in = dims[stage - 1] if stage else in_chans
+            stages.append(Downsample(dim_in, dim, scale=2 if stage else 4, norm_first=stage > 0))
+            stages.extend(ConvNeXtBlock(dim, rates.pop(0), layer_scale_init_value) for _ in range(depth))
+        self.stages = nn.Sequential(*stages)
+        self.mean = GlobalMean()
+        self.head = nn.Linear(dims[-1], num_classes)
+        self.head_init_scale = head_init_scale
+        self.init_weights(init)
+
+    def init_weights(self, init: Init) -> None:
+        """Fill weights (see ``init``) and biases (0) again, as after ``to_empty`` on a model from the meta device."""
+        if init not in ("trunc_normal", "ones"):
+            raise ValueError(f"init {init!r} is neither 'trunc_normal' nor 'ones'")
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                if init == "ones":
+                    nn.init.ones_(module.weight)
+                else:
+                    nn.init.trunc_normal_(module.weight, std=0.2)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, ChannelLayerNorm):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, ConvNeXtBlock) and module.gamma is not None:
+                nn.init.constant_(module.gamma, module.layer_scale_init_value)
+        with torch.no_grad():
+            self.head.weight.mul_(self.head_init_scale)
+            self.head.bias.mul_(self.head_init_scale)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, in_chans, H, W] to logits [N, num_classes]."""
+        return self.head(self.mean(self.stages(images)))

@@ -1,0 +1,263 @@
+"""Convolve an image that is cut into strips, one strip a rank.
+
+Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3 (width).
+
+A convolution whose windows overlap needs, at each border of its strip, a few columns that the neighbour holds: the
+halo.
+Every rank sends its outermost columns to both neighbours, receives theirs, and then convolves as if alone:
+
+    rank 0  | a b c d |            rank 0  | 0 a b c d E |       0: zero padding at the border of the image
+    rank 1  | e f g h |     ->     rank 1  | D e f g h 0 |       D, E: the neighbour's columns
+
+In the backward pass the gradients of D and E go back to their owners, who add them to their own: that is the adjoint of
+the exchange, and with it automatic differentiation gives what one device gives. They travel while the gradient of the
+weight is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class Strip:
+    """A rank's place in the line of ranks that share an image.
+
+    Attributes:
+        dim: the cut dimension of [N, C, H, W], 2 or 3.
+        group: the ranks of the line, or None for a line of one.
+        rank: this rank's index in the line.
+        ranks: length of the line.
+        share: this rank's part of the image, 1 / ranks where all strips are equal.
+    """
+
+    dim: int
+    group: dist.ProcessGroup | None
+    rank: int
+    ranks: int
+    share: float = 1.0
+
+    @classmethod
+    def along(cls, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Strip:
+        """This rank's strip when the image is cut along one axis of a mesh."""
+        ranks = mesh.size(mesh_dim)
+        return cls(dim, mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), ranks, 1 / ranks)
+
+
+def halo_of(conv: nn.Conv2d, dim: int) -> int:
+    """Columns (or rows, dim 2) that one rank needs from each neighbour for this convolution; 0 needs no exchange.
+
+    Raises:
+        ValueError: the convolution's output cannot stay cut where its input is.
+    """
+    kernel, stride, dilation = (setting[dim - 2] for setting in (conv.kernel_size, conv.stride, conv.dilation))
+    if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
+        raise ValueError(
+            f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a number and zeros"
+        )
+    padding, reach = conv.padding[dim - 2], dilation * (kernel - 1)
+    if stride == 1 and 2 * padding == reach:
+        return padding
+    if stride == kernel and padding == 0 and dilation == 1:
+        return 0
+    raise ValueError(
+        f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation} along dim {dim} cannot be sharded: "
+        f"either stride 1 with 2 x padding = dilation x (kernel - 1) = {reach}, or stride = kernel without padding"
+    )
+
+
+def halo_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, halo: int, strip: Strip, settings: ConvolutionSettings
+) -> Tensor:
+    """Convolve one strip of an image as if the whole image were here.
+
+    A collective of the whole line: every rank of it must call this, forward and backward, in the same order.
+
+    Args:
+        x: this rank's strip, [N, C, H, W].
+        weight: as for torch.conv2d, equal on all ranks.
+        bias: as for torch.conv2d.
+        halo: columns (rows for dim 2) to take from each neighbour, from ``halo_of``.
+        strip: this rank's place.
+        settings: of the convolution.
+
+    Returns:
+        This rank's strip of the output. Differentiable; gradients of weight and bias are this rank's part of a sum.
+
+    Raises:
+        ValueError: this strip is narrower than the halo; its neighbour would need columns from the rank beyond.
+    """
+    size = x.shape[strip.dim]
+    if halo > size:
+        raise ValueError(
+            f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the halo of {halo}: "
+            f"use fewer ranks or a larger image"
+        )
+    if not halo:
+        return torch.conv2d(x, weight, bias, *settings)
+    out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, settings)
+    return out
+
+
+class ConvolutionSettings(NamedTuple):
+    """Of a convolution that finds its halo in its input: no padding along the cut."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
+        """Those of ``conv``, but with no padding along the cut dimension."""
+        assert isinstance(conv.padding, tuple)  # halo_of refuses text
+        padding = tuple(0 if index == dim - 2 else size for index, size in enumerate(conv.padding))
+        return cls(conv.stride, padding, conv.dilation, conv.groups)
+
+
+class _HaloConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        halo: int,
+        strip: Strip,
+        settings: ConvolutionSettings,
+    ) -> Tensor:
+        padded = with_halo(x, halo, strip)
+        ctx.save_for_backward(padded, weight)
+        ctx.halo, ctx.strip, ctx.settings = halo, strip, settings
+        return torch.conv2d(padded, weight, bias, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        stride, padding, dilation, groups = ctx.settings
+        padded, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+
+        def gradients(*wanted: bool) -> list[Tensor | None]:
+            return torch.ops.aten.convolution_backward(
+                grads[0], padded, weight, [len(weight)], stride, padding, dilation, False, [0, 0], groups, wanted
+            )
+
+        grad_padded = gradients(wants_x, False, False)[0]
+        homecoming = None if grad_padded is None else _Homecoming(grad_padded, ctx.halo, ctx.strip)
+        _, grad_weight, grad_bias = gradients(False, wants_weight, wants_bias)  # while the halos' gradients travel
+        grad_x = None if homecoming is None else homecoming.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
+    """A strip with ``halo`` columns of the neighbours at both ends; zeros at the borders of the image."""
+    size, dim = x.shape[strip.dim], strip.dim
+    inbox = _trade(x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip)
+    padded = _new_like(x, dim, size + 2 * halo)
+    padded.narrow(dim, halo, size).copy_(x)  # while the halos travel
+    before, after = inbox.wait()
+    for start, arrived in ((0, before), (size + halo, after)):
+        border = padded.narrow(dim, start, halo)
+        border.zero_() if arrived is None else border.copy_(arrived)
+    return padded
+
+
+class _Homecoming:
+    """The adjoint of ``with_halo``, under way: gradients of a halo travel to the ranks that own the columns."""
+
+    def __init__(self, grad_padded: Tensor, halo: int, strip: Strip):
+        self.halo, self.dim = halo, strip.dim
+        size = grad_padded.shape[strip.dim] - 2 * halo
+        self.inner = grad_padded.narrow(strip.dim, halo, size)
+        first, last = grad_padded.narrow(strip.dim, 0, halo), grad_padded.narrow(strip.dim, size + halo, halo)
+        self.inbox = _trade(first, last, strip)
+
+    def wait(self) -> Tensor:
+        """The gradient of the strip: its own, and at both ends what the neighbours' halos add."""
+        own = self.inner.clone(memory_format=torch.preserve_format)
+        for arrived, start in zip(self.inbox.wait(), (0, own.shape[self.dim] - self.halo), strict=True):
+            if arrived is not None:
+                own.narrow(self.dim, start, self.halo).add_(arrived)
+        return own
+
+
+@dataclass
+class _Inbox:
+    """What the neighbours send; None at a border of the image. Readable after ``wait``."""
+
+    before: Tensor | None
+    after: Tensor | None
+    works: list[dist.Work]
+    outbox: list[Tensor]  # kept alive until sent
+
+    def wait(self) -> tuple[Tensor | None, Tensor | None]:
+        for work in self.works:
+            work.wait()
+        return self.before, self.after
+
+
+def _trade(first: Tensor, last: Tensor, strip: Strip) -> _Inbox:
+    """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as much from each."""
+    inbox = _Inbox(None, None, [], [])
+    calls: list[dist.P2POp] = []
+    for outgoing, peer in ((first, strip.rank - 1), (last, strip.rank + 1)):
+        if not 0 <= peer < strip.ranks:
+            continue
+        outgoing = outgoing.contiguous()
+        incoming = torch.empty_like(outgoing)
+        inbox.outbox.append(outgoing)
+        if peer < strip.rank:
+            inbox.before = incoming
+        else:
+            inbox.after = incoming
+        calls.append(dist.P2POp(dist.isend, outgoing, group=strip.group, group_peer=peer))
+        calls.append(dist.P2POp(dist.irecv, incoming, group=strip.group, group_peer=peer))
+    inbox.works = dist.batch_isend_irecv(calls) if calls else []
+    return inbox
+
+
+def _new_like(x: Tensor, dim: int, size: int) -> Tensor:
+    """An empty tensor of x's kind and memory format with another size along ``dim``."""
+    channels_last = x.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    shape = [size if index == dim else length for index, length in enumerate(x.shape)]
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+
+
+class _SpatialMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, strip: Strip) -> Tensor:
+        ctx.shape, ctx.strip = x.shape, strip  # type: ignore[attr-defined]
+        mean = x.mean(dim=(2, 3)) * strip.share
+        if strip.ranks > 1:
+            dist.all_reduce(mean, group=strip.group)
+        return mean
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        shape, strip = ctx.shape, ctx.strip  # type: ignore[attr-defined]
+        factor = strip.share * strip.ranks / (shape[2] * shape[3])
+        return (grads[0] * factor)[:, :, None, None].expand(shape), None
+
+
+def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
+    """The mean over H and W of the whole image, from each rank's strip: one all-reduce of N x C numbers.
+
+    Every rank of the line computes the same loss from it, so the gradient of the sum of all ranks' losses is ``ranks``
+    times one rank's. The backward pass multiplies by that, and averaging gradients over all ranks divides by it again.
+
+    Args:
+        x: this rank's strip, [N, C, H, W].
+        strip: this rank's place.
+
+    Returns:
+        [N, C], the same on every rank of the line. Differentiable.
+    """
+    mean: Tensor = _SpatialMean.apply(x, strip)
+    return mean

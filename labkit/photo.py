@@ -1,0 +1,71 @@
+"""Images to train on without a download: random ones, or tiles of the portrait of Grace Hopper that matplotlib ships.
+
+The task with the photo: from a tile, say which of ten regions it was cut from. Tiles start at random places, so no two
+are alike, and a network has to look at what they show.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Literal
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+
+REGION_ROWS, REGION_COLUMNS = 5, 2
+
+
+def photo() -> numpy.ndarray:
+    """The photo, [height, width, 3] = [600, 512, 3], bytes."""
+    matplotlib = importlib.util.find_spec("matplotlib")  # found, not imported: that would take each rank half a second
+    assert matplotlib and matplotlib.origin
+    with Image.open(Path(matplotlib.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg") as file:
+        return numpy.asarray(file)
+
+
+def batch(
+    kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Images and their labels, the same for the same seed.
+
+    Args:
+        kind: random numbers, or tiles of the photo.
+        count: number of images, N.
+        height: of an image, in pixels.
+        width: likewise.
+        classes: labels are below this; the photo has 10 regions.
+        seed: of the choice.
+
+    Returns:
+        Images [N, 3, height, width], float32 in channels-last format, and labels [N], int64.
+
+    Raises:
+        ValueError: the photo with fewer classes than it has regions.
+    """
+    regions = REGION_ROWS * REGION_COLUMNS
+    if kind == "photo" and classes < regions:
+        raise ValueError(f"{classes} classes cannot label the photo's {regions} regions: take at least {regions}")
+    random = numpy.random.default_rng(seed)
+    if kind == "photo":
+        images, labels = tiles(random, count, height, width)
+    else:
+        images = random.standard_normal((count, 3, height, width), dtype=numpy.float32)
+        labels = random.integers(0, classes, count)
+    return torch.from_numpy(images).contiguous(memory_format=torch.channels_last), torch.from_numpy(labels)
+
+
+def tiles(random: numpy.random.Generator, count: int, height: int, width: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Random tiles of the photo, from -1 to 1, and the region in which each starts, from 0 to 9.
+
+    The photo goes on mirrored beyond its border, so any size works.
+    """
+    picture = photo()
+    rows, columns = picture.shape[:2]
+    padded = numpy.pad(picture, ((0, height), (0, width), (0, 0)), mode="symmetric")
+    tops, lefts = random.integers(0, rows, count), random.integers(0, columns, count)
+    cut = [padded[top : top + height, left : left + width] for top, left in zip(tops, lefts, strict=True)]
+    regions = tops * REGION_ROWS // rows * REGION_COLUMNS + lefts * REGION_COLUMNS // columns
+    return (numpy.stack(cut).transpose(0, 3, 1, 2) / numpy.float32(127.5) - 1).astype(numpy.float32), regions

@@ -1,0 +1,10 @@
+"""Figures of what was measured. Each function takes results and ``ax=None``, draws, and returns the Axes.
+
+Plots compute nothing and launch nothing. Each figure is stamped with the device, ranks, cores and torch version of its
+runs; CPU ranks beyond the cores are labelled "mechanism, not speed".
+"""
+
+from labkit.plots.images import halos, shards
+from labkit.plots.runs import compare, latency, loss, memory, table
+
+__all__ = ["compare", "halos", "latency", "loss", "memory", "shards", "table"]

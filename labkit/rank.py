@@ -1,0 +1,223 @@
+"""Inside a rank: join the process group, choose the device, measure, and always leave in order.
+
+    with rank.session() as here:
+        mesh = here.mesh(space=here.world_size)
+        for step in here.steps(20, track=[model, optimizer]):
+            with step.span("forward"):
+                ...
+
+A program that uses this runs under labkit.run, under bare torchrun, and alone as one rank. Under labkit.run its records
+go into the folder of the run; otherwise they stay in memory and rank 0 prints a table of them when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from labkit import config as configs
+from labkit.errors import ParameterError
+from labkit.meter import Meter, Step
+from labkit.records import Writer
+
+ConfigType = TypeVar("ConfigType")
+Measure = Callable[..., Iterator[Step]]  # Here.steps or Here.one_step
+
+
+class Here:
+    """This rank, for as long as its session lasts.
+
+    Attributes:
+        rank: 0 to world_size - 1.
+        world_size: number of ranks.
+        device: where this rank's tensors live.
+        note: why it is not the device one would expect, or "".
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: Writer):
+        self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
+        self._writer = writer
+        self._meter = Meter(writer, device)
+
+    def mesh(self, **axes: int) -> DeviceMesh:
+        """A device mesh over all ranks, one named axis a keyword: ``mesh(data=2, space=2)``.
+
+        Raises:
+            ValueError: the sizes do not multiply to the number of ranks.
+        """
+        size = 1
+        for length in axes.values():
+            size *= length
+        if size != self.world_size:
+            shape = " x ".join(str(length) for length in axes.values())
+            raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
+        return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def steps(self, count: int, *, warmup: int = 1, track: Sequence[Any] = ()) -> Iterator[Step]:
+        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, one more traced.
+
+        The loop body runs ``warmup + count + 1`` times. The traced step records communication and, for the models and
+        optimizers in ``track``, the peak of memory by category.
+        """
+        return self._meter.steps(count, warmup, track)
+
+    def one_step(self, count: int, *, track: Sequence[Any] = ()) -> Iterator[Step]:
+        """One step that is not measured, for a check; takes the arguments of ``steps`` and ignores them."""
+        yield Step(-1, False, self._meter)
+
+    def scalar(self, name: str, value: float, unit: str = "") -> None:
+        """Record one number about the whole run."""
+        self._writer.write("scalar", name, -1, value=float(value), unit=unit)
+
+    def print(self, text: str) -> None:
+        """Print on rank 0 alone."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def verdict(self, **result: Any) -> None:
+        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if not ok."""
+        if "ok" not in result:
+            raise ValueError(f"a verdict needs ok=True or ok=False, got {sorted(result)}")
+        for name, value in result.items():
+            if isinstance(value, int | float):
+                self.scalar(name, value)
+        dist.barrier()
+        self.print(json.dumps(result))
+        if not result["ok"]:
+            sys.exit(1)
+
+
+@contextlib.contextmanager
+def session() -> Iterator[Here]:
+    """Join the process group that torchrun's environment describes (one rank without it); always leave it.
+
+    NCCL where every rank has a GPU of its own, else gloo on CPU. LABKIT_DEVICE, which ``labkit.run(device=...)`` sets,
+    can ask for ``cpu`` or ``cuda``.
+
+    Raises:
+        ParameterError: ``cuda`` is asked for and there are fewer GPUs than ranks.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device, note = choose_device()
+    cores = available_cores()
+    if device.type == "cpu":
+        stay_on_own_cores(cores)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    folder = os.environ.get("LABKIT_RUN_FOLDER")
+    writer = Writer(Path(folder) if folder else None, rank)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    try:
+        here = Here(rank, world_size, device, note, writer)
+        if folder and rank == 0:
+            (Path(folder) / "session.json").write_text(json.dumps(describe(here, len(cores))))
+        yield here
+        if not folder and rank == 0:
+            print(table_of(writer), end="", flush=True)
+    finally:
+        writer.close()
+        dist.destroy_process_group()
+
+
+def choose_device() -> tuple[torch.device, str]:
+    """This rank's device, and a note where GPUs were there but not used."""
+    wish = os.environ.get("LABKIT_DEVICE", "auto")
+    ranks, index = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wish == "cuda" and gpus < ranks:
+        raise ParameterError(
+            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'"
+        )
+    if wish != "cpu" and gpus >= ranks:
+        return torch.device("cuda", index), ""
+    return torch.device("cpu"), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
+
+
+def available_cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def stay_on_own_cores(cores: list[int]) -> None:
+    """Keep this rank's threads, and those of gloo, on its share of the cores, where there is a core for each rank.
+
+    Otherwise the scheduler puts one rank's communication on another's core, where it waits for that one's arithmetic.
+    """
+    ranks, index = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
+    share = len(cores) // ranks
+    if share and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores[index * share : (index + 1) * share])
+
+
+def describe(here: Here, cores: int) -> dict[str, Any]:
+    """What a reader of this run must know of the machine; rank 0 leaves it in session.json."""
+    name = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU"
+    return {
+        "device": here.device.type,
+        "device_name": name,
+        "backend": dist.get_backend(),
+        "world_size": here.world_size,
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "note": here.note,
+    }
+
+
+def table_of(writer: Writer) -> str:
+    """This rank's records as text: spans averaged over timed steps in ms, memory in MB, communication in one step."""
+    rows: list[str] = []
+    durations: dict[str, list[float]] = {}
+    for line in writer.lines:
+        if line["kind"] == "span":
+            durations.setdefault(line["name"], []).append(line["dur_us"] / 1000)
+    for name, values in durations.items():
+        rows.append(f"{name:<18} {sum(values) / len(values):10.1f} ms    mean of {len(values)} steps")
+    for line in writer.lines:
+        if line["kind"] == "memory":
+            rows.append(f"{line['name']:<18} {line['bytes'] / 1e6:10.1f} MB")
+        elif line["kind"] == "comm":
+            rows.append(f"{line['name']:<18} {line['bytes'] / 1e6:10.3f} MB    in {line['count']} calls a step")
+    return "".join(f"{row}\n" for row in [f"rank {writer.rank}", *rows]) if rows else ""
+
+
+def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
+    """Run a rank program's ``main`` with the Config read from its command line and checked for this number of ranks.
+
+    A refused value ends all ranks with status 2 and one line from rank 0, before any communication.
+    """
+    config = configs.parse_argv(config_class)
+    try:
+        configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    except ParameterError as error:
+        refuse(str(error))
+    main(config)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads can crash while the interpreter is taken down around them; nothing is left to do
+
+
+def refuse(reason: str) -> None:
+    """Leave with status 2. Rank 0 says why; the others wait, since torchrun stops all with the first."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(reason, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)
+    sys.exit(2)

@@ -1,0 +1,15 @@
+"""Compares ConvNeXt with one device while no halo arrives: every border of a strip sees zeros."""
+
+from __future__ import annotations
+
+from labkit.parallel import halo
+from launch import convnext_spatial
+
+
+def nothing_arrives(first, last, strip):
+    return halo._Inbox(None, None, [], [])
+
+
+if __name__ == "__main__":
+    halo._trade = nothing_arrives
+    convnext_spatial.main(convnext_spatial.Config(check="parity"))

@@ -1,0 +1,243 @@
+"""labkit.plots: what a figure says, on which axes, and where it says its numbers come from."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
+from labkit import plots
+from labkit.plots import style
+from labkit.result import RunResult, UnknownValue
+
+SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    pyplot.close("all")
+
+
+def line(kind, name, step, rank=0, **fields):
+    return {"v": 1, "rank": rank, "step": step, "kind": kind, "name": name, **fields}
+
+
+def run(nproc=2, factor=1.0, **session):
+    """A run whose spans, memory and loss are multiples of a factor; the last rank is the slowest and fullest."""
+    lines = []
+    for rank in range(nproc):
+        share = factor * (rank + 1) / nproc
+        for step in range(3):
+            for name, milliseconds in (("forward", 10), ("backward", 20), ("optimizer", 5), ("step", 36)):
+                lines.append(line("span", name, step, rank, start_us=0.0, dur_us=1000 * milliseconds * share))
+            lines.append(line("scalar", "loss", step, rank, value=factor * (2.0 - step / 2) + rank, unit=""))
+        lines.append(line("scalar", "loss", -1, rank, value=100.0, unit=""))
+        for name, megabytes in (("activation", 8), ("parameter", 4), ("optstate", 2), ("gradient", 1), ("temp", 3)):
+            lines.append(line("memory", f"peak_{name}", 3, rank, bytes=int(1e6 * megabytes * share)))
+        lines.append(line("comm", "send", 3, rank, count=4, bytes=1536))
+    info = {"program": "made up", "nproc": nproc, "exit": "ok", "params": {}, "session": SESSION | session}
+    return RunResult(Path("nowhere"), info, lines, [])
+
+
+DRAWINGS = {
+    "compare": lambda **more: plots.compare(run(), {"send_bytes": 1536}, **more),
+    "latency": lambda **more: plots.latency({"one": run(1), "two": run(2)}, **more),
+    "memory": lambda **more: plots.memory({"one": run(1), "two": run(2)}, **more),
+    "loss": lambda **more: plots.loss({"one": run(1), "two": run(2)}, **more),
+    "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
+}
+MEASURED = [name for name in DRAWINGS if name != "halos"]
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_plot_returns_new_axes_or_those_it_was_given(name):
+    made = DRAWINGS[name]()
+    assert isinstance(made, Axes)
+    _, (left, right) = pyplot.subplots(1, 2)
+    before = len(pyplot.get_fignums())
+    assert DRAWINGS[name](ax=right) is right
+    assert len(pyplot.get_fignums()) == before, "no other figure"
+    assert right.has_data()
+    assert not left.has_data()
+    right.figure.canvas.draw()
+
+
+def stamp_of(ax):
+    """What stands below a figure, if it is drawn."""
+    drawn = [text.get_text() for text in ax.figure.texts]
+    assert ax.figure.get_supxlabel() in drawn
+    return ax.figure.get_supxlabel()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_measured_figure_says_where_its_numbers_come_from(name):
+    stamp = stamp_of(DRAWINGS[name]())
+    assert "CPU · 2 ranks on 2 cores · torch 9.9" in stamp.splitlines()
+    assert "mechanism" not in stamp
+
+
+def test_ranks_beyond_the_cores_are_mechanism_and_not_speed():
+    stamp = stamp_of(plots.latency({"two": run(2), "four": run(4)}))
+    assert stamp.splitlines() == [
+        "CPU · 2 ranks on 2 cores · torch 9.9",
+        "CPU · 4 ranks on 2 cores · mechanism, not speed · torch 9.9",
+    ]
+
+
+def test_a_note_of_the_session_is_on_the_figure():
+    result = run(device="cpu", note="1 GPU for 2 ranks: ran on CPU")
+    assert stamp_of(plots.loss({"a": result})).endswith("torch 9.9 · 1 GPU for 2 ranks: ran on CPU")
+    gpu = run(device="cuda", device_name="NVIDIA H200", cores=2)
+    assert stamp_of(plots.loss({"a": gpu})) == "NVIDIA H200 · 2 ranks · torch 9.9"
+
+
+def test_a_figure_with_two_plots_names_each_origin_once_and_keeps_its_title():
+    figure, (left, right) = pyplot.subplots(1, 2)
+    figure.suptitle("two plots")
+    plots.latency({"a": run(1), "b": run(1)}, ax=left)
+    assert stamp_of(left) == "CPU · 1 rank on 2 cores · torch 9.9"
+    plots.latency({"a": run(1), "c": run(2)}, ax=right)
+    assert stamp_of(right).splitlines() == [
+        "CPU · 1 rank on 2 cores · torch 9.9",
+        "CPU · 2 ranks on 2 cores · torch 9.9",
+    ]
+    assert figure.get_suptitle() == "two plots"
+    assert sorted(text.get_text() for text in figure.texts) == sorted([stamp_of(left), "two plots"])
+
+
+def labels_of(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def texts_of(ax):
+    return [text.get_text().strip() for text in ax.texts]
+
+
+def test_compare_shows_both_values_with_units_and_a_verdict():
+    ax = plots.compare(run(2), {"send_bytes": 1536, "send_count": 5, "forward_ms": 9.9}, tolerance=0.05)
+    assert labels_of(ax) == ["predicted", "measured"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["send_bytes", "send_count", "forward_ms"]
+    texts = texts_of(ax)
+    assert texts[:3] == ["1.54 kB", "1.54 kB", "equal"]
+    assert texts[3:6] == ["5", "4", "differs"]
+    assert texts[6:] == ["9.9 ms", "10 ms", "within 5%"]
+    widths = [patch.get_width() for patch in ax.patches]
+    assert widths == pytest.approx([1, 1, 1, 0.8, 0.99, 1])
+
+
+def test_table_says_the_same():
+    table = plots.table(run(2), {"send_bytes": 1536, "send_count": 5, "peak_activation_bytes": 8.2e6}, tolerance=0.03)
+    assert list(table.columns) == ["predicted", "measured", "ratio", "verdict"]
+    assert list(table["verdict"]) == ["equal", "differs", "within 3%"]
+    assert list(table["ratio"]) == [1, 0.8, 0.9756]
+    assert list(plots.table(run(2), {"send_count": 4.0001})["verdict"]) == ["differs"], "0 tolerance wants equality"
+
+
+def test_a_prediction_of_zero_is_compared_as_well():
+    result = run(2)
+    result.lines.append(line("memory", "peak_buffer", 3, bytes=0))
+    table = plots.table(result, {"peak_buffer_bytes": 0, "send_bytes": 0}, tolerance=0.5)
+    assert list(table["verdict"]) == ["equal", "differs"]
+    plots.compare(result, {"peak_buffer_bytes": 0}).figure.canvas.draw()
+
+
+def test_a_prediction_of_something_that_was_not_measured_is_an_error():
+    with pytest.raises(UnknownValue, match="no value 'receive_bytes'; it has: "):
+        plots.compare(run(2), {"receive_bytes": 1})
+
+
+def test_latency_stacks_forward_backward_and_optimizer():
+    ax = plots.latency({"one": run(1), "two": run(2, factor=2.0)})
+    assert labels_of(ax) == ["forward", "backward", "optimizer"]
+    assert "ms" in ax.get_xlabel()
+    bars = [(patch.get_x(), patch.get_width()) for patch in ax.patches]
+    assert [bar[1] for bar in bars] == pytest.approx([10, 20, 20, 40, 5, 10])
+    assert [bar[0] for bar in bars] == pytest.approx([0, 0, 10, 20, 30, 60])
+    assert texts_of(ax) == ["35 ms", "70 ms"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["one", "two"]
+    assert ax.get_xlim()[1] > 70
+
+
+def test_memory_stacks_categories_and_marks_the_prediction():
+    ax = plots.memory({"one": run(1), "two": run(2, factor=0.5)}, predicted={"one": 8e6, "two": 4.1e6})
+    assert set(labels_of(ax)) == {
+        "activation", "parameter", "optimizer", "gradient", "temporary", "activations, predicted",
+    }  # fmt: skip
+    assert ax.get_ylabel() == "peak memory of a rank, MB"
+    heights = {
+        label: [bar.get_height() for bar in bars]
+        for label, bars in zip(labels_in_order(ax), ax.containers, strict=True)
+    }
+    assert heights["activation"] == pytest.approx([8, 4])
+    assert heights["optimizer"] == pytest.approx([2, 1])
+    tops = [bar.get_y() + bar.get_height() for bar in ax.containers[-1]]
+    assert tops == pytest.approx([18, 9])
+    assert [list(mark.get_ydata()) for mark in ax.lines] == [[8, 8], [4.1, 4.1]]
+    assert [numpy.mean(mark.get_xdata()) for mark in ax.lines] == pytest.approx([0, 1])
+
+
+def labels_in_order(ax):
+    return [container.get_label() for container in ax.containers]
+
+
+def test_loss_is_the_mean_of_all_ranks_by_step_without_the_warm_up():
+    ax = plots.loss({"one": run(1), "two": run(2)}, chance=2.3)
+    assert labels_of(ax) == ["one", "two"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("training step", "loss (cross-entropy, nats)")
+    assert [list(curve.get_xdata()) for curve in ax.lines[:2]] == [[0, 1, 2]] * 2
+    assert list(ax.lines[0].get_ydata()) == [2, 1.5, 1]
+    assert list(ax.lines[1].get_ydata()) == [2.5, 2, 1.5]
+    assert list(ax.lines[2].get_ydata()) == [2.3, 2.3]
+    assert texts_of(ax) == ["guessing"]
+
+
+@pytest.mark.parametrize(("rank", "sources"), [(0, [1]), (1, [0, 2]), (3, [2])])
+def test_halos_come_from_the_neighbours_that_there_are(rank, sources):
+    ax = plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, rank=rank)
+    texts = texts_of(ax)
+    assert [text for text in texts if text.startswith("rank")] == [f"rank {index}" for index in range(4)]
+    assert [text for text in texts if text.startswith("halo")] == [
+        f"halo: 2 columns\nfrom rank {one}" for one in sources
+    ]
+    strips = [patch for patch in ax.patches if patch.get_width() == 2]
+    assert [patch.get_x() for patch in strips] == [10 * (rank + 1) if one > rank else 10 * rank - 2 for one in sources]
+    colours = [to_hex(patch.get_facecolor()) for patch in strips]
+    assert colours == [style.RANK_COLOURS[one].lower() for one in sources], "a halo has the colour of its owner"
+
+
+def test_shards_show_every_number_that_a_rank_holds():
+    matrix = numpy.arange(4.0).reshape(2, 2)
+    held = {
+        "rows": {0: matrix[:1], 1: matrix[1:]},
+        "whole": {0: matrix, 1: matrix},
+    }
+    panels = plots.shards(held, grids={"rows": [[0], [1]], "whole": [[0, 1]]})
+    assert [panel.get_title(loc="left") for panel in panels] == ["rows", "whole"]
+    assert texts_of(panels[0]) == ["rank 0", "0", "1", "rank 1", "2", "3"]
+    assert texts_of(panels[1]) == ["rank 0", "0", "1", "2", "3", "rank 1", "0", "1", "2", "3"]
+    tiles = {to_hex(patch.get_facecolor()) for patch in panels[0].patches}
+    assert tiles == {colour.lower() for colour in style.RANK_COLOURS[:2]}
+    places = [(patch.get_x(), patch.get_y()) for patch in panels[1].patches]
+    assert len(set(places)) == 8, "no tile hides another"
+
+
+def test_shards_draw_on_given_axes():
+    _, (panel, other) = pyplot.subplots(1, 2)
+    assert list(plots.shards({"a": {0: numpy.ones((2, 2))}}, grids={"a": [[0]]}, axes=[panel])) == [panel]
+    assert panel.has_data()
+    assert not other.has_data()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1536, "1.54 kB"), (4_000_000, "4 MB"), (121.4e6, "121 MB"), (2.5e9, "2.5 GB")],
+)
+def test_bytes_are_read_in_powers_of_1000(count, text):
+    assert style.readable_bytes(count) == text
+
+
+def test_every_public_plot_is_covered_here():
+    assert set(plots.__all__) == {*DRAWINGS, "shards", "table"}

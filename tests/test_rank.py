@@ -1,0 +1,245 @@
+"""labkit.rank: sessions begin and end in order, the device is the right one, a check ends as it must."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit import rank, records
+from labkit.errors import ParameterError
+
+OF_A_RUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """No environment of a run, none left behind, and the CPU even where there are GPUs."""
+    with mock.patch.dict(os.environ):
+        for name in (*OF_A_RUN, "LABKIT_RUN_FOLDER"):
+            os.environ.pop(name, None)
+        os.environ["LABKIT_DEVICE"] = "cpu"
+        yield
+    assert not dist.is_initialized()
+
+
+def test_a_program_alone_is_one_rank():
+    with rank.session() as here:
+        assert (here.rank, here.world_size, here.device.type) == (0, 1, "cpu")
+        assert dist.get_backend() == "gloo"
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [1, 1, 1]
+        assert here.mesh(data=1, space=1).mesh_dim_names == ("data", "space")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("error", [ValueError("widths differ"), KeyboardInterrupt(), SystemExit(1)])
+def test_a_session_is_left_in_order_whatever_happens(error, capsys):
+    with pytest.raises(type(error)), rank.session() as here:
+        here.scalar("loss", 1.0)
+        raise error
+    assert not dist.is_initialized()
+    assert capsys.readouterr().out == "", "no table of a run that failed"
+
+
+def test_a_folder_that_is_not_there_leaves_no_group_behind(tmp_path):
+    os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path / "missing")
+    with pytest.raises(FileNotFoundError), rank.session():
+        pass
+    assert not dist.is_initialized()
+
+
+def train(here, steps=3):
+    model = torch.nn.Linear(4, 4)
+    for step in here.steps(steps, track=[model]):
+        with step.span("forward"):
+            loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        dist.all_reduce(model.weight.grad)
+        step.scalar("loss", loss)
+
+
+def test_a_program_alone_prints_its_table_last(capsys):
+    with rank.session() as here:
+        train(here)
+        assert capsys.readouterr().out == ""
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rank 0"
+    shown = {line.split()[0]: line for line in lines[1:]}
+    assert shown["forward"].endswith(" ms    mean of 3 steps")
+    assert shown["all_reduce"].split()[1:] == ["0.000", "MB", "in", "1", "calls", "a", "step"]
+    assert shown["peak_parameter"].endswith("0.0 MB")
+    assert "loss" not in shown
+
+
+def test_under_a_run_records_go_into_its_folder_and_nothing_is_printed(tmp_path, capsys):
+    os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
+    with rank.session() as here:
+        train(here)
+    assert capsys.readouterr().out == ""
+    found = records.read(tmp_path)
+    assert {"span", "scalar", "memory", "comm"} == {line["kind"] for line in found.lines}
+    session = json.loads((tmp_path / "session.json").read_text())
+    assert session.keys() >= {"device", "device_name", "backend", "world_size", "cores", "threads", "torch", "note"}
+    assert (session["device"], session["backend"], session["torch"]) == ("cpu", "gloo", torch.__version__)
+    assert session["cores"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "index", "own"),
+    [
+        ([0, 1], 1, 0, [0, 1]),
+        ([0, 1], 2, 1, [1]),
+        ([2, 3, 6, 7, 8], 2, 0, [2, 3]),
+        ([2, 3, 6, 7, 8], 2, 1, [6, 7]),
+        ([0, 1], 4, 3, None),
+    ],
+)
+def test_a_rank_stays_on_its_share_of_the_cores(monkeypatch, cores, ranks, index, own):
+    chosen = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, wanted: chosen.append(wanted), raising=False)
+    os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
+    rank.stay_on_own_cores(cores)
+    assert chosen == ([own] if own else []), "with fewer cores than ranks the scheduler decides"
+
+
+@pytest.mark.parametrize(
+    ("wish", "gpus", "ranks", "index", "device", "note"),
+    [
+        ("auto", 0, 1, 0, "cpu", ""),
+        ("auto", 0, 4, 3, "cpu", ""),
+        ("auto", 1, 1, 0, "cuda:0", ""),
+        ("auto", 4, 4, 3, "cuda:3", ""),
+        ("auto", 8, 2, 1, "cuda:1", ""),
+        ("auto", 1, 4, 2, "cpu", "1 GPU for 4 ranks: ran on CPU"),
+        ("cuda", 2, 2, 1, "cuda:1", ""),
+        ("cpu", 4, 4, 3, "cpu", ""),
+        ("cpu", 1, 4, 3, "cpu", ""),
+    ],
+)
+def test_choice_of_the_device(monkeypatch, wish, gpus, ranks, index, device, note):
+    set_machine(monkeypatch, wish, gpus, ranks, index)
+    assert rank.choose_device() == (torch.device(device), note)
+
+
+def set_machine(monkeypatch, wish, gpus, ranks, index=0):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    os.environ.update(LABKIT_DEVICE=wish, LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 1), (1, 2)])
+def test_cuda_without_enough_gpus_is_refused(monkeypatch, gpus, ranks):
+    set_machine(monkeypatch, "cuda", gpus, ranks)
+    message = f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'"
+    with pytest.raises(ParameterError, match=message), rank.session():
+        pass
+
+
+def test_a_mesh_must_cover_the_ranks():
+    with rank.session() as here, pytest.raises(ValueError, match="mesh 2 x 2 = 4 does not cover 1 ranks"):
+        here.mesh(data=2, space=2)
+
+
+def test_one_step_is_not_measured(tmp_path):
+    os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
+    with rank.session() as here:
+        for step in here.one_step(5, track=[]):
+            with step.span("forward"):
+                pass
+            step.scalar("loss", 1.0)
+    assert records.read(tmp_path).lines == []
+
+
+def test_a_verdict_that_is_ok_is_the_last_line_and_is_recorded(tmp_path, capsys):
+    os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
+    with rank.session() as here:
+        here.verdict(check="parity", compared=3, max_rel_error=1e-7, worst="bias", ok=True)
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed == {"check": "parity", "compared": 3, "max_rel_error": 1e-7, "worst": "bias", "ok": True}
+    values = {line["name"]: line["value"] for line in records.read(tmp_path).lines}
+    assert values.items() >= {"compared": 3, "max_rel_error": 1e-7}.items()
+    assert "worst" not in values
+
+
+def test_a_verdict_that_is_not_ok_ends_the_rank_with_status_1(tmp_path, capsys):
+    os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
+    with pytest.raises(SystemExit) as caught, rank.session() as here:
+        here.verdict(check="parity", compared=3, max_rel_error=math.nan, ok=False)
+    assert caught.value.code == 1
+    assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
+    assert math.isnan({line["name"]: line["value"] for line in records.read(tmp_path).lines}["max_rel_error"])
+
+
+def test_a_verdict_that_does_not_say_whether_it_is_ok_is_refused():
+    with rank.session() as here, pytest.raises(ValueError, match="a verdict needs ok=True or ok=False"):
+        here.verdict(compared=3)
+
+
+@dataclass
+class Config:
+    width: int = 4
+    """Must be even."""
+
+    def validate(self, world_size):
+        if self.width % 2:
+            raise ValueError(f"width {self.width} is odd")
+
+
+def test_start_reads_the_command_line_and_leaves_with_status_0(monkeypatch):
+    called = []
+    monkeypatch.setattr(sys, "argv", ["program", "--width", "6"])
+    monkeypatch.setattr(os, "_exit", called.append)
+    rank.start(called.append, Config)
+    assert called == [Config(width=6), 0]
+
+
+def test_an_error_of_the_program_passes_through_start(monkeypatch):
+    def fail(config):
+        raise ValueError("widths differ")
+
+    monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("the error was swallowed"))
+    with pytest.raises(ValueError, match="widths differ"):
+        rank.start(fail, Config)
+
+
+def test_start_refuses_in_one_line_of_rank_0(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", "--width", "3"])
+    with pytest.raises(SystemExit) as caught:
+        rank.start(pytest.fail, Config)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "width 3 is odd\n"
+
+
+def test_other_ranks_wait_for_rank_0_to_say_it(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(rank.time, "sleep", waits.append)
+    os.environ["RANK"] = "2"
+    with pytest.raises(SystemExit) as caught:
+        rank.refuse("width 3 is odd")
+    assert (caught.value.code, capsys.readouterr().err) == (2, "")
+    assert waits and waits[0] > 0
+
+
+def test_only_rank_0_prints(capsys):
+    for index in range(2):
+        rank.Here(index, 2, torch.device("cpu"), "", records.Writer(None, index)).print(f"rank {index}")
+    assert capsys.readouterr().out == "rank 0\n"
+
+
+def test_the_lab_program_runs_alone(repository):
+    small = ["--strategy", "plain", "--height", "16", "--width", "16", "--dims", "4", "4", "--steps", "2"]
+    command = [sys.executable, "-m", "launch.convnext_spatial", *small]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=repository)
+    assert answer.returncode == 0, answer.stderr
+    shown = {line.split()[0] for line in answer.stdout.splitlines()}
+    assert shown >= {"rank", "forward", "backward", "optimizer", "step", "resident", "peak_activation"}
+    assert "mean of 2 steps" in answer.stdout

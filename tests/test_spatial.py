@@ -1,0 +1,282 @@
+"""labkit.parallel.spatial through its rank program: equal to one device, refused where it must be, and what it sends.
+
+Bytes and counts are held against theory exactly, peak activations within 5 %.
+"""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs.spatial_cases import CASES
+from torch.distributed.device_mesh import init_device_mesh
+
+import labkit
+from labkit import theory, upstream
+from labkit.models.convnext import ConvNeXt
+from labkit.parallel.spatial import apply_spatial, axis_index, own_samples, shard_batch
+
+PROGRAMS = Path(__file__).parent / "programs"
+LIMIT = 1e-5
+NATIVE_IS_BROKEN = bool(upstream.native_convolution_problem())
+needs_broken_native = pytest.mark.skipif(not NATIVE_IS_BROKEN, reason="native is right on this version of torch")
+
+PARITY = [  # every pair of strategy, dimension and mesh
+    {"nproc": 4, "strategy": "local", "tensor_dim": 3, "mesh": "4"},
+    {"nproc": 4, "strategy": "local", "tensor_dim": 2, "mesh": "2x2", "drop_path_rate": 0.5},
+    {"nproc": 2, "strategy": "local", "tensor_dim": 3, "drop_path_rate": 0.5},
+    {"nproc": 4, "strategy": "dtensor", "tensor_dim": 2, "mesh": "4", "drop_path_rate": 0.5},
+    {"nproc": 4, "strategy": "dtensor", "tensor_dim": 3, "mesh": "2x2"},
+    {"nproc": 2, "strategy": "dtensor", "tensor_dim": 2},
+]
+
+
+def cell_name(cell):
+    return "-".join(str(value) for value in cell.values())
+
+
+@pytest.mark.parametrize("cell", PARITY, ids=cell_name)
+def test_program_computes_what_one_device_computes(cell):
+    result = labkit.run("convnext_spatial", check="parity", device="cpu", **cell)
+    assert result.value("compared") > 50
+    assert result.value("max_rel_error") <= LIMIT
+
+
+def test_uneven_strips_compute_what_one_device_computes():
+    sizes = {"width": 76, "height": 16, "depths": (1,), "dims": (8,)}  # strips of 16, 16, 16, 16 and 12 pixels
+    result = labkit.run("convnext_spatial", nproc=5, check="parity", device="cpu", strategy="local", **sizes)
+    assert result.value("compared") == 1 + 2 * theory.convnext_parameter_tensors((1,))
+    assert result.value("max_rel_error") <= LIMIT
+
+
+@pytest.fixture(scope="module")
+def two_steps():
+    return labkit.run(PROGRAMS / "spatial_cases.py", nproc=4, device="cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_start_from_different_seeds_agree_and_drop_a_sample_together(two_steps, case):
+    tensors = theory.convnext_parameter_tensors((1, 2))
+    assert two_steps.value(f"{case} compared") == 2 * (1 + 2 * tensors)
+    assert two_steps.value(f"{case} error") < 1e-12  # float64
+
+
+def torchrun(ranks, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "launch.convnext_spatial", "--check", "parity", *arguments]
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=root)
+
+
+def test_last_line_of_the_bare_command_is_the_verdict():
+    answer = torchrun(4, "--strategy", "local")
+    assert answer.returncode == 0, answer.stderr
+    verdict = json.loads(answer.stdout.splitlines()[-1])
+    assert verdict.keys() == {"check", "compared", "max_rel_error", "worst", "ok"}
+    assert (verdict["check"], verdict["ok"]) == ("parity", True)
+    assert verdict["compared"] > 50
+    assert 0 < verdict["max_rel_error"] <= LIMIT
+
+
+def test_a_broken_halo_exchange_is_found():
+    with pytest.raises(labkit.RankFailed) as caught:
+        labkit.run(PROGRAMS / "broken_halo.py", nproc=2, device="cpu")
+    assert (caught.value.exc_type, caught.value.message) == ("SystemExit", "exit status 1")
+    result = labkit.load(caught.value.log.parent)
+    verdict = json.loads(result.ranks[0].log().splitlines()[-1])
+    assert not verdict["ok"]
+    assert verdict["max_rel_error"] > 100 * LIMIT
+    assert result.value("max_rel_error") == verdict["max_rel_error"]
+
+
+@needs_broken_native
+def test_native_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    with pytest.raises(labkit.ParameterError, match="pytorch/pytorch#191926") as caught:
+        labkit.run("convnext_spatial", nproc=4, strategy="native")
+    assert "\n" not in str(caught.value)
+    assert "use strategy local or dtensor" in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@needs_broken_native
+def test_native_is_refused_in_one_line_on_the_bare_command():
+    answer = torchrun(2, "--strategy", "native")
+    assert answer.returncode != 0
+    assert answer.stdout == ""
+    said = [line for line in answer.stderr.splitlines() if "native" in line or "#191926" in line]
+    assert said == [upstream.native_convolution_problem()]
+    assert answer.stderr.count("Traceback") == 1  # torchrun's own: no rank has one
+
+
+@needs_broken_native
+def test_native_gives_wrong_numbers_where_it_is_run_all_the_same():
+    with pytest.raises(labkit.RankFailed) as caught:
+        labkit.run("convnext_spatial", nproc=4, strategy="native_unguarded", check="parity", device="cpu")
+    assert caught.value.exc_type == "SystemExit"
+    verdict = json.loads(labkit.load(caught.value.log.parent).ranks[0].log().splitlines()[-1])
+    assert not verdict["ok"]
+    assert verdict["max_rel_error"] > 100 * LIMIT
+
+
+@pytest.mark.skipif(
+    NATIVE_IS_BROKEN, reason="native is wrong on this version of torch: see the tests that it is refused"
+)
+def test_native_computes_what_one_device_computes():
+    result = labkit.run("convnext_spatial", nproc=4, strategy="native", check="parity", device="cpu")
+    assert result.value("compared") > 50
+    assert result.value("max_rel_error") <= LIMIT
+
+
+BIG = {"batch": 2, "height": 256, "width": 512, "depths": (2, 2, 2), "dims": (32, 64, 128)}
+SMALL = {"batch": 4, "height": 64, "width": 128, "depths": (1, 2), "dims": (8, 16)}
+RUNS = {
+    "one device": {"nproc": 1, "strategy": "plain", **BIG},
+    "local height": {"nproc": 2, "strategy": "local", "tensor_dim": 2, **BIG},
+    "local width": {"nproc": 4, "strategy": "local", "tensor_dim": 3, **BIG},
+    "local two axes": {"nproc": 4, "strategy": "local", "tensor_dim": 2, "mesh": "2x2", **SMALL},
+    "dtensor height": {"nproc": 2, "strategy": "dtensor", "tensor_dim": 2, **SMALL},
+    "dtensor two axes": {"nproc": 4, "strategy": "dtensor", "tensor_dim": 3, "mesh": "2x2", **SMALL},
+}
+SHARDED = [name for name in RUNS if name != "one device"]
+
+
+@cache
+def measured(name):
+    """One run, launched when a test first asks for it."""
+    return labkit.run("convnext_spatial", device="cpu", steps=1, **RUNS[name])
+
+
+def local_setting(name):
+    """Ranks along the image and along the samples, samples of a rank, and the feature maps of its strips."""
+    setting = RUNS[name]
+    axes = theory.named_axes(setting.get("mesh", ""), setting["nproc"])
+    space, data = axes["space"], axes.get("data", 1)
+    cut = {2: (setting["height"] // space, setting["width"]), 3: (setting["height"], setting["width"] // space)}
+    stages = theory.convnext_stages(*cut[setting.get("tensor_dim", 3)], setting["depths"], setting["dims"])
+    return space, data, setting["batch"] // data, stages
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_every_rank_sends_and_receives_what_theory_says(name):
+    space, _, batch, stages = local_setting(name)
+    setting, table = RUNS[name], measured(name).summary()
+    assert len(table) == setting["nproc"]
+    for rank, row in table.iterrows():
+        neighbours = (rank % space > 0) + (rank % space < space - 1)
+        expected = theory.spatial_send_bytes(
+            stages=stages, batch=batch, neighbours=neighbours, tensor_dim=setting["tensor_dim"]
+        )
+        assert (row["send_count"], row["send_bytes"]) == (2 * neighbours * sum(setting["depths"]), expected)
+        assert (row["recv_count"], row["recv_bytes"]) == (row["send_count"], row["send_bytes"])
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_every_rank_reduces_what_theory_says(name):
+    space, data, batch, _ = local_setting(name)
+    network = {option: RUNS[name][option] for option in ("strategy", "depths", "dims")}
+    expected = theory.spatial_all_reduces(num_classes=10, batch=batch, space_ranks=space, data_ranks=data, **network)
+    for _, row in measured(name).summary().iterrows():
+        assert (row["all_reduce_count"], row["all_reduce_bytes"]) == expected
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_nothing_else_is_sent(name):
+    comm = measured(name).frame.query("kind == 'comm'")
+    assert set(comm["name"]) == {"send", "recv", "all_reduce"}
+    assert set(comm["step"]) == {1}, "traffic is recorded in the traced step alone"
+
+
+def test_one_device_sends_nothing():
+    assert measured("one device").frame.query("kind == 'comm'").empty
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_peak_activations_are_within_five_percent_of_theory(name):
+    space, _, batch, stages = local_setting(name)
+    dim = RUNS[name].get("tensor_dim", 3)
+    expected = theory.convnext_activation_bytes(stages=stages, batch=batch, ranks=space, tensor_dim=dim)
+    for _, row in measured(name).summary().iterrows():
+        assert row["peak_activation_bytes"] == pytest.approx(expected, rel=0.05)
+
+
+def test_four_ranks_hold_about_a_quarter_of_the_activations_each():
+    four, one = (measured(name).value("peak_activation_bytes") for name in ("local width", "one device"))
+    assert 0.25 < four / one <= 0.27
+
+
+@pytest.fixture
+def five_ranks():
+    """A mesh of five ranks of which this process is the first, and the others do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=5)
+    yield init_device_mesh("cpu", (5,), mesh_dim_names=("space",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "global"}, "strategy 'global' is none of native, native_unguarded, dtensor, local"),
+        ({"strategy": "local", "tensor_dim": 1}, r"tensor_dim 1 is neither 2 \(height\) nor 3 \(width\)"),
+        ({"strategy": "local", "mesh_dim": "time"}, "mesh axis 'time' is none of space"),
+        ({"strategy": "local", "mesh_dim": 1}, "mesh axis 1 is not in 0 to 0"),
+        ({"strategy": "local", "mesh_dim": -1}, "mesh axis -1 is not in 0 to 0"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(five_ranks, options, message):
+    with pytest.raises(ValueError, match=message):
+        apply_spatial(ConvNeXt(), five_ranks, **options)
+
+
+@needs_broken_native
+def test_native_is_refused_by_the_function_itself(five_ranks):
+    with pytest.raises(ValueError, match="#191926"):
+        apply_spatial(ConvNeXt(), five_ranks, strategy="native")
+
+
+def test_a_network_with_a_convolution_that_cannot_be_cut_is_refused(five_ranks):
+    model = ConvNeXt()
+    model.stages[1].depthwise = torch.nn.Conv2d(2, 2, kernel_size=4, padding=2)
+    with pytest.raises(ValueError, match="kernel 4, stride 1, padding 2"):
+        apply_spatial(model, five_ranks, strategy="local")
+
+
+def test_uneven_strips_are_refused_as_dtensors_with_the_arithmetic(five_ranks):
+    model = apply_spatial(ConvNeXt(depths=(1,), dims=(4,)), five_ranks, strategy="dtensor")
+    images, _ = shard_batch(torch.zeros(1, 3, 16, 76), torch.zeros(1), five_ranks, stride=4)
+    with pytest.raises(ValueError, match=r"5 ranks cannot share 76 along dim 3 as a DTensor: 76 % 5 = 1; use strategy"):
+        model(images)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_with_the_arithmetic(five_ranks):
+    with pytest.raises(ValueError, match=r"5 ranks cannot share 64: a rank gets 13, 13 % 4 = 1"):
+        shard_batch(torch.zeros(1, 3, 16, 64), torch.zeros(1), five_ranks, stride=4)
+
+
+def test_a_batch_is_cut_where_the_mesh_says(five_ranks):
+    whole = torch.arange(2 * 3 * 4 * 10.0).view(2, 3, 4, 10)
+    images, labels = shard_batch(whole, torch.tensor([7, 8]), five_ranks)
+    assert torch.equal(images.to_local(), whole[..., :2])
+    assert (images.shape, labels.tolist()) == (whole.shape, [7, 8])
+    assert own_samples(five_ranks, 2) == slice(0, 2)
+    assert [axis_index(five_ranks, axis) for axis in (None, 0, "space")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nproc": 4, "width": 64}, "4 ranks cannot share 64: .* 16 / 8 = 2, less than the halo of 3"),
+        ({"nproc": 3}, "3 ranks cannot share 256: a rank gets 86, 86 % 8 = 6"),
+        ({"nproc": 4, "mesh": "2x2", "batch": 3}, "2 ranks cannot share a batch of 3: 3 % 2 = 1"),
+        ({"nproc": 4, "mesh": "3x2"}, "mesh 3x2 is for 6 ranks, but 4 are launched"),
+        ({"nproc": 2, "strategy": "plain"}, "strategy plain is one device's training: it takes 1 rank, not 2"),
+        ({"nproc": 2, "height": 30}, "height 30 is not a multiple of the total stride 8: 30 % 8 = 6"),
+    ],
+)
+def test_program_refuses_what_cannot_work_before_anything_starts(arguments, message):
+    with pytest.raises(labkit.ParameterError, match=message):
+        labkit.run("convnext_spatial", **arguments)
