@@ -48,13 +48,23 @@ def main() -> None:
     try:
         _run_program(sys.argv[1], sys.argv[2:])
     except SystemExit as error:
-        if error.code not in (None, 0):
-            _report(folder.error(rank), rank, error)
-        raise
+        if error.code in (None, 0):
+            raise
+        _report(folder.error(rank), rank, error)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        _leave(error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         _report(folder.error(rank), rank, error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        sys.excepthook(type(error), error, _own_frames(error.__traceback__))
+        _leave(1)
+
+
+def _leave(status: int) -> None:
+    """End this failed rank at once: gloo's threads can crash while the interpreter is taken down around them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def is_echo(error: BaseException) -> bool:

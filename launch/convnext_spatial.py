@@ -102,7 +102,7 @@ def train(config: Config, measure: rank.Measure, model: ConvNeXt, images: Tensor
     """Forward, backward and update in every measured step; the last logits [N, num_classes] of this rank's samples."""
     torch.manual_seed(config.seed)  # whoever trains drops the same samples
     epsilon = 1e-8 if config.check == "none" else 1e-3  # Adam's first step is a sign: rounding decides that of 0
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=epsilon)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=epsilon, fused=True)
     for step in measure(config.steps, track=[model, optimizer, images, labels]):
         optimizer.zero_grad()
         with step.span("forward"):

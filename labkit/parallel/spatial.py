@@ -46,7 +46,8 @@ def apply_spatial(
 ) -> ConvNeXt:
     """Shard the activations of ``model`` along one dimension of its images, in place.
 
-    A collective of the whole mesh: parameters become those of the mesh's first rank on every rank.
+    A collective of the whole mesh: parameters become those of the mesh's first rank on every rank. Set gradients to
+    zero before each backward pass: with DTensors and a data axis, old ones would be divided by its ranks again.
 
     Args:
         model: a ConvNeXt on this rank's device.
@@ -208,8 +209,10 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
     replicated = [Replicate()] * mesh.ndim
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            shared = nn.Parameter(distribute_tensor(parameter.detach(), mesh, replicated))
-            shared.register_post_accumulate_grad_hook(lambda p: _sum_gradient(p, replicated, data_ranks))
+            whole = distribute_tensor(parameter.detach(), mesh, replicated)
+            shared = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            if shared.requires_grad:
+                shared.register_post_accumulate_grad_hook(lambda p: _sum_gradient(p, replicated, data_ranks))
             module.register_parameter(name, shared)
     _replace(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
     _replace(model, {each: _OnStrips(each) for each in model.modules() if isinstance(each, StochasticDepth)})

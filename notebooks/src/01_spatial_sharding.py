@@ -236,8 +236,8 @@ def return_gradients(grad: torch.Tensor, halo: int, rank: int, ranks: int) -> to
 checks.halo_gradient(return_gradients)
 
 # %% [markdown]
-# Compare with `labkit/parallel/halo.py`. It does the same for height or width and on any axis of a mesh, and it copies the
-# strip while the halos travel.
+# Compare with `labkit/parallel/halo.py`. It does the same for height or width and on any axis of a mesh, and it computes
+# while the halos travel.
 
 # %% [markdown]
 # ## Three strategies, raced
@@ -263,13 +263,13 @@ _ = plots.latency(runs)
 # %% [markdown]
 # *Time of a step. With more ranks than cores the bars show the mechanism, not the speed that GPUs would have.*
 #
-# `dtensor` pays twice. First, every operation passes through Python: PyTorch looks at the placements of all inputs, decides
+# Look at the backward pass of `dtensor`. It reduces the gradient of each weight alone, and each time all ranks wait for the
+# last. `local` puts all gradients into one bucket and waits once.
+#
+# `dtensor` pays a second time: every operation passes through Python. PyTorch looks at the placements of all inputs, decides
 # how the output is placed, runs the operation on the local tensors and wraps the result. That costs tens of microseconds
 # or more each time, and a training step has hundreds of operations. On large tensors it disappears behind the arithmetic.
 # On these it does not.
-#
-# Second, it reduces the gradient of each weight alone, and each time all ranks wait for the last. `local` puts all gradients
-# into one bucket.
 
 # %%
 for label_of_run, result in list(runs.items())[2:]:
@@ -368,7 +368,7 @@ except labkit.ParameterError as error:
 # Let us look at what it would do. As `native_unguarded` the same training runs to the end. Nothing warns.
 
 # %%
-native = labkit.run("convnext_spatial", nproc=RANKS, strategy="native_unguarded", **SETUP)
+native = labkit.run("convnext_spatial", nproc=RANKS, strategy="native_unguarded", **SETUP | {"steps": 5})
 ax = plots.loss({"plain, 1 rank": runs["plain, 1 rank"], f"native, {RANKS} ranks": native}, chance=math.log(10))
 
 # %% [markdown]
