@@ -40,6 +40,23 @@ def test_a_program_alone_is_one_rank():
     assert not dist.is_initialized()
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux alone has SCHED_BATCH")
+def test_gloo_threads_do_not_interrupt_the_rank():
+    before = set(os.listdir("/proc/self/task"))
+    with rank.session() as here:
+        here.mesh(data=1, space=1)
+        started = {int(task) for task in set(os.listdir("/proc/self/task")) - before}
+        policies = [os.sched_getscheduler(task) for task in started if comm_of(task).startswith(("gloo", "pt_gloo"))]
+        assert len(policies) >= 3, "a loop and two workers"
+        assert set(policies) == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def comm_of(task):
+    with open(f"/proc/self/task/{task}/comm") as comm:
+        return comm.read()
+
+
 @pytest.mark.parametrize("error", [ValueError("widths differ"), KeyboardInterrupt(), SystemExit(1)])
 def test_a_session_is_left_in_order_whatever_happens(error, capsys):
     with pytest.raises(type(error)), rank.session() as here:
