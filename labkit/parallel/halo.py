@@ -3,8 +3,7 @@
 Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3 (width).
 
 A convolution whose windows overlap needs, at each border of its strip, a few columns that the neighbour holds: the
-halo.
-Every rank sends its outermost columns to both neighbours, receives theirs, and then convolves as if alone:
+halo. Every rank sends its outermost columns to both neighbours, receives theirs, and then convolves as if alone:
 
     rank 0  | a b c d |            rank 0  | 0 a b c d E |       0: zero padding at the border of the image
     rank 1  | e f g h |     ->     rank 1  | D e f g h 0 |       D, E: the neighbour's columns

@@ -3,8 +3,7 @@
 Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension of [N, C, H, W], 2 (height) or 3 (width).
 
 Every rank of the mesh axis ``mesh_dim`` holds one strip of every image and of every feature map, and all parameters.
-The
-other mesh axis, if there is one, shares the samples out. Three ways to do it, each faster than the one before:
+The other mesh axis, if there is one, shares the samples out. Three ways to do it, each faster than the one before:
 
 | strategy | tensors                          | who exchanges the halo             | gradients are reduced     |
 |----------|----------------------------------|------------------------------------|---------------------------|
