@@ -1,0 +1,165 @@
+"""Delays at chosen moments of a training step: they make overlap visible, and a missing synchronisation fail.
+
+On a GPU a delay occupies the current stream and returns at once, as a long kernel would; on a CPU the thread sleeps,
+without Python's lock, so that communication goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from labkit.models.nested import NestedWrappedModule
+from labkit.models.protocol import LabModel
+
+_CALIBRATION_CYCLES = 20_000_000
+
+
+@cache
+def _cycles_per_ms(device: torch.device) -> float:
+    """Clock cycles of a GPU in a millisecond, measured with its own events."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(_CALIBRATION_CYCLES)  # wakes the device up, and its clock
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(_CALIBRATION_CYCLES)
+        end.record()
+        end.synchronize()
+        return _CALIBRATION_CYCLES / start.elapsed_time(end)
+
+
+def pause(ms: float, device: torch.device) -> None:
+    """Do nothing for ``ms`` milliseconds: on the current stream of a GPU, else in this thread."""
+    if ms <= 0:
+        return
+    if device.type == "cuda":
+        torch.cuda._sleep(int(ms * _cycles_per_ms(device)))  # PyTorch has no public kernel that only waits
+    else:
+        time.sleep(ms / 1e3)
+
+
+class _PauseBackward(torch.autograd.Function):
+    """The identity, with a pause when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
+        ctx.ms = ms
+        return x.detach()  # not a view: FSDP2 warns of blocks that return one
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        pause(ctx.ms, grads[0].device)
+        return grads[0], None
+
+
+def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
+    """``values`` with a pause in the backward of its first tensor that needs a gradient, and whether there was one."""
+    found = False
+
+    def attach(x: Tensor) -> Tensor:
+        nonlocal found
+        if found or not x.requires_grad:
+            return x
+        found = True
+        delayed: Tensor = _PauseBackward.apply(x, ms)
+        return delayed
+
+    return tree_map_only(Tensor, attach, values), found
+
+
+def _device_of(values: Any, module: nn.Module) -> torch.device:
+    """Where a module's output is."""
+    found: list[torch.device] = []
+    tree_map_only(Tensor, lambda x: found.append(x.device), values)
+    return found[0] if found else next(module.parameters()).device
+
+
+def delay_compute(block: nn.Module, ms: float) -> None:
+    """Make the forward and the backward of a block ``ms`` milliseconds longer each, as if it computed more.
+
+    Call it before the block is wrapped, so that the delay lies between the gathering of its parameters and their
+    release. In the backward the delay comes first.
+
+    Args:
+        block: changed in place.
+        ms: milliseconds; 0 changes nothing.
+    """
+    if ms <= 0:
+        return
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        pause(ms, _device_of(output, module))
+        return _pause_once(output, ms)[0]
+
+    block.register_forward_hook(hook)
+
+
+def delay_reduction(block: nn.Module, ms: float) -> None:
+    """Wait ``ms`` milliseconds once the backward has produced a block's gradients, before a wrapper reduces them.
+
+    The delay is tied to the gradient of the block's input, which is the last that the block's backward computes. Where
+    no input needs one, as in a model's first block, it is tied to the output, and comes before the block's gradients.
+    Call it before the block is wrapped.
+    """
+    if ms <= 0:
+        return
+    at_input = False
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal at_input
+        changed, at_input = _pause_once((args, kwargs), ms)
+        return changed
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return output if at_input else _pause_once(output, ms)[0]
+
+    block.register_forward_pre_hook(before, with_kwargs=True)
+    block.register_forward_hook(after)
+
+
+class ModuleWithDelay(LabModel):
+    """A model whose step is held up after the loss, before the gradients are reduced, or both.
+
+    Args:
+        module: any model; its blocks are changed in place.
+        delay_after_loss_ms: pause between the loss and the backward.
+        delay_before_reduction_ms: pause in the backward of every block of ``module.block_types``: see delay_reduction.
+    """
+
+    def __init__(self, module: LabModel, delay_after_loss_ms: float = 0, delay_before_reduction_ms: float = 0):
+        super().__init__()
+        self.module = module
+        self.block_types = module.block_types  # type: ignore[misc]  # of this object, not of the class
+        self.delay_after_loss_ms = delay_after_loss_ms
+        for block in module.modules():
+            if type(block).__name__ in module.block_types:
+                delay_reduction(block, delay_before_reduction_ms)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.module(*inputs)
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        return self.module.get_input(device, seed)
+
+    def get_loss(self, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
+        loss = self.module.get_loss(inputs, output)
+        pause(self.delay_after_loss_ms, loss.device)
+        return loss
+
+    def run_backward(self, loss: Tensor) -> None:
+        self.module.run_backward(loss)
+
+    def local_modules(self) -> list[nn.Module]:
+        return self.module.local_modules()
+
+
+class NestedWithDelay(ModuleWithDelay):
+    """NestedWrappedModule with the same delays."""
+
+    def __init__(self, delay_after_loss_ms: float = 0, delay_before_reduction_ms: float = 0):
+        super().__init__(NestedWrappedModule(), delay_after_loss_ms, delay_before_reduction_ms)

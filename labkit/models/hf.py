@@ -1,0 +1,107 @@
+"""BERT and T5 from the transformers package, tiny and with random weights: nothing is downloaded.
+
+Shapes: N samples, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from labkit.models.protocol import LabModel, at_least_float32, seeded_tokens
+
+BATCH, TOKENS = 2, 8
+
+
+class _TokenModel(LabModel):
+    """What both have in common: token ids in, logits out, cross-entropy with the ids that went in."""
+
+    vocab: int
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """Token ids [2, 8]; 0 is left out, it fills gaps and starts the decoder."""
+        return (1 + seeded_tokens(BATCH, TOKENS, below=self.vocab - 1, device=device, seed=seed),)
+
+    def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Mean cross-entropy of the logits with the input's own tokens."""
+        return functional.cross_entropy(at_least_float32(output).flatten(0, 1), inputs[0].flatten())
+
+
+class Bert(_TokenModel):
+    """BertForMaskedLM without dropout, nor the bias of the keys, which has no effect.
+
+    Its prediction head shares a weight with the word embeddings.
+
+    Args:
+        vocab: V.
+        hidden: width; a multiple of 2, the number of heads.
+        layers: of the encoder.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ("BertLayer", "BertLMPredictionHead")
+
+    def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
+        from transformers import BertConfig, BertForMaskedLM
+
+        super().__init__()
+        self.vocab = vocab
+        config = BertConfig(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            intermediate_size=2 * hidden,
+            max_position_embeddings=TOKENS,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.model = BertForMaskedLM(config)
+        for name, module in self.model.named_modules():
+            if name.endswith("attention.self.key"):
+                # Softmax cancels this bias: its gradient is rounding noise, which no two computations share.
+                module.register_parameter("bias", None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [N, T] to logits [N, T, V]."""
+        return self.model(input_ids=ids).logits
+
+
+class T5(_TokenModel):
+    """T5ForConditionalGeneration without dropout: it copies the encoder's input.
+
+    Args:
+        vocab: V.
+        hidden: width; a multiple of 2, the number of heads.
+        layers: of the encoder, and as many of the decoder.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ("T5Block",)
+
+    def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        super().__init__()
+        self.vocab = vocab
+        config = T5Config(
+            vocab_size=vocab,
+            d_model=hidden,
+            d_kv=hidden // 2,
+            d_ff=2 * hidden,
+            num_layers=layers,
+            num_heads=2,
+            dropout_rate=0.0,
+            use_cache=False,
+        )
+        self.model = T5ForConditionalGeneration(config)
+
+    def forward(self, ids: Tensor, decoder_ids: Tensor) -> Tensor:
+        """Token ids [N, T] of the encoder and of the decoder to logits [N, T, V]."""
+        return self.model(input_ids=ids, decoder_input_ids=decoder_ids).logits
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """The encoder's token ids [2, 8], and the decoder's: the same, one place later, after the start token 0."""
+        (ids,) = super().get_input(device, seed)
+        return ids, functional.pad(ids[:, :-1], (1, 0))

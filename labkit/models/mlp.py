@@ -1,0 +1,110 @@
+"""Multilayer perceptrons, alone and in a row.
+
+Shapes: N samples, S places of a sequence, D width.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labkit.models.protocol import LabModel, seeded_normal
+
+SEQUENCE = 8
+MULTIPLIERS = (3, 4, 3)
+
+
+class MLP(nn.Module):
+    """Linear, ReLU, linear, ReLU, and a buffer added at the end.
+
+    Args:
+        dim: D, width in and out.
+        device: of the parameters.
+        bias: whether both linear layers have one.
+        with_buffer: whether there is a buffer, random, of shape [D].
+        dim_multiplier: the inner width is this many times D.
+    """
+
+    buffer: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        device: torch.device | str | None = None,
+        *,
+        bias: bool = True,
+        with_buffer: bool = False,
+        dim_multiplier: int = 4,
+    ):
+        super().__init__()
+        self.in_proj = nn.Linear(dim, dim_multiplier * dim, bias=bias, device=device)
+        self.out_proj = nn.Linear(dim_multiplier * dim, dim, bias=bias, device=device)
+        self.register_buffer("buffer", torch.randn(dim, device=device) if with_buffer else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to the same shape."""
+        x = functional.relu(self.in_proj(x))
+        x = functional.relu(self.out_proj(x))
+        return x if self.buffer is None else x + self.buffer
+
+
+class MLPStack(LabModel):
+    """Three MLPs whose inner widths are 3, 4 and 3 times D.
+
+    Args:
+        dim: D.
+        with_layer_norm: normalise the result; without a bias.
+        batch: samples in a step, each of 8 places.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ("MLP",)
+
+    def __init__(self, dim: int = 16, with_layer_norm: bool = False, batch: int = 2):
+        super().__init__()
+        self.dim, self.batch = dim, batch
+        self.layers = nn.ModuleList(MLP(dim, dim_multiplier=multiplier) for multiplier in MULTIPLIERS)
+        self.norm = nn.LayerNorm(dim, bias=False) if with_layer_norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, S, D] to the same shape."""
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.norm is None else self.norm(x)
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """[batch, 8, D]."""
+        return (seeded_normal(self.batch, SEQUENCE, self.dim, device=device, seed=seed),)
+
+
+class DoubleLinear(LabModel):
+    """Two linear layers side by side, each with ReLU, on the same input.
+
+    Args:
+        dim: D.
+        use_second_linear: return both results; else the first alone, and the second layer gets no gradient.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ("Linear",)
+
+    def __init__(self, dim: int = 16, use_second_linear: bool = True):
+        super().__init__()
+        self.dim, self.use_second_linear = dim, use_second_linear
+        self.lin1, self.lin2 = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        """[N, D] to one or two of the same shape."""
+        first = functional.relu(self.lin1(x))
+        return (first, functional.relu(self.lin2(x))) if self.use_second_linear else first
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """[8, D]."""
+        return (seeded_normal(SEQUENCE, self.dim, device=device, seed=seed),)
+
+    def get_loss(self, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor] | Tensor) -> Tensor:
+        """The mean squared distance to 1, summed over the results."""
+        results = output if isinstance(output, tuple) else (output,)
+        losses = [super(DoubleLinear, self).get_loss(inputs, result) for result in results]
+        return torch.stack(losses).sum()

@@ -1,0 +1,72 @@
+"""A mixture of experts at its barest: every rank has an expert of its own beside parts that all ranks share.
+
+Shapes: N samples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from labkit.models.delay import pause
+from labkit.models.protocol import LabModel, seeded_normal
+
+BATCH = 4
+INPUT, SHARED, EXPERT = 8, 12, 23
+
+
+class Shared(nn.Linear):
+    """The part that all ranks train together."""
+
+
+class Expert(nn.Linear):
+    """A linear layer whose first weight and bias come from a seed of its own, not from the global RNG."""
+
+    def __init__(self, in_features: int, out_features: int, seed: int):
+        super().__init__(in_features, out_features)
+        bound, generator = 1 / math.sqrt(in_features), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                drawn = torch.rand(parameter.shape, generator=generator, device="cpu")
+                parameter.copy_((2 * drawn - 1) * bound)
+
+
+class MixtureOfExperts(LabModel):
+    """Widths 8, 12, 23, 12, 8: the step to 23 is the shared part, the step back the expert.
+
+    All but the expert is drawn from the global RNG: ranks that seed it alike agree on it.
+
+    Args:
+        expert_seed: gives the expert's first values; one for each rank.
+        delay_before_free_ms: pause after the forward of the shared part and of the expert, before a wrapper frees
+            their gathered parameters: a free that does not wait for the computation shows.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ("Shared",)
+
+    def __init__(self, expert_seed: int = 0, delay_before_free_ms: int = 0):
+        super().__init__()
+        shared, expert = Shared(SHARED, EXPERT), Expert(EXPERT, SHARED, expert_seed)
+        self.net = nn.Sequential(nn.Linear(INPUT, SHARED), shared, expert, nn.Linear(SHARED, INPUT))
+        if delay_before_free_ms:
+
+            def hold(module: nn.Module, args: Any, output: Tensor) -> None:
+                pause(delay_before_free_ms, output.device)
+
+            shared.register_forward_hook(hold)
+            expert.register_forward_hook(hold)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 8] to [N, 8]."""
+        return self.net(x)
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """[4, 8]."""
+        return (seeded_normal(BATCH, INPUT, device=device, seed=seed),)
+
+    def local_modules(self) -> list[nn.Module]:
+        """The expert."""
+        return [module for module in self.modules() if isinstance(module, Expert)]

@@ -1,0 +1,86 @@
+"""What every model of the FSDP lab offers, so that one training loop serves them all.
+
+A model says what it eats (``get_input``), what it minimises (``get_loss``) and which of its blocks are worth wrapping
+(``block_types``). It knows no ranks: what differs between ranks, a seed for the samples or for an expert, comes from
+the caller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum, auto
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+
+class FSDPInitMode(Enum):
+    """How a model is wrapped."""
+
+    NO_FSDP = auto()
+    """Not at all: the plain module."""
+    RECURSIVE = auto()
+    """Every block by itself, and the whole around them."""
+
+
+class CUDAInitMode(Enum):
+    """When a model moves to the GPU."""
+
+    BEFORE = auto()
+    """Before it is wrapped."""
+    AFTER = auto()
+    """After it is wrapped."""
+    NEVER = auto()
+    """It stays on the CPU."""
+
+
+class LabModel(nn.Module, ABC):
+    """A model that brings its own input and its own objective.
+
+    Attributes:
+        block_types: class names of the blocks that are usually wrapped or checkpointed, each by itself.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def build(cls, **sizes: int) -> Self:
+        """A model with these sizes; its constructor says which there are, and what they are by default."""
+        return cls(**sizes)
+
+    @abstractmethod
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """The arguments of ``forward``. Equal seeds give equal values on every device; the global RNG is not used."""
+
+    def get_loss(self, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
+        """The mean squared distance of the output to 1, a scalar.
+
+        It keeps pulling where a sum of ReLU outputs, minimised, reaches 0 within a few steps and has no gradient from
+        there on, so that a comparison of gradients would compare zeros.
+        """
+        return (at_least_float32(output) - 1).square().mean()
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Fill the gradients."""
+        loss.backward()
+
+    def local_modules(self) -> list[nn.Module]:
+        """Submodules that are meant to differ from rank to rank: their gradients must not be averaged."""
+        return []
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """The same numbers, in float32 where they are in a shorter type: a loss should not be rounded to 8 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def seeded_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
+    """Standard normal numbers, drawn on the CPU so that every device gets the same."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
+
+
+def seeded_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
+    """Whole numbers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(below, shape, generator=generator, device="cpu").to(device)

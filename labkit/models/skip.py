@@ -1,0 +1,70 @@
+"""A model of which a wrapper takes some modules and leaves others.
+
+Shapes: N samples, D width.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from labkit.models.protocol import LabModel, seeded_normal
+
+BATCH = 4
+
+
+class SkipModule(nn.Module):
+    """A linear layer that the wrapper passes over, so that it belongs to what surrounds it."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.lin = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, D] to the same shape."""
+        return self.lin(x)
+
+
+class NestedLinear(nn.Module):
+    """A linear layer that is wrapped by itself.
+
+    Args:
+        dim: D.
+        double_nest: put the layer into a second NestedLinear, so that two wrappers lie around it.
+    """
+
+    def __init__(self, dim: int, double_nest: bool = False):
+        super().__init__()
+        self.nested_linear = NestedLinear(dim) if double_nest else nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, D] to the same shape."""
+        return self.nested_linear(x)
+
+
+class SkipModel(LabModel):
+    """A linear layer, one that is skipped, and one that is wrapped.
+
+    Args:
+        dim: D.
+        double_nest: see NestedLinear.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ("NestedLinear",)
+
+    def __init__(self, dim: int = 10, double_nest: bool = False):
+        super().__init__()
+        self.dim = dim
+        self.linear = nn.Linear(dim, dim, bias=False)
+        self.linear_skip = SkipModule(dim)
+        self.nested_linear = NestedLinear(dim, double_nest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, D] to the same shape."""
+        return self.nested_linear(self.linear_skip(self.linear(x)))
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """[4, D]."""
+        return (seeded_normal(BATCH, self.dim, device=device, seed=seed),)

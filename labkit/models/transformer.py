@@ -1,0 +1,81 @@
+"""An encoder and decoder whose output layer shares its weight with the embedding: the case that splits wrappers.
+
+Shapes: N samples, S source tokens, T target tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labkit.models.protocol import LabModel, at_least_float32, seeded_tokens
+
+BATCH, SOURCE, TARGET = 2, 6, 4
+
+
+class TransformerWithSharedParams(LabModel):
+    """``nn.Transformer`` between one embedding, for source and target alike, and an output layer tied to it.
+
+    Two buffers, one of floats and one of integers, are added to the source, because wrappers treat buffers apart.
+    Dropout draws from the global RNG.
+
+    Args:
+        vocab: V.
+        d_model: D; a multiple of 8, the number of heads.
+        layers: of the encoder, and as many of the decoder.
+        feedforward: width inside a layer's perceptron.
+        dropout: rate.
+        add_bn: normalise the target's embedding over the batch, with nn.BatchNorm1d.
+    """
+
+    block_types: ClassVar[tuple[str, ...]] = ("TransformerEncoderLayer", "TransformerDecoderLayer")
+    vocab_bias: Tensor
+    long_buffer: Tensor
+
+    def __init__(
+        self,
+        vocab: int = 23,
+        d_model: int = 16,
+        layers: int = 2,
+        feedforward: int = 8,
+        dropout: float = 0.1,
+        add_bn: bool = False,
+    ):
+        super().__init__()
+        self.vocab = vocab
+        self.embed_tokens = nn.Embedding(vocab, d_model)
+        self.transformer = nn.Transformer(
+            d_model,
+            num_encoder_layers=layers,
+            num_decoder_layers=layers,
+            dim_feedforward=feedforward,
+            dropout=dropout,
+            batch_first=True,
+        )
+        self.output_proj = nn.Linear(d_model, vocab)
+        self.output_proj.weight = self.embed_tokens.weight
+        self.register_buffer("vocab_bias", torch.ones(d_model))
+        self.register_buffer("long_buffer", torch.zeros(d_model, dtype=torch.long))
+        self.norm = nn.BatchNorm1d(d_model) if add_bn else None
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Token ids [N, S] and [N, T] to logits [N, T, V]."""
+        source = self.embed_tokens(source)
+        # in the embedding's type: under mixed precision the buffers keep theirs
+        source = source + self.vocab_bias.to(source.dtype) + self.long_buffer.to(source.dtype)
+        target = self.embed_tokens(target)
+        if self.norm is not None:
+            target = self.norm(target.transpose(1, 2)).transpose(1, 2)
+        return self.output_proj(self.transformer(source, target))
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """Source [2, 6] and target [2, 4], token ids."""
+        tokens = seeded_tokens(BATCH, SOURCE + TARGET, below=self.vocab, device=device, seed=seed)
+        return tokens[:, :SOURCE], tokens[:, SOURCE:]
+
+    def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Mean cross-entropy of the logits with the target's own tokens."""
+        return functional.cross_entropy(at_least_float32(output).flatten(0, 1), inputs[1].flatten())

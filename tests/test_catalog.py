@@ -1,0 +1,101 @@
+"""labkit.models.catalog: what it says about a model is what the built model is, and what it refuses."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from labkit.models import catalog
+from labkit.models.protocol import LabModel
+
+WITHOUT_EXTRA = [name for name, entry in catalog.MODELS.items() if not entry.extra]
+
+
+def needs_extra(name):
+    extra = catalog.MODELS[name].extra
+    return pytest.mark.skipif(bool(extra) and importlib.util.find_spec(extra) is None, reason=f"{extra} is missing")
+
+
+ALL = [pytest.param(name, marks=needs_extra(name)) for name in catalog.MODELS]
+
+
+def test_the_names_are_those_of_the_course():
+    assert list(catalog.MODELS) == ["toy", "hf_bert", "hf_t5", "transformer", "nested", "moe", "mlp_stack"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_entry_says_what_is_in_the_model(name):
+    entry, model = catalog.MODELS[name], catalog.build(name)
+    assert isinstance(model, LabModel)
+    assert type(model).__name__ == entry.class_name
+    assert model.block_types == entry.block_types
+    assert entry.classes == tuple(sorted({type(module).__name__ for module in model.modules() if module is not model}))
+    catalog.check(name, entry.block_types)
+
+
+def test_a_small_model_is_built_unless_sizes_are_given():
+    assert catalog.build("toy").net[0].out_features == 256
+    assert catalog.build("toy", hidden=32).net[0].out_features == 32
+    assert catalog.build("toy", hidden=32, narrow=8).net[-1].in_features == 8
+
+
+def test_the_expert_seed_reaches_the_expert():
+    def expert(seed):
+        torch.manual_seed(0)
+        return catalog.build("moe", expert_seed=seed).local_modules()[0].weight
+
+    assert torch.equal(expert(1), expert(1))
+    assert not torch.equal(expert(1), expert(2))
+    catalog.build("nested", expert_seed=3)  # others have no use for it
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: catalog.check("resnet"),
+            "model 'resnet' is none of toy, hf_bert, hf_t5, transformer, nested, moe, mlp_stack",
+        ),
+        (
+            lambda: catalog.check("nested", ["NestedBlock", "MLP", "T5Block"]),
+            "model nested has no block of type MLP, T5Block: it has Linear, NestedBlock, Sequential",
+        ),
+        (
+            lambda: catalog.build("mlp_stack", width=3),
+            "model mlp_stack has no size width: it has dim, batch",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(call, message):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["hf_bert", "hf_t5"])
+@pytest.mark.parametrize("function", [catalog.check, catalog.build])
+def test_a_missing_extra_is_named_with_the_models_that_do_without(monkeypatch, name, function):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == "transformers" else found(wanted))
+    with pytest.raises(ValueError) as caught:
+        function(name)
+    assert str(caught.value) == (
+        f"model {name} needs transformers: pip install 'labkit[hf]'; "
+        "without it: toy, transformer, nested, moe, mlp_stack"
+    )
+    for other in WITHOUT_EXTRA:
+        catalog.check(other)
+
+
+def test_the_catalog_is_read_and_checked_without_torch_or_transformers():
+    code = """
+import sys
+from labkit.models import catalog
+catalog.check("toy", ["MyModule"])
+catalog.check("hf_t5", ["T5Block"]) if catalog.importlib.util.find_spec("transformers") else None
+print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()), "done")
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert answer.stdout.split() == ["done"], answer.stderr
