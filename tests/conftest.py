@@ -7,6 +7,8 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from fixture_ranks import rank_pool, ranks  # noqa: F401  (fixtures of all tests)
+from fixture_threads import threads  # noqa: F401
 
 # Not through the environment: a notebook's kernel would inherit it and draw nothing.
 matplotlib.use("Agg")

@@ -1,0 +1,212 @@
+"""Watch, replace or forbid what fully sharded training does: its collectives, and the moments of FSDP2's units.
+
+    gathered = []
+
+    def counted(output, shard, **options):
+        gathered.append(output.numel())
+        return original(output, shard, **options)
+
+    with instrument.patch_all_gather(counted) as original:
+        model(x).sum().backward()                           # len(gathered): how often a unit was gathered
+
+Each ``patch_…`` is a context manager. All ranks enter it, and leave it, together: there is a barrier on both sides
+where a process group exists, so that ranks which are threads of one process see the same original. The original comes
+back however the block ends. A rank that leaves by an exception does not wait for the others, which may never come.
+
+The moments of a unit are private to torch. ``fsdp_internals`` is the only place that names the module they are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Function = Callable[..., Any]
+_FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+def patch_all_gather(new: Function) -> AbstractContextManager[Function]:
+    """Replace the all-gather of FSDP2's units: ``new(output, shard, group=…, async_op=…)``.
+
+    torch 2.13 calls it ``all_gather_single``, torch 2.11 ``all_gather_into_tensor``; those that exist are replaced.
+
+    Returns:
+        A context manager that gives the original.
+    """
+    return _replaced(dist, _present("all_gather_single", "all_gather_into_tensor"), new)
+
+
+def patch_reduce_scatter(new: Function) -> AbstractContextManager[Function]:
+    """Replace the reduce-scatter of FSDP2's gradients: ``new(output=…, input=…, op=…, group=…, async_op=…)``.
+
+    It has two names, as that of ``patch_all_gather`` has.
+
+    Returns:
+        A context manager that gives the original.
+    """
+    return _replaced(dist, _present("reduce_scatter_single", "reduce_scatter_tensor"), new)
+
+
+def patch_all_reduce(new: Function) -> AbstractContextManager[Function]:
+    """Replace ``torch.distributed.all_reduce(tensor, op, group, async_op)``; gives the original."""
+    return _replaced(dist, ("all_reduce",), new)
+
+
+def patch_unshard(new: Function) -> AbstractContextManager[Function]:
+    """Replace what gathers a unit of FSDP2: ``new(unit, async_op=False)``; gives the original."""
+    return _replaced(fsdp_internals("FSDPParamGroup"), ("unshard",), new)
+
+
+def patch_reshard(new: Function) -> AbstractContextManager[Function]:
+    """Replace what frees a gathered unit of FSDP2: ``new(unit)``; gives the original."""
+    return _replaced(fsdp_internals("FSDPParamGroup"), ("reshard",), new)
+
+
+def patch_post_backward(new: Function) -> AbstractContextManager[Function]:
+    """Replace what reduces a unit's gradients after its backward pass: ``new(unit, *unused)``; gives the original."""
+    return _replaced(fsdp_internals("FSDPParamGroup"), ("post_backward",), new)
+
+
+def patch_register_post_backward_hook_backward(new: Function) -> AbstractContextManager[Function]:
+    """Replace the node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``; gives the original.
+
+    ``ctx.param_group`` is the unit. A unit whose inputs need no gradient, such as the first, has no such node.
+    """
+    return _replaced(fsdp_internals("RegisterPostBackwardFunction"), ("backward",), new)
+
+
+def reduce_scatter_with_assert(
+    original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any
+) -> Any:
+    """Check the output buffer of a reduce-scatter, then run it. For ``patch_reduce_scatter``, with functools.partial.
+
+    Args:
+        original: the reduce-scatter.
+        assert_fn: raises if the output (its dtype, its shape) is not as it should be. Its values are not there yet.
+        args: of the reduce-scatter, the output first.
+        kwargs: of the reduce-scatter, with ``output`` where ``args`` is empty.
+
+    Raises:
+        ValueError: there is no output among the arguments.
+    """
+    output = args[0] if args else kwargs.get("output")
+    if output is None:
+        raise ValueError(f"a reduce-scatter needs output first or by name; it was called with {sorted(kwargs)} alone")
+    assert_fn(output)
+    return original(*args, **kwargs)
+
+
+def fsdp_internals(name: str) -> Any:
+    """A class of torch's own that FSDP2 is made of.
+
+    Raises:
+        RuntimeError: this version of torch has no such class there.
+    """
+    try:
+        return getattr(importlib.import_module(_FSDP_MODULE), name)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {_FSDP_MODULE}.{name}: it is private and has moved; "
+            f"labkit.instrument knows torch 2.11 to 2.13"
+        ) from error
+
+
+class DummyProcessGroup:
+    """Stands in for a process group where none is wanted: it counts all-reduces and changes nothing.
+
+    Attributes:
+        all_reduces: how many were asked for.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+        self.all_reduces = 0
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> DummyWork:
+        """Count one all-reduce, whatever it would reduce."""
+        self.all_reduces += 1
+        return DummyWork()
+
+
+class DummyWork:
+    """The handle of a collective that was never sent: it is done."""
+
+    def wait(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        future.set_result(1)
+        return future
+
+
+class DummyDDP(nn.Module):
+    """Stands in for DistributedDataParallel: one all-reduce for each gradient, without buckets, that changes nothing.
+
+    Args:
+        module: computes; it is ``.module``, as in the real one.
+        process_group: counts the all-reduces; by default one of a single rank.
+    """
+
+    def __init__(self, module: nn.Module, process_group: DummyProcessGroup | None = None):
+        super().__init__()
+        self.module = module
+        self.process_group = process_group or DummyProcessGroup(0, 1)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    @property
+    def all_reduces(self) -> int:
+        """How many were asked for."""
+        return self.process_group.all_reduces
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _reduce(self, parameter: Tensor) -> None:
+        self.process_group.allreduce([parameter.grad])
+
+
+def _present(*names: str) -> tuple[str, ...]:
+    """Those of these names that torch.distributed has, the newest first."""
+    found = tuple(name for name in names if hasattr(dist, name))
+    if not found:
+        raise RuntimeError(f"torch {torch.__version__} has none of torch.distributed.{', '.join(names)}")
+    return found
+
+
+@contextlib.contextmanager
+def _replaced(owner: ModuleType | type, names: tuple[str, ...], new: Function) -> Iterator[Function]:
+    """Let ``names`` of a module or class be ``new``, and give the original of the first."""
+    originals = {name: vars(owner)[name] for name in names}  # as they are stored: a staticmethod stays one
+    original: Function = getattr(owner, names[0])
+    _meet()  # else a rank that is a thread could read another's replacement as the original
+    for name, stored in originals.items():
+        setattr(owner, name, staticmethod(new) if isinstance(stored, staticmethod) else new)
+    try:
+        yield original
+        _meet()
+    finally:
+        for name, stored in originals.items():
+            setattr(owner, name, stored)
+
+
+def _meet() -> None:
+    """Wait for all ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
