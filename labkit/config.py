@@ -30,7 +30,9 @@ from typing import Any, Literal, TypeVar, Union
 
 from labkit.errors import ParameterError
 
-READABLE_MODULES = {"labkit.theory", "labkit.upstream", "labkit.errors", "labkit.config"}
+READABLE_MODULES = {
+    "labkit.theory", "labkit.theory.fsdp", "labkit.models.catalog", "labkit.upstream", "labkit.errors", "labkit.config",
+}  # fmt: skip
 NUMBERS: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
 BOOL: Any = bool  # a number to Python, not to a learner
 ConfigType = TypeVar("ConfigType")

@@ -9,6 +9,7 @@
 | rank_00003.pid    | each rank's worker         | its process id, once it can answer a request for its stack         |
 | rank_00003.stack  | each rank's worker         | the Python stacks of its threads, when they were asked for         |
 | rank_00003.error.json | each rank's worker     | the exception that ended it                                        |
+| rank_00003.trace.json.gz | each rank's session | its profiled step for ui.perfetto.dev, where asked for  |
 | exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it                     |
 | torchrun.log      | torchrun                   | its own messages, and whatever a rank printed before its worker ran |
 """
@@ -82,6 +83,10 @@ class RunFolder:
     def stack(self, rank: int) -> Path:
         """A rank's Python stacks."""
         return self.path / f"rank_{rank:05d}.stack"
+
+    def trace(self, rank: int) -> Path:
+        """A rank's profiled step, as torch.profiler exports it."""
+        return self.path / f"rank_{rank:05d}.trace.json.gz"
 
     def error(self, rank: int) -> Path:
         """The exception that ended a rank."""

@@ -11,14 +11,15 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from labkit.folder import RunFolder
 from labkit.records import Writer
 
 _NAMESPACES = ("c10d", "_c10d_functional")
@@ -26,6 +27,10 @@ _NOT_TRAFFIC = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan",
 _VARIANT = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
 _NAMES = {
     "allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "isend": "send", "irecv": "recv",
+}  # fmt: skip
+_FSDP_CATEGORIES = {
+    "sharded param": "parameter", "unsharded param": "unsharded_parameter", "sharded grad": "gradient",
+    "unsharded grad": "unsharded_gradient",
 }  # fmt: skip
 _IN_PLACE = {"all_reduce", "broadcast", "reduce", "send", "recv"}
 
@@ -127,8 +132,10 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def steps(self, count: int, warmup: int, track: Sequence[Any]) -> Iterator[Step]:
-        """Yield warm-up steps, ``count`` timed steps, then one traced step. See ``rank.Here.steps``."""
+    def steps(
+        self, count: int, warmup: int, track: Sequence[Any], units: Mapping[str, Sequence[nn.Module]] | None = None
+    ) -> Iterator[Step]:
+        """Yield warm-up steps, ``count`` timed steps, then one or two traced steps. See ``rank.Here.steps``."""
         self.writer.write("scalar", "planned_steps", -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
             self._align()
@@ -139,7 +146,20 @@ class Meter:
                 yield step
             step.write()
         self._write_peaks(count)
+        if units:
+            yield from self._profiled_step(count, units)
         yield from self._traced_step(count, track)
+
+    def _profiled_step(self, index: int, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[Step]:
+        from labkit import timeline  # brings in the profiler
+
+        step, folder = Step(index, False, self), self.writer.folder
+        self._align()
+        with timeline.record(
+            folder and RunFolder(folder).trace(self.writer.rank), units=units, device=self.device.type
+        ) as recording:
+            yield step
+        timeline.write(recording, self.writer, index)
 
     def _align(self) -> None:
         """Let all ranks start a step together, so that none pays for another's lateness before it."""
@@ -149,24 +169,21 @@ class Meter:
 
     def _traced_step(self, index: int, track: Sequence[Any]) -> Iterator[Step]:
         step = Step(index, False, self)
-        from torch.distributed._tools.mem_tracker import (
-            MemTracker,
-        )  # brings in the compiler: half a second for each rank
-
-        counter = CommunicationCounter()
-        tracker = MemTracker()
+        counter, tracker = CommunicationCounter(), tracker_of(track) if track else None
         with contextlib.ExitStack() as modes:
-            if track:
-                tracker.track_external(*track)
+            if tracker is not None:
                 modes.enter_context(tracker)
             modes.enter_context(counter)
             yield step
+            at_end = by_category(tracker, "current", self.device) if tracker is not None else {}
         step.write()
         for name, count in sorted(counter.counts.items()):
             self.writer.write("comm", name, index, count=count, bytes=counter.bytes[name])
-        if track:
-            for name, amount in peak_by_category(tracker, self.device).items():
+        if tracker is not None:
+            for name, amount in by_category(tracker, "peak", self.device).items():
                 self.writer.write("memory", f"peak_{name}", index, bytes=amount)
+            for name, amount in at_end.items():
+                self.writer.write("memory", f"end_{name}", index, bytes=amount)
 
     def _write_peaks(self, index: int) -> None:
         if self.device.type == "cuda":
@@ -176,11 +193,34 @@ class Meter:
             self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
 
 
-def peak_by_category(tracker: Any, device: torch.device) -> dict[str, int]:
-    """Bytes of each category at the moment when their sum was largest, and that sum as ``total``."""
-    snapshots = tracker.get_tracker_snapshot("peak")
+def tracker_of(track: Sequence[Any]) -> Any:
+    """A context that follows every tensor of these models and optimizers: FSDP2 has categories of its own."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has nothing that is sharded by it
+    sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
+    if sharded is not None:
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+        optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
+        return FSDPMemTracker(sharded, optimizer)
+    from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
+
+    tracker = MemTracker()
+    tracker.track_external(*track)
+    return tracker
+
+
+def by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
+    """Bytes of each category at a moment, and their sum as ``total``.
+
+    Args:
+        tracker: from ``tracker_of``.
+        moment: "peak", when the sum was largest, or "current".
+        device: whose memory.
+    """
+    snapshots = tracker.get_tracker_snapshot(moment)
     snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
-    return {getattr(category, "value", str(category)).lower(): int(amount) for category, amount in snapshot.items()}
+    found = {getattr(category, "value", str(category)).lower(): int(amount) for category, amount in snapshot.items()}
+    return {_FSDP_CATEGORIES.get(name, name.replace(" ", "_")): amount for name, amount in found.items()}
 
 
 def resident_peak_bytes() -> int:

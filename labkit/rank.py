@@ -17,12 +17,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit import config as configs
@@ -31,7 +32,7 @@ from labkit.meter import Meter, Step
 from labkit.records import Writer
 
 ConfigType = TypeVar("ConfigType")
-Measure = Callable[..., Iterator[Step]]  # Here.steps or Here.one_step
+Measure = Callable[..., Iterator[Step]]  # Here.steps, Here.plain_steps or Here.one_step
 
 
 class Here:
@@ -64,13 +65,31 @@ class Here:
         with threads_that_wait_their_turn(self.device):
             return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def steps(self, count: int, *, warmup: int = 1, track: Sequence[Any] = ()) -> Iterator[Step]:
-        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, one more traced.
+    def steps(
+        self,
+        count: int,
+        *,
+        warmup: int = 1,
+        track: Sequence[Any] = (),
+        units: Mapping[str, Sequence[nn.Module]] | None = None,
+    ) -> Iterator[Step]:
+        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then traced ones.
 
-        The loop body runs ``warmup + count + 1`` times. The traced step records communication and, for the models and
-        optimizers in ``track``, the peak of memory by category.
+        The first traced step, where ``units`` are given, is profiled: its time line goes into the records and its raw
+        trace into the folder of the run. The last one records communication and, for the models and optimizers in
+        ``track``, memory by category. The loop body runs ``warmup + count + 1`` times, or once more.
+
+        Args:
+            count: timed steps.
+            warmup: steps before them.
+            track: models and optimizers whose memory is followed.
+            units: modules by the name that they shall have in the time line.
         """
-        return self._meter.steps(count, warmup, track)
+        return self._meter.steps(count, warmup, track, units)
+
+    def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
+        """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
+        return (Step(-1, False, self._meter) for _ in range(count if most is None else min(count, most)))
 
     def one_step(self, count: int, *, track: Sequence[Any] = ()) -> Iterator[Step]:
         """One step that is not measured, for a check; takes the arguments of ``steps`` and ignores them."""

@@ -44,7 +44,7 @@ class Writer:
     """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in ``lines``."""
 
     def __init__(self, folder: Path | None, rank: int):
-        self.rank = rank
+        self.folder, self.rank = folder, rank
         self.lines: list[dict[str, Any]] = []
         self._file: TextIO | None = None if folder is None else path_of(folder, rank).open("a", buffering=1)
 

@@ -8,7 +8,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from labkit.meter import CommunicationCounter, Meter, messages_of, peak_by_category, resident_peak_bytes
+from labkit.meter import CommunicationCounter, Meter, by_category, messages_of, resident_peak_bytes
 from labkit.records import Writer
 
 RANKS = 4
@@ -223,8 +223,9 @@ def test_communication_and_memory_by_category_are_recorded_in_the_traced_step_al
     assert memory["peak_optstate"]["bytes"] == 2 * parameters + 2 * 4  # Adam's two means, and a count of steps for each
     assert memory["peak_activation"]["bytes"] >= 1000 * 64 * 4
     assert memory["peak_total"]["bytes"] == sum(
-        line["bytes"] for name, line in memory.items() if name not in ("peak_total", "resident")
+        line["bytes"] for name, line in memory.items() if name.startswith("peak_") and name != "peak_total"
     )
+    assert memory["end_parameter"]["bytes"] == parameters
     assert memory["resident"]["bytes"] > 50e6, "in bytes: a process with torch holds more than 50 MB"
 
 
@@ -248,14 +249,14 @@ def test_a_loop_that_is_left_early_leaves_no_tracing_behind(meter):
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
-def test_peak_by_category_of_another_device_is_empty():
+def test_by_category_of_another_device_is_empty():
     class Tracker:
         def get_tracker_snapshot(self, kind):
             assert kind == "peak"
             return {torch.device("cuda", 0): {"Total": 5}}
 
-    assert peak_by_category(Tracker(), torch.device("cpu")) == {}
-    assert peak_by_category(Tracker(), torch.device("cuda", 1)) == {"total": 5}
+    assert by_category(Tracker(), "peak", torch.device("cpu")) == {}
+    assert by_category(Tracker(), "peak", torch.device("cuda", 1)) == {"total": 5}
 
 
 def test_resident_peak_grows_with_what_the_process_holds():

@@ -1,0 +1,64 @@
+"""Keep fewer activations: throw a block's away in the forward pass, compute them again in the backward pass.
+
+A checkpointed block keeps its input only. Its backward pass runs its forward pass once more, which costs about a third
+of a step's arithmetic if every block does it. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+2016 (arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing as wrap_where,
+)
+
+
+def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str]) -> int:
+    """Checkpoint every block of these types in place: non-reentrant, activations stay on their device.
+
+    Names of parameters do not change. A block inside a checkpointed block is not checkpointed again.
+
+    Args:
+        model: any module.
+        block_types: class names of the blocks, such as ``("T5Block",)``.
+
+    Returns:
+        How many blocks are checkpointed.
+
+    Raises:
+        ValueError: the model has no block of these types.
+    """
+    inside = {id(part) for block in blocks_of(model, block_types) for part in list(block.modules())[1:]}
+    chosen = [block for block in blocks_of(model, block_types) if id(block) not in inside]
+    if not chosen:
+        raise ValueError(f"no block of type {', '.join(block_types) or '(none given)'} in {type(model).__name__}")
+    wrap_where(
+        model,
+        checkpoint_wrapper_fn=lambda block: checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+        check_fn=lambda module: any(module is block for block in chosen),
+    )
+    return len(chosen)
+
+
+def blocks_of(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
+    """Modules inside ``model`` whose class has one of these names, outer ones first; the checkpointed ones included."""
+    return [module for module in model.modules() if module is not model and type(module).__name__ in block_types]
+
+
+def checkpointed(model: nn.Module) -> dict[nn.Module, CheckpointWrapper]:
+    """The wrapper of every checkpointed block, by block."""
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    return {wrapper._checkpoint_wrapped_module: wrapper for wrapper in wrappers}
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without what checkpointing, FSDP1 and the compiler put into it."""
+    wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in wrappers)

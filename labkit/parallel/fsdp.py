@@ -1,0 +1,287 @@
+"""Fully sharded data parallelism: every rank keeps a part of each parameter, gradient and optimizer state.
+
+The model is cut into *units*. Before a unit computes, its parameters are all-gathered; afterwards the full copy is
+freed. In the backward pass they are gathered once more, and the unit's gradients are reduce-scattered: each rank
+receives the mean of its part. What is a unit decides everything: one large unit holds the whole model at once, many
+small ones send many small messages.
+
+    rank 0 keeps  a0 b0 c0        all-gather b        rank 0 computes with b0 b1, then frees b1
+    rank 1 keeps  a1 b1 c1       ------------->       rank 1 computes with b0 b1, then frees b0
+
+Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054); Zhao et al., "PyTorch FSDP", 2023 (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from graphlib import TopologicalSorter
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from labkit.models.protocol import LabModel
+from labkit.parallel.buckets import GradientBuckets
+from labkit.parallel.checkpointing import apply_activation_checkpointing, blocks_of, checkpointed, plain_name
+
+ROOT = "root"
+Wrap = Literal["none", "root", "block", "layer"]
+Units = dict[str, list[nn.Module]]
+
+
+def apply_fsdp(
+    model: LabModel,
+    mesh: DeviceMesh,
+    *,
+    wrap: Wrap = "block",
+    fsdp: Literal[1, 2] = 2,
+    blocks: Sequence[str] = (),
+    skip: Collection[int] = (),
+    checkpointing: bool = False,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    offload: bool = False,
+    reshard_after_forward: bool = True,
+) -> tuple[nn.Module, Units]:
+    """Distribute a model over the ranks of a mesh as the FSDP lab's command line says.
+
+    Args:
+        model: with the same shared parameters on all ranks, on this rank's device.
+        mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local modules.
+        wrap: ``none`` leaves every rank all parameters and averages gradients in buckets (as DDP does); ``root`` makes
+            one unit, ``block`` one a block, ``layer`` one a module that holds parameters.
+        fsdp: 1 is FullyShardedDataParallel, 2 is fully_shard.
+        blocks: class names of the blocks; the model's own by default.
+        skip: blocks to forget when wrapping, counted from 0 in the order of the forward pass.
+        checkpointing: recompute the blocks' activations.
+        precision: bf16 gathers and computes in bfloat16 and reduces in float32.
+        offload: keep the shards in host memory.
+        reshard_after_forward: gather parameters twice a step instead of keeping them.
+
+    Returns:
+        The model to call, and its units by name (see ``apply_fsdp2``).
+
+    Raises:
+        ValueError: block types that the model does not have; bf16 or offload with nothing wrapped.
+    """
+    blocks = tuple(blocks) or model.block_types
+    if checkpointing:
+        apply_activation_checkpointing(model, blocks)
+    if wrap == "none":
+        if precision != "fp32" or offload:
+            raise ValueError("wrap none has no unit that could gather in bf16 or be offloaded: use wrap root or block")
+        local = {id(p) for module in model.local_modules() for p in module.parameters()}
+        GradientBuckets([p for p in model.parameters() if id(p) not in local], mesh["data"])
+        return model, {}
+    types = {"root": (), "block": blocks, "layer": layer_types(model)}[wrap]
+    compute, reduce = (torch.bfloat16, torch.float32) if precision == "bf16" else (None, None)
+    if fsdp == 1:
+        wrapped = apply_fsdp1(
+            model, block_types=types, skip=skip, reshard_after_forward=reshard_after_forward,
+            mixed_precision=MixedPrecision(compute, reduce) if compute else None, cpu_offload=offload,
+            local_modules=model.local_modules(), device=next(model.parameters()).device, mesh=mesh,
+        )  # fmt: skip
+        return wrapped, {}
+    units = apply_fsdp2(
+        model, mesh, block_types=types, skip=skip, reshard_after_forward=reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else None,
+        local_modules=model.local_modules(),
+    )  # fmt: skip
+    return model, units
+
+
+def layer_types(model: nn.Module) -> tuple[str, ...]:
+    """Class names of the modules that hold parameters themselves: what ``--wrap layer`` wraps.
+
+    The inside of nn.MultiheadAttention is left out: attention uses its parts' weights without calling them, so nothing
+    would gather these.
+    """
+    uncalled = {part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.children()}
+    holders = [m for m in model.modules() if m not in uncalled | {model} and any(True for _ in m.parameters(False))]
+    return tuple(sorted({type(module).__name__ for module in holders}))
+
+
+def fsdp_units(
+    model: nn.Module,
+    block_types: Collection[str],
+    local_modules: Collection[nn.Module] = (),
+    skip: Collection[int] = (),
+) -> Units:
+    """The modules of each unit by name, in the order of the model; what is in none of them belongs to the root.
+
+    A parameter that two modules share must live in one unit, or each would gather and reduce a copy of its own. So
+    modules that are tied to a block join its unit.
+
+    Args:
+        model: any module.
+        block_types: class names of the blocks that become units.
+        local_modules: modules that differ from rank to rank and stay out of all units.
+        skip: blocks to leave to the root, counted from 0 in the order of the model.
+
+    Raises:
+        ValueError: block types are given and the model has none of them, or not as many as ``skip`` counts.
+    """
+    outside = {part for module in local_modules for part in module.modules()}
+    blocks = [
+        block
+        for block in blocks_of(model, block_types)
+        if block not in outside and next(block.parameters(), None) is not None
+    ]
+    if block_types and not blocks:
+        has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        raise ValueError(f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has {has}")
+    if not set(skip) <= set(range(len(blocks))):
+        raise ValueError(f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)}, from 0")
+    blocks = [block for index, block in enumerate(blocks) if index not in skip]
+    wrappers, names = checkpointed(model), {module: name for name, module in model.named_modules()}
+    units: Units = {}
+    unit_of: dict[nn.Module, str] = {}
+    for block in blocks:
+        tied = tied_to(model, block)
+        name = next((unit_of[other] for other in (block, *tied) if other in unit_of), plain_name(names[block]))
+        for module in (block, *tied):
+            if module not in unit_of and not any(module in set(member.modules()) for member in units.get(name, [])):
+                units.setdefault(name, []).append(wrappers.get(module, module))
+                unit_of[module] = name
+    return units
+
+
+def inner_first(units: Units) -> Iterator[list[nn.Module]]:
+    """The units in an order in which each comes before those that contain one of its modules, as wrapping needs it."""
+    inside = {name: {part for m in modules for part in m.modules()} - set(modules) for name, modules in units.items()}
+    needs = {
+        name: {inner for inner, modules in units.items() if inner != name and inside[name] & set(modules)}
+        for name in units
+    }
+    return (units[name] for name in TopologicalSorter(needs).static_order())
+
+
+def tied_to(model: nn.Module, block: nn.Module) -> list[nn.Module]:
+    """Modules outside ``block`` that hold one of its parameters themselves."""
+    own, inside = {id(p) for p in block.parameters()}, set(block.modules())
+    return [
+        module
+        for module in model.modules()
+        if module not in inside and any(id(p) in own for p in module.parameters(recurse=False))
+    ]
+
+
+def apply_fsdp2(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    block_types: Collection[str],
+    skip: Collection[int] = (),
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    local_modules: Collection[nn.Module] = (),
+) -> Units:
+    """Shard a model with ``fully_shard``, blocks first and then the root, in place.
+
+    Parameters become DTensors, ``Shard(0)``. Activation checkpointing, if any, must be applied before.
+
+    Args:
+        model: equal on all ranks, on this rank's device or on the meta device.
+        mesh: as for ``apply_fsdp``; one axis ``data`` is enough without local modules.
+        block_types: class names of the modules that become units; none for one unit, the root.
+        skip: see ``fsdp_units``.
+        reshard_after_forward: free a unit's full parameters after its forward pass and gather them again in the
+            backward pass. The root's stay, since its backward pass comes next.
+        mp_policy: dtypes of compute, reduction and outputs; float32 by default.
+        offload_policy: CPUOffloadPolicy() keeps the shards in host memory.
+        local_modules: modules that differ from rank to rank: not sharded, not averaged.
+
+    Returns:
+        The units by name, the root as ``root`` last if it holds parameters of its own.
+
+    Raises:
+        ValueError: the model has no block of these types.
+    """
+    units = fsdp_units(model, block_types, local_modules, skip)
+    inner = [*local_modules, *(module for modules in units.values() for module in modules)]
+    own = set(model.parameters()) - {parameter for module in inner for parameter in module.parameters()}
+    policies: dict[str, Any] = {
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "offload_policy": offload_policy or OffloadPolicy(),
+    }
+    for module in local_modules:
+        fully_shard(module, mesh=mesh["alone"], **policies)
+    for modules in inner_first(units):
+        together = modules if len(modules) > 1 else modules[0]
+        fully_shard(together, mesh=mesh["data"], reshard_after_forward=reshard_after_forward, **policies)
+    fully_shard(model, mesh=mesh["data"], reshard_after_forward=None if reshard_after_forward else False, **policies)
+    return units | ({ROOT: [model]} if own else {})
+
+
+def apply_fsdp1(
+    model: nn.Module,
+    *,
+    block_types: Collection[str],
+    use_checkpointing: bool = False,
+    use_wrap_policy: bool = True,
+    skip: Collection[int] = (),
+    reshard_after_forward: bool = True,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: bool = False,
+    local_modules: Collection[nn.Module] = (),
+    mesh: DeviceMesh | None = None,
+    device: torch.device | None = None,
+) -> FullyShardedDataParallel:
+    """Wrap a model with FullyShardedDataParallel, the older API, for comparison with ``apply_fsdp2``.
+
+    A block that is tied to a module outside of it stays with the root: FSDP1 cannot put two modules into one unit.
+
+    Args:
+        model: equal on all ranks.
+        block_types: class names of the blocks.
+        use_checkpointing: checkpoint the blocks, inside their units.
+        use_wrap_policy: make each block a unit; else the whole model is one.
+        skip: see ``fsdp_units``.
+        reshard_after_forward: FULL_SHARD, else SHARD_GRAD_OP.
+        mixed_precision: dtypes of compute, reduction and buffers.
+        cpu_offload: keep the shards in host memory.
+        local_modules: modules that differ from rank to rank: not sharded, not averaged.
+        mesh: as for ``apply_fsdp``; by default all ranks.
+        device: of this rank; by default the CPU.
+
+    Returns:
+        The wrapped model; parameters keep their names (``use_orig_params``).
+
+    Raises:
+        ValueError: the model has no block of these types; offload without a GPU, for which FSDP1 pins memory.
+    """
+    if cpu_offload and not torch.cuda.is_available():
+        raise ValueError("FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no offload")
+    if use_checkpointing:
+        apply_activation_checkpointing(model, block_types)
+    units = fsdp_units(model, block_types, local_modules, skip) if use_wrap_policy else {}
+    single = {modules[0] for modules in units.values() if len(modules) == 1}
+    to_itself = {"process_group": mesh["alone"].get_group()} if local_modules and mesh else {}
+
+    def wraps(module: nn.Module) -> bool | dict[str, Any]:
+        return to_itself if module in local_modules else module in single
+
+    strategy = ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=strategy,
+        process_group=mesh["data"].get_group() if mesh else None,
+        auto_wrap_policy=CustomPolicy(wraps) if single or local_modules else None,
+        mixed_precision=mixed_precision,
+        cpu_offload=CPUOffload(offload_params=True) if cpu_offload else None,
+        device_id=device or torch.device("cpu"),
+        use_orig_params=True,
+    )

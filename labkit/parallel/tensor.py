@@ -1,0 +1,113 @@
+r"""Tensor parallelism: ranks share each matrix product, here together with fully sharded data parallelism.
+
+The two linear layers of an MLP make a pair. The first is cut by columns, so that each rank computes some of the inner
+features and applies ReLU to them alone; the second is cut by rows, so that the ranks' results only need to be added.
+
+                      in_proj (columns)       out_proj (rows)
+    rank 0    x   ->   inner features 0   ->   part of y   \
+    rank 1    x   ->   inner features 1   ->   part of y   -+->  y = sum of the parts: one all-reduce an MLP
+
+With sequence parallelism each rank keeps only its places of the sequence between the pairs: the sum is
+reduce-scattered over the sequence, which is all-gathered before the next pair. The bytes sent are the same; activations
+between the pairs, and what is computed there, are shared.
+
+Shapes: N samples, S places of a sequence, D width. Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053);
+Korthikanti et al., "Reducing Activation Recomputation", 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from labkit.models.mlp import MULTIPLIERS, MLPStack
+from labkit.parallel.checkpointing import apply_activation_checkpointing
+
+SEQUENCE = Shard(1)
+
+
+def apply_tensor_parallel(
+    model: MLPStack,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    use_checkpointing: bool = False,
+    reshard_after_forward: bool = True,
+) -> MLPStack:
+    """Share a stack's matrices over the axis ``tp``, then shard what each rank has over ``dp``, in place.
+
+    Ranks of one ``tp`` line take the same samples and return the same result; ranks along ``dp`` take their own.
+
+    Args:
+        model: equal on all ranks, on this rank's device.
+        mesh: with axes named ``dp`` and ``tp``.
+        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm.
+        use_checkpointing: recompute each MLP in the backward pass, its communication over ``tp`` included.
+        reshard_after_forward: free an MLP's parameters gathered over ``dp`` after its forward pass.
+
+    Returns:
+        ``model``; it takes and returns plain tensors [N, S, D]. Parameters are DTensors.
+
+    Raises:
+        ValueError: the mesh lacks an axis; the ranks cannot share an inner width evenly.
+    """
+    _check(model, mesh)
+    plan = _sequence_plan(model) if sequence_parallel else _plan(model)
+    parallelize_module(model, mesh["tp"], plan)
+    if sequence_parallel:
+        parallelize_module(model, mesh["tp"], _cut_the_input())
+        parallelize_module(model, mesh["tp"], _join_the_output())
+    if use_checkpointing:
+        apply_activation_checkpointing(model, model.block_types)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
+    return model
+
+
+def _plan(model: MLPStack) -> dict[str, ParallelStyle]:
+    """Every MLP as a pair; what lies between is computed by every rank."""
+    plan: dict[str, ParallelStyle] = {}
+    for index in range(len(model.layers)):
+        plan |= {f"layers.{index}.in_proj": ColwiseParallel(), f"layers.{index}.out_proj": RowwiseParallel()}
+    return plan
+
+
+def _sequence_plan(model: MLPStack) -> dict[str, ParallelStyle]:
+    """The same with the sequence cut between the pairs, as DTensors, which know how long an uneven sequence is."""
+    plan: dict[str, ParallelStyle] = {}
+    for index in range(len(model.layers)):
+        plan[f"layers.{index}.in_proj"] = ColwiseParallel(input_layouts=SEQUENCE)
+        plan[f"layers.{index}.out_proj"] = RowwiseParallel(output_layouts=SEQUENCE, use_local_output=False)
+    if model.norm is not None:
+        plan["norm"] = SequenceParallel(sequence_dim=1)
+    return plan
+
+
+def _cut_the_input() -> ParallelStyle:
+    return PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=SEQUENCE)
+
+
+def _join_the_output() -> ParallelStyle:
+    return PrepareModuleOutput(output_layouts=SEQUENCE, desired_output_layouts=Replicate())
+
+
+def _check(model: MLPStack, mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    if not {"dp", "tp"} <= set(names):
+        raise ValueError(f"the mesh has axes {', '.join(names) or 'without names'}: it needs dp and tp")
+    ranks = mesh["dp"].size() * mesh["tp"].size()
+    for multiplier in MULTIPLIERS:
+        width = multiplier * model.dim
+        if width % ranks:
+            raise ValueError(f"{ranks} ranks cannot share the inner width {width}: {width} % {ranks} = {width % ranks}")

@@ -1,0 +1,227 @@
+"""The tensors of a distributed model: are they right on each rank, are they equal on all, and how to move them.
+
+``check_sharded_parity`` compares shard by shard, and says which parameter is wrong on which rank. ``parity.Parity``
+gathers first, and gives one number over all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from labkit.parity.training import whole
+from labkit.parallel.checkpointing import plain_name
+
+
+def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()) -> int:
+    """Compare this rank's shard of every parameter and gradient with the same part of a whole model's.
+
+    No communication. It has this name in torch's FSDP tests, too.
+
+    Args:
+        replicated: whole on every rank, with reduced gradients.
+        sharded: its parameters are DTensors, as FSDP2 leaves them.
+        prefixes_to_ignore: parts of the sharded names that wrappers put there, as ``"_checkpoint_wrapped_module."``.
+
+    Returns:
+        How many tensors were compared: parameters, and gradients where there are some.
+
+    Raises:
+        AssertionError: a name, value or gradient differs, by more than torch.testing allows for its dtype.
+        ValueError: a parameter is not a DTensor; two axes of the mesh shard the same dim; there is nothing to compare.
+    """
+    pairs = _paired(replicated, sharded, prefixes_to_ignore)
+    if not pairs:
+        raise ValueError(f"nothing to compare: {type(replicated).__name__} has no parameters")
+    compared = 0
+    for name, expected, actual in pairs:
+        if not isinstance(actual, DTensor):
+            raise ValueError(f"{name} is a plain tensor, not a shard: shard the model before it is compared")
+        _refuse_ambiguous(name, actual.placements)
+        _compare(f"parameter {name}", actual, expected.detach(), actual.device_mesh, actual.placements)
+        compared += 1
+        if (actual.grad is None) != (expected.grad is None):
+            missing = "sharded" if actual.grad is None else "replicated"
+            raise AssertionError(f"{name}: only the {missing} module has no gradient")
+        if expected.grad is not None:
+            _compare(f"gradient of {name}", actual.grad, expected.grad, actual.device_mesh, actual.placements)
+            compared += 1
+    return compared
+
+
+def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Assert that parameters and buffers are equal, bit for bit, on all ranks. A collective; sends 32 bytes a tensor.
+
+    ``_assert_module_states`` in torch's FSDP tests.
+
+    Args:
+        model: each rank's own copy.
+        group: the ranks; by default all.
+
+    Raises:
+        AssertionError: names the first tensor that differs, and which ranks agree.
+        ValueError: the model holds shards, which differ by design, or no tensors at all.
+    """
+    mine = {name: _digest(name, tensor) for name, tensor in _states(model).items()}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    names = list(dict.fromkeys(name for digests in everyone for name in digests))
+    if not names:
+        raise ValueError(f"nothing to compare: {type(model).__name__} has neither parameters nor buffers")
+    for name in names:
+        holders: dict[bytes | None, list[int]] = {}
+        for rank, digests in enumerate(everyone):
+            holders.setdefault(digests.get(name), []).append(rank)
+        if len(holders) > 1:
+            raise AssertionError(f"{name} differs between ranks: " + _camps(holders))
+
+
+def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
+    """Set every parameter to zero in place, and the buffers if asked. With FSDP1 a collective.
+
+    ``_zero_model`` in torch's FSDP tests.
+    """
+    _free_gathered(model)
+    with torch.no_grad(), FSDP1.summon_full_params(model):
+        for tensor in [*model.parameters(), *(model.buffers() if zero_buffers else ())]:
+            tensor.zero_()
+
+
+def full_params(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all whole parameters by name, without what wrappers put into names. A collective for a sharded model.
+
+    ``get_full_params`` in torch's FSDP tests, which gives a list.
+
+    Args:
+        model: FSDP1's (with ``use_orig_params``), FSDP2's, or a plain one.
+    """
+    _free_gathered(model)
+    with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
+        whole_ones = [(name, whole(parameter.detach())) for name, parameter in model.named_parameters()]
+        return {plain_name(name): tensor.clone() for name, tensor in whole_ones if tensor is not None}
+
+
+def broadcast_state_dict(
+    state: Mapping[str, Tensor] | None, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Rank 0's state dict, on every rank. A collective.
+
+    ``_broadcast_state_dict`` in torch's FSDP tests.
+
+    Args:
+        state: whole tensors on any device; looked at on the group's rank 0 only.
+        group: the ranks; by default all.
+        device: where the result is put.
+
+    Raises:
+        ValueError: rank 0 has no state, or shards in it; every rank raises it.
+    """
+    box: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        shards = [name for name, tensor in (state or {}).items() if isinstance(tensor, DTensor)]
+        if state is None or shards:
+            box = [f"{shards[0]} is a shard: gather it first, with full_params" if shards else "rank 0 has no state"]
+        else:
+            box = [{name: tensor.detach().cpu() for name, tensor in state.items()}]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if isinstance(box[0], str):
+        raise ValueError(f"cannot broadcast a state dict: {box[0]}")
+    return {name: tensor.to(device) for name, tensor in box[0].items()}
+
+
+def state_dict_of(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Tensor]:
+    """A copy of the model's state dict; the model itself stays as it is. FSDP2's gives shards, FSDP1's is a collective.
+
+    ``_get_state_dict`` in torch's FSDP tests, which changes the model instead.
+
+    Args:
+        model: any.
+        cpu_offload: put the copies into host memory.
+        half: turn floating-point tensors into float16.
+    """
+    copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if half:
+        copies = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in copies.items()}
+    return {name: tensor.cpu() for name, tensor in copies.items()} if cpu_offload else copies
+
+
+def _free_gathered(model: nn.Module) -> None:
+    """After a forward pass that kept FSDP2's full parameters: those are copies, perhaps in another dtype; free them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _paired(
+    replicated: nn.Module, sharded: nn.Module, prefixes: Sequence[str]
+) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Parameters of two models under one name, in order. Raises AssertionError where the names differ."""
+    expected, actual = dict(replicated.named_parameters()), {}
+    for name, parameter in sharded.named_parameters():
+        for prefix in prefixes:
+            name = name.replace(prefix, "")
+        actual[name] = parameter
+    if list(expected) != list(actual):
+        differing = sorted(expected.keys() ^ actual.keys()) or "the order alone differs"
+        raise AssertionError(f"the names of the replicated and the sharded parameters differ: {differing}")
+    return [(name, parameter, actual[name]) for name, parameter in expected.items()]
+
+
+def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
+    # also torch's private placement for such shards, which is no Shard but has a dim
+    dims = [dim for placement in placements if (dim := getattr(placement, "dim", None)) is not None]
+    if len(set(dims)) < len(dims):
+        raise ValueError(
+            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; which one cut first decides which rows a "
+            f"rank holds: FSDP over tensor parallelism cuts the last axis first, distribute_tensor the first axis. "
+            f"Gather instead: parity.Parity compares whole tensors"
+        )
+
+
+def _compare(
+    what: str, actual: Tensor | None, expected: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> None:
+    """Raises AssertionError unless this rank's shard of ``actual`` is that which it would hold of ``expected``."""
+    if not isinstance(actual, DTensor):
+        raise ValueError(f"{what} is a plain tensor, not a shard")
+    if actual.placements != tuple(placements):
+        raise AssertionError(f"{what} is placed {actual.placements}, its parameter {tuple(placements)}")
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
+    # src_data_rank=None: cut this rank's own reference, else a wrong one here would be replaced by rank 0's unseen
+    part = distribute_tensor(expected, mesh, placements, src_data_rank=None)
+    where = f"{what}, the shard of rank {dist.get_rank()}"
+    torch.testing.assert_close(actual.to_local(), part.to_local(), msg=lambda text: f"{where}: {text}")
+
+
+def _states(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _digest(name: str, tensor: Tensor) -> bytes:
+    """Equal for equal dtype, shape and bits, so that only this crosses the wire."""
+    if isinstance(tensor, DTensor):
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            raise ValueError(f"{name} is a shard, {tensor.placements}: it differs between ranks by design")
+        tensor = tensor.to_local()
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _camps(holders: Mapping[bytes | None, Sequence[int]]) -> str:
+    """Which ranks agree with each other, as text."""
+    said = []
+    for digest, ranks in holders.items():
+        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        said.append(f"{who} {'hold' if len(ranks) > 1 else 'holds'} {'none' if digest is None else 'one value'}")
+    return "; ".join(said)

@@ -1,0 +1,290 @@
+"""What fully sharded training holds and sends, as formulas: no torch, no ranks, numbers in and numbers out.
+
+Parameters are float32 (4 bytes) and the optimizer is Adam: two more numbers for each parameter, and a 4-byte step count
+for each tensor. Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054) for who holds what; the order of events in
+a step is that of PyTorch's ``fully_shard``, read from its code and held against measurements by the lab.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
+    """Bytes that a rank holds between steps, float32 with Adam, when parameters divide evenly.
+
+    Args:
+        parameters: how many numbers the model has.
+        ranks: how many share.
+        stage: 0 (DDP: nothing is sharded), 1 (the optimizer's state), 2 (and gradients) or 3 (and parameters: FSDP).
+
+    Returns:
+        Bytes of ``parameter``, ``gradient`` and ``optimizer``.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
+    whole, share = FLOAT * parameters, FLOAT * parameters / ranks
+    return {
+        "parameter": share if stage >= 3 else whole,
+        "gradient": share if stage >= 2 else whole,
+        "optimizer": 2 * (share if stage >= 1 else whole),
+    }
+
+
+def shard_elements(shape: Sequence[int], ranks: int) -> int:
+    """Numbers that the fullest rank keeps of a parameter cut along its first dimension: ceil(rows / ranks) rows."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer with bias, and ReLU after it where ``relu`` is set.
+
+    Attributes:
+        inputs: numbers in.
+        outputs: numbers out.
+        unit: name of the FSDP unit that it belongs to.
+        block: name of the block that checkpointing would recompute, or "".
+        relu: whether a ReLU follows.
+    """
+
+    inputs: int
+    outputs: int
+    unit: str
+    block: str = ""
+    relu: bool = True
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its parameters: weight and bias."""
+        return (self.outputs, self.inputs), (self.outputs,)
+
+
+def toy_layers(
+    wrap: str, hidden: int, narrow: int, inputs: int = 10, outputs: int = 5, tail: int = 7, skip: Sequence[int] = ()
+) -> list[Layer]:
+    """The layers of labkit.models.toy.ToyModel, assigned to the units that ``--wrap`` makes."""
+    widths = [inputs, hidden, hidden, hidden, narrow] + [narrow] * tail + [outputs]
+    last = len(widths) - 2
+    layers = []
+    for index, (a, b) in enumerate(pairwise(widths)):
+        block = f"block {index - 2}" if 2 <= index < last and index - 2 not in skip else ""
+        unit = {"block": block or "root", "layer": f"layer {index}"}.get(wrap, "root")
+        layers.append(Layer(a, b, unit, f"block {index - 2}" if 2 <= index < last else "", relu=index < last))
+    return layers
+
+
+def mlp_stack_layers(wrap: str, dim: int, multipliers: Sequence[int] = (3, 4, 3)) -> list[Layer]:
+    """The layers of labkit.models.mlp.MLPStack, two in each MLP, assigned to the units that ``--wrap`` makes."""
+    layers = []
+    for index, times in enumerate(multipliers):
+        for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
+            unit = {"block": f"block {index}", "layer": f"layer {2 * index + part}"}.get(wrap, "root")
+            layers.append(Layer(a, b, unit, f"block {index}"))
+    return layers
+
+
+def units_of(layers: Sequence[Layer], ranks: int) -> dict[str, tuple[int, int]]:
+    """Bytes of each unit by name, in order: what a rank keeps of it, and what it holds while the unit is gathered."""
+    kept: Counter[str] = Counter()
+    for layer in layers:
+        kept[layer.unit] += FLOAT * sum(shard_elements(shape, ranks) for shape in layer.shapes)
+    return {unit: (shard, shard * ranks) for unit, shard in kept.items()}
+
+
+def collectives(layers: Sequence[Layer], ranks: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
+    """Collectives of one training step and the bytes that a rank hands to them, by the names of ``result.value``.
+
+    Every unit is gathered once for the forward pass. Resharding costs a second time in the backward pass, but for the
+    root, which is not resharded since its backward pass comes next. Every unit's gradients are reduce-scattered once.
+    """
+    units = units_of(layers, ranks)
+    again = {unit: sizes for unit, sizes in units.items() if reshard_after_forward and unit != "root"}
+    return {
+        "all_gather_count": len(units) + len(again),
+        "all_gather_bytes": sum(kept for kept, _ in [*units.values(), *again.values()]),
+        "reduce_scatter_count": len(units),
+        "reduce_scatter_bytes": sum(full for _, full in units.values()),
+    }
+
+
+def resident_bytes(layers: Sequence[Layer], ranks: int) -> dict[str, int]:
+    """Bytes that the fullest rank holds after a step, gradients included, by the names of ``result.value``."""
+    kept = sum(shard for shard, _ in units_of(layers, ranks).values())
+    tensors = sum(len(layer.shapes) for layer in layers)
+    return {
+        "end_parameter_bytes": kept, "end_gradient_bytes": kept, "end_optstate_bytes": 2 * kept + FLOAT * tensors,
+    }  # fmt: skip
+
+
+@dataclass
+class Ledger:
+    """What is allocated at a moment, by category, and the moment when it was most."""
+
+    now: Counter[str] = field(default_factory=Counter)
+    peak: Counter[str] = field(default_factory=Counter)
+
+    def take(self, category: str, size: int) -> None:
+        """Allocate ``size`` bytes."""
+        self.now[category] += size
+        if self.now.total() > self.peak.total():
+            self.peak = Counter(self.now)
+
+    def free(self, category: str, size: int) -> None:
+        """Release ``size`` bytes."""
+        self.now[category] -= size
+
+
+def step_peak(
+    layers: Sequence[Layer],
+    samples: int,
+    ranks: int,
+    *,
+    reshard_after_forward: bool = True,
+    checkpointing: bool = False,
+) -> dict[str, int]:
+    """Bytes by category at the moment of a training step when a rank holds most, and their sum as ``total``.
+
+    It walks through one step and keeps a ledger. Categories: parameter, optstate and gradient (the rank's shards);
+    unsharded_parameter; all_gather and reduce_scatter (communication buffers); activation; temp.
+
+    Args:
+        layers: in the order of the forward pass.
+        samples: rows of a rank's input, batch x sequence.
+        ranks: over which parameters are sharded.
+        reshard_after_forward: see ``collectives``.
+        checkpointing: blocks keep their input only, and compute the rest again in the backward pass.
+    """
+    walk = _Walk(layers, samples, ranks, reshard_after_forward, checkpointing)
+    walk.forward()
+    walk.backward()
+    peak = {category: size for category, size in walk.ledger.peak.items() if size}
+    return peak | {"total": sum(peak.values())}
+
+
+class _Walk:
+    """One training step, event by event, as ``fully_shard`` orders them."""
+
+    def __init__(self, layers: Sequence[Layer], samples: int, ranks: int, reshard: bool, checkpointing: bool):
+        self.layers, self.samples, self.reshard, self.checkpointing = layers, samples, reshard, checkpointing
+        self.units = units_of(layers, ranks)
+        self.ledger = Ledger()
+        self.gathered: set[str] = set()
+        self.ahead: set[str] = set()  # gathered ahead of their use, still in the all-gather's buffer
+        self.buffer = 0  # of the last all-gather of the forward pass
+        self.reducing = 0  # input of the last reduce-scatter, kept until the next one starts
+        held = resident_bytes(layers, ranks)
+        self.ledger.take("parameter", held["end_parameter_bytes"])
+        self.ledger.take("optstate", held["end_optstate_bytes"])
+        self.ledger.take("activation", self._size(layers[0].inputs))
+
+    def _size(self, width: int) -> int:
+        return FLOAT * self.samples * width
+
+    def forward(self) -> None:
+        if "root" in self.units:
+            self._gather("root")
+        for index, layer in enumerate(self.layers):
+            self._gather(layer.unit)
+            self._compute(layer)
+            following = self.layers[index + 1] if index + 1 < len(self.layers) else None
+            if self.checkpointing and layer.block and (following is None or following.block != layer.block):
+                self._forget(layer.block)
+            if self.reshard and layer.unit != "root" and (following is None or following.unit != layer.unit):
+                self._release(layer.unit)
+        self.ledger.free("all_gather", self.buffer)
+        self.ledger.take("activation", self._size(self.layers[-1].outputs))  # the loss keeps output - 1
+        self.ledger.take("temp", self._size(self.layers[-1].outputs))  # and squares it
+        self.ledger.free("temp", self._size(self.layers[-1].outputs))
+
+    def _compute(self, layer: Layer) -> None:
+        out = self._size(layer.outputs)
+        self.ledger.take("temp", out)
+        if layer.relu:
+            self.ledger.take("activation", out)
+        self.ledger.free("temp", out)
+        if not layer.relu:
+            self.ledger.take("activation", out)
+
+    def _inner(self, block: str) -> list[Layer]:
+        return [layer for layer in self.layers if layer.block == block][:-1]
+
+    def _forget(self, block: str) -> None:
+        for layer in self._inner(block):
+            self.ledger.free("activation", self._size(layer.outputs))
+
+    def backward(self) -> None:
+        self.ledger.take("temp", self._size(self.layers[-1].outputs))  # gradient of the output
+        self.ledger.free("activation", self._size(self.layers[-1].outputs))  # what the loss kept
+        recomputed = ""
+        for index in reversed(range(len(self.layers))):
+            layer = self.layers[index]
+            self._gather_again(layer.unit, ahead=self._unit_before(index))
+            if self.checkpointing and layer.block and layer.block != recomputed:
+                recomputed = layer.block
+                for inner in self._inner(layer.block):
+                    self._compute(inner)
+            self._gradients(layer, first=index == 0)
+            if layer.unit != "root" and (index == 0 or self.layers[index - 1].unit != layer.unit):
+                self._reduce(layer.unit)
+        if "root" in self.units:
+            self._reduce("root")
+
+    def _unit_before(self, index: int) -> str:
+        unit = self.layers[index].unit
+        return next((each.unit for each in reversed(self.layers[:index]) if each.unit not in (unit, "root")), "")
+
+    def _gradients(self, layer: Layer, first: bool) -> None:
+        out, before = self._size(layer.outputs), self._size(layer.inputs)
+        if layer.relu:
+            self.ledger.take("temp", out)  # gradient before the ReLU
+            self.ledger.free("temp", out)
+        self.ledger.free("activation", out)
+        if not first:
+            self.ledger.take("temp", before)
+        self.ledger.take("temp", FLOAT * sum(math.prod(shape) for shape in layer.shapes))
+        self.ledger.free("temp", out)
+
+    def _gather(self, unit: str) -> None:
+        """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next one is filled."""
+        if unit not in self.gathered:
+            self.ledger.take("all_gather", self.units[unit][1])
+            self.ledger.free("all_gather", self.buffer)
+            self._unshard(unit)
+            self.buffer = self.units[unit][1]
+
+    def _gather_again(self, unit: str, ahead: str) -> None:
+        """For the backward pass: the next unit's shards are under way while this one computes."""
+        for needed in (unit, ahead):
+            if needed and needed not in self.gathered | self.ahead:
+                self.ledger.take("all_gather", self.units[needed][1])
+                self.ahead.add(needed)
+            if needed == unit and unit not in self.gathered:
+                self._unshard(unit)
+                self.ledger.free("all_gather", self.units[unit][1])
+                self.ahead.discard(unit)
+
+    def _unshard(self, unit: str) -> None:
+        self.ledger.take("unsharded_parameter", self.units[unit][1])
+        self.gathered.add(unit)
+
+    def _release(self, unit: str) -> None:
+        self.ledger.free("unsharded_parameter", self.units[unit][1])
+        self.gathered.discard(unit)
+
+    def _reduce(self, unit: str) -> None:
+        kept, full = self.units[unit]
+        self._release(unit)
+        self.ledger.free("reduce_scatter", self.reducing)
+        self.ledger.take("reduce_scatter", full)
+        gradients = FLOAT * sum(math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes)
+        self.ledger.free("temp", gradients)
+        self.ledger.take("gradient", kept)
+        self.reducing = full

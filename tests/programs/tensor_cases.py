@@ -1,0 +1,88 @@
+"""Four ranks, 2 x 2, train two steps of an MLP stack whose matrices they share, and one device does the same.
+
+Each case records its largest relative error, over all ranks, and how many tensors were compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from labkit import parity, rank
+from labkit.models.mlp import MLPStack
+from labkit.parallel.tensor import apply_tensor_parallel
+
+
+@dataclass
+class Case:
+    sequence_parallel: bool
+    norm: bool = False
+    sequence: int = 8
+    use_checkpointing: bool = False
+    reshard_after_forward: bool = True
+
+
+CASES = {
+    "tensor": Case(sequence_parallel=False),
+    "tensor_norm": Case(sequence_parallel=False, norm=True, reshard_after_forward=False),
+    "sequence": Case(sequence_parallel=True),
+    "sequence_norm": Case(sequence_parallel=True, norm=True, reshard_after_forward=False),
+    "sequence_uneven": Case(sequence_parallel=True, norm=True, sequence=7),
+    "tensor_checkpointing": Case(sequence_parallel=False, use_checkpointing=True),
+    "sequence_checkpointing": Case(sequence_parallel=True, norm=True, use_checkpointing=True),
+}
+
+
+@dataclass
+class Config:
+    pass
+
+
+def main(config: Config) -> None:
+    with rank.session() as here:
+        mesh = here.mesh(dp=2, tp=2)
+        for name, case in CASES.items():
+            verdict = train(mesh, case).verdict(limit=0)
+            here.scalar(f"{name} error", verdict["max_rel_error"])
+            here.scalar(f"{name} compared", verdict["compared"])
+
+
+def train(mesh: DeviceMesh, case: Case) -> parity.Parity:
+    torch.manual_seed(0)
+    reference = MLPStack(8, with_layer_norm=case.norm).double()
+    model = parity.seeded_copy(reference, seed=1)
+    apply_tensor_parallel(
+        model,
+        mesh,
+        sequence_parallel=case.sequence_parallel,
+        use_checkpointing=case.use_checkpointing,
+        reshard_after_forward=case.reshard_after_forward,
+    )
+    samples = torch.randn(4, case.sequence, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    line = mesh["dp"].get_local_rank()
+    mine = slice(2 * line, 2 * line + 2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    found = parity.Parity()
+    for step in range(2):
+        output, expected = model(samples[mine]), reference(samples)
+        for each, inputs, result in ((model, samples[mine], output), (reference, samples, expected)):
+            each.run_backward(each.get_loss((inputs,), result))
+        found.add(f"output {step}", output, expected[mine])
+        found.add_all("gradient", tensors(model, "grad"), tensors(reference, "grad"))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.add_all("parameter", tensors(model, "data"), tensors(reference, "data"))
+    return found
+
+
+def tensors(model: MLPStack, what: str) -> list[tuple[str, torch.Tensor]]:
+    """A tensor of each parameter, by its name without checkpointing, which puts a wrapper into the path."""
+    parameters = model.named_parameters()
+    return [(name.replace("_checkpoint_wrapped_module.", ""), getattr(each, what)) for name, each in parameters]
+
+
+if __name__ == "__main__":
+    rank.start(main, Config)

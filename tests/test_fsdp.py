@@ -1,0 +1,191 @@
+"""labkit.parallel.fsdp and launch/fsdp_wrap: equal to one device in every cell, and exactly what theory says."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import labkit
+from labkit.models import catalog
+from labkit.models.mlp import MLPStack
+from labkit.models.skip import SkipModel
+from labkit.parallel.checkpointing import apply_activation_checkpointing
+from labkit.parallel.fsdp import apply_fsdp1, fsdp_units, inner_first, layer_types
+from labkit.theory import fsdp as theory
+from tests.programs import fsdp_grid
+
+GRID = Path(__file__).parent / "programs" / "fsdp_grid.py"
+COMPARED = {"toy": 24, "hf_bert": 40, "hf_t5": 47, "transformer": 66, "nested": 10, "moe": 8, "mlp_stack": 12}
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """What the parity check said of each cell, by FSDP version; both halves of the grid run once."""
+    found = {}
+    for fsdp in (1, 2):
+        result = labkit.run(GRID, nproc=2, device="cpu", fsdp=fsdp)
+        lines = [json.loads(line) for line in result.ranks[0].log().splitlines() if line.startswith("{")]
+        found[fsdp] = lines
+    return found
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_every_cell_of_the_grid_equals_one_device(verdicts, fsdp):
+    cells = fsdp_grid.cells(fsdp)
+    assert len(cells) == {1: 7 * 2 * 2 * 2, 2: 7 * 2 * 2 * 2 * 2}[fsdp] + 7 + 1
+    for cell, verdict in zip(cells, verdicts[fsdp], strict=True):
+        assert cell.items() <= verdict.items(), "each cell answers in its turn"
+        limit = 1e-5 if cell.get("precision", "fp32") == "fp32" else 2e-2
+        assert verdict["ok"], verdict
+        assert verdict["max_rel_error"] <= limit, verdict
+        assert verdict["compared"] >= 2 * COMPARED[cell["model"]] + 1, "gradients, parameters and losses"
+
+
+@pytest.mark.parametrize("model", list(catalog.MODELS))
+def test_the_reference_has_gradients_that_are_alive(model):
+    from labkit.parity import OneDevice
+
+    one_device = OneDevice(lambda index: catalog.build(model, seed=0, expert_seed=index), 2)
+    for step in range(3):
+        one_device.step(step)
+    gradients = [p.grad for p in one_device.copies[1].parameters()]
+    assert len(gradients) == COMPARED[model]
+    assert all(gradient is not None and gradient.abs().max() > 1e-9 for gradient in gradients)
+
+
+def test_experts_differ_and_the_shared_part_does_not():
+    from labkit.parity import OneDevice
+
+    one_device = OneDevice(lambda index: catalog.build("moe", seed=0, expert_seed=index), 2)
+    one_device.step(0)
+    first, second = one_device.copies
+    local = {id(p) for module in first.local_modules() for p in module.parameters()}
+    same = [torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
+    assert same == [id(p) not in local for p in first.parameters()]
+    assert True in same and False in same
+
+
+SETUPS = [
+    ("mlp_stack", "block", {"dim": 128, "batch": 64}),
+    ("mlp_stack", "root", {"dim": 128, "batch": 64}),
+    ("toy", "block", {"hidden": 256, "narrow": 64, "batch": 512}),
+]
+
+
+def layers_of(model, wrap, sizes):
+    if model == "toy":
+        return theory.toy_layers(wrap, sizes["hidden"], sizes["narrow"]), sizes["batch"]
+    return theory.mlp_stack_layers(wrap, sizes["dim"]), sizes["batch"] * 8
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("model", "wrap", "sizes"), SETUPS)
+@pytest.mark.parametrize(
+    ("ranks", "reshard", "checkpointing"), [(2, True, False), (2, True, True), (2, False, False), (4, True, False)]
+)
+def test_traffic_and_memory_are_what_theory_says(model, wrap, sizes, ranks, reshard, checkpointing):
+    how = {"reshard_after_forward": reshard, "checkpointing": checkpointing}
+    result = labkit.run("fsdp_wrap", nproc=ranks, device="cpu", model=model, wrap=wrap, steps=1, **sizes, **how)
+    layers, samples = layers_of(model, wrap, sizes)
+    exact = theory.collectives(layers, ranks, reshard_after_forward=reshard) | theory.resident_bytes(layers, ranks)
+    assert {name: result.value(name) for name in exact} == exact
+    peak = theory.step_peak(layers, samples, ranks, **how)
+    assert result.value("peak_total_bytes") == pytest.approx(peak["total"], rel=0.05)
+    parts = sum(result.value(f"peak_{name}_bytes") for name in ("parameter", "optstate"))
+    assert parts == peak["parameter"] + peak["optstate"]
+
+
+def test_a_skipped_block_costs_one_gather_less():
+    result = labkit.run("fsdp_wrap", nproc=2, device="cpu", skip=(3,), steps=1, hidden=256, narrow=64)
+    wrong = theory.collectives(theory.toy_layers("block", 256, 64, skip=(3,)), 2)
+    right = theory.collectives(theory.toy_layers("block", 256, 64), 2)
+    assert {name: result.value(name) for name in wrong} == wrong
+    assert wrong["reduce_scatter_count"] == right["reduce_scatter_count"] - 1
+
+
+REFUSED = [
+    ({"model": "gpt"}, "model = .gpt. is not one of .toy., .hf_bert."),
+    ({"blocks": ("T5Block",)}, "model toy has no block of type T5Block: it has Linear, MyModule"),
+    ({"model": "moe", "dim": 8}, "model moe has no size dim"),
+    ({"wrap": "none", "precision": "bf16"}, "wrap none has no unit"),
+    ({"wrap": "root", "skip": (1,)}, "use wrap block"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), REFUSED)
+def test_what_cannot_work_is_refused_before_a_launch(params, message, runs_folder):
+    before = set(runs_folder.iterdir())
+    with pytest.raises(labkit.ParameterError, match=message):
+        labkit.run("fsdp_wrap", nproc=2, **params)
+    assert set(runs_folder.iterdir()) == before
+
+
+def test_a_missing_extra_is_named_before_a_launch():
+    code = (
+        "import importlib.util, labkit\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'transformers' else find(name, *rest)\n"
+        "try: labkit.run('fsdp_wrap', nproc=2, model='hf_bert')\n"
+        "except labkit.ParameterError as error: print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    assert "model hf_bert needs transformers: pip install 'labkit[hf]'; without it: toy" in said
+
+
+def test_units_of_tied_modules_are_joined():
+    bert = catalog.build("hf_bert", seed=0)
+    units = fsdp_units(bert, bert.block_types)
+    joined = [modules for modules in units.values() if len(modules) > 1]
+    assert [type(module).__name__ for module in joined[0]] == ["BertLMPredictionHead", "Embedding"]
+    assert len(joined) == 1 and len(units) == 3
+
+
+@pytest.mark.parametrize("model", list(catalog.MODELS))
+def test_every_parameter_is_in_one_unit_or_the_root(model):
+    lab = catalog.build(model, seed=0)
+    units = fsdp_units(lab, layer_types(lab), lab.local_modules())
+    holders = [(name, id(p)) for name, group in units.items() for m in group for p in m.parameters(recurse=False)]
+    for parameter in {number for _, number in holders}:
+        assert len({name for name, number in holders if number == parameter}) == 1, "a tied parameter in two units"
+    position = {id(m): index for index, group in enumerate(inner_first(units)) for m in group}
+    for outer, inner in itertools.permutations([m for group in units.values() for m in group], 2):
+        if inner in set(outer.modules()) and position[id(inner)] != position[id(outer)]:
+            assert position[id(inner)] < position[id(outer)], "inner units are wrapped first"
+
+
+def test_nested_skip_and_unknown_blocks():
+    model = SkipModel()
+    assert all(name for name in fsdp_units(model, layer_types(model)))
+    with pytest.raises(ValueError, match=r"no block of type Missing in SkipModel: it has .*Linear"):
+        fsdp_units(model, ("Missing",))
+    with pytest.raises(ValueError, match=r"skip \[9\] counts blocks that are not there: the model has 3"):
+        fsdp_units(MLPStack(), ("MLP",), skip=(9,))
+
+
+def test_checkpointing_keeps_names_plain_and_refuses_absent_blocks():
+    model = MLPStack()
+    assert apply_activation_checkpointing(model, ("MLP",)) == 3
+    assert list(fsdp_units(model, ("MLP",))) == ["layers.0", "layers.1", "layers.2"]
+    with pytest.raises(ValueError, match="no block of type Linear in ReLU"):
+        apply_activation_checkpointing(nn.ReLU(), ("Linear",))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin memory for")
+def test_fsdp1_does_not_offload_without_a_gpu():
+    with pytest.raises(ValueError, match="FSDP1 pins the memory"):
+        apply_fsdp1(MLPStack(), block_types=("MLP",), cpu_offload=True)
+
+
+@pytest.mark.timeout(200)
+def test_compiled_compute_gives_the_losses_of_eager_compute():
+    how = {"model": "mlp_stack", "steps": 3, "nproc": 2, "device": "cpu", "timeout_s": 150}
+    runs = [labkit.run("fsdp_wrap", compile=compiled, **how) for compiled in (False, True)]
+    losses = [run.frame.query("kind == 'scalar' and name == 'loss'")["value"].to_list() for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 2 * (1 + 3 + 1)

@@ -1,0 +1,84 @@
+"""labkit.parallel.tensor through its rank program: equal to one device on 2 x 2 ranks, and refused where it must be."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs.tensor_cases import CASES
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import labkit
+from labkit.meter import CommunicationCounter
+from labkit.models.mlp import MLPStack
+from labkit.parallel.tensor import apply_tensor_parallel
+
+PROGRAM = Path(__file__).parent / "programs" / "tensor_cases.py"
+
+
+@pytest.fixture(scope="module")
+def two_steps():
+    return labkit.run(PROGRAM, nproc=4, device="cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_four_ranks_compute_what_one_device_computes(two_steps, case):
+    tensors = 4 * 3 + CASES[case].norm
+    assert two_steps.value(f"{case} compared") == 2 * (1 + 2 * tensors)
+    assert two_steps.value(f"{case} error") < 1e-12  # float64
+
+
+@pytest.fixture
+def four_ranks():
+    """This process is the first of four ranks, and the others do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield lambda *names: init_device_mesh("cpu", (2, 2), mesh_dim_names=names or None)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("names", [(), ("data", "space"), ("dp", "space")])
+def test_a_mesh_without_the_two_axes_is_refused(four_ranks, names):
+    has = ", ".join(names) or "without names"
+    with pytest.raises(ValueError, match=f"the mesh has axes {has}: it needs dp and tp"):
+        apply_tensor_parallel(MLPStack(8), four_ranks(*names), sequence_parallel=False)
+
+
+def test_a_width_that_cannot_be_shared_is_refused_with_the_arithmetic(four_ranks):
+    with pytest.raises(ValueError, match="4 ranks cannot share the inner width 18: 18 % 4 = 2"):
+        apply_tensor_parallel(MLPStack(6), four_ranks("dp", "tp"), sequence_parallel=True)
+
+
+def test_a_rank_keeps_its_part_of_every_matrix(four_ranks):
+    model = apply_tensor_parallel(MLPStack(8), four_ranks("dp", "tp"), sequence_parallel=False)
+    shapes = {name: tuple(parameter.to_local().shape) for name, parameter in model.layers[0].named_parameters()}
+    assert shapes == {
+        "in_proj.weight": (6, 8),  # of 24 x 8: rows shared by both axes
+        "in_proj.bias": (6,),
+        "out_proj.weight": (4, 12),  # of 8 x 24: rows over dp, columns over tp
+        "out_proj.bias": (4,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "between", "counts"),
+    [
+        # one all-gather an MLP is FSDP's own
+        (False, (2, 8, 8), {"all_gather": 3, "all_reduce": 3}),
+        (True, (2, 4, 8), {"all_gather": 3 + 3 + 1, "reduce_scatter": 3}),
+    ],
+)
+def test_what_lies_between_the_pairs_and_what_is_sent(four_ranks, sequence_parallel, between, counts):
+    model = apply_tensor_parallel(MLPStack(8), four_ranks("dp", "tp"), sequence_parallel=sequence_parallel)
+    shapes = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, args, output: shapes.append(local(output).shape))
+    with torch.no_grad(), CommunicationCounter() as counter:
+        output = model(torch.zeros(2, 8, 8))
+    assert shapes == [between] * 3
+    assert output.shape == (2, 8, 8)
+    assert dict(counter.counts) == counts
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
