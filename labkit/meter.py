@@ -154,7 +154,6 @@ class Meter:
         from labkit import timeline  # brings in the profiler
 
         step, folder = Step(index, False, self), self.writer.folder
-        self._align()
         with timeline.record(
             folder and RunFolder(folder).trace(self.writer.rank), units=units, device=self.device.type
         ) as recording:

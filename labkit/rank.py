@@ -228,7 +228,7 @@ def table_of(writer: Writer) -> str:
     rows: list[str] = []
     durations: dict[str, list[float]] = {}
     for line in writer.lines:
-        if line["kind"] == "span":
+        if line["kind"] == "span" and "/" not in line["name"]:  # a bar of a time line has one
             durations.setdefault(line["name"], []).append(line["dur_us"] / 1000)
     for name, values in durations.items():
         rows.append(f"{name:<18} {sum(values) / len(values):10.1f} ms    mean of {len(values)} steps")

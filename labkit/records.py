@@ -12,7 +12,8 @@ table. Nothing else crosses from the ranks to the notebook as a number.
 | memory | bytes            | one amount of memory                                                         |
 | comm   | count, bytes     | calls of one collective in a step, and the bytes this rank handed to them    |
 
-Warm-up steps have step -1, timed steps count from 0.
+Warm-up steps have step -1, timed steps count from 0. Spans named ``compute/forward/layers.0`` are bars of a time line:
+lane, what and unit, and their start counts from that of the profiled step.
 """
 
 from __future__ import annotations

@@ -189,7 +189,8 @@ def _kind(rows: pandas.DataFrame, kind: str) -> pandas.DataFrame:
 
 
 def _span_ms(rows: pandas.DataFrame) -> dict[str, float]:
-    mean_us = _kind(rows, "span").groupby("name")["dur_us"].mean()
+    timed = rows[~rows["name"].str.contains("/", regex=False)]  # compute/forward/layers.0 is a bar of a time line
+    mean_us = _kind(timed, "span").groupby("name")["dur_us"].mean()
     return {f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()}
 
 

@@ -10,6 +10,7 @@ small units send many small messages.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -25,7 +26,8 @@ from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import blocks_of
 from labkit.parallel.fsdp import Units, apply_fsdp
 
-HOW = ("wrap", "fsdp", "blocks", "skip", "checkpointing", "precision", "offload", "reshard_after_forward")
+HOW = ("wrap", "fsdp", "blocks", "skip", "checkpointing", "precision", "offload", "reshard_after_forward",
+       "prefetch")  # fmt: skip
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -43,10 +45,14 @@ class Config:
     """Class names of the blocks, instead of the model's own."""
     skip: tuple[int, ...] = ()
     """Blocks that are left out of the wrapping by mistake, counted from 0: to see what that looks like."""
+    freeze: tuple[int, ...] = ()
+    """Blocks whose parameters are not trained, counted from 0."""
     fsdp: Literal[1, 2] = 2
     """FullyShardedDataParallel (1) or fully_shard (2)."""
     reshard_after_forward: bool = True
     """Free a unit's full parameters after its forward pass, and gather them again in the backward pass."""
+    prefetch: bool = False
+    """Gather a unit while the one before it computes, on gloo as well (FSDP2 on NCCL does so anyway)."""
     checkpointing: bool = False
     """Recompute the blocks' activations in the backward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -98,12 +104,14 @@ def main(config: Config) -> None:
 
 def run(config: Config, here: rank.Here) -> None:
     """The same within a session."""
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of a unit, which nobody changes in place
 
     def build(index: int) -> LabModel:  # as rank ``index`` starts with it; only experts differ from rank to rank
         return catalog.build(config.model, seed=0, expert_seed=index, **config.sizes()).to(here.device)
 
     lab, mesh = build(here.rank), here.mesh(data=here.world_size, alone=1)
-    for block in blocks_of(lab, config.blocks or lab.block_types):
+    for index, block in enumerate(blocks_of(lab, config.blocks or lab.block_types)):
+        block.requires_grad_(index not in config.freeze)
         delay_compute(block, config.delay_ms)
         block.forward = torch.compile(block.forward, disable=not config.compile)
     model, units = apply_fsdp(lab, mesh, **{name: getattr(config, name) for name in HOW})

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,7 @@ def apply_fsdp(
     precision: Literal["fp32", "bf16"] = "fp32",
     offload: bool = False,
     reshard_after_forward: bool = True,
+    prefetch: bool = False,
 ) -> tuple[nn.Module, Units]:
     """Distribute a model over the ranks of a mesh as the FSDP lab's command line says.
 
@@ -68,6 +70,7 @@ def apply_fsdp(
         precision: bf16 gathers and computes in bfloat16 and reduces in float32.
         offload: keep the shards in host memory.
         reshard_after_forward: gather parameters twice a step instead of keeping them.
+        prefetch: see ``gather_ahead``; FSDP2 only.
 
     Returns:
         The model to call, and its units by name (see ``apply_fsdp2``).
@@ -92,14 +95,33 @@ def apply_fsdp(
             mixed_precision=MixedPrecision(compute, reduce) if compute else None, cpu_offload=offload,
             local_modules=model.local_modules(), device=next(model.parameters()).device, mesh=mesh,
         )  # fmt: skip
-        return wrapped, {}
+        shards = {n: m for n, m in wrapped.named_modules() if isinstance(m, FullyShardedDataParallel)}
+        return wrapped, {plain_name(name) or ROOT: [module] for name, module in shards.items()}
     units = apply_fsdp2(
         model, mesh, block_types=types, skip=skip, reshard_after_forward=reshard_after_forward,
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else None,
         local_modules=model.local_modules(),
     )  # fmt: skip
+    if prefetch:
+        gather_ahead(model, units)
     return model, units
+
+
+def gather_ahead(model: nn.Module, units: Units) -> None:
+    """Let each unit's parameters arrive while the unit before it computes, in both directions.
+
+    On a GPU FSDP2 does so by itself, since its streams run side by side. Gloo has no streams: there FSDP2 waits for each
+    all-gather where it starts it, unless it is told not to. Reduce-scatters are waited for in any case.
+
+    Args:
+        model: sharded by ``apply_fsdp2``.
+        units: from the same call, in the order of the forward pass.
+    """
+    model._set_unshard_async_op(True)  # type: ignore[operator]  # has no public name, in 2.13 either
+    blocks = [modules for name, modules in units.items() if name != ROOT]
+    for modules, following in pairwise(blocks):
+        modules[0].set_modules_to_forward_prefetch([following[0]])  # type: ignore[operator]
 
 
 def layer_types(model: nn.Module) -> tuple[str, ...]:

@@ -4,7 +4,11 @@ Plots compute nothing and launch nothing. Each figure is stamped with the device
 runs; CPU ranks beyond the cores are labelled "mechanism, not speed".
 """
 
+from labkit.plots.fsdp import breakdown
 from labkit.plots.images import halos, shards
 from labkit.plots.runs import compare, latency, loss, memory, table
+from labkit.plots.timeline import exposed, timeline
 
-__all__ = ["compare", "halos", "latency", "loss", "memory", "shards", "table"]
+__all__ = [
+    "breakdown", "compare", "exposed", "halos", "latency", "loss", "memory", "shards", "table", "timeline",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -115,13 +115,19 @@ def collectives(layers: Sequence[Layer], ranks: int, *, reshard_after_forward: b
     }
 
 
-def resident_bytes(layers: Sequence[Layer], ranks: int) -> dict[str, int]:
-    """Bytes that the fullest rank holds after a step, gradients included, by the names of ``result.value``."""
-    kept = sum(shard for shard, _ in units_of(layers, ranks).values())
-    tensors = sum(len(layer.shapes) for layer in layers)
+def resident_bytes(layers: Sequence[Layer], ranks: int, *, frozen: Collection[str] = ()) -> dict[str, int]:
+    """Bytes that the fullest rank holds after a step, gradients included, by the names of ``result.value``.
+
+    Parameters of the units in ``frozen`` are not trained: they have neither gradient nor optimizer state.
+    """
+    units = units_of(layers, ranks)
+    trained = sum(shard for unit, (shard, _) in units.items() if unit not in frozen)
+    tensors = sum(len(layer.shapes) for layer in layers if layer.unit not in frozen)
     return {
-        "end_parameter_bytes": kept, "end_gradient_bytes": kept, "end_optstate_bytes": 2 * kept + FLOAT * tensors,
-    }  # fmt: skip
+        "end_parameter_bytes": sum(shard for shard, _ in units.values()),
+        "end_gradient_bytes": trained,
+        "end_optstate_bytes": 2 * trained + FLOAT * tensors,
+    }
 
 
 @dataclass

@@ -139,9 +139,9 @@ ONE_MORE = (
 )
 # Answers in which the ranks do not send alike, for a launch of their own, and a part of the verdict.
 UNEQUAL = {
-    "first_missing": (ONE_LESS.format(0), "the ranks sent gradients of different sizes to each other: does every"),
+    "first_missing": (ONE_LESS.format(0), "the ranks sent gradients of different sizes to each other: does"),
     "last_missing": (ONE_LESS.format(7), "on rank 1, the shared gradient of net.3.bias is still this rank's own"),
-    "one_more": (ONE_MORE, "the ranks waited for each other for 8 s: does every rank call the same all-reduces, in the"),
+    "one_more": (ONE_MORE, "the ranks waited for each other for 8 s: does every rank call the same"),
 }  # fmt: skip
 
 

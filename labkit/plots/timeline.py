@@ -1,0 +1,118 @@
+"""Figures of one profiled step: what each rank computed and sent when, and what of it was exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import pandas
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from labkit.plots import style
+from labkit.result import RunResult
+
+VERMILION, YELLOW = "#D55E00", "#F0E442"  # of the same palette as those in style
+COLOURS = {
+    "forward": style.BLUE, "backward": style.ORANGE, "optimizer": style.PURPLE,
+    "all_gather": style.SKY, "reduce_scatter": style.GREEN, "all_reduce": YELLOW,
+}  # fmt: skip
+LANES = ("compute", "communication")
+LETTER_POINTS = 5.5  # width of a letter in a bar
+
+
+def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None) -> Axes:
+    """Two rows a rank, compute and communication, over one step; exposed communication is underlined.
+
+    Args:
+        result: a run that recorded a timeline.
+        ax: where to draw.
+        ranks: which ranks; all by default.
+
+    Raises:
+        ValueError: the run recorded no timeline of one of these ranks.
+    """
+    bars = _bars(result)
+    shown = range(result.world_size) if ranks is None else ranks
+    missing = sorted(set(shown) - set(bars["rank"]))
+    if missing:
+        raise ValueError(f"no timeline of ranks {missing}: run the program with its option timeline=True")
+    ax = style.axes(ax, 8.5, 1.3 + 1.1 * len(shown))
+    ax.set_xlim(0, result.value("profiled_step"))
+    labels = {}
+    for position, rank in enumerate(shown):
+        for lane, name in enumerate(LANES):
+            row = 2.4 * position + lane
+            labels[row] = f"rank {rank} {name}" if lane == 0 else name
+            drawn = bars[(bars["rank"] == rank) & (bars["lane"] == name)]
+            until = drawn["start"].shift(-1).fillna(numpy.inf)  # where the next bar covers this one
+            for bar, covered in zip(drawn.itertuples(), until, strict=True):
+                _draw(ax, bar, row, min(bar.start + bar.length, covered))
+        waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
+        ax.broken_barh(list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=VERMILION)
+    ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since the start of the step, ms")
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(2.4 * len(shown) - 0.7, -0.6)
+    _legend(ax, set(bars["what"]), result)
+    style.stamp(ax, [result])
+    return ax
+
+
+def exposed(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
+    """Communication of the profiled step, split into hidden and exposed, one bar a run; the mean of its ranks.
+
+    Args:
+        results: runs by label, each with a timeline.
+        ax: where to draw.
+    """
+    ax = style.axes(ax, height=1.1 + 0.5 * len(results))
+    for row, result in enumerate(results.values()):
+        whole, open_ms = result.value("communication"), result.value("exposed_communication")
+        step_ms = result.value("profiled_step")
+        for start, length, colour, kind in ((0.0, open_ms, VERMILION, "exposed"), (open_ms, whole - open_ms, style.SKY,
+            "hidden behind compute")):  # fmt: skip
+            ax.barh(row, length, left=start, color=colour, height=0.6, label=kind if row == 0 else None)
+        text = f"  {open_ms:.0f} of {whole:.0f} ms exposed, {open_ms / step_ms:.0%} of the step"
+        ax.text(whole, row, text, va="center", fontsize=9)
+    longest = max(result.value("communication") for result in results.values())
+    ax.set(yticks=range(len(results)), yticklabels=list(results), xlim=(0, longest * 1.75))
+    ax.set_xlabel("communication in one profiled step, ms (mean of the ranks)")
+    ax.invert_yaxis()
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=9)
+    style.stamp(ax, list(results.values()))
+    return ax
+
+
+def _bars(result: RunResult) -> pandas.DataFrame:
+    """One row a bar: rank, lane, what, unit; start and length in ms."""
+    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].str.count("/").eq(2)]
+    bars = (
+        spans["name"].str.split("/", expand=True).reindex(columns=range(3)).set_axis(["lane", "what", "unit"], axis=1)
+    )
+    return bars.assign(rank=spans["rank"], start=spans["start_us"] / 1000, length=spans["dur_us"] / 1000).sort_values(
+        "start", kind="stable"
+    )
+
+
+def _draw(ax: Axes, bar: Any, row: float, end: float) -> None:
+    """One bar, with the last part of its unit's name if it fits in before ``end``."""
+    colour = COLOURS.get(bar.what, style.GREY)
+    ax.broken_barh([(bar.start, bar.length)], (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.4)
+    text = bar.unit.rpartition(".")[2]
+    left, right = ax.get_xlim()
+    points = ax.get_window_extent().width * 72 / ax.figure.dpi * (end - bar.start) / (right - left)
+    if text and points > LETTER_POINTS * len(text) + 2:
+        tint = "white" if colour in (style.BLUE, style.GREEN) else "black"
+        ax.text((bar.start + end) / 2, row, text, ha="center", va="center", fontsize=8, color=tint)
+
+
+def _legend(ax: Axes, kinds: set[str], result: RunResult) -> None:
+    patches = [Patch(color=colour, label=what.replace("_", "-")) for what, colour in COLOURS.items() if what in kinds]
+    patches += [Patch(color=style.GREY, label="other")] if kinds - COLOURS.keys() else []
+    share = result.value("exposed_communication") / result.value("profiled_step")
+    patches.append(Patch(color=VERMILION, label=f"exposed: {share:.0%} of the step"))
+    ax.legend(
+        handles=patches, loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=len(patches), frameon=False, fontsize=8,
+        handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip

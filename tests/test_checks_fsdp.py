@@ -1,0 +1,297 @@
+"""labkit.checks.fsdp: solutions pass, wrong answers fail with the reason, empty ones are not attempted."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+from programs.expert_answers import ANSWERS, UNEQUAL
+
+import labkit
+from labkit.checks import fsdp as checks
+from labkit.checks.tied_models import IDENTITY, tied_cases
+from labkit.parallel.fsdp import tied_to
+from labkit.theory import fsdp as theory
+
+IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
+HEADS = {
+    "zero_bytes": "def rank_bytes(parameters: int, ranks: int, stage: int) -> float:",
+    "all_gathers": "def gathers(units: int, reshard_after_forward: bool, root_has_parameters: bool) -> int:",
+    "memory_plan": "def plan() -> dict:",
+    "forgotten_block": "def forgotten() -> int:",
+    "tied_unit": "def unit_of(model: nn.Module, block: nn.Module) -> list[nn.Module]:",
+    "expert_gradients": "def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:",
+}
+SOLUTIONS = {
+    "zero_bytes": """
+        parameter = 4 * parameters / (ranks if stage == 3 else 1)
+        gradient = 4 * parameters / (ranks if stage >= 2 else 1)
+        optimizer = 8 * parameters / (ranks if stage >= 1 else 1)
+        return parameter + gradient + optimizer
+    """,
+    "all_gathers": "return 2 * units - root_has_parameters if reshard_after_forward else units",
+    "tied_unit": """
+        own = {id(parameter) for parameter in block.parameters()}
+        inside = set(block.modules())
+        return [block] + [
+            module
+            for module in model.modules()
+            if module not in inside and any(id(p) in own for p in module.parameters(recurse=False))
+        ]
+    """,
+}
+SMALL = {"model": "mlp_stack", "dim": 128, "batch": 64, "steps": 1}
+PLAN = "return {'wrap': 'block', 'checkpointing': True}"
+
+
+@pytest.fixture
+def answer(tmp_path):
+    """A function from the text of its body, with a file behind it, as a cell of a notebook has."""
+    numbers = itertools.count()
+
+    def made(check, body):
+        name = f"cell_{tmp_path.name}_{next(numbers)}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"{IMPORTS}{HEADS[check]}\n{textwrap.indent(textwrap.dedent(body).strip(), '    ')}\n")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, HEADS[check].split()[1].split("(")[0])
+
+    return made
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    monkeypatch.setattr(labkit, "run", lambda *arguments, **parameters: pytest.fail("a run was started"))
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """A run of fsdp_wrap as a plan starts it."""
+    return labkit.run("fsdp_wrap", nproc=2, wrap="block", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def forgetful():
+    """A run of fsdp_wrap that leaves out one block of nine."""
+    return labkit.run("fsdp_wrap", nproc=2, model="toy", skip=(1,), steps=1)
+
+
+def judge(check, given, result=None):
+    arguments = {"memory_plan": (1, 1), "forgotten_block": (result,)}
+    return getattr(checks, check)(given, *arguments.get(check, ()))
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("check", SOLUTIONS)
+def test_solution_passes(check, answer):
+    assert judge(check, answer(check, SOLUTIONS[check])).state == "passed"
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("check", HEADS)
+@pytest.mark.parametrize("body", ["...  # your code here", "pass", '"""Not yet."""'])
+def test_an_empty_answer_is_not_attempted(check, body, answer, forgetful):
+    assert repr(judge(check, answer(check, body), forgetful)) == "not attempted"
+
+
+def changed(check, old, new):
+    """A solution with one thing wrong."""
+    assert SOLUTIONS[check].count(old) == 1
+    return SOLUTIONS[check].replace(old, new)
+
+
+WRONG_ANSWERS = {
+    "zero_bytes": [
+        ("return 16 * parameters", "ranks=4, stage=1) gave 16,000, expected 10,000. Stage 1 shards what Adam keeps"),
+        ("return 4 * parameters", "stage=0) gave 4,000, expected 16,000. Stage 0 shards nothing"),
+        ("return 16 * parameters / ranks", "ranks=4, stage=0) gave 4,000.0, expected 16,000."),
+        (changed("zero_bytes", "stage >= 1", "stage >= 2"), "stage=1) gave 16,000.0, expected 10,000. Stage 1"),
+        (changed("zero_bytes", "stage >= 2", "stage == 3"), "stage=2) gave 10,000.0, expected 7,000. Stage 2"),
+        (changed("zero_bytes", "stage == 3", "False"), "stage=3) gave 7,000.0, expected 4,000. Stage 3"),
+        (changed("zero_bytes", "8 *", "4 *"), "stage=0) gave 12,000.0, expected 16,000."),
+        ("total = 16 * parameters", "gave None, not a number"),
+    ],
+    "all_gathers": [
+        ("return units", "reshard_after_forward=True, root_has_parameters=False) gave 3, expected 6. What is freed"),
+        ("return 2 * units", "reshard_after_forward=False, root_has_parameters=False) gave 6, expected 3. Without"),
+        ("return 2 * units if reshard_after_forward else units", "gave 8, expected 7. The root is not freed"),
+        ("return 2 * units - 1 if reshard_after_forward else units", "gave 5, expected 6. What is freed"),
+    ],
+    "tied_unit": [
+        ("return [block]", "'embedding'), where the output layer has the embedding's weight, left out 'output'. Look"),
+        ("return list(model.modules())", "'blocks.0'), where nothing is tied, took in the model, 'embedding',"),
+        (
+            changed("tied_unit", "id(p) in own", "any(torch.equal(p, q) for q in block.parameters())"),
+            "where the output layer's weight is a copy of the embedding's, took in 'output'. Tied means the same",
+        ),
+        (
+            changed("tied_unit", "recurse=False", ""),
+            "(model, 'blocks.0'), where nothing is tied, took in the model, 'blocks'. A container holds nothing",
+        ),
+        (changed("tied_unit", "module not in inside and ", ""), "took in 'blocks.0.0', 'blocks.0.2'. What is inside"),
+        (
+            changed("tied_unit", "any(id(p) in own for p in module.parameters(recurse=False))",
+                    "getattr(module, 'weight', 1) is getattr(block, 'weight', 2)"),
+            "where a layer inside it shares a bias with another block's, left out 'blocks.1.0'. Look at every module",
+        ),
+        (
+            changed("tied_unit", "return [block]", "found = [block]") + "    return found[:2]",
+            "(model, 'output'), where three modules share its weight, left out 'heads.0'. Look at every module",
+        ),
+        (changed("tied_unit", "return [block] +", "return"), "where nothing is tied, left out 'blocks.0'"),
+        (changed("tied_unit", "id(p) in own", "p in list(block.parameters())"), IDENTITY),
+        ("return block", "gave Sequential("),
+        ("return ['output']", "gave ['output']: return a list of modules of the model"),
+        ("return [nn.Linear(2, 2)]", "return a list of modules of the model"),
+        ("return [block, model.head]", "raised AttributeError: 'ModuleDict' object has no attribute 'head'"),
+    ],
+    "memory_plan": [
+        ("return 'block'", "the plan is 'block', not a dict such as {'wrap': 'root'}"),
+        ("return {'batch': 1}", "'batch' is not for the plan to choose: take some of wrap, checkpointing, resh"),
+        ("return {'wrap': 'leaf'}", "wrap = 'leaf' is none of 'none', 'root', 'block', 'layer'"),
+        ("return {'checkpointing': 1}", "checkpointing = 1 is none of False, True"),
+        ("return {'wrap': ['block']}", "wrap = ['block'] is none of"),
+        ("return {'wrap': root}", "plan() raised NameError: name 'root' is not defined"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("check", "body", "reason"), [(check, *each) for check, answers in WRONG_ANSWERS.items() for each in answers]
+)
+def test_a_wrong_answer_fails_with_the_reason_and_launches_nothing(check, body, reason, answer):
+    verdict = judge(check, answer(check, body))
+    assert verdict.state == "wrong"
+    assert reason in verdict.detail
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("wrap", ["root", "block", "layer"])
+@pytest.mark.parametrize("layers", [theory.toy_layers, theory.mlp_stack_layers])
+def test_all_gathers_of_the_exercise_are_those_of_the_theory(layers, wrap, reshard, answer):
+    row = layers(wrap, *([32, 16] if layers is theory.toy_layers else [16]))
+    units = {layer.unit for layer in row}
+    counted = theory.collectives(row, 2, reshard_after_forward=reshard)["all_gather_count"]
+    assert answer("all_gathers", SOLUTIONS["all_gathers"])(len(units), reshard, "root" in units) == counted
+
+
+def test_tied_cases_expect_what_the_wrapping_does():
+    for case in tied_cases():
+        assert case.together == {case.block, *tied_to(case.model, case.block)}
+
+
+def test_a_plan_is_launched_and_passes_within_its_limits(answer):
+    verdict = checks.memory_plan(answer("memory_plan", PLAN), 7_500_000, 6, **SMALL)
+    assert repr(verdict) == "passed: below the bound, with 6 all-gathers a step, and 6 are allowed"
+
+
+def test_a_plan_over_its_limits_is_told_by_how_much(answer, planned, monkeypatch):
+    asked = []
+    monkeypatch.setattr(labkit, "run", lambda *program, **parameters: asked.append((program, parameters)) or planned)
+    given = answer("memory_plan", "return {'checkpointing': False, 'reshard_after_forward': True}")
+    peak = planned.value("peak_total_bytes")
+    said = [
+        checks.memory_plan(given, bound, gathers, **SMALL).detail
+        for bound, gathers in ((int(peak / 1.2), 6), (int(peak) - 100, 6), (int(peak), 3), (int(peak / 3), 5))
+    ]
+    hint = (
+        "6 all-gathers a step are more than {}: large units, and units that stay after the forward pass, are gathered"
+    )
+    assert said[0].startswith("the peak is 20 % above the bound, and the largest part of it is ")
+    assert said[0].split()[-1] in ("activation", "temp")  # equal but for 500 bytes
+    assert said[1].startswith("the peak is less than 1 % above the bound, ")
+    assert said[2].startswith(hint.format(3))
+    assert said[3].startswith("the peak is 200 % above the bound, ")
+    assert hint.format(5) in said[3]
+    choice = {"checkpointing": False, "reshard_after_forward": True}
+    assert asked == [(("fsdp_wrap",), {"nproc": 2, **SMALL, **choice})] * 4
+
+
+def test_a_plan_that_does_not_run_is_wrong(answer, monkeypatch):
+    def run(*program, **parameters):
+        raise labkit.RankFailed(1, "ValueError", "no such block", "", Path("log"))
+
+    monkeypatch.setattr(labkit, "run", run)
+    verdict = checks.memory_plan(answer("memory_plan", PLAN), 1, 1)
+    assert repr(verdict) == "wrong: the plan does not run: on rank 1, ValueError: no such block"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return 1", "passed: block 1 stayed with the root"),
+        ("return 0", "wrong: forgotten() gave 0, but block 0 was wrapped. The root is gathered once a step"),
+        ("return 2", "wrong: forgotten() gave 2, but block 2 was wrapped."),
+        ("return -8", "wrong: forgotten() gave -8, not the index of a block: count from 0"),
+        ("return 'net.3'", "wrong: forgotten() gave 'net.3', not the index of a block: count from 0"),
+        ("index = 1", "wrong: forgotten() gave None, not the index of a block"),
+        ("return 1 / 0", "wrong: forgotten() raised ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_the_forgotten_block_is_that_of_the_run(body, expected, answer, forgetful):
+    assert repr(checks.forgotten_block(answer("forgotten_block", body), forgetful)).startswith(expected)
+
+
+def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
+    """What the hint says is enough to find it."""
+    sizes = {"hidden": 256, "narrow": 64}
+    gathered = [
+        theory.collectives(theory.toy_layers("block", **sizes, skip=skip), 2)["all_gather_bytes"]
+        for skip in ((), (0,), (1,), (2,))
+    ]
+    assert [index for index, each in enumerate(gathered) if each == forgetful.value("all_gather_bytes")] == [2]
+
+
+def test_a_run_that_forgot_nothing_has_no_forgotten_block(answer, planned):
+    with pytest.raises(ValueError, match=r"skip = \(\): this check takes a run that forgot one block"):
+        checks.forgotten_block(answer("forgotten_block", "return 1"), planned)
+
+
+def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forgetful):
+    whole, partial = checks.every_block_wrapped(planned, 3), checks.every_block_wrapped(forgetful, 9)
+    assert repr(whole) == (
+        "passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block"
+    )
+    assert repr(partial) == (
+        "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9: "
+        "one block stayed with the root"
+    )
+    assert checks.every_block_wrapped(planned, 5).detail.endswith("expected 5: 2 blocks stayed with the root")
+    assert checks.every_block_wrapped(planned, 2).detail.endswith("expected 2: more than the blocks was wrapped")
+    keeping = dataclasses.replace(planned, info={"params": planned.params | {"reshard_after_forward": False}})
+    with pytest.raises(ValueError, match="reshard_after_forward = False gathers every unit once"):
+        checks.every_block_wrapped(keeping, 3)
+
+
+@pytest.fixture(scope="module")
+def judged():
+    """What each of two ranks says of each answer."""
+    program = Path(__file__).parent / "programs" / "expert_answers.py"
+    result = labkit.run(program, nproc=checks.RANKS, device="cpu", timeout_s=100)
+    return [json.loads(rank.log().splitlines()[-1]) for rank in result.ranks]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_on_two_ranks_is_judged_by_what_it_does(judged, name):
+    for said, expected in zip([rank[name] for rank in judged], ANSWERS[name][1], strict=True):
+        assert expected in said
+        assert bool(expected) == bool(said)
+
+
+def test_the_right_answer_passes_on_ranks(answer):
+    verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
+    assert repr(verdict) == "passed: equal to one device on 2 ranks: shared gradients averaged, the experts' their own"
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_ranks_that_do_not_call_the_same_all_reduces_are_stopped_with_a_hint(name, answer):
+    body, reason = UNEQUAL[name]
+    verdict = checks.expert_gradients(answer("expert_gradients", body), timeout_s=8)
+    assert verdict.state == "wrong"
+    assert reason in verdict.detail

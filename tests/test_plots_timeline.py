@@ -1,0 +1,123 @@
+"""labkit.plots.timeline: rows, bars, names and underlines as recorded."""
+
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+from matplotlib.colors import to_hex
+
+from labkit.plots import timeline as figures
+from labkit.result import RunResult
+
+SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
+BARS = [  # name, start and length in ms
+    ("compute/forward/layers.0", 0, 40),
+    ("compute/forward/a.quite.longish_name_of_a_unit", 40, 2),
+    ("compute/optimizer/", 90, 10),
+    ("communication/all_gather/layers.1", 30, 20),
+    ("communication/broadcast/", 60, 5),
+    ("exposed/all_gather/layers.1", 42, 8),
+    ("exposed/broadcast/", 60, 5),
+]
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    pyplot.close("all")
+
+
+def run(nproc=2, bars=BARS):
+    lines = []
+    for rank in range(nproc):
+        common = {"v": 1, "rank": rank}
+        lines.append(common | {"step": 0, "kind": "span", "name": "step", "start_us": 5e6, "dur_us": 1e5})
+        for name, start, length in bars:
+            span = {"kind": "span", "name": name, "start_us": start * 1e3, "dur_us": length * 1e3}
+            lines.append(common | {"step": 3} | span)
+        for name, value in (("profiled_step", 100), ("communication", 25), ("exposed_communication", 13 + 2 * rank)):
+            lines.append(common | {"step": 3, "kind": "scalar", "name": name, "value": value, "unit": "ms"})
+    info = {"program": "made up", "nproc": nproc, "exit": "ok", "params": {}, "session": SESSION}
+    return RunResult(Path("nowhere"), info, lines, [])
+
+
+def rectangles(ax):
+    """Colour, row, start and end of all that is drawn, in this order."""
+    found = []
+    for drawn in ax.collections:
+        for path in drawn.get_paths():
+            box = path.get_extents()
+            found.append((to_hex(drawn.get_facecolor()[0]), (box.y0 + box.y1) / 2, box.x0, box.x1))
+    return found
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def test_each_rank_has_a_row_of_compute_over_one_of_communication():
+    ax = figures.timeline(run())
+    labels = [tick.get_text() for tick in ax.get_yticklabels()]
+    assert labels == ["rank 0 compute", "communication", "rank 1 compute", "communication"]
+    rows = list(ax.get_yticks())
+    assert rows == sorted(rows)
+    assert ax.yaxis_inverted(), "rank 0 on top"
+    assert ax.get_xlim() == (0, 100)
+    assert ax.get_xlabel().endswith("ms")
+    assert not ax.get_title()
+
+
+def test_bars_have_their_place_and_the_colour_of_what_they_are():
+    ax = figures.timeline(run(), ranks=[1])
+    colours = figures.COLOURS
+    found = rectangles(ax)
+    bars = [found[index] for index in range(5)]
+    spans = [(start, end) for _, _, start, end in bars]
+    assert spans == [(0, 40), (40, 42), (90, 100), (30, 50), (60, 65)]
+    assert [row for _, row, _, _ in bars] == pytest.approx([0, 0, 0, 1, 1])
+    expected = [colours["forward"], colours["forward"], colours["optimizer"], colours["all_gather"], figures.style.GREY]
+    assert [colour for colour, *_ in bars] == [colour.lower() for colour in expected]
+    assert len(set(colours.values()) | {figures.VERMILION, figures.style.GREY}) == len(colours) + 2
+
+
+def test_exposed_stretches_are_underlined_below_the_row_of_communication():
+    found = [each for each in rectangles(figures.timeline(run())) if each[0] == figures.VERMILION.lower()]
+    assert [(start, end) for _, _, start, end in found] == [(42, 50), (60, 65)] * 2
+    assert all(1.4 < row < 1.6 for _, row, _, _ in found[:2])
+    assert all(3.8 < row < 4.0 for _, row, _, _ in found[2:])
+
+
+def test_a_unit_is_named_where_its_bar_has_room():
+    assert texts(figures.timeline(run(), ranks=[0])) == ["0", "1"]
+
+
+def test_the_legend_has_what_there_is_and_stands_outside():
+    ax = figures.timeline(run())
+    ax.figure.canvas.draw()
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["forward", "optimizer", "all-gather", "other", "exposed: 14% of the step"]
+    assert ax.get_legend().get_window_extent().y0 >= ax.get_window_extent().y1
+    assert ax.figure.get_supxlabel() == "CPU · 2 ranks on 2 cores · torch 9.9"
+
+
+def test_axes_that_were_given_are_used():
+    _, (left, right) = pyplot.subplots(1, 2)
+    before = len(pyplot.get_fignums())
+    assert figures.timeline(run(), ax=right) is right
+    assert figures.exposed({"a": run()}, ax=left) is left
+    assert len(pyplot.get_fignums()) == before
+
+
+@pytest.mark.parametrize(("result", "ranks", "missing"), [(run(bars=[]), None, [0, 1]), (run(), [0, 2], [2])])
+def test_a_run_without_a_timeline_is_refused(result, ranks, missing):
+    with pytest.raises(ValueError) as caught:
+        figures.timeline(result, ranks=ranks)
+    assert str(caught.value).startswith(f"no timeline of ranks {missing}: ")
+
+
+def test_exposed_and_hidden_add_up_to_all_communication():
+    ax = figures.exposed({"one": run(), "two": run()})
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["exposed", "hidden behind compute"]
+    assert [(patch.get_x(), patch.get_width()) for patch in ax.patches] == [(0, 14), (14, 11)] * 2
+    assert [text.strip() for text in texts(ax)] == ["14 of 25 ms exposed, 14% of the step"] * 2
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["one", "two"]
