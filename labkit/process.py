@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
-STARTING_FRAMES = ("<frozen runpy>", str(Path(__file__).with_name("worker.py")))
+STARTING_FRAMES = (
+    "<frozen runpy>", str(Path(__file__).with_name("worker.py")), str(Path(__file__).with_name("torchrun.py")),
+    "torch/distributed/elastic/", "torch/distributed/launcher/", "torch/distributed/run.py",
+)  # fmt: skip
 
 
 def start(

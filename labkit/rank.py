@@ -233,6 +233,8 @@ def table_of(writer: Writer) -> str:
     for name, values in durations.items():
         rows.append(f"{name:<18} {sum(values) / len(values):10.1f} ms    mean of {len(values)} steps")
     for line in writer.lines:
+        if line["kind"] == "scalar" and line["unit"] == "ms":
+            rows.append(f"{line['name']:<22} {line['value']:6.1f} ms    in the profiled step")
         if line["kind"] == "memory":
             rows.append(f"{line['name']:<18} {line['bytes'] / 1e6:10.1f} MB")
         elif line["kind"] == "comm":

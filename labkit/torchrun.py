@@ -1,14 +1,17 @@
 """torchrun, as one run's process: ``python -m labkit.torchrun FOLDER ARGUMENTS`` (process.start builds the arguments).
 
 torch's own torchrun runs here unchanged. Two things are added: the run ends when the notebook's process is gone,
-however it went (torchrun alone would go on), and the way each failed rank ended is written to exit.json. One thing is
-shortened: once a rank has failed, the others have two seconds to obey SIGTERM, not thirty.
+however it went (torchrun alone would go on), and the way each failed rank ended is written to exit.json. Two things are
+shortened: once a rank has failed, the others have two seconds to obey SIGTERM, not thirty; and without a GPU ranks are
+forked from here, where torch is imported already, instead of each starting Python and importing it again.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +23,7 @@ from labkit.folder import NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
 
 WATCH_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
+WORKER = "labkit.worker"
 
 
 def main() -> None:
@@ -47,6 +51,8 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _shorten_shutdown()
+    if not Path("/dev/nvidiactl").exists():  # CUDA does not survive a fork, and nobody can promise that it is untouched
+        _fork_ranks()
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -71,6 +77,68 @@ def _shorten_shutdown() -> None:
         close(context, death_sig, min(timeout, SHUTDOWN_LIMIT_S))
 
     PContext.close = close_soon  # type: ignore[assignment, method-assign]
+
+
+def _fork_ranks() -> None:
+    """Let torchrun fork this process for each rank. Importing torch is most of what a rank does before it runs."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    def fork(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
+        return ForkedRank(command[command.index(WORKER) + 1 :], env)
+
+    SubprocessHandler._popen = fork  # type: ignore[assignment, method-assign]
+
+
+class ForkedRank:
+    """A rank that was forked, with what torchrun uses of subprocess.Popen: ``pid``, ``returncode``, poll and wait."""
+
+    def __init__(self, arguments: tuple[str, ...], env: dict[str, str]):
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_a_rank(arguments, env)
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        give_up = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while (status := self.poll()) is None:
+            if time.monotonic() > give_up:
+                raise subprocess.TimeoutExpired(WORKER, timeout or 0)
+            time.sleep(0.01)
+        return status
+
+
+def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> None:
+    """What Popen and a new Python would have done, then the worker. Does not return."""
+    status = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)  # torchrun has its own handlers
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        random.seed()  # as a new Python has it: not the same on all ranks
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = [WORKER, *arguments]
+        from labkit import worker  # the child's alone: torchrun needs none of it
+
+        worker.main()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _end_with_notebook(folder: RunFolder) -> None:

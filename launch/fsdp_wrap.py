@@ -24,7 +24,8 @@ from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import blocks_of
-from labkit.parallel.fsdp import Units, apply_fsdp
+from labkit.parallel.fsdp import apply_fsdp
+from labkit.parallel.units import Units
 
 HOW = ("wrap", "fsdp", "blocks", "skip", "checkpointing", "precision", "offload", "reshard_after_forward",
        "prefetch")  # fmt: skip
@@ -107,11 +108,13 @@ def run(config: Config, here: rank.Here) -> None:
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of a unit, which nobody changes in place
 
     def build(index: int) -> LabModel:  # as rank ``index`` starts with it; only experts differ from rank to rank
-        return catalog.build(config.model, seed=0, expert_seed=index, **config.sizes()).to(here.device)
+        lab = catalog.build(config.model, seed=0, expert_seed=index, **config.sizes()).to(here.device)
+        for frozen in config.freeze:
+            blocks_of(lab, config.blocks or lab.block_types)[frozen].requires_grad_(False)
+        return lab
 
     lab, mesh = build(here.rank), here.mesh(data=here.world_size, alone=1)
-    for index, block in enumerate(blocks_of(lab, config.blocks or lab.block_types)):
-        block.requires_grad_(index not in config.freeze)
+    for block in blocks_of(lab, config.blocks or lab.block_types):
         delay_compute(block, config.delay_ms)
         block.forward = torch.compile(block.forward, disable=not config.compile)
     model, units = apply_fsdp(lab, mesh, **{name: getattr(config, name) for name in HOW})
@@ -125,15 +128,8 @@ def run(config: Config, here: rank.Here) -> None:
         here.verdict(**one_device.verdict(here.rank, losses, model))
 
 
-def train(
-    config: Config,
-    here: rank.Here,
-    measure: rank.Measure,
-    model: nn.Module,
-    lab: LabModel,
-    optimizer: Any,
-    units: Units,
-) -> list[Tensor]:
+def train(config: Config, here: rank.Here, measure: rank.Measure, model: nn.Module, lab: LabModel, optimizer: Any,
+          units: Units) -> list[Tensor]:  # fmt: skip
     """Forward, backward and update in every measured step; this rank's losses."""
     losses: list[Tensor] = []
     scaler = ShardedGradScaler(here.device.type, enabled=config.scaler)

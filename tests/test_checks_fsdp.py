@@ -13,7 +13,7 @@ from programs.expert_answers import ANSWERS, UNEQUAL
 import labkit
 from labkit.checks import fsdp as checks
 from labkit.checks.tied_models import IDENTITY, tied_cases
-from labkit.parallel.fsdp import tied_to
+from labkit.parallel.units import tied_to
 from labkit.theory import fsdp as theory
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"

@@ -15,7 +15,8 @@ from labkit.models import catalog
 from labkit.models.mlp import MLPStack
 from labkit.models.skip import SkipModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
-from labkit.parallel.fsdp import apply_fsdp1, fsdp_units, inner_first, layer_types
+from labkit.parallel.fsdp import apply_fsdp1
+from labkit.parallel.units import fsdp_units, inner_first, layer_types
 from labkit.theory import fsdp as theory
 from tests.programs import fsdp_grid
 
@@ -107,6 +108,57 @@ def test_a_skipped_block_costs_one_gather_less():
     right = theory.collectives(theory.toy_layers("block", 256, 64), 2)
     assert {name: result.value(name) for name in wrong} == wrong
     assert wrong["reduce_scatter_count"] == right["reduce_scatter_count"] - 1
+
+
+def test_gathering_ahead_hides_all_gathers_behind_compute():
+    setup = {"model": "mlp_stack", "dim": 512, "batch": 2, "delay_ms": 10.0, "timeline": True, "steps": 1}
+    runs = [labkit.run("fsdp_wrap", nproc=2, device="cpu", prefetch=ahead, **setup) for ahead in (False, True)]
+    waiting, ahead = (hidden_gathers(run) for run in runs)
+    assert not waiting, "each is waited for where it starts"
+    assert {"layers.1", "layers.2"} <= ahead, "the next block's, while this one computes"
+    for run in runs:
+        assert 0 < run.value("exposed_communication") <= run.value("communication") < run.value("profiled_step")
+        assert run.value("all_gather_count") == 6, "the traced step counts what the profiled one shows"
+        bars = run.frame[run.frame["name"].str.startswith("communication/all_gather") & (run.frame["rank"] == 0)]
+        order = bars.sort_values("start_us")["name"].str.rpartition("/")[2].to_list()
+        assert order == ["layers.0", "layers.1", "layers.2", "layers.2", "layers.1", "layers.0"]
+        assert all(run.folder.joinpath(f"rank_0000{rank}.trace.json.gz").stat().st_size > 1000 for rank in (0, 1))
+
+
+def hidden_gathers(run):
+    """Units with an all-gather of which most is covered by compute, on rank 0."""
+    spans = run.frame[(run.frame["kind"] == "span") & (run.frame["rank"] == 0)]
+    gathers = spans[spans["name"].str.startswith("communication/all_gather")]
+    compute = spans[spans["name"].str.startswith("compute/")]
+    found = set()
+    for _, bar in gathers.iterrows():
+        start, end = bar["start_us"], bar["start_us"] + bar["dur_us"]
+        covered = (compute["start_us"] + compute["dur_us"]).clip(upper=end) - compute["start_us"].clip(lower=start)
+        if covered.clip(lower=0).sum() > 0.6 * bar["dur_us"]:
+            found.add(bar["name"].rpartition("/")[2])
+    return found
+
+
+def test_frozen_blocks_have_neither_gradient_nor_optimizer_state():
+    setup = {"nproc": 2, "device": "cpu", "model": "mlp_stack", "dim": 64, "freeze": (1,)}
+    result = labkit.run("fsdp_wrap", steps=1, **setup)
+    expected = theory.resident_bytes(theory.mlp_stack_layers("block", 64), 2, frozen=("block 1",))
+    assert {name: result.value(name) for name in expected} == expected
+    assert result.value("reduce_scatter_count") == 2
+    checked = labkit.run("fsdp_wrap", check="parity", steps=2, **setup)
+    assert checked.ok and checked.value("compared") == 2 + 12 + 8, "losses, parameters, gradients"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages_of_a_small_case_by_hand(stage):
+    by_hand = {0: (400, 400, 800), 1: (400, 400, 200), 2: (400, 100, 200), 3: (100, 100, 200)}
+    assert tuple(theory.zero_bytes(100, 4, stage).values()) == by_hand[stage]
+
+
+def test_an_uneven_parameter_is_padded_to_whole_rows_of_every_rank():
+    assert theory.shard_elements((5, 3), 2) == 9
+    layer = theory.Layer(inputs=3, outputs=5, unit="root")
+    assert theory.units_of([layer], 2) == {"root": (4 * (9 + 3), 2 * 4 * (9 + 3))}
 
 
 REFUSED = [

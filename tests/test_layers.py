@@ -55,6 +55,7 @@ SIBLINGS = {
     ("run", "progress"),
     ("run", "result"),
     ("torchrun", "process"),
+    ("torchrun", "worker"),
     ("doctor", "run"),
 }
 PUBLIC = "__init__"  # labkit/__init__.py hands on names of layers 0 to 3

@@ -42,11 +42,13 @@ def run(nproc=2, factor=1.0, **session):
     return RunResult(Path("nowhere"), info, lines, [])
 
 
+PEAKS = {"one": {"parameter": 4e6, "activation": 8e6}, "two": {"parameter": 2e6, "all_gather": 1e6}}
 DRAWINGS = {
     "compare": lambda **more: plots.compare(run(), {"send_bytes": 1536}, **more),
     "latency": lambda **more: plots.latency({"one": run(1), "two": run(2)}, **more),
     "memory": lambda **more: plots.memory({"one": run(1), "two": run(2)}, **more),
     "loss": lambda **more: plots.loss({"one": run(1), "two": run(2)}, **more),
+    "breakdown": lambda **more: plots.breakdown(PEAKS, {"one": run(1), "two": run(2)}, **more),
     "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
 }
 MEASURED = [name for name in DRAWINGS if name != "halos"]
@@ -183,6 +185,26 @@ def labels_in_order(ax):
     return [container.get_label() for container in ax.containers]
 
 
+def test_breakdown_puts_what_was_predicted_beside_what_was_measured():
+    ax = plots.breakdown({"one": {"parameter": 4e6, "activation": 8e6}}, {"one": run(1), "two": run(2)})
+    tops = {}
+    for bar in ax.patches:
+        middle = round(bar.get_x() + bar.get_width() / 2, 3)
+        tops[middle] = max(tops.get(middle, 0), bar.get_y() + bar.get_height())
+    assert tops == {-0.2: pytest.approx(12), 0.2: pytest.approx(18), 1.0: pytest.approx(18)}, "MB, the fullest rank"
+    assert {bool(bar.get_hatch()) for bar in ax.patches if bar.get_x() < -0.1} == {True}
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == ["parameters", "gradients", "optimizer", "activations", "temporary", "predicted"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["one", "two"]
+
+
+def test_breakdown_of_theory_alone_has_no_stamp_and_no_hatching():
+    ax = plots.breakdown({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held, MB")
+    assert ax.figure.get_supxlabel() == ""
+    assert max(bar.get_y() + bar.get_height() for bar in ax.patches) == pytest.approx(12_000)
+    assert not any(bar.get_hatch() for bar in ax.patches)
+
+
 def test_loss_is_the_mean_of_all_ranks_by_step_without_the_warm_up():
     ax = plots.loss({"one": run(1), "two": run(2)}, chance=2.3)
     assert labels_of(ax) == ["one", "two"]
@@ -240,4 +262,5 @@ def test_bytes_are_read_in_powers_of_1000(count, text):
 
 
 def test_every_public_plot_is_covered_here():
-    assert set(plots.__all__) == {*DRAWINGS, "shards", "table"}
+    elsewhere = {"timeline", "exposed"}  # tests/test_plots_timeline.py
+    assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "shards", "table"}

@@ -3,6 +3,7 @@
 The programs note the ids of all their processes themselves, so that these tests do not rest on labkit's own search.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -206,7 +207,7 @@ def test_kill_9_of_torchrun_ends_the_run(pids):
     thread = threading.Thread(target=run)
     thread.start()
     started = pids.wait(4)
-    (torchrun,) = (pid for pid in started if "labkit.torchrun" in psutil.Process(pid).cmdline())
+    (torchrun,) = (pid for pid in started if psutil.Process(pid).ppid() == os.getpid())
     os.kill(torchrun, signal.SIGKILL)
     thread.join(LIMIT_S)
     assert [(error.rank, error.exc_type) for error in failures] == [(-1, "SIGKILL")]
@@ -294,3 +295,23 @@ def test_a_kernel_that_is_interrupted_and_one_that_is_restarted(pids, tmp_path):
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="ranks are not forked where there is a GPU")
+def test_forked_ranks_start_as_new_processes_do(tmp_path):
+    program = tmp_path / "fresh.py"
+    program.write_text(
+        "import json, os, random, signal, sys\n"
+        "handlers = [signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)]\n"
+        "facts = {'rank': os.environ['RANK'], 'leader': os.getsid(0) == os.getpid(), 'argv': sys.argv[1:],\n"
+        "         'handlers': handlers, 'main': __name__, 'random': random.random(), 'torch': 'torch' in sys.modules}\n"
+        "print('FACTS', json.dumps(facts))\n"
+    )
+    result = labkit.run(program, nproc=2, device="cpu")
+    lines = [result.ranks[rank].log().split("FACTS ", 1)[1] for rank in (0, 1)]
+    first, second = (json.loads(line) for line in lines)
+    assert (first["rank"], second["rank"]) == ("0", "1")
+    assert first["random"] != second["random"]
+    for facts in (first, second):
+        assert facts["leader"] and facts["handlers"] == [True, True] and facts["main"] == "__main__"
+        assert facts["argv"] == [] and facts["torch"], "torch came with the fork"

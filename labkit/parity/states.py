@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from labkit.parity.training import whole
 from labkit.parallel.checkpointing import plain_name
+from labkit.parity.training import whole
 
 
 def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()) -> int:

@@ -47,7 +47,9 @@ def breakdown(
         if label in measured:
             _stack(ax, column + offset, _peak(measured[label]))
     ax.set(xticks=range(len(labels)), xticklabels=labels, ylabel=ylabel)
-    shown = {name for name, (parts, _) in SEGMENTS.items() if _has(predicted, measured, parts)}
+    ax.margins(y=0.06)
+    drawn = [*predicted.values(), *(_peak(result) for result in measured.values())]
+    shown = {name for name, (parts, _) in SEGMENTS.items() if any(sizes.get(part) for sizes in drawn for part in parts)}
     handles = [Patch(color=colour, label=name) for name, (_, colour) in SEGMENTS.items() if name in shown]
     if predicted and measured:
         handles.append(Patch(facecolor="white", edgecolor="black", hatch="///", label="predicted"))
@@ -61,11 +63,6 @@ def _peak(result: RunResult) -> dict[str, float]:
     names = [part for parts, _ in SEGMENTS.values() for part in parts]
     summary = result.summary()
     return {name: result.value(f"peak_{name}_bytes") for name in names if f"peak_{name}_bytes" in summary}
-
-
-def _has(predicted: Mapping[str, Mapping[str, float]], measured: Mapping[str, RunResult], parts: tuple[str, ...]) -> bool:
-    sizes = [*predicted.values(), *(_peak(result) for result in measured.values())]
-    return any(size.get(part) for size in sizes for part in parts)
 
 
 def _stack(ax: Axes, position: float, sizes: Mapping[str, float], hatch: str = "") -> None:

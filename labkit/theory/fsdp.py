@@ -210,14 +210,14 @@ class _Walk:
         self.ledger.take("temp", self._size(self.layers[-1].outputs))  # and squares it
         self.ledger.free("temp", self._size(self.layers[-1].outputs))
 
-    def _compute(self, layer: Layer) -> None:
+    def _compute(self, layer: Layer, keep_as: str = "activation") -> None:
         out = self._size(layer.outputs)
         self.ledger.take("temp", out)
         if layer.relu:
-            self.ledger.take("activation", out)
+            self.ledger.take(keep_as, out)
         self.ledger.free("temp", out)
         if not layer.relu:
-            self.ledger.take("activation", out)
+            self.ledger.take(keep_as, out)
 
     def _inner(self, block: str) -> list[Layer]:
         return [layer for layer in self.layers if layer.block == block][:-1]
@@ -229,15 +229,16 @@ class _Walk:
     def backward(self) -> None:
         self.ledger.take("temp", self._size(self.layers[-1].outputs))  # gradient of the output
         self.ledger.free("activation", self._size(self.layers[-1].outputs))  # what the loss kept
-        recomputed = ""
+        recomputed: set[str] = set()
         for index in reversed(range(len(self.layers))):
             layer = self.layers[index]
             self._gather_again(layer.unit, ahead=self._unit_before(index))
-            if self.checkpointing and layer.block and layer.block != recomputed:
-                recomputed = layer.block
+            if self.checkpointing and layer.block and layer.block not in recomputed:
+                recomputed.add(layer.block)
                 for inner in self._inner(layer.block):
-                    self._compute(inner)
-            self._gradients(layer, first=index == 0)
+                    self._compute(inner, keep_as="temp")
+            again = layer.block in recomputed and layer in self._inner(layer.block)
+            self._gradients(layer, first=index == 0, kept_as="temp" if again else "activation")
             if layer.unit != "root" and (index == 0 or self.layers[index - 1].unit != layer.unit):
                 self._reduce(layer.unit)
         if "root" in self.units:
@@ -247,12 +248,12 @@ class _Walk:
         unit = self.layers[index].unit
         return next((each.unit for each in reversed(self.layers[:index]) if each.unit not in (unit, "root")), "")
 
-    def _gradients(self, layer: Layer, first: bool) -> None:
+    def _gradients(self, layer: Layer, first: bool, kept_as: str) -> None:
         out, before = self._size(layer.outputs), self._size(layer.inputs)
         if layer.relu:
             self.ledger.take("temp", out)  # gradient before the ReLU
             self.ledger.free("temp", out)
-        self.ledger.free("activation", out)
+        self.ledger.free(kept_as, out)
         if not first:
             self.ledger.take("temp", before)
         self.ledger.take("temp", FLOAT * sum(math.prod(shape) for shape in layer.shapes))

@@ -15,7 +15,6 @@
 
 # %% tags=["nbval-ignore-output"]
 import pandas
-import torch
 from torch import distributed as dist
 from torch import nn
 
@@ -59,7 +58,10 @@ SAMPLES = 8 * BATCH
 def zero_bytes(parameters: int, ranks: int, stage: int) -> float:
     ### BEGIN SOLUTION
     whole, share = 4 * parameters, 4 * parameters / ranks
-    return (share if stage >= 3 else whole) + (share if stage >= 2 else whole) + 2 * (share if stage >= 1 else whole)
+    parameter = share if stage >= 3 else whole
+    gradient = share if stage >= 2 else whole
+    optimizer = 2 * (share if stage >= 1 else whole)
+    return parameter + gradient + optimizer
     ### END SOLUTION
 
 
@@ -139,7 +141,7 @@ plots.table(block, predicted)
 runs, expected = {"block": block}, {}
 for wrap in ("root", "block", "layer"):
     for checkpointing in (False, True):
-        label = wrap + "\n+ checkpointing" * checkpointing
+        label = wrap + ",\ncheckpointing" * checkpointing
         walk = theory.mlp_stack_layers(wrap, DIM)
         expected[label] = theory.step_peak(walk, SAMPLES, RANKS, checkpointing=checkpointing)
         if label not in runs:
@@ -156,9 +158,9 @@ ax = plots.breakdown(expected, runs)
 # Checkpointing works on something else, the activations. The two add up.
 
 # %%
-counts = {label.replace("\n", " "): {name: result.value(f"{name}_count") for name in ("all_gather", "reduce_scatter")}
-          for label, result in runs.items()}  # fmt: skip
-pandas.DataFrame.from_dict(counts, orient="index").astype(int)
+collectives = ("all_gather_count", "reduce_scatter_count")
+counts = {label: [result.value(name) for name in collectives] for label, result in runs.items()}
+pandas.DataFrame.from_dict(counts, orient="index", columns=collectives).astype(int)
 
 # %% [markdown]
 # Every collective costs at least its latency, so many small units are slow where messages are slow. A transformer block a
@@ -177,8 +179,9 @@ _ = plots.compare(kept, theory.collectives(layers, RANKS, reshard_after_forward=
 # *Half the all-gathers, half their bytes. Reduce-scatters stay as they were.*
 
 # %%
-at_peak = {name: run.value("peak_unsharded_parameter_bytes") for name, run in (("freed", block), ("kept", kept))}
-print(f"gathered parameters at the peak: {at_peak['freed']:,.0f} bytes if freed, {at_peak['kept']:,.0f} if kept")
+for name, result in (("freed and gathered again", block), ("kept", kept)):
+    held = result.value("peak_unsharded_parameter_bytes")
+    print(f"{name}: {held:,.0f} bytes of gathered parameters at the peak")
 
 # %% [markdown]
 # ### Exercise 3: meet a bound
@@ -208,7 +211,7 @@ checks.memory_plan(plan, bound, gathers=6, **SETUP)
 # First as FSDP does it on CPU ranks by default: each all-gather is waited for where it starts.
 
 # %% tags=["nbval-ignore-output"]
-slow = SETUP | {"timeline": True, "delay_ms": 5.0, "batch": 16}
+slow = SETUP | {"timeline": True, "delay_ms": 5.0, "dim": 512, "batch": 4}
 waiting = labkit.run("fsdp_wrap", **slow)
 ax = plots.timeline(waiting)
 
@@ -245,7 +248,8 @@ ax = plots.exposed({"waiting": waiting, "prefetching": ahead})
 # the forgotten block has no all-gather of its own, and it is the root that is gathered with its parameters.
 
 # %% tags=["nbval-ignore-output"]
-mystery = labkit.run("fsdp_wrap", nproc=RANKS, model="toy", hidden=256, narrow=256, skip=(3,), timeline=True, delay_ms=3.0)
+other = {"nproc": RANKS, "model": "toy", "hidden": 256, "narrow": 256, "delay_ms": 3.0}
+mystery = labkit.run("fsdp_wrap", skip=(3,), timeline=True, **other)
 ax = plots.timeline(mystery, ranks=[0])
 
 # %% [markdown]
@@ -325,7 +329,7 @@ def tied_unit(model: nn.Module, block: nn.Module) -> list[nn.Module]:
 checks.tied_unit(tied_unit)
 
 # %% [markdown]
-# `labkit/parallel/fsdp.py` does the same for every model. Let us hold a transformer with a tied embedding against one
+# `labkit/parallel/units.py` does the same for every model. Let us hold a transformer with a tied embedding against one
 # device: every loss, gradient and parameter of three steps.
 
 # %%
@@ -403,9 +407,9 @@ checks.expert_gradients(average_gradients)
 # %% tags=["summary"]
 tables = {"block": plots.table(block, predicted), "frozen": plots.table(frozen, predicted_frozen)}
 tables["kept"] = plots.table(kept, theory.collectives(layers, RANKS, reshard_after_forward=False))
-for label in ("root", "block", "block\n+ checkpointing"):
+for label in ("root", "block", "block,\ncheckpointing"):
     peak = {"peak_total_bytes": expected[label]["total"]}
-    tables[f"peak, {label.replace(chr(10), ' ')}"] = plots.table(runs[label], peak, tolerance=0.05)
+    tables[" ".join(f"peak, {label}".split())] = plots.table(runs[label], peak, tolerance=0.05)
 summary = pandas.concat(tables)
 peaks = summary["verdict"] != "equal"
 sizes = ["predicted", "measured"]
@@ -417,5 +421,5 @@ summary
 # ## Where to go from here
 #
 # - Train a real architecture: `labkit.run("fsdp_wrap", nproc=2, model="hf_bert", check="parity")`.
-# - Read `labkit/parallel/fsdp.py` (units and both APIs), then `labkit/theory/fsdp.py` (the ledger).
+# - Read `labkit/parallel/units.py` and `labkit/parallel/fsdp.py` (units and both APIs), then `labkit/theory/fsdp.py` (the ledger).
 # - Where does your own model's peak come from? Draw its units on paper first, then count.

@@ -19,7 +19,7 @@ class Config:
 
 
 def cells(fsdp):
-    """Parameters of fsdp_wrap: model x {wrap, none} x checkpointing x mixed precision x CPU offload (FSDP2 on a CPU)."""
+    """Parameters of fsdp_wrap: model x {wrap, none} x checkpointing x mixed precision x CPU offload, for FSDP2."""
     names = ("model", "wrap", "checkpointing", "precision", "offload")
     choices = (MODELS, ("block", "root"), (False, True), ("fp32", "bf16"), (False, True) if fsdp == 2 else (False,))
     grid = [dict(zip(names, values, strict=True)) for values in itertools.product(*choices)]

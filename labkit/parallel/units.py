@@ -1,0 +1,94 @@
+"""Which modules of a model are sharded together: FSDP's units.
+
+A unit's parameters are gathered together, just before its first module computes. So a parameter must be in one unit
+only, whoever uses it, and a unit inside another one must be made before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from graphlib import TopologicalSorter
+
+from torch import nn
+
+from labkit.parallel.checkpointing import blocks_of, checkpointed, plain_name
+
+ROOT = "root"
+Units = dict[str, list[nn.Module]]
+"""Modules by the name of their unit."""
+
+
+def layer_types(model: nn.Module) -> tuple[str, ...]:
+    """Class names of the modules that hold parameters themselves: what ``--wrap layer`` wraps.
+
+    The inside of nn.MultiheadAttention is left out: attention uses its parts' weights without calling them, so nothing
+    would gather these.
+    """
+    uncalled = {part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.children()}
+    holders = [m for m in model.modules() if m not in uncalled | {model} and any(True for _ in m.parameters(False))]
+    return tuple(sorted({type(module).__name__ for module in holders}))
+
+
+def fsdp_units(
+    model: nn.Module,
+    block_types: Collection[str],
+    local_modules: Collection[nn.Module] = (),
+    skip: Collection[int] = (),
+) -> Units:
+    """The modules of each unit by name, in the order of the model; what is in none of them belongs to the root.
+
+    A parameter that two modules share must live in one unit, or each would gather and reduce a copy of its own. So
+    modules that are tied to a block join its unit.
+
+    Args:
+        model: any module.
+        block_types: class names of the blocks that become units.
+        local_modules: modules that differ from rank to rank and stay out of all units.
+        skip: blocks to leave to the root, counted from 0 in the order of the model.
+
+    Raises:
+        ValueError: block types are given and the model has none of them, or not as many as ``skip`` counts.
+    """
+    outside = {part for module in local_modules for part in module.modules()}
+    blocks = [
+        block
+        for block in blocks_of(model, block_types)
+        if block not in outside and next(block.parameters(), None) is not None
+    ]
+    if block_types and not blocks:
+        has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        raise ValueError(f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has {has}")
+    if not set(skip) <= set(range(len(blocks))):
+        raise ValueError(f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)}, from 0")
+    blocks = [block for index, block in enumerate(blocks) if index not in skip]
+    wrappers, names = checkpointed(model), {module: name for name, module in model.named_modules()}
+    units: Units = {}
+    unit_of: dict[nn.Module, str] = {}
+    for block in blocks:
+        tied = tied_to(model, block)
+        name = next((unit_of[other] for other in (block, *tied) if other in unit_of), plain_name(names[block]))
+        for module in (block, *tied):
+            if module not in unit_of and not any(module in set(member.modules()) for member in units.get(name, [])):
+                units.setdefault(name, []).append(wrappers.get(module, module))
+                unit_of[module] = name
+    return units
+
+
+def inner_first(units: Units) -> Iterator[list[nn.Module]]:
+    """The units in an order in which each comes before those that contain one of its modules, as wrapping needs it."""
+    inside = {name: {part for m in modules for part in m.modules()} - set(modules) for name, modules in units.items()}
+    needs = {
+        name: {inner for inner, modules in units.items() if inner != name and inside[name] & set(modules)}
+        for name in units
+    }
+    return (units[name] for name in TopologicalSorter(needs).static_order())
+
+
+def tied_to(model: nn.Module, block: nn.Module) -> list[nn.Module]:
+    """Modules outside ``block`` that hold one of its parameters themselves."""
+    own, inside = {id(p) for p in block.parameters()}, set(block.modules())
+    return [
+        module
+        for module in model.modules()
+        if module not in inside and any(id(p) in own for p in module.parameters(recurse=False))
+    ]
