@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
+from labkit import parity
 from labkit.models import catalog
 from labkit.models.mlp import MLPStack
+from labkit.models.protocol import CUDAInitMode, FSDPInitMode
 from labkit.models.skip import SkipModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
-from labkit.parallel.fsdp import apply_fsdp1
+from labkit.parallel.fsdp import apply_fsdp1, init_model
 from labkit.parallel.units import fsdp_units, inner_first, layer_types
 from labkit.theory import fsdp as theory
 from tests.programs import fsdp_grid
@@ -50,9 +54,7 @@ def test_every_cell_of_the_grid_equals_one_device(verdicts, fsdp):
 
 @pytest.mark.parametrize("model", list(catalog.MODELS))
 def test_the_reference_has_gradients_that_are_alive(model):
-    from labkit.parity import OneDevice
-
-    one_device = OneDevice(lambda index: catalog.build(model, seed=0, expert_seed=index), 2)
+    one_device = parity.OneDevice(lambda index: catalog.build(model, seed=0, expert_seed=index), 2)
     for step in range(3):
         one_device.step(step)
     gradients = [p.grad for p in one_device.copies[1].parameters()]
@@ -61,9 +63,7 @@ def test_the_reference_has_gradients_that_are_alive(model):
 
 
 def test_experts_differ_and_the_shared_part_does_not():
-    from labkit.parity import OneDevice
-
-    one_device = OneDevice(lambda index: catalog.build("moe", seed=0, expert_seed=index), 2)
+    one_device = parity.OneDevice(lambda index: catalog.build("moe", seed=0, expert_seed=index), 2)
     one_device.step(0)
     first, second = one_device.copies
     local = {id(p) for module in first.local_modules() for p in module.parameters()}
@@ -147,6 +147,30 @@ def test_frozen_blocks_have_neither_gradient_nor_optimizer_state():
     assert result.value("reduce_scatter_count") == 2
     checked = labkit.run("fsdp_wrap", check="parity", steps=2, **setup)
     assert checked.ok and checked.value("compared") == 2 + 12 + 8, "losses, parameters, gradients"
+
+
+def init_modes(fsdp_init, cuda_init, fsdp):
+    """One training step in these modes: how many tensors equal one device's, and how many units there are."""
+    device, mesh = torch.device("cpu"), init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
+    model = catalog.build("mlp_stack", seed=0)
+    wrapped, units = init_model(model, mesh, device, fsdp_init=fsdp_init, cuda_init=cuda_init, fsdp=fsdp)
+    one_device = parity.OneDevice(lambda index: catalog.build("mlp_stack", seed=0), 2)
+    optimizer, mine = parity.optimizer_of(wrapped), dist.get_rank()
+    inputs = parity.samples_and_seed(model, device, 0, mine)
+    loss = model.get_loss(inputs, wrapped(*inputs))
+    model.run_backward(loss)
+    optimizer.step()
+    verdict = one_device.verdict(mine, [loss], wrapped)
+    return verdict["ok"], verdict["compared"], len(units)
+
+
+@pytest.mark.parametrize("cuda_init", list(CUDAInitMode))
+@pytest.mark.parametrize(
+    ("fsdp_init", "fsdp", "units"),
+    [(FSDPInitMode.NO_FSDP, 2, 0), (FSDPInitMode.RECURSIVE, 2, 3), (FSDPInitMode.RECURSIVE, 1, 4)],
+)
+def test_every_way_to_initialise_trains_as_one_device(ranks, fsdp_init, cuda_init, fsdp, units):
+    assert ranks(2)(init_modes, fsdp_init, cuda_init, fsdp) == [(True, 1 + 2 * 12, units)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

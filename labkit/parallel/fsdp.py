@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from labkit.models.protocol import LabModel
+from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
 from labkit.parallel.buckets import GradientBuckets
 from labkit.parallel.checkpointing import apply_activation_checkpointing, plain_name
 from labkit.parallel.units import ROOT, Units, fsdp_units, inner_first, layer_types
@@ -104,6 +104,34 @@ def apply_fsdp(
     if prefetch:
         gather_ahead(model, units)
     return model, units
+
+
+def init_model(
+    model: LabModel,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    fsdp_init: FSDPInitMode,
+    cuda_init: CUDAInitMode,
+    **how: Any,
+) -> tuple[nn.Module, Units]:
+    """Wrap a model or not, and move it to the device before, after or never: what a test of wrapping has to vary.
+
+    Args:
+        model: on the CPU.
+        mesh: as for ``apply_fsdp``.
+        device: where it moves.
+        fsdp_init: NO_FSDP leaves it plain, and only averages gradients.
+        cuda_init: when it moves. FSDP2 moves what it shards to the mesh's device in any case.
+        **how: passed on to ``apply_fsdp``.
+    """
+    if cuda_init is CUDAInitMode.BEFORE:
+        model.to(device)
+    wrap: Wrap = "none" if fsdp_init is FSDPInitMode.NO_FSDP else "block"
+    wrapped, units = apply_fsdp(model, mesh, wrap=wrap, **how)
+    if cuda_init is CUDAInitMode.AFTER:
+        wrapped.to(device)
+    return wrapped, units
 
 
 def gather_ahead(model: nn.Module, units: Units) -> None:
