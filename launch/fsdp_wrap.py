@@ -23,7 +23,7 @@ from labkit import parity, rank
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
-from labkit.parallel.checkpointing import blocks_of
+from labkit.parallel.checkpointing import blocks_of, freeze_blocks
 from labkit.parallel.fsdp import apply_fsdp
 from labkit.parallel.units import Units
 
@@ -109,8 +109,7 @@ def run(config: Config, here: rank.Here) -> None:
 
     def build(index: int) -> LabModel:  # as rank ``index`` starts with it; only experts differ from rank to rank
         lab = catalog.build(config.model, seed=0, expert_seed=index, **config.sizes()).to(here.device)
-        for frozen in config.freeze:
-            blocks_of(lab, config.blocks or lab.block_types)[frozen].requires_grad_(False)
+        freeze_blocks(lab, config.blocks or lab.block_types, config.freeze)
         return lab
 
     lab, mesh = build(here.rank), here.mesh(data=here.world_size, alone=1)

@@ -1,8 +1,8 @@
-"""Keep fewer activations: throw a block's away in the forward pass, compute them again in the backward pass.
+"""The blocks of a model: find them, freeze them, and keep fewer of their activations.
 
-A checkpointed block keeps its input only. Its backward pass runs its forward pass once more, which costs about a third
-of a step's arithmetic if every block does it. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost",
-2016 (arXiv:1604.06174).
+A checkpointed block throws its activations away in the forward pass and computes them again in the backward pass. It
+keeps its input only. That costs about a third of a step's arithmetic if every block does it. Source: Chen et al.,
+"Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -50,6 +50,19 @@ def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str
 def blocks_of(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
     """Modules inside ``model`` whose class has one of these names, outer ones first; the checkpointed ones included."""
     return [module for module in model.modules() if module is not model and type(module).__name__ in block_types]
+
+
+def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collection[int]) -> None:
+    """Train no parameter of these blocks, counted from 0 in the order of the model.
+
+    Raises:
+        ValueError: an index beyond the blocks that there are.
+    """
+    blocks = blocks_of(model, block_types)
+    if not set(chosen) <= set(range(len(blocks))):
+        raise ValueError(f"freeze {sorted(chosen)} counts blocks that are not there: there are {len(blocks)}, from 0")
+    for index in chosen:
+        blocks[index].requires_grad_(False)
 
 
 def checkpointed(model: nn.Module) -> dict[nn.Module, CheckpointWrapper]:

@@ -212,12 +212,10 @@ class _Walk:
 
     def _compute(self, layer: Layer, keep_as: str = "activation") -> None:
         out = self._size(layer.outputs)
-        self.ledger.take("temp", out)
-        if layer.relu:
+        self.ledger.take(keep_as, out)
+        if layer.relu:  # its result is kept, its input is not
             self.ledger.take(keep_as, out)
-        self.ledger.free("temp", out)
-        if not layer.relu:
-            self.ledger.take(keep_as, out)
+            self.ledger.free(keep_as, out)
 
     def _inner(self, block: str) -> list[Layer]:
         return [layer for layer in self.layers if layer.block == block][:-1]

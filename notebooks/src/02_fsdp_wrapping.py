@@ -159,8 +159,11 @@ ax = plots.breakdown(expected, runs)
 
 # %%
 collectives = ("all_gather_count", "reduce_scatter_count")
-counts = {label: [result.value(name) for name in collectives] for label, result in runs.items()}
-pandas.DataFrame.from_dict(counts, orient="index", columns=collectives).astype(int)
+rows = {
+    " ".join(label.split()): [result.value(name) for name in collectives]
+    for label, result in runs.items()
+}  # fmt: skip
+pandas.DataFrame.from_dict(rows, orient="index", columns=collectives).astype(int)
 
 # %% [markdown]
 # Every collective costs at least its latency, so many small units are slow where messages are slow. A transformer block a
