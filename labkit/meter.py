@@ -172,6 +172,7 @@ class Meter:
         with contextlib.ExitStack() as modes:
             if tracker is not None:
                 modes.enter_context(tracker)
+            modes.enter_context(finished_collectives_let_go())
             modes.enter_context(counter)
             yield step
             at_end = by_category(tracker, "current", self.device) if tracker is not None else {}
@@ -190,6 +191,27 @@ class Meter:
             self.writer.write("memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device))
         else:
             self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
+
+
+@contextlib.contextmanager
+def finished_collectives_let_go() -> Iterator[None]:
+    """In here, a rank that has waited for a collective gives gloo's thread a moment to drop the tensors of it.
+
+    That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
+    the peak of memory would depend on it.
+    """
+    wait = torch.distributed.Work.wait
+
+    def wait_and_rest(work: Any, *args: Any, **kwargs: Any) -> Any:
+        result = wait(work, *args, **kwargs)
+        time.sleep(0.002)
+        return result
+
+    torch.distributed.Work.wait = wait_and_rest  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.distributed.Work.wait = wait  # type: ignore[method-assign]
 
 
 def tracker_of(track: Sequence[Any]) -> Any:

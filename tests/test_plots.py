@@ -262,5 +262,5 @@ def test_bytes_are_read_in_powers_of_1000(count, text):
 
 
 def test_every_public_plot_is_covered_here():
-    elsewhere = {"timeline", "exposed"}  # tests/test_plots_timeline.py
+    elsewhere = {"timeline", "exposed"}  # tests/test_plots_timelines.py
     assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "shards", "table"}

@@ -7,7 +7,7 @@ runs; CPU ranks beyond the cores are labelled "mechanism, not speed".
 from labkit.plots.fsdp import breakdown
 from labkit.plots.images import halos, shards
 from labkit.plots.runs import compare, latency, loss, memory, table
-from labkit.plots.timeline import exposed, timeline
+from labkit.plots.timelines import exposed, timeline
 
 __all__ = [
     "breakdown", "compare", "exposed", "halos", "latency", "loss", "memory", "shards", "table", "timeline",

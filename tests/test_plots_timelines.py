@@ -1,4 +1,4 @@
-"""labkit.plots.timeline: rows, bars, names and underlines as recorded."""
+"""labkit.plots.timelines: rows, bars, names and underlines as recorded."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 
-from labkit.plots import timeline as figures
+from labkit.plots import timelines as figures
 from labkit.result import RunResult
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
