@@ -1,0 +1,47 @@
+"""FSDP2 with an all-gather extension: every parameter decides what its units send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from labkit import tensors
+
+
+def apply_extension(
+    model: nn.Sequential, mesh: DeviceMesh, extension: str, *, reshard_after_forward: bool = True, **policies: Any
+) -> nn.Sequential:
+    """Shard a model, each child that has parameters a unit, and let its parameters send what the extension says.
+
+    A model on the meta device gets its hooks later, by ``tensors.extend_all`` once it has memory: ``to_empty`` makes
+    new tensors without them. A ``TwoTensor`` is a type and not an attribute: it stays.
+
+    Args:
+        model: equal on all ranks, on this rank's device or on the meta device.
+        mesh: one axis.
+        extension: "two_tensor", or a key of ``tensors.EXTENSIONS``.
+        reshard_after_forward: free a unit's full parameters after its forward pass and gather them again.
+        **policies: of ``fully_shard``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the extension is none; one rank, for which FSDP2 copies the first of the sent tensors and
+            drops the others (torch 2.13).
+    """
+    if mesh.size() < 2:
+        raise ValueError("an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing")
+    if extension == "two_tensor":
+        tensors.to_two_tensors(model)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    for child in model:
+        if list(child.parameters()):
+            fully_shard(child, mesh=mesh, reshard_after_forward=reshard_after_forward, **policies)
+    fully_shard(model, mesh=mesh, **policies)
+    if extension != "two_tensor" and not on_meta:
+        tensors.extend_all(model, extension)
+    return model

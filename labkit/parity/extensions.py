@@ -1,0 +1,158 @@
+"""Do parameters with all-gather extensions train as plain ones do, and do those built without memory get their values?
+
+Both checks train three MLPs of width 8 without bias, each a unit, as torch's test of these extensions does. The
+objective is another: the sum of ReLU outputs, minimised, is 0 from the third step on, and so are all gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from labkit import tensors
+from labkit.models.mlp import MLP
+from labkit.models.protocol import at_least_float32, seeded_normal
+from labkit.parallel.extensions import apply_extension
+from labkit.parity.training import Parity
+
+DIM, BATCH = 8, 2
+
+
+def three_mlps(device: torch.device | str) -> nn.Sequential:
+    """The model of both checks."""
+    return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
+
+
+def of_extension(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
+    """Compare every loss, gradient and shard with plain training whose gradients are reduced by hand. A collective.
+
+    Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive.
+
+    Returns:
+        What ``Here.verdict`` takes.
+    """
+    found, alive = Parity(), True
+    for reshard in (True, False):
+        torch.manual_seed(0)
+        reference = three_mlps(device)
+        model = apply_extension(copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard)
+        optimizer, expected_optimizer = _adam(model), _adam(reference)
+        for step in range(steps):
+            x = _samples(mesh, device, step)
+            loss, expected = _backward(model, optimizer, x), _backward(reference, expected_optimizer, x)
+            alive &= _reduce_by_hand(reference, mesh)
+            optimizer.step()
+            expected_optimizer.step()
+            where = f"of step {step}, reshard {reshard}"
+            for plain in tensors.plain_tensors(loss):
+                found.add(f"loss {where}", plain, expected)
+            _compare_shards(found, where, model, reference)
+    verdict = found.verdict(limit=0.0)
+    return verdict | {"gradients_alive": alive, "ok": verdict["ok"] and alive}
+
+
+def of_meta_device(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
+    """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
+
+    Returns:
+        What ``Here.verdict`` takes: of how many parameters, how many were on the meta device, were poisoned, hold NaN
+        after training, and have changed in it; the first and the last loss.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = apply_extension(three_mlps("meta"), mesh, extension, mp_policy=policy)
+    on_meta = sum(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device=device)
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        nn.init.constant_(parameter, math.nan)  # memory that is fresh often holds zeros, which hide what was forgotten
+    poisoned = sum(map(_holds_nan, parameters))
+    torch.manual_seed(0)
+    for parameter in parameters:
+        _initialise(parameter)
+    if extension != "two_tensor":
+        tensors.extend_all(model, extension)
+    start = [tensors.plain_shards(parameter)[0].clone() for parameter in parameters]
+    optimizer, x, losses = _adam(model), _samples(mesh, device, 0).bfloat16(), []
+    for _ in range(steps):
+        losses.append(float(_backward(model, optimizer, x)))
+        optimizer.step()
+    found: dict[str, Any] = {
+        "parameters": len(parameters),
+        "on_meta": on_meta,
+        "poisoned": poisoned,
+        "nan_after": sum(map(_holds_nan, parameters)),
+        "trained": sum(
+            not torch.equal(tensors.plain_shards(parameter)[0], old)
+            for parameter, old in zip(parameters, start, strict=True)
+        ),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+    all_of_them = len(parameters) == on_meta == poisoned == found["trained"]
+    ok = all_of_them and not found["nan_after"] and losses[-1] < losses[0]
+    everyone: list[Any] = [ok] * mesh.size()
+    dist.all_gather_object(everyone, ok, group=mesh.get_group())
+    return {"check": "meta", **found, "ok": all(everyone)}
+
+
+def _adam(model: nn.Module) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+
+
+def _samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
+    return seeded_normal(BATCH, DIM, device=device, seed=1000 * step + mesh.get_local_rank())
+
+
+def _backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Forward and backward; the loss, the mean squared distance to 1."""
+    optimizer.zero_grad()
+    loss = (at_least_float32(model(x)) - 1).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _reduce_by_hand(model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Average the gradients over the ranks, and say whether each of them is more than zeros."""
+    alive = True
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=mesh.get_group())
+        parameter.grad /= mesh.size()
+        alive &= bool(parameter.grad.abs().max() > 0)
+    return alive
+
+
+def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.Module) -> None:
+    """Add this rank's shard of every gradient and parameter, and both halves where there are two."""
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    for (name, parameter), expected in pairs:
+        for what, mine, whole in (("parameter", parameter, expected), ("gradient", parameter.grad, expected.grad)):
+            assert isinstance(mine, DTensor) and whole is not None
+            # src_data_rank=None: cut this rank's own reference, else a wrong one would be replaced by rank 0's
+            part = distribute_tensor(whole.detach(), mine.device_mesh, mine.placements, src_data_rank=None).to_local()
+            for index, plain in enumerate(tensors.plain_shards(mine)):
+                found.add(f"{what} {name}, half {index}, {where}", plain, part)
+
+
+def _initialise(parameter: Tensor) -> None:
+    """Draw a shard's values, and give both halves of a TwoTensor the same, since each draws its own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="DTensor random operators")  # ranks need not draw alike on a CPU
+        nn.init.trunc_normal_(parameter, std=0.2)
+    first, *others = tensors.plain_shards(parameter)
+    for other in others:
+        other.copy_(first)
+
+
+def _holds_nan(parameter: Tensor) -> bool:
+    return any(bool(plain.isnan().any()) for plain in tensors.plain_shards(parameter))

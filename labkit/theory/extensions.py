@@ -1,0 +1,56 @@
+"""What FSDP's all-gather sends when the parameter decides how: bytes as formulas, without torch.
+
+A rank hands in its rows of every parameter, padded to the length of the longest shard: ceil(rows / ranks). Next to
+numbers of one byte travel their scales, float32: one a shard for float8, one a row for int8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+BYTES = {"fp32": 4, "bf16": 2, "float8": 1, "int8": 1, "two_tensor": 8}
+"""Bytes on the wire for each number of a parameter."""
+SCALE = 4
+"""Bytes of a scale."""
+
+
+def gather_bytes(shape: Sequence[int], ranks: int, extension: str) -> int:
+    """Bytes that one rank hands to one all-gather of a float32 parameter.
+
+    Args:
+        shape: of the whole parameter; rows first, which are shared out.
+        ranks: how many share them.
+        extension: a key of ``BYTES``.
+
+    Raises:
+        ValueError: an extension that is none.
+    """
+    if extension not in BYTES:
+        raise ValueError(f"extension {extension!r} is none of {', '.join(BYTES)}")
+    rows = -(-shape[0] // ranks)
+    scales = {"float8": 1, "int8": rows}.get(extension, 0)
+    return rows * math.prod(shape[1:]) * BYTES[extension] + scales * SCALE
+
+
+def step_bytes(shapes: Sequence[Sequence[int]], ranks: int, extension: str, *, reshard: bool = True) -> int:
+    """Bytes that one rank hands to the all-gathers of a training step.
+
+    Args:
+        shapes: of all parameters, none of which belongs to the root's own unit.
+        ranks: how many share them.
+        extension: a key of ``BYTES``.
+        reshard: parameters are freed after the forward pass and gathered again in the backward pass.
+    """
+    gathers = 2 if reshard else 1
+    return gathers * sum(gather_bytes(shape, ranks, extension) for shape in shapes)
+
+
+def rounding_error(extension: str) -> float:
+    """Largest error of a gathered weight, over the largest absolute value that shares its scale.
+
+    A float with m bits of mantissa rounds a number by up to 2 ** -(m + 1) of it: bfloat16 has 7, float8 e4m3fn has 3.
+    Of int8, 127 steps reach the largest value, and rounding misses by up to half a step. Sources: Micikevicius et al.,
+    "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433); Dettmers et al., "LLM.int8()", 2022 (arXiv:2208.07339).
+    """
+    return {"fp32": 0.0, "two_tensor": 0.0, "bf16": 2**-8, "float8": 2**-4, "int8": 0.5 / 127}[extension]

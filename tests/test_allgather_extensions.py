@@ -1,0 +1,114 @@
+"""launch/allgather_extensions: exactly plain training, bytes as in theory, and losses as close as the bytes allow."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import labkit
+from labkit.errors import ParameterError
+from labkit.parity import extensions as parity
+from labkit.theory import extensions as theory
+
+STEPS = 10
+CPU = torch.device("cpu")
+
+
+def compare(extension, steps):
+    return parity.of_extension(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, steps)
+
+
+def from_meta(extension):
+    return parity.of_meta_device(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, STEPS)
+
+
+@pytest.mark.parametrize(("extension", "halves"), [("two_tensor", 2), ("fp32", 1)])
+def test_ten_steps_are_exactly_those_of_plain_training(ranks, extension, halves):
+    for verdict in ranks(2)(compare, extension, STEPS):
+        assert verdict["ok"], verdict
+        assert verdict["max_rel_error"] == 0
+        assert verdict["gradients_alive"]
+        # with and without resharding: the loss and 6 parameters of each half, and 6 gradients, which are plain
+        assert verdict["compared"] == 2 * STEPS * (7 * halves + 6)
+
+
+def test_the_comparison_sees_what_int8_rounds(ranks):
+    verdict, _ = ranks(2)(compare, "int8", 1)
+    assert not verdict["ok"]
+    assert verdict["max_rel_error"] > 1e-5
+
+
+@pytest.mark.parametrize("extension", ["two_tensor", "int8"])
+def test_a_model_built_without_memory_is_set_and_trained_in_bfloat16(ranks, extension):
+    for verdict in ranks(2)(from_meta, extension):
+        assert verdict.pop("first_loss") > verdict.pop("last_loss")
+        counts = {"parameters": 6, "on_meta": 6, "poisoned": 6, "nan_after": 0, "trained": 6}
+        assert verdict == {"check": "meta", **counts, "ok": True}
+
+
+def forget_one(extension):
+    forgotten = []
+    initialise = parity._initialise
+    parity._initialise = lambda parameter: initialise(parameter) if forgotten else forgotten.append(parameter)
+    try:
+        return from_meta(extension)
+    finally:
+        parity._initialise = initialise
+
+
+def test_a_parameter_that_was_never_set_is_found(ranks):
+    for verdict in ranks(2)(forget_one, "two_tensor"):
+        assert verdict["poisoned"] == 6 and verdict["nan_after"] > 0
+        assert not verdict["ok"]
+
+
+@pytest.fixture(scope="module")
+def wire():
+    result = labkit.run("allgather_extensions", nproc=2, device="cpu", check="wire")
+    return json.loads(result.ranks[0].log().splitlines()[-1])
+
+
+def test_the_bytes_on_the_wire_are_those_of_theory(wire):
+    dim = 128
+    shapes = [(dim, 768), *[(4 * dim, dim), (dim, 4 * dim)] * 2, (10, dim)]
+    expected = {name: theory.step_bytes(shapes, 2, name) for name in theory.BYTES}
+    assert wire == {"check": "wire", **expected, "ok": True}
+
+
+def test_half_the_bytes_for_bf16_and_about_a_quarter_for_8_bits(wire):
+    assert wire["bf16"] * 2 == wire["fp32"]
+    assert wire["two_tensor"] == wire["fp32"] * 2
+    assert wire["float8"] <= 0.26 * wire["fp32"]
+    assert wire["int8"] <= 0.26 * wire["fp32"]
+
+
+def test_training_records_losses_traffic_and_the_error_of_the_weights():
+    result = labkit.run("allgather_extensions", nproc=2, device="cpu", extension="int8", steps=3)
+    losses = result.frame.query("kind == 'scalar' and name == 'loss' and rank == 0")["value"]
+    assert len(losses) >= 3 and losses.iloc[-1] < losses.iloc[0]
+    assert 0 < result.value("weight_error") <= theory.rounding_error("int8") + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("nproc", "parameters", "message"),
+    [
+        (1, {}, "at least 2 ranks: with 1 FSDP2 gathers nothing"),
+        (2, {"check": "parity", "extension": "int8"}, "int8 rounds: only two_tensor and fp32 can be equal"),
+        (2, {"check": "wire", "dim": 64}, "dim 64: a row of fewer than 128 numbers"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_launch(nproc, parameters, message):
+    with pytest.raises(ParameterError, match=message):
+        labkit.run("allgather_extensions", nproc=nproc, device="cpu", **parameters)
+
+
+def test_theory_pads_the_last_shard():
+    assert theory.gather_bytes((10, 128), 4, "fp32") == 3 * 128 * 4
+    assert theory.gather_bytes((10, 128), 4, "bf16") == 3 * 128 * 2
+    assert theory.gather_bytes((10, 128), 4, "float8") == 3 * 128 + 4
+    assert theory.gather_bytes((10, 128), 4, "int8") == 3 * 128 + 3 * 4
+    assert theory.step_bytes([(10, 128)], 4, "fp32", reshard=False) == 3 * 128 * 4
+    with pytest.raises(ValueError, match="'int4' is none of fp32"):
+        theory.gather_bytes((10, 128), 4, "int4")
