@@ -155,7 +155,15 @@ ax = plots.breakdown(expected, runs)
 # Wrapping the root alone saves nothing at the peak: all parameters are gathered at once, and their buffer as well. Blocks
 # need only one block's parameters, and the next one's on their way. Layers need least, and send most messages.
 #
-# Checkpointing works on something else, the activations. The two add up.
+# Checkpointing works on something else, the activations. The two add up. It is paid with time: the backward pass computes
+# each block's forward pass once more.
+
+# %%
+names = {"block": "block", "block,\ncheckpointing": "block, checkpointing"}
+ax = plots.latency({names[label]: runs[label] for label in names})
+
+# %% [markdown]
+# *The forward pass lasts as long as before, the backward pass longer. On a busy machine the bars move; take several runs.*
 
 # %%
 collectives = ("all_gather_count", "reduce_scatter_count")
