@@ -32,6 +32,7 @@ from labkit.errors import ParameterError
 
 READABLE_MODULES = {
     "labkit.theory", "labkit.theory.fsdp", "labkit.models.catalog", "labkit.upstream", "labkit.errors", "labkit.config",
+    "labkit.compiler", "labkit.theory.extensions",
 }  # fmt: skip
 NUMBERS: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
 BOOL: Any = bool  # a number to Python, not to a learner

@@ -1,8 +1,8 @@
 """Train with parameters that decide what FSDP's all-gather sends.
 
     torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --extension int8       # a photo's tiles
-    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check wire           # bytes of each
     torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check parity         # equal to plain?
+    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check loss --steps 60
 
 The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent twice.
 """
@@ -10,20 +10,21 @@ The optimizer's shards stay float32. Only what a unit gathers before it computes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LinearLR
 
-from labkit import photo, rank
-from labkit.meter import CommunicationCounter
+from labkit import compiler, photo, rank
 from labkit.models.mlp import MLP
 from labkit.parallel.extensions import apply_extension
-from labkit.parity.extensions import of_extension, of_meta_device
+from labkit.parity.extensions import of_extension, of_loss, of_meta_device, of_wire
 from labkit.tensors import gathered_error, plain_tensors, refuse_leak
-from labkit.theory import extensions as theory
+from labkit.theory.extensions import FINAL_STEPS
 
 TILE, CLASSES = 16, 10
 
@@ -34,8 +35,8 @@ class Config:
 
     extension: Literal["two_tensor", "fp32", "bf16", "float8", "int8"] = "two_tensor"
     """What a parameter sends: itself twice, or its numbers in this type."""
-    check: Literal["none", "parity", "meta", "wire"] = "none"
-    """parity: equal to plain training, exactly; meta: no parameter left unset; wire: the bytes of all extensions."""
+    check: Literal["none", "parity", "meta", "wire", "loss"] = "none"
+    """parity: exactly plain training; meta: nothing left unset; wire, loss: bytes and final loss of each extension."""
     dim: int = 128
     """Width of the network."""
     batch: int = 64
@@ -44,28 +45,39 @@ class Config:
     """Timed steps, after one to warm up; with parity or meta, compared or trained steps."""
     reshard_after_forward: bool = True
     """Free a unit's parameters after its forward pass and gather them again; parity does both."""
+    compile: bool = False
+    """Compile each layer with inductor."""
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
         if world_size < 2:
             raise ValueError("an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing")
+        if self.compile:
+            compiler.refuse_if_missing()
         if self.check == "parity" and self.extension not in ("two_tensor", "fp32"):
             raise ValueError(f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain")
         if self.check == "wire" and self.dim < 128:
             raise ValueError(f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale")
+        if self.check == "loss" and self.steps < 2 * FINAL_STEPS:
+            raise ValueError(
+                f"steps {self.steps}: the final loss is the mean of {FINAL_STEPS}: train {2 * FINAL_STEPS} or more"
+            )
 
 
 def main(config: Config) -> None:
     """Train and measure, or check."""
     with rank.session() as here:
         mesh = here.mesh(data=here.world_size)
+        network = partial(build, config, here, mesh)
         if config.check == "none":
-            train(config, here, mesh)
+            train(config, here, network(config.extension), here.steps)
         elif config.check == "wire":
-            check_wire(config, here, mesh)
+            here.verdict(**of_wire(mesh, network, partial(backward, config, here, 0), config.reshard_after_forward))
+        elif config.check == "loss":
+            here.verdict(**of_loss(mesh, lambda name: train(config, here, network(name), here.plain_steps)))
         else:
-            check = {"parity": of_extension, "meta": of_meta_device}[config.check]
-            here.verdict(**check(mesh, here.device, config.extension, config.steps))
+            compare = {"parity": of_extension, "meta": of_meta_device}[config.check]
+            here.verdict(**compare(mesh, here.device, config.extension, config.steps))
 
 
 def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> nn.Sequential:
@@ -73,11 +85,12 @@ def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> 
     torch.manual_seed(0)
     first, last = nn.Linear(3 * TILE * TILE, config.dim, bias=False), nn.Linear(config.dim, CLASSES, bias=False)
     model = nn.Sequential(nn.Flatten(), first, MLP(config.dim, bias=False), MLP(config.dim, bias=False), last)
-    reshard = config.reshard_after_forward
-    return apply_extension(model.to(here.device), mesh, extension, reshard_after_forward=reshard)
+    for layer in model.to(here.device):
+        layer.forward = torch.compile(layer.forward, disable=not config.compile)
+    return apply_extension(model, mesh, extension, reshard_after_forward=config.reshard_after_forward)
 
 
-def backward(config: Config, here: rank.Here, model: nn.Module, index: int) -> Tensor:
+def backward(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
     """Forward and backward pass on this rank's tiles of one step; the loss."""
     images, labels = photo.batch("photo", config.batch, TILE, TILE, CLASSES, seed=1000 * index + here.rank)
     loss = cross_entropy(model(images.to(here.device)), labels.to(here.device))
@@ -85,32 +98,22 @@ def backward(config: Config, here: rank.Here, model: nn.Module, index: int) -> T
     return plain_tensors(loss.detach())[0]
 
 
-def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
-    """Train on the photo; record losses, traffic, and the error of what was gathered."""
-    model = build(config, here, mesh, config.extension)
+def train(config: Config, here: rank.Here, model: nn.Module, measure: rank.Measure) -> list[Tensor]:
+    """Train on the photo; record losses, traffic, and the error of what was gathered. This rank's losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
-    for index, step in enumerate(here.steps(config.steps)):
+    slower = LinearLR(optimizer, 1.0, 0.0, total_iters=config.steps)  # else the end is where the last steps threw it
+    losses: list[Tensor] = []
+    for index, step in enumerate(measure(config.steps)):
         optimizer.zero_grad()
         with step.span("forward_backward"):
-            loss = backward(config, here, model, index)
+            losses.append(backward(config, here, index, model))
         with step.span("optimizer"):
             optimizer.step()
-        step.scalar("loss", loss)
+        slower.step()
+        step.scalar("loss", losses[-1])
     here.scalar("weight_error", gathered_error(model))
     refuse_leak(model)
-
-
-def check_wire(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
-    """Count what each extension gathers in a step, and hold it against theory."""
-    measured, predicted = {}, {}
-    for name in theory.BYTES:
-        model = build(config, here, mesh, name)
-        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-        predicted[name] = theory.step_bytes(shapes, here.world_size, name, reshard=config.reshard_after_forward)
-        with CommunicationCounter() as counter:
-            backward(config, here, model, 0)
-        measured[name] = counter.bytes["all_gather"]
-    here.verdict(check="wire", **measured, ok=measured == predicted)
+    return losses
 
 
 if __name__ == "__main__":

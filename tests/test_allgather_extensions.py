@@ -1,15 +1,21 @@
 """launch/allgather_extensions: exactly plain training, bytes as in theory, and losses as close as the bytes allow."""
 
 import json
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
+from labkit import compiler
 from labkit.errors import ParameterError
+from labkit.models.protocol import seeded_normal
+from labkit.parallel.extensions import apply_extension
 from labkit.parity import extensions as parity
+from labkit.tensors import plain_tensors
 from labkit.theory import extensions as theory
 
 STEPS = 10
@@ -84,6 +90,72 @@ def test_half_the_bytes_for_bf16_and_about_a_quarter_for_8_bits(wire):
     assert wire["int8"] <= 0.26 * wire["fp32"]
 
 
+def loss_limits(limits):
+    """Whether losses pass that differ from fp32's by these parts, without training."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ends = {"fp32": 0.5} | {name: 0.5 * (1 + part) for name, part in limits.items()}
+    # a rank's own losses: high before the end, and apart from each other, so that only their mean is right
+    apart = 0.1 * (2 * dist.get_rank() - 1)
+    verdict = parity.of_loss(mesh, lambda name: [torch.tensor(9.0)] + [torch.tensor(ends[name] + apart)] * 10)
+    return verdict["ok"], verdict["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "ok"),
+    [
+        ({"bf16": 0.019, "float8": -0.099, "int8": 0.099}, True),
+        ({"bf16": 0.021, "float8": 0.0, "int8": 0.0}, False),
+        ({"bf16": 0.0, "float8": 0.101, "int8": 0.0}, False),
+        ({"bf16": 0.0, "float8": 0.0, "int8": -0.101}, False),
+    ],
+)
+def test_the_final_loss_is_the_mean_of_all_ranks_and_has_a_limit(ranks, limits, ok):
+    for found, fp32 in ranks(2)(loss_limits, limits):
+        assert found is ok
+        assert fp32 == pytest.approx(0.5)
+
+
+def test_fewer_bytes_train_as_well_on_a_photo():
+    result = labkit.run("allgather_extensions", nproc=2, device="cpu", check="loss", steps=60)
+    final = json.loads(result.ranks[0].log().splitlines()[-1])
+    assert final["ok"]
+    assert final["fp32"] < 0.8 * math.log(10), "or nothing was learned, and any two are close"
+    assert len({final[name] for name in ("fp32", "bf16", "float8", "int8")}) == 4, "or nothing was rounded"
+    assert final["bf16"] == pytest.approx(final["fp32"], rel=0.02)
+    assert final["int8"] == pytest.approx(final["fp32"], rel=0.10)
+    assert final["float8"] == pytest.approx(final["fp32"], rel=0.10)
+
+
+def compiled_and_not():
+    """Losses of three steps, eager and compiled, and how many graphs were compiled."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    losses = []
+    torch._dynamo.reset()
+    counters.clear()
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = parity.three_mlps(CPU)
+        for layer in model:
+            layer.forward = torch.compile(layer.forward, disable=not compiled)
+        apply_extension(model, mesh, "two_tensor")
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+        for step in range(3):
+            loss = (model(seeded_normal(2, 8, device=CPU, seed=step)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(plain_tensors(loss.detach())[0].item())
+    return losses[:3], losses[3:], counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.skipif(bool(compiler.problem()), reason="torch.compile needs a C++ compiler")
+def test_two_tensors_train_alike_when_their_layers_are_compiled(ranks):
+    for eager, compiled, graphs in ranks(2)(compiled_and_not):
+        assert graphs > 0, "or nothing was compiled"
+        assert compiled == pytest.approx(eager, rel=1e-6)
+        assert eager[2] < eager[0]
+
+
 def test_training_records_losses_traffic_and_the_error_of_the_weights():
     result = labkit.run("allgather_extensions", nproc=2, device="cpu", extension="int8", steps=3)
     losses = result.frame.query("kind == 'scalar' and name == 'loss' and rank == 0")["value"]
@@ -96,12 +168,19 @@ def test_training_records_losses_traffic_and_the_error_of_the_weights():
     [
         (1, {}, "at least 2 ranks: with 1 FSDP2 gathers nothing"),
         (2, {"check": "parity", "extension": "int8"}, "int8 rounds: only two_tensor and fp32 can be equal"),
+        (2, {"check": "loss"}, "steps 10: the final loss is the mean of 10: train 20 or more"),
         (2, {"check": "wire", "dim": 64}, "dim 64: a row of fewer than 128 numbers"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_launch(nproc, parameters, message):
     with pytest.raises(ParameterError, match=message):
         labkit.run("allgather_extensions", nproc=nproc, device="cpu", **parameters)
+
+
+def test_compiling_without_a_compiler_is_refused_before_a_launch(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ParameterError, match=r"torch.compile needs a C\+\+ compiler: CXX is 'no-such-compiler'"):
+        labkit.run("allgather_extensions", nproc=2, device="cpu", compile=True)
 
 
 def test_theory_pads_the_last_shard():

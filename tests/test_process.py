@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -73,7 +74,8 @@ def notebook(pids):
 
     def start(how, **arguments):
         code = f"import labkit; labkit.run({str(MISBEHAVE)!r}, how={how!r}, pids={str(pids.path)!r}, **{arguments!r})"
-        running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # ignored in what a shell's & started
+        running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, preexec_fn=heed)
         started.append(running)
         return running
 

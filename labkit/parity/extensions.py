@@ -1,7 +1,8 @@
-"""Do parameters with all-gather extensions train as plain ones do, and do those built without memory get their values?
+"""Do parameters with all-gather extensions train as plain ones do, and send what theory says?
 
-Both checks train three MLPs of width 8 without bias, each a unit, as torch's test of these extensions does. The
-objective is another: the sum of ReLU outputs, minimised, is 0 from the third step on, and so are all gradients.
+``of_extension`` and ``of_meta_device`` train three MLPs of width 8 without bias, each a unit, as torch's test of these
+extensions does. The objective is another: the sum of ReLU outputs, minimised, is 0 from the third step on, and so are
+all gradients. The other two look at a network of the caller's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from labkit import tensors
+from labkit.meter import CommunicationCounter
 from labkit.models.mlp import MLP
 from labkit.models.protocol import at_least_float32, seeded_normal
 from labkit.parallel.extensions import apply_extension
 from labkit.parity.training import Parity
+from labkit.theory import extensions as theory
 
 DIM, BATCH = 8, 2
 
@@ -103,6 +107,50 @@ def of_meta_device(mesh: DeviceMesh, device: torch.device, extension: str, steps
     everyone: list[Any] = [ok] * mesh.size()
     dist.all_gather_object(everyone, ok, group=mesh.get_group())
     return {"check": "meta", **found, "ok": all(everyone)}
+
+
+def of_wire(
+    mesh: DeviceMesh, build: Callable[[str], nn.Module], backward: Callable[[nn.Module], Any], reshard: bool
+) -> dict[str, Any]:
+    """Hold the bytes of each extension's all-gathers in one step against theory. A collective.
+
+    Args:
+        mesh: over which the networks are sharded.
+        build: makes the network with an extension; its root holds no parameters of its own.
+        backward: one forward and backward pass.
+        reshard: parameters are gathered in both passes.
+
+    Returns:
+        What ``Here.verdict`` takes.
+    """
+    measured, predicted = {}, {}
+    for name in theory.BYTES:
+        model = build(name)
+        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+        predicted[name] = theory.step_bytes(shapes, mesh.size(), name, reshard=reshard)
+        with CommunicationCounter() as counter:
+            backward(model)
+        measured[name] = counter.bytes["all_gather"]
+    return {"check": "wire", **measured, "ok": measured == predicted}
+
+
+def of_loss(mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]) -> dict[str, Any]:
+    """Train with each extension, and hold the mean loss of all ranks at the end against that of fp32. A collective.
+
+    Args:
+        mesh: one axis.
+        train: trains with an extension, on the same samples whatever it is, and returns this rank's losses.
+
+    Returns:
+        What ``Here.verdict`` takes.
+    """
+    final = {}
+    for name in theory.LOSS_LIMITS:
+        total = torch.stack([*train(name)][-theory.FINAL_STEPS :]).mean()
+        dist.all_reduce(total, group=mesh.get_group())
+        final[name] = float(total) / mesh.size()
+    ok = all(abs(final[name] / final["fp32"] - 1) <= limit for name, limit in theory.LOSS_LIMITS.items())
+    return {"check": "loss", **final, "ok": ok}
 
 
 def _adam(model: nn.Module) -> Optimizer:

@@ -13,6 +13,10 @@ BYTES = {"fp32": 4, "bf16": 2, "float8": 1, "int8": 1, "two_tensor": 8}
 """Bytes on the wire for each number of a parameter."""
 SCALE = 4
 """Bytes of a scale."""
+LOSS_LIMITS = {"fp32": 0.0, "bf16": 0.02, "float8": 0.10, "int8": 0.10}
+"""How far an extension's final loss may be from that of fp32, as a part of it."""
+FINAL_STEPS = 10
+"""Whose mean is the final loss: that of a single batch says little."""
 
 
 def gather_bytes(shape: Sequence[int], ranks: int, extension: str) -> int:
