@@ -244,6 +244,21 @@ def test_rows_that_do_not_divide_are_padded_and_come_back_whole(ranks, name):
         assert shape in ((3, 6), (2, 6))
 
 
+def error_of(fill):
+    """The error of a weight, one of whose numbers is this, on each rank."""
+    model = nn.Sequential(nn.Linear(6, 4, bias=False))
+    nn.init.zeros_(model[0].weight)
+    with torch.no_grad():
+        model[0].weight[0, 0] = fill
+    apply_extension(model, init_device_mesh("cpu", (2,)), "int8")
+    return tensors.gathered_error(model)
+
+
+@pytest.mark.parametrize("fill", [0.0, float("nan")])
+def test_the_error_of_zeros_is_zero_and_that_of_nan_is_not_hidden(ranks, fill):
+    assert ranks(2)(error_of, fill) == pytest.approx([fill] * 2, nan_ok=True)
+
+
 def wire_after_to_empty():
     """What is sent of an uneven weight that was built without memory, and what comes of it."""
     mesh = init_device_mesh("cpu", (2,))

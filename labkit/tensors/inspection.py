@@ -24,12 +24,12 @@ def plain_shards(parameter: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def gathered_error(model: nn.Module) -> float:
-    """Largest error of a gathered weight, over the largest weight of its parameter. A collective.
+    """Largest error of a gathered weight, over the largest weight of its parameter; NaN where one is. A collective.
 
     Args:
         model: after ``fully_shard``; its units are left sharded.
     """
-    worst = 0.0
+    errors = [torch.zeros(())]
     for name, unit in _units(model).items():
         unit.reshard()
         sharded = [(key, each) for key, each in unit.named_parameters(name) if isinstance(each, DTensor)]  # type: ignore[attr-defined]
@@ -37,9 +37,10 @@ def gathered_error(model: nn.Module) -> float:
         exact = {key: plain_tensors(each.full_tensor().clone()) for key, each in sharded}
         for key, each in _gather(name, unit).items():
             for whole, expected in zip(plain_tensors(each), exact[key], strict=True):
-                worst = max(worst, float((whole - expected).abs().max() / expected.abs().max()))
+                largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)  # of a parameter of zeros
+                errors.append(((whole - expected).abs().max() / largest).cpu())
         unit.reshard()
-    return worst
+    return float(torch.stack(errors).max())
 
 
 def unfreed_bytes(model: nn.Module) -> dict[str, int]:

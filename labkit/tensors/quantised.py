@@ -184,6 +184,7 @@ def _decode_plain(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 EXTENSIONS: dict[str, Extension] = {
     "fp32": Extension(("numbers",), lambda shard: (shard.float(),), _decode_plain),
     "bf16": Extension(("numbers",), lambda shard: (shard.bfloat16(),), _decode_plain),
+    # gloo does not know float8: FSDP2 sends it as plain bytes because a tensor of another dtype goes along
     "float8": Extension(("numbers", "one scale a shard"), _encode_float8, _decode_float8),
     "int8": Extension(("numbers", "one scale a row"), _encode_int8, _decode_int8),
 }
