@@ -10,6 +10,7 @@
 | rank_00003.stack  | each rank's worker         | the Python stacks of its threads, when they were asked for         |
 | rank_00003.error.json | each rank's worker     | the exception that ended it                                        |
 | rank_00003.trace.json.gz | each rank's session | its profiled step for ui.perfetto.dev, where asked for  |
+| rank_00003.code.txt | each rank, where it compiles | the program that the compiler wrote for its backward pass  |
 | exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it                     |
 | torchrun.log      | torchrun                   | its own messages, and whatever a rank printed before its worker ran |
 """
@@ -87,6 +88,10 @@ class RunFolder:
     def trace(self, rank: int) -> Path:
         """A rank's profiled step, as torch.profiler exports it."""
         return self.path / f"rank_{rank:05d}.trace.json.gz"
+
+    def code(self, rank: int) -> Path:
+        """The program that the compiler wrote for a rank's backward pass, see generated/."""
+        return self.path / f"rank_{rank:05d}.code.txt"
 
     def error(self, rank: int) -> Path:
         """The exception that ended a rank."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from labkit import records
 from labkit.errors import LabError
 from labkit.folder import RunFolder, read_json
+from labkit.generated import Listing
 
 if TYPE_CHECKING:
     import pandas
@@ -37,6 +38,18 @@ class RankOutput:
         """All that this rank printed; "" where it never started."""
         path = self.folder.log(self.rank)
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def code(self) -> Listing:
+        """The program that the compiler wrote for this rank's backward pass.
+
+        Raises:
+            FileNotFoundError: this rank kept none.
+        """
+        path = self.folder.code(self.rank)
+        if not path.exists():
+            rule = "only a program that compiles its backward pass and keeps the code, such as ddp_compile, leaves one"
+            raise FileNotFoundError(f"rank {self.rank} left no generated code ({path.name}): {rule}")
+        return Listing(path.read_text())
 
 
 @dataclass(frozen=True, repr=False)
@@ -200,7 +213,8 @@ def _memory_bytes(rows: pandas.DataFrame) -> dict[str, float]:
 
 
 def _traffic(rows: pandas.DataFrame) -> dict[str, float]:
-    steps = _kind(rows, "comm").groupby(["name", "step"])[["count", "bytes"]].sum()
+    whole = rows[~rows["name"].str.startswith("bucket/")]  # bucket/0/fc4.weight is a box of a bucket diagram
+    steps = _kind(whole, "comm").groupby(["name", "step"])[["count", "bytes"]].sum()
     largest = steps.groupby("name").max()
     return {f"{name}_{field}": int(largest.loc[name, field]) for name in largest.index for field in ("count", "bytes")}
 

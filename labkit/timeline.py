@@ -93,7 +93,8 @@ def record(
     Args:
         path: where the raw trace goes, for Perfetto (ui.perfetto.dev); gzipped if it ends in ``.gz``. None keeps none.
         units: modules by unit name, as ``apply_fsdp2`` returns them. FSDP2 names its units itself; other techniques
-            need this, and so does a forward pass that sleeps, which is no operator.
+            need this, and so does a forward pass that sleeps, which is no operator. In a compiled pass no unit is told
+            apart.
         device: ``cuda`` records kernels as well.
     """
     recording = Recording()
@@ -156,7 +157,13 @@ def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
 
 
 def _mark_gradients(tensors: Any, label: str) -> None:
-    """Leave a mark in the trace at the moment when the gradient of these tensors is known."""
+    """Leave a mark in the trace at the moment when the gradient of these tensors is known.
+
+    Not in a compiled backward pass: hooks are part of its graph, which would be compiled anew within the profiled step.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled_autograd, "compiled_autograd_enabled", False):
+        return
 
     def mark(_: Tensor) -> None:
         with record_function(label):

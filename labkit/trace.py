@@ -27,6 +27,8 @@ STEP, WAIT, FORWARD, BACKWARD, BACKWARD_END = (
 )
 GAP_US, KERNEL_GAP_US = 100.0, 10.0  # a unit's compute is one bar across shorter gaps in which nothing is waited for
 _NOT_COMPUTE = (STEP, WAIT, "c10d::", "_c10d_functional::", "record_param_comms")
+_WAITS = (WAIT, "_c10d_functional::wait_tensor")  # in a compiled program, the latter alone
+_BACKWARD = ("autograd::engine", "Torch-Compiled Region: !")  # "!" is compiled autograd, on the caller's thread
 _FSDP_RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce")
 _GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -72,7 +74,7 @@ def step_and_bars(events: Sequence[Event]) -> tuple[float, list[Bar]]:
     others = {e["tid"] for e in gloo}  # gloo's threads record operators as well
     asked = _Asked([e for e in inside if e.get("cat") not in _ON_GPU and e["tid"] not in others])
     nccl = [(e, e["name"], asked.launch(e)) for e in gpu if _is_nccl(e)]
-    waits = sorted(e["ts"] for e in inside if e["name"] == WAIT)
+    waits = sorted(e["ts"] for e in inside if e["name"] in _WAITS)
     compute = (
         _joined(_gpu_compute(gpu, asked), [], KERNEL_GAP_US) if gpu else _joined(_cpu_compute(asked), waits, GAP_US)
     )
@@ -150,7 +152,7 @@ def _stretches(events: Iterable[Event]) -> Iterator[_Stretch]:
         name, inherited = event["name"], stack[-1][2] if stack else ""
         if name.startswith("Optimizer."):
             what, phase = "optimizer", "forward"
-        elif name.startswith("autograd::engine"):
+        elif name.startswith(_BACKWARD):
             what = phase = "backward"
         elif not inherited and name.startswith((FORWARD, "FSDP::root_pre_forward")):
             what = phase = "forward"

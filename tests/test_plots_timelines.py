@@ -80,6 +80,17 @@ def test_bars_have_their_place_and_the_colour_of_what_they_are():
     assert len(set(colours.values()) | {figures.VERMILION, figures.style.GREY}) == len(colours) + 2
 
 
+def test_what_runs_at_the_same_time_stands_one_above_the_other():
+    buckets = [(0, 30), (20, 30), (40, 20), (60, 10), (69.995, 10)]
+    bars = [(f"communication/all_reduce/bucket {index}", *bucket) for index, bucket in enumerate(buckets)]
+    ax = figures.timeline(run(bars=bars), ranks=[0])
+    heights = [path.get_extents().height for drawn in ax.collections for path in drawn.get_paths()]
+    rows = [row for _, row, _, _ in rectangles(ax)]
+    assert rows[:5] == pytest.approx([0.8, 1.2, 0.8, 1, 1])
+    assert heights[:5] == pytest.approx([0.4, 0.4, 0.4, 0.8, 0.8])
+    assert texts(ax) == [f"bucket {index}" for index in range(5)]
+
+
 def test_exposed_stretches_are_underlined_below_the_row_of_communication():
     found = [each for each in rectangles(figures.timeline(run())) if each[0] == figures.VERMILION.lower()]
     assert [(start, end) for _, _, start, end in found] == [(42, 50), (60, 65)] * 2

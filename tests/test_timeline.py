@@ -256,3 +256,44 @@ def test_units_of_fsdp1_are_named_by_the_order_of_its_gathers(programs):
     _, spans = recorded(programs, "fsdp1")
     assert order(spans, "communication", "all_gather") == ["root", *UNITS, *UNITS[::-1]]
     assert order(spans, "communication", "reduce_scatter") == [*UNITS[::-1], "root"]
+
+
+def test_a_compiled_backward_pass_runs_on_the_callers_thread_and_waits_by_operator():
+    found = bars_of(
+        event("aten::addmm", 1000, 2000),
+        event("Torch-Compiled Region: 8/0", 2000, 3000),
+        event("Torch-Compiled Region: !0/12/0", 4000, 8000),
+        event("_c10d_functional::all_reduce_", 5000, 5100),
+        event("c10d::allreduce_", 5010, 5090),
+        event("gloo:all_reduce", 5200, 6600, tid=2),
+        event("_c10d_functional::all_reduce_coalesced_", 6000, 6100),
+        event("c10d::allreduce_coalesced_", 6010, 6090),
+        event("gloo:all_reduce", 6200, 7500, tid=3),
+        event("_c10d_functional::wait_tensor", 6500, 7500),
+        event("_c10d_functional::wait_tensor", 7505, 7510),
+    )
+    assert [bar for bar in found if bar[0] == "communication"] == [
+        ("communication", "all_reduce", "bucket 0", 4200, 5600),
+        ("communication", "all_reduce", "bucket 1", 5200, 6500),
+    ]
+    assert [bar[1:] for bar in found if bar[0] == "compute"] == [
+        ("forward", "root", 0, 2000),
+        ("backward", "root", 3000, 5500),
+        ("backward", "root", 6500, 6505),
+        ("backward", "root", 6510, 7000),
+    ]
+
+
+def test_buckets_of_a_compiled_backward_pass_are_named_like_those_of_ddp(programs):
+    result = labkit.run(programs / "compiled_timeline.py", nproc=2, device="cpu")
+    for rank in range(2):
+        rows = result.frame.query(f"kind == 'span' and rank == {rank}")
+        spans = [(*row.name.split("/"), row.start_us, row.start_us + row.dur_us)
+                 for row in rows.drop(columns="rank").itertuples(index=False)]  # fmt: skip
+        assert order(spans, "communication", "all_reduce") == ["bucket 0", "bucket 1"]
+        assert "chain" in order(spans, "compute", "forward"), "the forward pass is not compiled here"
+        forward_end = max(end for _, what, _, _, end in spans if what == "forward")
+        backward = [start for _, what, _, start, _ in spans if what == "backward"]
+        sent = [start for _, what, _, start, _ in spans if what == "all_reduce"]
+        assert forward_end < min(backward) < min(sent) < max(backward)
+    assert "will be ignored" not in result.ranks[0].log(), "no mark was compiled into the backward pass"

@@ -4,6 +4,7 @@ Plots compute nothing and launch nothing. Each figure is stamped with the device
 runs; CPU ranks beyond the cores are labelled "mechanism, not speed".
 """
 
+from labkit.plots.bucket_diagram import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown
 from labkit.plots.images import halos, shards
@@ -11,6 +12,6 @@ from labkit.plots.runs import compare, latency, loss, memory, table
 from labkit.plots.timelines import exposed, timeline
 
 __all__ = [
-    "breakdown", "bytes_against_error", "compare", "exposed", "halos", "hook_memory", "latency", "loss", "memory",
-    "shards", "table", "timeline",
+    "breakdown", "buckets", "bytes_against_error", "compare", "exposed", "halos", "hook_memory", "latency", "loss",
+    "memory", "shards", "table", "timeline",
 ]  # fmt: skip

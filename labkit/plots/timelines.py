@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -20,10 +19,13 @@ COLOURS = {
 }  # fmt: skip
 LANES = ("compute", "communication")
 LETTER_POINTS = 5.5  # width of a letter in a bar
+TOUCH_MS = 0.01  # bars that overlap by less follow one another
 
 
 def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None) -> Axes:
     """Two rows a rank, compute and communication, over one step; exposed communication is underlined.
+
+    What runs at the same time stands one above the other.
 
     Args:
         result: a run that recorded a timeline.
@@ -46,9 +48,8 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
             row = 2.4 * position + lane
             labels[row] = f"rank {rank} {name}" if lane == 0 else name
             drawn = bars[(bars["rank"] == rank) & (bars["lane"] == name)]
-            until = drawn["start"].shift(-1).fillna(numpy.inf)  # where the next bar covers this one
-            for bar, covered in zip(drawn.itertuples(), until, strict=True):
-                _draw(ax, bar, row, min(bar.start + bar.length, covered))
+            for bar, (slot, slots) in zip(drawn.itertuples(), _slots(drawn), strict=True):
+                _draw(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots)
         waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
         ax.broken_barh(list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=VERMILION)
     ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since the start of the step, ms")
@@ -95,16 +96,31 @@ def _bars(result: RunResult) -> pandas.DataFrame:
     )
 
 
-def _draw(ax: Axes, bar: Any, row: float, end: float) -> None:
-    """One bar, with the last part of its unit's name if it fits in before ``end``."""
+def _slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
+    """Where each bar stands among those that run at the same time: its place from the top, and how many there are."""
+    places: list[list[int]] = []  # of bars that touch in time, one list for each such group
+    ends: list[float] = []  # of the last bar in each place
+    for start, length in zip(bars["start"], bars["length"], strict=True):
+        if all(end <= start + TOUCH_MS for end in ends):
+            places.append([])
+            ends = []
+        place = next((place for place, end in enumerate(ends) if end <= start + TOUCH_MS), len(ends))
+        ends[place : place + 1] = [start + length]
+        places[-1].append(place)
+    return [(place, max(group) + 1) for group in places for place in group]
+
+
+def _draw(ax: Axes, bar: Any, top: float, height: float) -> None:
+    """One bar, with the last part of its unit's name if it fits in."""
     colour = COLOURS.get(bar.what, style.GREY)
-    ax.broken_barh([(bar.start, bar.length)], (row - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.4)
+    ax.broken_barh([(bar.start, bar.length)], (top, height), facecolors=colour, edgecolor="white", linewidth=0.4)
     text = bar.unit.rpartition(".")[2]
     left, right = ax.get_xlim()
-    points = ax.get_window_extent().width * 72 / ax.figure.dpi * (end - bar.start) / (right - left)
+    points = ax.get_window_extent().width * 72 / ax.figure.dpi * bar.length / (right - left)
     if text and points > LETTER_POINTS * len(text) + 2:
         tint = "white" if colour in (style.BLUE, style.GREEN) else "black"
-        ax.text((bar.start + end) / 2, row, text, ha="center", va="center", fontsize=8, color=tint)
+        middle = bar.start + bar.length / 2, top + height / 2
+        ax.text(*middle, text, ha="center", va="center", fontsize=8, color=tint)
 
 
 def _legend(ax: Axes, kinds: set[str], result: RunResult) -> None:

@@ -1,0 +1,67 @@
+"""A program to look at: collectives, waits and compute, as text or, in a notebook, in colours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html import escape
+
+from labkit.generated.program import Line, Program
+
+COLOURS = {"collective": "#F0E442", "wait": "#D55E00", "kernel": "#E69F00", "extern": "#E69F00"}
+"""All-reduce, exposed and backward, as on a time line (Okabe and Ito's palette); black text is legible on each."""
+BUFFERS_SHOWN = 4
+_PATH = re.compile(r"""(?<![\w/.])/(?:[\w.+@-]+/)+""")
+_CACHED_FILE = re.compile(r"^\s*# kernel path: .*\n", re.MULTILINE)
+_LABEL = "display:inline-block;width:6.5em;padding:0 .5em;margin:0 1em;color:black;background:"
+_SCROLLED = "overflow-x:auto;white-space:pre;line-height:1.5;font-size:13px"
+
+
+class Listing:
+    """What a program computes, asks for and waits for, a line each.
+
+    Attributes:
+        code: the text as inductor wrote it.
+    """
+
+    def __init__(self, code: str):
+        self.code = code
+        self._program = Program(code)
+
+    @property
+    def full(self) -> str:
+        """The whole program, without folders and names of cached files."""
+        return _PATH.sub("", _CACHED_FILE.sub("", self.code))
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{line.number:>5}  {line.kind:<10}  {text}" for line, text in self._shown())
+
+    def _repr_html_(self) -> str:
+        rows = "\n".join(
+            f'{line.number:>5}<span style="{_LABEL}{COLOURS[line.kind]}">{line.kind}</span>{escape(text)}'
+            for line, text in self._shown()
+        )
+        return (
+            f'<pre style="{_SCROLLED}">{rows}</pre>'
+            f"<details><summary>the whole program, {len(self.full.splitlines())} lines</summary>"
+            f'<pre style="{_SCROLLED};max-height:30em;overflow-y:auto">{escape(self._numbered())}</pre></details>'
+        )
+
+    def _numbered(self) -> str:
+        """The whole program with the numbers of its lines, from ``def call`` on."""
+        lines = self.full.splitlines()
+        start = next(index for index, line in enumerate(lines) if line.lstrip().startswith("def call("))
+        numbers = [""] * start + [str(number) for number in range(1, len(lines) - start + 1)]
+        return "\n".join(f"{number:>5}  {line}" for number, line in zip(numbers, lines, strict=True))
+
+    def _shown(self) -> Iterator[tuple[Line, str]]:
+        """Lines to show, each as a short call with the bucket that it asks or waits for."""
+        notes = {}
+        for index, request in enumerate(self._program.all_reduces):
+            notes[request.line.number] = f"  asks for bucket {index}"
+            notes |= {wait.number: f"  waits for bucket {index}" for wait in request.waits}
+        for line in self._program.lines:
+            if line.kind in COLOURS:
+                names = list(line.buffers[:BUFFERS_SHOWN])
+                names += [f"... {len(line.buffers)} in all"] if len(line.buffers) > BUFFERS_SHOWN else []
+                yield line, f"{line.name}({', '.join(names)}){notes.get(line.number, '')}"

@@ -1,0 +1,294 @@
+"""The function ``call`` of an inductor program, statement by statement: lines, memory, requests and their waits."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeGuard
+
+Kind = Literal["collective", "wait", "kernel", "extern", "allocation", "free", "other"]
+Shape = tuple[int, ...]
+COMPUTE = ("kernel", "extern")
+_FORMS: tuple[tuple[Kind, str], ...] = (  # what a call is, by its full name: the first that matches
+    ("wait", r"torch\.ops\._c10d_functional\.(wait_tensor)\."),
+    ("collective", r"torch\.ops\._c10d_functional\.(\w+)\."),
+    ("kernel", r"(cpp_fused\w*|cpp_CppMicroGemm\w*)$|(\w+)\.run$"),
+    ("extern", r"extern_kernels\.(\w+)$"),
+    ("other", r"torch\.ops\.aten\.(flatten)\."),  # a view of the same memory
+    ("extern", r"torch\.ops\.\w+\.(\w+)"),
+    ("allocation", r"(empty_strided\w*)$"),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the program.
+
+    Attributes:
+        number: counted from ``def call``, which is line 1.
+        kind: what it does; views, checks of shapes, reuse of memory and ``return`` are "other".
+        name: of the operation: ``all_reduce_``, ``wait_tensor``, ``cpp_fused_1``, ``mm``, ...
+        buffers: the inputs (``arg3_1``) and buffers (``buf7``) that it names, each once, in order.
+        text: as written.
+    """
+
+    number: int
+    kind: Kind
+    name: str
+    buffers: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class View:
+    """What a name stands for: a stretch of the memory that was allocated under the name ``root``.
+
+    ``offset`` and ``shape`` in elements; ``shape`` and ``dtype`` are None where the program does not say.
+    """
+
+    name: str
+    root: str
+    offset: int = 0
+    shape: Shape | None = None
+    dtype: str | None = None
+
+    @property
+    def elements(self) -> int:
+        """Their number; -1 where the shape is not known."""
+        return -1 if self.shape is None else math.prod(self.shape)
+
+
+@dataclass
+class Request:
+    """A collective: what it was handed, which results nobody has waited for, and who waited."""
+
+    line: Line
+    sent: list[View]
+    pending: set[str]
+    waits: list[Line] = field(default_factory=list)
+    too_early: bool = False
+    """Whether a result was used before it was waited for."""
+
+    def holds(self, root: str) -> bool:
+        """Whether this memory is, or contains, a result that nobody has waited for."""
+        return any(result == root or result.startswith(f"{root}[") for result in self.pending)
+
+
+class Program:
+    """The parsed function.
+
+    Attributes:
+        lines: all lines, in order.
+        requests: the collectives, in order.
+        views: by name; a name never changes its meaning in such a program.
+    """
+
+    def __init__(self, code: str):
+        self._source = code.splitlines()
+        function = _call_function(code)
+        self.lines: list[Line] = []
+        self.requests: list[Request] = []
+        self.views: dict[str, View] = {}
+        self._dtypes = _input_dtypes(code)
+        self._stretches: list[tuple[Line, View]] = []  # every reinterpret_tensor
+        by_line: dict[int, list[ast.stmt]] = {}
+        for statement in _flat(function.body):
+            by_line.setdefault(statement.lineno, []).append(statement)
+        for lineno, statements in by_line.items():
+            self._take(lineno - function.lineno + 1, statements)
+
+    @property
+    def all_reduces(self) -> list[Request]:
+        """The requests that sum gradients, or whatever else, over ranks: the buckets."""
+        return [request for request in self.requests if request.line.name.startswith("all_reduce")]
+
+    def compute_between(self, first: Line, last: Line | None) -> tuple[Line, ...]:
+        """Kernels and externs after one line and before another, or up to the end."""
+        end = last.number if last else math.inf
+        return tuple(line for line in self.lines if first.number < line.number < end and line.kind in COMPUTE)
+
+    def pieces(self, sent: View, request: Line) -> list[View]:
+        """The tensors that were copied into one flat buffer before the request, by place, or the tensor itself.
+
+        The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
+        """
+        writers = [line for line in self.lines if line.number < request.number and line.kind in COMPUTE]
+        writer = next((each for each in reversed(writers) if sent.root in self._roots(each)), None)
+        sources = [self.views[name] for name in writer.buffers] if writer else []
+        for source in [sent, *(each for each in sources if each.elements == sent.elements)]:
+            before = [view for line, view in self._stretches if line.number < request.number]
+            by_offset = {view.offset: view for view in before if view.root == source.root}
+            parts = [by_offset[offset] for offset in sorted(by_offset)]
+            if _tile(parts, sent.elements):
+                return [self._as_used(replace(sent, offset=part.offset, shape=part.shape), request) for part in parts]
+        return [sent]
+
+    def _as_used(self, part: View, request: Line) -> View:
+        """The part in the shape that it has when it is back."""
+        place = (part.root, part.offset, part.elements)
+        after = [view for line, view in self._stretches if line.number > request.number]
+        shapes = [view.shape for view in after if (view.root, view.offset, view.elements) == place]
+        return replace(part, shape=shapes[0]) if shapes else part
+
+    def _take(self, number: int, statements: Sequence[ast.stmt]) -> None:
+        first = statements[0]
+        if isinstance(first, ast.Assign) and isinstance(first.value, ast.Name) and first.value.id == "args":
+            for given in ast.walk(first.targets[0]):
+                if isinstance(given, ast.Name):
+                    self.views[given.id] = View(given.id, given.id, dtype=self._dtypes.get(given.id))
+        kind, name = _form(first)
+        self._name_views(first)
+        text = " ".join(line.strip() for line in self._source[first.lineno - 1 : first.end_lineno])
+        line = Line(number, kind, name, self._buffers(first), text)
+        self.lines.append(line)
+        self._stretches += [(line, self._view(call)) for call in ast.walk(first) if _is_stretch(call)]
+        if kind == "collective":
+            self._request(line, first)
+        elif kind == "wait":
+            self._wait(line, first)
+        elif kind in COMPUTE or name == "return":
+            self._use(line)
+
+    def _request(self, line: Line, statement: ast.stmt) -> None:
+        self._use(line)
+        call = _call_of(statement)
+        assert call is not None
+        given = call.args[0].elts if isinstance(call.args[0], ast.List) else [call.args[0]]
+        sent = [self._view(each) for each in given]
+        if line.name.endswith("_"):
+            pending = {view.root for view in sent}
+        else:
+            into = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or _targets(statement)
+            outputs = [each for value in into for each in (value.elts if isinstance(value, ast.List) else [value])]
+            pending = {self._view(output).root for output in outputs}
+            if line.name.endswith("_coalesced"):
+                pending = {f"{root}[{index}]" for root in pending for index in range(len(given))}
+        self.requests.append(Request(line, sent, pending))
+
+    def _wait(self, line: Line, statement: ast.stmt) -> None:
+        call = _call_of(statement)
+        assert call is not None
+        root = self._view(call.args[0]).root
+        for request in self.requests:
+            if root in request.pending:
+                request.pending.discard(root)
+                request.waits.append(line)
+
+    def _use(self, line: Line) -> None:
+        roots = self._roots(line)
+        for request in self.requests:
+            request.too_early |= any(request.holds(root) for root in roots)
+
+    def _roots(self, line: Line) -> set[str]:
+        return {self.views[name].root for name in line.buffers}
+
+    def _buffers(self, statement: ast.stmt) -> tuple[str, ...]:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id in self.views]
+        return tuple(dict.fromkeys(node.id for node in sorted(names, key=lambda node: (node.lineno, node.col_offset))))
+
+    def _name_views(self, statement: ast.stmt) -> None:
+        """Learn what a line gives a name to, and the shapes that it checks."""
+        for target in _targets(statement):
+            if isinstance(target, ast.Name) and target.id.startswith("buf") and isinstance(statement, ast.Assign):
+                self.views[target.id] = replace(self._view(statement.value, target.id), name=target.id)
+        call = _call_of(statement)
+        if call and ast.unparse(call.func) == "assert_size_stride":
+            seen = self._view(call.args[0])
+            if seen.name in self.views and seen.shape is None:
+                self.views[seen.name] = replace(seen, shape=_shape(call.args[1]))
+
+    def _view(self, value: ast.expr, new: str = "") -> View:
+        """What an expression stands for; memory of its own, under the name ``new``, where it is no view."""
+        if isinstance(value, ast.Name):
+            return self.views.get(value.id, View(value.id, value.id))
+        if isinstance(value, ast.Subscript):
+            seen = self._view(value.value)
+            return View(new, f"{seen.root}[{ast.unparse(value.slice)}]")
+        if not isinstance(value, ast.Call):
+            return View(new, new)
+        kind, name = _form_of_call(value)
+        if name == "reinterpret_tensor":
+            seen = self._view(value.args[0])
+            offset = seen.offset + ast.literal_eval(value.args[3])
+            return replace(seen, offset=offset, shape=_shape(value.args[1]))
+        if name == "flatten":
+            seen = self._view(value.args[0])
+            return replace(seen, shape=None if seen.shape is None else (seen.elements,))
+        if kind == "wait":
+            return self._view(value.args[0])
+        if kind == "allocation":
+            return View(new, new, 0, _shape(value.args[0]), ast.unparse(value.args[2]).removeprefix("torch."))
+        return View(new, new)
+
+
+def _call_function(code: str) -> ast.FunctionDef:
+    try:
+        tree = ast.parse(code)
+    except SyntaxError as error:
+        raise ValueError(f"line {error.lineno}: not Python ({error.msg}); give the text that inductor wrote") from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "call":
+            return node
+    raise ValueError(
+        f"no function call() in {len(code.splitlines())} lines: give the whole program that inductor wrote"
+    )
+
+
+def _input_dtypes(code: str) -> dict[str, str]:
+    """The dtypes of inputs, from the example that each program brings along for a benchmark of itself."""
+    return dict(re.findall(r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)", code, re.MULTILINE))
+
+
+def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements in order, those under ``with`` (a GPU's guard) among them."""
+    for statement in statements:
+        if isinstance(statement, ast.With):
+            yield from _flat(statement.body)
+        else:
+            yield statement
+
+
+def _call_of(statement: ast.stmt) -> ast.Call | None:
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign) else None
+    return value if isinstance(value, ast.Call) else None
+
+
+def _is_stretch(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "reinterpret_tensor"
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    return statement.targets if isinstance(statement, ast.Assign) else []
+
+
+def _form(statement: ast.stmt) -> tuple[Kind, str]:
+    if call := _call_of(statement):
+        return _form_of_call(call)
+    if isinstance(statement, ast.Delete):
+        return "free", "del"
+    return "other", "return" if isinstance(statement, ast.Return) else "="
+
+
+def _form_of_call(call: ast.Call) -> tuple[Kind, str]:
+    full_name = ast.unparse(call.func)
+    for kind, form in _FORMS:
+        if found := re.match(form, full_name):
+            return kind, next(name for name in found.groups() if name)
+    return "other", full_name.rpartition(".")[2]
+
+
+def _shape(value: ast.expr) -> Shape | None:
+    """The shape that is written out; None for one with symbols, of a program for any size."""
+    try:
+        return tuple(ast.literal_eval(value))
+    except ValueError:
+        return None
+
+
+def _tile(parts: Sequence[View], elements: int) -> bool:
+    """Whether two or more parts fill a buffer of so many elements without gaps."""
+    ends = [part.offset + part.elements for part in parts]
+    return len(parts) > 1 and [0, *ends] == [*(part.offset for part in parts), elements]

@@ -1,0 +1,125 @@
+"""The bucket diagram: which gradients travel together, and what runs between a bucket's request and its wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from labkit import generated
+from labkit.generated import Bucket
+from labkit.plots import style
+from labkit.result import RunResult
+
+ON_THE_WAY, WAIT = generated.COLOURS["collective"], generated.COLOURS["wait"]
+DOT: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
+TICK: dict[str, Any] = {"color": WAIT, "marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
+SHARE, GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
+LETTER = 0.0125  # of the width: a letter in a box
+LETTERS_BELOW = 60  # that fit below the boxes
+
+
+def buckets(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:
+    """A row a bucket. Left, its gradients, as wide as their bytes; right, when it is asked for and waited for.
+
+    The scale on the right counts lines of the generated program, as ``generated.Listing`` does. A dot is a kernel or a
+    product of matrices that runs after the request and before the first wait: it hides the communication.
+
+    Args:
+        drawn: a run that kept its generated code and recorded what travels, as comm records ``bucket/0/fc4.weight``;
+            or buckets, from ``generated.buckets``.
+        ax: where to draw.
+
+    Raises:
+        FileNotFoundError: rank 0 of the run kept no code.
+        ValueError: there is no bucket, or the records do not fit the code.
+    """
+    rows = _recorded(drawn) if isinstance(drawn, RunResult) else list(drawn)
+    if not rows:
+        raise ValueError("no bucket to draw: the program holds no all-reduce; were gradients synchronised?")
+    ax = style.axes(ax, height=1.6 + 0.6 * len(rows))
+    longest = max(bucket.bytes for bucket in rows)
+    unit, size = ("MB", 1e6) if longest >= 1e6 else ("kB", 1e3)
+    ax.set_xlim(0, longest / size / SHARE)
+    for row, bucket in enumerate(rows):
+        _boxes(ax, row, bucket, size)
+    labels = [f"bucket {bucket.index}\n{style.readable_bytes(bucket.bytes)}" for bucket in rows]
+    ax.set(yticks=range(len(rows)), yticklabels=labels, ylim=(len(rows) - 0.4, -0.5))
+    ax.set_xticks([tick for tick in ax.get_xticks() if tick <= longest / size])
+    ax.spines["bottom"].set_bounds(0, longest / size)
+    ax.set_xlabel(f"gradients that travel together, {unit}", x=SHARE / 2)
+    ax.tick_params(axis="y", length=0)
+    _program_order(ax, rows)
+    if isinstance(drawn, RunResult):
+        style.stamp(ax, [drawn])
+    return ax
+
+
+def _boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:
+    """One box a gradient, in units of so many bytes; names that are too long for their box stand below."""
+    start, others = 0.0, []
+    for gradient in bucket.gradients:
+        width, name = gradient.bytes / size, gradient.name or gradient.buffer
+        ax.barh(row, width, left=start, height=0.56, color=style.SKY, edgecolor="black", linewidth=0.5)
+        if len(name) * LETTER < width / ax.get_xlim()[1]:
+            ax.text(start + width / 2, row, name, ha="center", va="center", fontsize=8)
+        else:
+            others.append(name)
+        start += width
+    text = f"also here: {', '.join(others)}" if len(others) < len(bucket.gradients) else ", ".join(others)
+    text = text if len(text) <= LETTERS_BELOW else f"also here: {len(others)} gradients"
+    if others:
+        ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
+
+
+def _program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
+    """Beside the boxes, along the lines of the program: the request, compute, the waits."""
+    order = ax.inset_axes((SHARE + GAP, 0, 1 - SHARE - GAP, 1), sharey=ax)
+    for row, bucket in enumerate(rows):
+        asked, hidden_by = bucket.request.number, [line.number for line in bucket.hidden_by]
+        waits = [line.number for line in bucket.waits]
+        until = max([asked, *waits, *hidden_by]) + 1
+        order.barh(row, until - asked, left=asked, height=0.3, color=ON_THE_WAY, edgecolor="black", linewidth=0.5)
+        order.plot(hidden_by, [row] * len(hidden_by), **DOT)
+        order.plot(waits, [row] * len(waits), **TICK)
+        text = f"{len(hidden_by) or 'nothing'} in between" if waits else "never waited for"
+        order.text(until, row - 0.2, text, ha="right", fontsize=7, color=style.GREY if waits else WAIT)
+    order.spines[["top", "right", "left"]].set_visible(False)
+    order.tick_params(axis="y", length=0, labelleft=False)
+    order.set_xlim(1, order.get_xlim()[1])
+    order.set_xlabel("line of the generated program")
+    handles = [
+        Patch(facecolor=ON_THE_WAY, edgecolor="black", linewidth=0.5, label="on its way"),
+        Line2D([], [], label="compute", **DOT),
+        Line2D([], [], label="wait", **TICK),
+    ]
+    order.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=8,
+        handlelength=1.2, columnspacing=1.0,
+    )  # fmt: skip
+
+
+def _recorded(result: RunResult) -> list[Bucket]:
+    """The buckets of rank 0's program with the names that the run recorded."""
+    found = generated.buckets(result.ranks[0].code().code)
+    frame = result.frame
+    records = frame[(frame["rank"] == 0) & (frame["kind"] == "comm") & frame["name"].str.startswith("bucket/")]
+    travelled = [
+        (*name.split("/", maxsplit=2)[1:], int(size))
+        for name, size in records.drop_duplicates("name", keep="last")[["name", "bytes"]].itertuples(index=False)
+    ]
+    coded = [(str(bucket.index), gradient.bytes) for bucket in found for gradient in bucket.gradients]
+    if coded != [(index, size) for index, _, size in travelled]:
+        raise ValueError(
+            f"the code of rank 0 sends {len(coded)} gradients in {len(found)} buckets, the run recorded "
+            f"{len(travelled)} of other sizes: records bucket/<index>/<parameter> must follow the program's order"
+        )
+    names = iter(name for _, name, _ in travelled)
+    return [
+        replace(bucket, gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients))
+        for bucket in found
+    ]
