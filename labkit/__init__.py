@@ -7,9 +7,9 @@ A module imports only from modules with a lower number:
 | layer | modules                                                    |                                        |
 |-------|------------------------------------------------------------|----------------------------------------|
 | 0     | errors, records, theory/, config, folder, upstream, photo, | plain things that know nothing of      |
-|       | models/, tensors/                                          | ranks                                  |
+|       | compiler, generated/, models/, tensors/                    | ranks                                  |
 | 1     | parallel/                                                  | one technique a file                   |
-| 2     | rank, meter, timeline, trace, instrument, parity/          | inside a rank                          |
+| 2     | rank, meter, wire, timeline, trace, instrument, parity/    | inside a rank                          |
 | 3     | run, result, failure, process, torchrun, worker, progress, | start ranks, watch them, read results; |
 |       | simulate, local_ranks, doctor                              | what this machine can do               |
 | 4     | plots/                                                     | results to figures                     |

@@ -26,7 +26,7 @@ from typing import Literal
 
 import psutil
 
-from labkit import upstream
+from labkit import compiler, upstream
 from labkit.run import runs_folder
 
 GIB = 1024**3
@@ -141,14 +141,10 @@ def check_sharded_convolution() -> Finding:
 
 def check_compiler() -> Finding:
     """A C++ compiler, which torch.compile calls for CPU code."""
-    name = os.environ.get("CXX", "")
-    path = shutil.which(name) if name else shutil.which("g++") or shutil.which("clang++")
-    if path is None:
-        seen = f"none (CXX is {name!r}, which is no program)" if name else "none"
-        fix = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
-        return Finding("FAIL", "C++ compiler", seen, fix, "lab 4 (torch.compile)")
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [path])[0])
+    if seen := compiler.problem():
+        return Finding("FAIL", "C++ compiler", seen, compiler.FIX, "lab 4 (torch.compile)")
+    answer = subprocess.run([compiler.wanted(), "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [compiler.wanted()])[0])
 
 
 def check_cores() -> Finding:

@@ -46,29 +46,53 @@ def messages_of(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[st
     return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE else 0])]
 
 
+def axis_of(args: Sequence[Any], axes: Mapping[str, str]) -> str:
+    """The mesh axis that an operation of torch's communication namespaces runs on, "" where it is none of them.
+
+    Args:
+        args: of the operation, its process group (c10d) or the group's name (functional collectives) among them.
+        axes: the axis of every group, by the group's name.
+    """
+    groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+    names = [str(torch.distributed.ProcessGroup.unbox(group).group_name) for group in groups]
+    names += [each for each in args if isinstance(each, str)]
+    return next((axes[name] for name in names if name in axes), "")
+
+
 class CommunicationCounter(TorchDispatchMode):
     """Counts calls and bytes of every collective and point-to-point message that this rank takes part in.
 
     ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...). Bytes are those of the
     tensor that this rank hands in (for ``recv``, that it receives); how many of them cross a wire, and how often, is
     the algorithm's business: see ``theory.ring_all_reduce_bytes``.
+
+    Args:
+        axes: mesh axes by the names of their process groups. What runs on one of these is counted a second time, as
+            ``tp/all_reduce`` for an axis ``tp``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, axes: Mapping[str, str] | None = None) -> None:
         super().__init__()
+        self.axes = axes or {}
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as compiled code in here, and count what it sends; else torch would run it eagerly."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented  # let DTensor turn the operation into local ones and collectives first
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace in _NAMESPACES and name not in _NOT_TRAFFIC:
+            axis = axis_of(args, self.axes)
             for label, given in messages_of(namespace, name, args):
-                self.counts[label] += 1
-                self.bytes[label] += sum(
-                    t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor)
-                )
+                size = sum(t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor))
+                for key in (label, f"{axis}/{label}") if axis else (label,):
+                    self.counts[key] += 1
+                    self.bytes[key] += size
         return func(*args, **(kwargs or {}))
 
 
@@ -133,7 +157,12 @@ class Meter:
             torch.cuda.synchronize(self.device)
 
     def steps(
-        self, count: int, warmup: int, track: Sequence[Any], units: Mapping[str, Sequence[nn.Module]] | None = None
+        self,
+        count: int,
+        warmup: int,
+        track: Sequence[Any],
+        units: Mapping[str, Sequence[nn.Module]] | None = None,
+        axes: Mapping[str, str] | None = None,
     ) -> Iterator[Step]:
         """Yield warm-up steps, ``count`` timed steps, then one or two traced steps. See ``rank.Here.steps``."""
         self.writer.write("scalar", "planned_steps", -1, value=count, unit="steps")
@@ -148,7 +177,7 @@ class Meter:
         self._write_peaks(count)
         if units:
             yield from self._profiled_step(count, units)
-        yield from self._traced_step(count, track)
+        yield from self._traced_step(count, track, axes)
 
     def _profiled_step(self, index: int, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[Step]:
         from labkit import timeline  # brings in the profiler
@@ -166,9 +195,9 @@ class Meter:
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
 
-    def _traced_step(self, index: int, track: Sequence[Any]) -> Iterator[Step]:
+    def _traced_step(self, index: int, track: Sequence[Any], axes: Mapping[str, str] | None) -> Iterator[Step]:
         step = Step(index, False, self)
-        counter, tracker = CommunicationCounter(), tracker_of(track) if track else None
+        counter, tracker = CommunicationCounter(axes), tracker_of(track) if track else None
         with contextlib.ExitStack() as modes:
             if tracker is not None:
                 modes.enter_context(tracker)
@@ -200,18 +229,27 @@ def finished_collectives_let_go() -> Iterator[None]:
     That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
     the peak of memory would depend on it.
     """
-    wait = torch.distributed.Work.wait
+    from torch.distributed import _functional_collectives as functional
 
-    def wait_and_rest(work: Any, *args: Any, **kwargs: Any) -> Any:
-        result = wait(work, *args, **kwargs)
+    with rest_after(torch.distributed.Work, "wait"), rest_after(functional, "wait_tensor"):
+        yield
+
+
+@contextlib.contextmanager
+def rest_after(owner: Any, name: str) -> Iterator[None]:
+    """In here, each call of this function of a class or module takes 2 ms longer."""
+    original = getattr(owner, name)
+
+    def call_and_rest(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
         time.sleep(0.002)
         return result
 
-    torch.distributed.Work.wait = wait_and_rest  # type: ignore[method-assign, assignment]
+    setattr(owner, name, call_and_rest)
     try:
         yield
     finally:
-        torch.distributed.Work.wait = wait  # type: ignore[method-assign]
+        setattr(owner, name, original)
 
 
 def tracker_of(track: Sequence[Any]) -> Any:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit import config as configs
 from labkit.errors import ParameterError
+from labkit.folder import RunFolder
 from labkit.meter import Meter, Step
 from labkit.records import Writer
 
@@ -72,6 +73,7 @@ class Here:
         warmup: int = 1,
         track: Sequence[Any] = (),
         units: Mapping[str, Sequence[nn.Module]] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Iterator[Step]:
         """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then traced ones.
 
@@ -84,8 +86,10 @@ class Here:
             warmup: steps before them.
             track: models and optimizers whose memory is followed.
             units: modules by the name that they shall have in the time line.
+            mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
         """
-        return self._meter.steps(count, warmup, track, units)
+        axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()} if mesh else {}
+        return self._meter.steps(count, warmup, track, units, axes)
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
         """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
@@ -98,6 +102,15 @@ class Here:
     def scalar(self, name: str, value: float, unit: str = "") -> None:
         """Record one number about the whole run."""
         self._writer.write("scalar", name, -1, value=float(value), unit=unit)
+
+    def comm(self, name: str, size: int) -> None:
+        """Record the bytes that this rank hands to a collective in one step."""
+        self._writer.write("comm", name, -1, count=1, bytes=size)
+
+    def keep_code(self, programs: Sequence[str]) -> None:
+        """Keep in the run's folder, if there is one, the program that the compiler wrote last: the backward pass."""
+        if programs and self._writer.folder:
+            RunFolder(self._writer.folder).code(self.rank).write_text(programs[-1])
 
     def print(self, text: str) -> None:
         """Print on rank 0 alone."""

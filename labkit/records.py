@@ -13,7 +13,8 @@ table. Nothing else crosses from the ranks to the notebook as a number.
 | comm   | count, bytes     | calls of one collective in a step, and the bytes this rank handed to them    |
 
 Warm-up steps have step -1, timed steps count from 0. Spans named ``compute/forward/layers.0`` are bars of a time line:
-lane, what and unit, and their start counts from that of the profiled step.
+lane, what and unit, and their start counts from that of the profiled step. A comm record named ``tp/all_reduce`` is the
+part of ``all_reduce`` that ran along the mesh axis ``tp``.
 """
 
 from __future__ import annotations

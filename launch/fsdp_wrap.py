@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from labkit import parity, rank
+from labkit import compiler, parity, rank
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
@@ -90,6 +90,8 @@ class Config:
             raise ValueError("wrap none has no unit that could gather in bf16 or be offloaded: use wrap root or block")
         if self.skip and self.wrap != "block":
             raise ValueError(f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block")
+        if self.compile:
+            compiler.refuse_if_missing()
 
     def sizes(self) -> dict[str, int]:
         """Those that were asked for; the model knows the rest."""

@@ -1,5 +1,7 @@
 """labkit.meter: what is counted, what is timed, and what is left to the traced step."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -162,6 +164,32 @@ def test_operations_on_dtensors_are_counted_as_the_collectives_that_they_need():
     assert dict(traffic.bytes) == {"all_reduce": 24}
 
 
+@pytest.mark.usefixtures("group")
+def test_what_runs_along_a_mesh_axis_is_counted_for_that_axis_as_well():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = (mesh.get_group(axis) for axis in ("dp", "tp"))
+    with CommunicationCounter({dp.group_name: "dp", tp.group_name: "tp"}) as traffic:
+        dist.all_reduce(ten(), group=tp)
+        dist.all_gather_into_tensor(torch.ones(4, 5), ten(), group=dp)
+        wait_for(functional.all_reduce(ten(), "sum", (mesh, 1)), functional.all_reduce(ten(), "sum", (mesh, 0)))
+        dist.all_reduce(ten())
+    along = {"tp/all_reduce": 2, "dp/all_reduce": 1, "dp/all_gather": 1}
+    assert dict(traffic.counts) == {"all_reduce": 4, "all_gather": 1} | along
+    assert traffic.bytes == {name: 40 * count for name, count in traffic.counts.items()}
+
+
+@pytest.mark.usefixtures("group")
+def test_messages_along_a_mesh_axis_are_counted_one_by_one():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp = mesh.get_group("tp")
+    with CommunicationCounter({tp.group_name: "tp"}) as traffic:
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, ten(), 0, tp), dist.P2POp(dist.irecv, ten(), 0, tp)]
+        ):
+            work.wait()
+    assert dict(traffic.counts) == {"send": 1, "recv": 1, "tp/send": 1, "tp/recv": 1}
+
+
 def train(meter, steps=3, warmup=2, track=True):
     """Some measured steps of a tiny network; their indices, and all records."""
     model = nn.Linear(64, 64)
@@ -240,6 +268,17 @@ def test_memory_is_not_traced_where_nothing_is_to_be_tracked(meter):
     _, lines = train(meter, track=False)
     assert {line["name"] for line in lines if line["kind"] == "memory"} == {"resident"}
     assert [line["name"] for line in lines if line["kind"] == "comm"] == ["all_reduce"]
+
+
+def test_in_the_traced_step_alone_every_wait_for_a_collective_ends_with_a_rest(meter):
+    waits = [(dist.Work.wait, functional.wait_tensor)]
+    for step in meter.steps(1, 0, []):
+        assert ((dist.Work.wait, functional.wait_tensor) == waits[0]) == step.timed
+        if not step.timed:
+            start = time.perf_counter()
+            wait_for(functional.all_reduce(ten(), "sum", dist.group.WORLD))
+            assert time.perf_counter() - start > 0.002
+    assert (dist.Work.wait, functional.wait_tensor) == waits[0]
 
 
 def test_a_loop_that_is_left_early_leaves_no_tracing_behind(meter):

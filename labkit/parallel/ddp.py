@@ -1,0 +1,286 @@
+"""Replicated data parallelism, by DDP's own reducer or by the compiler.
+
+Every rank holds the whole model, computes gradients of its own samples, and averages them with the others'. One
+all-reduce a gradient would cost too many messages, one for all would start too late: gradients travel in *buckets*.
+
+    eager      hooks fill DDP's buckets while autograd runs; a full bucket leaves at once
+    compiled   compiled autograd traces the backward pass, with an all-reduce and a wait for each gradient, into one
+               graph; a pass of inductor's fuses the all-reduces into buckets and moves the waits to the first use
+
+    with fused("concat", bucket_mb=25), compiled_backward():     # all of it inside: building, forward, backward
+        model = torch.compile(apply_replicate(LinearChain(), mesh), dynamic=False)
+        model(x).sum().backward()
+        buckets_counted()                                        # 3
+
+Sources: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704); pytorch/pytorch#110662, which traces the backward
+pass; torch/_inductor/fx_passes/ddp_fusion.py, which fuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.models.protocol import LabModel
+
+Fuse = Literal["none", "coalesced", "concat"]
+Mode = Literal["ddp", "replicate", "compiled_ddp", "compiled"]
+DEFAULT_MB = 25.0
+HOOKS: dict[torch.dtype, Callable[..., Any]] = {
+    torch.bfloat16: default_hooks.bf16_compress_hook,
+    torch.float16: default_hooks.fp16_compress_hook,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train with DDP and the compiler.
+
+    Attributes:
+        dtype: gradients travel in this type.
+        forward: compile the forward pass as well as the backward pass.
+        no_sync: accumulate a first batch without communication.
+        checkpoint: recompute the first layer in the backward pass.
+    """
+
+    dtype: torch.dtype = torch.float32
+    forward: bool = True
+    no_sync: bool = False
+    checkpoint: bool = False
+
+    @property
+    def batches(self) -> tuple[bool, ...]:
+        """The batches of one step, each by whether its backward pass averages gradients."""
+        return (False, True) if self.no_sync else (True,)
+
+
+CASES = {
+    "cpu": Case(),
+    "cpu_no_sync": Case(no_sync=True),
+    "gpu": Case(),
+    "bf16": Case(torch.bfloat16),
+    "fp16": Case(torch.float16),
+    "backward_only": Case(forward=False),
+    "checkpoint": Case(checkpoint=True),
+}
+
+
+@contextlib.contextmanager
+def applied(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mode: Mode,
+    case: Case,
+    *,
+    fuse: Fuse = "coalesced",
+    bucket_mb: float = DEFAULT_MB,
+    inductor: bool = True,
+    late_waits: bool = True,
+) -> Iterator[tuple[Any, list[str]]]:
+    """Apply one technique as a case says, and stay where its forward and backward passes have to run.
+
+    Args:
+        model: on this rank's device, equal on all ranks.
+        mesh: one axis.
+        mode: DDP's wrapper or ``replicate``, by themselves or compiled (``compiled`` is ``replicate``).
+        case: see ``Case``.
+        fuse: as ``mode`` for ``fused``.
+        bucket_mb: size of a bucket in MiB.
+        inductor: as for ``compiled_backward``, for the forward pass as well.
+        late_waits: as for ``fused``.
+
+    Returns:
+        A context manager that gives the model to call, and a list that fills with the programs of ``generated_code``.
+    """
+    programs: list[str] = []
+    compiled = mode in ("compiled", "compiled_ddp")
+    apply = apply_ddp if mode in ("ddp", "compiled_ddp") else apply_replicate
+    with contextlib.ExitStack() as stack:
+        if compiled:
+            stack.enter_context(fused(fuse, bucket_mb, late_waits=late_waits))
+            stack.enter_context(compiled_backward(inductor=inductor))
+            programs = stack.enter_context(generated_code())
+        replicated = apply(model, mesh, bucket_mb=bucket_mb)
+        compress(replicated, mesh, case.dtype)
+        how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
+        yield torch.compile(replicated, disable=not (compiled and case.forward), **how), programs
+
+
+def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_MB) -> DistributedDataParallel:
+    """Wrap a model with DistributedDataParallel; its parameters are made rank 0's.
+
+    A bucket is sent once it holds ``bucket_mb`` MiB. At 25, the default, the first one is sent at 1 MiB already; for
+    any other size DDP drops this exception. The first backward pass sends everything in one bucket: only then does
+    DDP know in which order gradients become ready.
+
+    Args:
+        model: on this rank's device.
+        mesh: one axis, over which gradients are averaged.
+        bucket_mb: size of a bucket in MiB.
+    """
+    return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_cap(bucket_mb))
+
+
+def apply_replicate(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_MB) -> nn.Module:
+    """The same in place, without a wrapper: the module keeps its names. See ``apply_ddp``.
+
+    Where the mesh is one axis of a larger one and parameters are DTensors on another axis, they leave the module's
+    ``parameters()`` after the first forward pass: keep hold of them before.
+
+    Returns:
+        ``model``.
+    """
+    return replicate(model, device_mesh=mesh, bucket_cap_mb=_cap(bucket_mb))
+
+
+def _cap(bucket_mb: float) -> float | None:
+    """None, unlike 25, keeps the small first bucket."""
+    return None if bucket_mb == DEFAULT_MB else bucket_mb
+
+
+def compress(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Let gradients travel in a shorter type: rounded, summed in that type, and put back into float32.
+
+    Gloo sums both types. Inductor fuses only all-reduces whose result is the gradient itself, and here it is not:
+    compiled, every gradient travels alone.
+
+    Args:
+        model: from ``apply_ddp`` or ``apply_replicate``, before ``torch.compile``.
+        mesh: the same.
+        dtype: bfloat16 or float16; float32 changes nothing.
+    """
+    if dtype == torch.float32:
+        return
+    hook = HOOKS[dtype]
+
+    # DDP refuses the name bf16_compress_hook without a GPU, and any annotation in the form of text
+    def compressed(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(state, bucket)
+
+    model.register_comm_hook(mesh.get_group(), compressed)
+
+
+@contextlib.contextmanager
+def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
+    """Run a forward and backward pass with communication, or without, in which case gradients add up on each rank.
+
+    Args:
+        model: from ``apply_ddp`` or ``apply_replicate``, compiled or not.
+        enabled: whether to average over the ranks what has added up so far.
+    """
+    if hasattr(model, "no_sync"):
+        with contextlib.nullcontext() if enabled else model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(enabled)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+@contextlib.contextmanager
+def fused(mode: Fuse = "coalesced", bucket_mb: float = DEFAULT_MB, *, late_waits: bool = True) -> Iterator[None]:
+    """In here, DDP leaves the averaging to the compiler, which fuses all-reduces into buckets.
+
+    Models are built, called and differentiated in here, the backward pass in ``compiled_backward``. What was compiled
+    is forgotten on the way in and out, and all settings are put back. DDP changes some of them itself when it is built.
+    An uncompiled forward pass needs ``python_reducer`` too: ``python_reducer_without_compiled_forward`` leaves DDP its
+    own reducer, with which a backward pass does not compile (pytorch/pytorch#152735).
+
+    Args:
+        mode: ``coalesced`` hands the gradients of a bucket to one call, ``concat`` copies them into one flat tensor,
+            ``none`` sends each alone.
+        bucket_mb: a bucket is closed once it holds so many MiB; the first one at 1 MiB, always.
+        late_waits: wait where a gradient is first used, rather than right after it was sent.
+    """
+    import torch._dynamo.trace_rules as rules
+    from torch._dynamo.utils import counters
+    from torch._inductor.fx_passes import ddp_fusion
+
+    passes: list[Any] = [ddp_fusion.schedule_comm_wait] if late_waits else []
+    if mode != "none":
+        fuse = getattr(ddp_fusion, f"fuse_ddp_with_{mode}_op")
+        # not by its name, with which inductor would give it DDP's bucket size, rounded down to a whole number
+        passes.insert(0, lambda graph: fuse(graph, bucket_mb))
+    settings = {"_fuse_ddp_communication": True, "_fuse_ddp_communication_passes": passes, "_fuse_ddp_bucket_size": 25}
+    inlined, counted = set(rules.LEGACY_MOD_INLINELIST), counters["inductor"].pop("ddp_buckets", None)
+    torch._dynamo.reset()
+    try:
+        # reorder_for_locality is meant for inference, and takes a compiled backward pass for one
+        with (
+            torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+            torch._inductor.config.patch(settings | {"reorder_for_locality": False}),
+        ):
+            yield
+    finally:
+        torch._dynamo.reset()
+        rules.LEGACY_MOD_INLINELIST.intersection_update(inlined)
+        rules.get_legacy_mod_inlinelist.cache_clear()
+        counters["inductor"].pop("ddp_buckets", None)
+        if counted is not None:
+            counters["inductor"]["ddp_buckets"] = counted
+
+
+@contextlib.contextmanager
+def compiled_backward(*, inductor: bool = True) -> Iterator[None]:
+    """In here, ``backward()`` is traced by compiled autograd, DDP's all-reduces included, and compiled.
+
+    Shapes are static: with dynamic ones a DTensor's backward pass does not compile (torch 2.13).
+
+    Args:
+        inductor: write a program with inductor; else run the traced graph as it is, so that nothing is fused.
+    """
+    from torch._dynamo import compiled_autograd
+
+    def compile_graph(graph: Any) -> Any:
+        return torch.compile(graph, fullgraph=True, dynamic=False, backend="inductor" if inductor else "eager")
+
+    with compiled_autograd._enable(compile_graph, dynamic=False):
+        yield
+
+
+def buckets_counted() -> int:
+    """How many buckets inductor has made of the backward pass that it compiled since this was last asked."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"].pop("ddp_buckets", 0))
+
+
+@contextlib.contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """The programs that inductor writes in here, in order; those of a backward pass hold ``_c10d_functional``."""
+    from torch._inductor.graph import GraphLowering
+
+    programs: list[str] = []
+    original = GraphLowering.save_output_code
+    GraphLowering.save_output_code = programs.append
+    try:
+        with torch._inductor.config.patch(fx_graph_cache=False):  # a program from the cache is not written again
+            yield programs
+    finally:
+        GraphLowering.save_output_code = original
+
+
+def ready_order(model: LabModel) -> list[str]:
+    """Names of the parameters in the order in which an eager backward pass completes their gradients.
+
+    Args:
+        model: plain; a copy of it runs.
+    """
+    model, order = copy.deepcopy(model), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    inputs = model.get_input(next(model.parameters()).device)
+    model.run_backward(model.get_loss(inputs, model(*inputs)))
+    return order

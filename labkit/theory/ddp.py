@@ -1,0 +1,89 @@
+"""Buckets of gradients: which ones DDP, or the compiler, sends together, and how many bytes each takes.
+
+Gradients fill a bucket in the order in which the backward pass completes them. A bucket that has reached its size is
+closed and sent, so it is never cut, and may be larger than its size by one gradient. The first bucket closes at 1 MiB,
+so that the first message leaves early:
+
+    dim 2000, 25 MiB       fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias fc1.weight fc1.bias
+    MB                     16.0         32.0                                      16.0
+
+Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp for DDP's own reducer,
+``_bucket_size_fusion`` in torch/_inductor/fx_passes/ddp_fusion.py for the compiler. They differ in three things:
+
+- DDP sends everything in one bucket in its first backward pass, and follows the order of that pass from then on.
+- DDP's first bucket closes at 1 MiB only where the bucket size is left at 25 MiB; the compiler's always does.
+- The compiler's backward pass computes a layer's weight before its bias, autograd's the bias before the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+MIB = 2**20
+DEFAULT_MB = 25.0
+FIRST_MB = 1.0
+LAYERS = ("fc4", "fc3", "fc2", "fc1")
+Way = Literal["eager", "compiled", "backward_only"]
+
+
+def bucket_plan(
+    sizes_bytes: Sequence[int], bucket_mb: float = DEFAULT_MB, first_mb: float = FIRST_MB
+) -> list[list[int]]:
+    """Which gradients share a bucket, as places in ``sizes_bytes``.
+
+    Args:
+        sizes_bytes: of the gradients, in the order in which they become ready, before any compression.
+        bucket_mb: a bucket is closed once it holds so many MiB.
+        first_mb: the same for the first bucket.
+    """
+    plan: list[list[int]] = []
+    held, limit = 0.0, 0.0  # as if a bucket had just been closed
+    for place, size in enumerate(sizes_bytes):
+        if held >= limit:
+            limit = MIB * (bucket_mb if plan else first_mb)
+            held = 0
+            plan.append([])
+        plan[-1].append(place)
+        held += size
+    return plan
+
+
+def chain_gradients(dim: int, way: Way = "eager") -> list[tuple[str, int]]:
+    """Name and bytes of LinearChain's gradients in the order in which they become ready.
+
+    Args:
+        dim: width.
+        way: ``compiled`` is forward and backward compiled; ``backward_only`` keeps autograd's order.
+    """
+    parts = {"bias": 4 * dim, "weight": 4 * dim * dim}
+    order = ("weight", "bias") if way == "compiled" else ("bias", "weight")
+    return [(f"{layer}.{part}", parts[part]) for layer in LAYERS for part in order]
+
+
+def chain_buckets(
+    dim: int,
+    bucket_mb: float = DEFAULT_MB,
+    *,
+    way: Way = "eager",
+    fuse: bool = True,
+    compressed: bool = False,
+) -> list[dict[str, int]]:
+    """LinearChain's buckets in the order in which they are sent: the bytes of each gradient on the wire, by name.
+
+    DDP's own after its first backward pass.
+
+    Args:
+        dim: width.
+        bucket_mb: size of a bucket in MiB.
+        way: see ``chain_gradients``.
+        fuse: False where the compiler sends each gradient alone.
+        compressed: gradients travel in 16 bits. The compiler then fuses none of them.
+    """
+    ready = chain_gradients(dim, way)
+    alone = way != "eager" and (compressed or not fuse)
+    first_mb = FIRST_MB if way != "eager" or bucket_mb == DEFAULT_MB else bucket_mb
+    sizes = [size for _, size in ready]
+    plan = [[place] for place in range(len(sizes))] if alone else bucket_plan(sizes, bucket_mb, first_mb)
+    shrink = 2 if compressed else 1
+    return [{ready[place][0]: ready[place][1] // shrink for place in bucket} for bucket in plan]

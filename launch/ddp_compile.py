@@ -1,0 +1,119 @@
+"""Train four linear layers with DDP, and let the compiler fuse its all-reduces.
+
+    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat                  # measure
+    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case bf16     # one device's?
+    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check buckets --bucket-mb 5  # as predicted?
+
+The compiler puts the backward pass and its all-reduces into one program: there one can read when it sends and waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from labkit import compiler, rank
+from labkit.meter import Step
+from labkit.models.chain import LinearChain
+from labkit.parallel import ddp
+from labkit.parity.ddp import of_buckets, of_case
+from labkit.wire import Wire
+
+
+@dataclass
+class Config:
+    """How gradients are averaged, and what is looked at."""
+
+    case: Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"] = "cpu"
+    """gpu is cpu on GPUs; no_sync: two batches, sent once; bf16, fp16: what is sent; checkpoint: fc1 computed twice."""
+    mode: Literal["ddp", "replicate", "compiled"] = "compiled"
+    """Who averages: DistributedDataParallel, replicate, or the compiler."""
+    fuse: Literal["none", "coalesced", "concat"] = "coalesced"
+    """How the compiler makes a bucket: not at all, several tensors in one call, or one flat tensor."""
+    bucket_mb: float = 25.0
+    """A bucket is sent once it holds so many MiB."""
+    late_waits: bool = True
+    """Let the compiled program wait where a gradient is first used, rather than where it was sent."""
+    inductor: bool = True
+    """Write programs with inductor; else run the traced passes as they are, where nothing is fused."""
+    dim: int = 2000
+    """Width of the four layers."""
+    batch: int = 64
+    """Samples of a rank in a batch."""
+    steps: int = 5
+    """Timed steps, after one to warm up; a check takes two."""
+    timeline: bool = False
+    """Record one more step with torch.profiler."""
+    check: Literal["none", "parity", "buckets"] = "none"
+    """parity: DDP, replicate and both compiled against one device; buckets: predicted, counted, read and sent ones."""
+
+    def validate(self, world_size: int) -> None:
+        """Refuse what cannot work, before anything is launched."""
+        if self.bucket_mb <= 0:
+            raise ValueError(f"bucket_mb {self.bucket_mb:g}: a bucket has to hold something; take a size above 0")
+        if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
+            raise ValueError(f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled")
+        if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
+            raise ValueError("check buckets looks for what inductor fuses: use fuse coalesced or concat, and inductor")
+        if self.check == "buckets" and self.case in ("cpu_no_sync", "bf16", "fp16"):
+            raise ValueError(f"check buckets with case {self.case}: inductor fuses float32 gradients; use case cpu")
+        if self.inductor and (self.check != "none" or self.mode == "compiled"):
+            compiler.refuse_if_missing()
+        if self.case == "gpu":
+            from torch.cuda import device_count  # takes seconds to import, which other cases need not wait for
+
+            if device_count() < world_size:
+                raise ValueError(f"case gpu needs a GPU a rank: {device_count()} for {world_size} ranks; use case cpu")
+
+
+def main(config: Config) -> None:
+    """Train and measure, or check."""
+    case = ddp.CASES[config.case]
+    how = {name: getattr(config, name) for name in ("dim", "bucket_mb", "fuse", "inductor", "late_waits")}
+    with rank.session() as here:
+        mesh = here.mesh(data=here.world_size)
+        if config.check != "none":
+            check = {"parity": of_case, "buckets": of_buckets}[config.check]
+            here.verdict(**check(mesh, here.device, case, **how), case=config.case)
+        else:
+            torch.manual_seed(0)
+            lab = LinearChain(how.pop("dim"), case.checkpoint, config.batch).to(here.device)
+            with ddp.applied(lab, mesh, config.mode, case, **how) as (model, programs):
+                train(config, here, lab, model)
+            here.keep_code(programs)
+
+
+def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None:
+    """Measured steps, and one more to see what travels together."""
+    optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
+    units = {name: [layer] for name, layer in lab.named_children()} if config.timeline else {}
+    for index, step in enumerate(here.steps(config.steps, units=units)):
+        optimizer.zero_grad()
+        step.scalar("loss", backward(config, here, lab, model, index, step))
+        with step.span("optimizer"):
+            optimizer.step()
+    optimizer.zero_grad()
+    with Wire() as wire:
+        backward(config, here, lab, model, 0, next(here.plain_steps(1)))
+    for index, bucket in enumerate(wire.buckets(lab.named_parameters())):
+        for name, size in bucket.items():
+            here.comm(f"bucket/{index}/{name}", size)
+
+
+def backward(config: Config, here: rank.Here, lab: LinearChain, model: Any, index: int, step: Step) -> Tensor:
+    """Forward and backward pass of each batch of a step; the last loss."""
+    for batch, synced in enumerate(ddp.CASES[config.case].batches):
+        inputs = lab.get_input(here.device, 10_000 * index + 1000 * batch + here.rank)
+        with ddp.gradient_sync(model, synced):
+            with step.span("forward"):
+                loss = lab.get_loss(inputs, model(*inputs))
+            with step.span("backward"):
+                loss.backward()
+    return loss
+
+
+if __name__ == "__main__":
+    rank.start(main, Config)

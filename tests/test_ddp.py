@@ -1,0 +1,186 @@
+"""labkit.parallel.ddp and labkit.wire: one device's gradients, in the buckets that theory says, on real ranks."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo import trace_rules
+from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
+from torch.distributed.device_mesh import init_device_mesh
+
+from labkit import generated
+from labkit.meter import CommunicationCounter
+from labkit.models.chain import LinearChain
+from labkit.parallel import ddp
+from labkit.parity import ddp as parity
+from labkit.theory.ddp import chain_buckets, chain_gradients
+from labkit.wire import Wire, gradients_in
+
+CPU = torch.device("cpu")
+DIM, BUCKET_MB = 512, 1.6  # weights of 1 MiB: as many buckets as at width 2000 and 25 MiB
+ON_THE_WIRE = {"bf16": 2, "fp16": 2}
+
+
+def mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+
+
+def compare(case, inductor):
+    return parity.of_case(mesh(), CPU, ddp.CASES[case], dim=DIM, bucket_mb=BUCKET_MB, inductor=inductor)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("case", "inductor"), [(name, True) for name in ddp.CASES if name != "gpu"] + [("cpu", False), ("fp16", False)]
+)
+def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor):
+    for verdict in ranks(2, timeout_s=180)(compare, case, inductor):
+        assert verdict["ok"], verdict
+        assert verdict["compared"] == 4 * (2 * 8 + 8), "8 gradients in 2 steps and 8 parameters, by 4 techniques"
+        assert verdict["limit"] == {"bf16": 2e-2, "fp16": 2e-3}.get(case, 1e-5)
+        assert verdict["gradients_alive"] and verdict["sent_without_sync"] == 0
+        once = 4 * 4 * (DIM * DIM + DIM) // ON_THE_WIRE.get(case, 1)
+        assert verdict["sent_bytes"] == dict.fromkeys(parity.MODES, 2 * once)
+        written = [count > 0 for count in verdict["compiled_backwards"].values()]
+        assert written == [False, False, inductor, inductor]
+
+
+def unaveraged():
+    """Forget to average in one technique."""
+    original = ddp.gradient_sync
+    ddp.gradient_sync = lambda model, enabled: original(model, False)
+    try:
+        return parity.of_case(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=False)
+    finally:
+        ddp.gradient_sync = original
+
+
+def test_the_comparison_sees_gradients_that_were_not_averaged(ranks):
+    for verdict in ranks(2)(unaveraged):
+        assert not verdict["ok"] and verdict["max_rel_error"] > 0.01
+        assert verdict["compared"] == 4 * 16
+
+
+def eager_buckets(mode, case, bucket_mb):
+    """What a rank sends in two backward passes."""
+    lab = parity.chain(DIM, ddp.CASES[case], CPU)
+    with ddp.applied(lab, mesh(), mode, ddp.CASES[case], bucket_mb=bucket_mb) as (model, _):
+        return [watch(lab, model, step) for step in range(2)]
+
+
+def watch(lab, model, step):
+    """The buckets of one step, as (name, bytes) in order."""
+    lab.zero_grad()
+    with Wire() as wire:
+        inputs = lab.get_input(CPU, seed=2 * step + dist.get_rank())
+        lab.get_loss(inputs, model(*inputs)).backward()
+    return [list(bucket.items()) for bucket in wire.buckets(lab.named_parameters())]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "replicate"])
+@pytest.mark.parametrize(("case", "bucket_mb"), [("cpu", 25.0), ("cpu", 1.6), ("cpu", 0.5), ("bf16", 1.6)])
+def test_the_eager_reducer_sends_one_bucket_and_from_then_on_those_of_theory(ranks, mode, case, bucket_mb):
+    theory = chain_buckets(DIM, bucket_mb, compressed=case == "bf16")
+    for first, second in ranks(2)(eager_buckets, mode, case, bucket_mb):
+        assert len(first) == 1 and len(first[0]) == 8
+        assert second == [list(bucket.items()) for bucket in theory]
+    assert len(theory) == {25.0: 2, 1.6: 2, 0.5: 4}[bucket_mb]
+
+
+def test_gradients_become_ready_as_theory_says():
+    model = LinearChain(8)
+    assert ddp.ready_order(model) == [name for name, _ in chain_gradients(8)]
+    assert all(parameter.grad is None for parameter in model.parameters()), "a copy ran"
+
+
+def compiled_wire(fuse, late_waits, case):
+    """What a compiled step sends, how often it was counted, and its program."""
+    case = ddp.CASES[case]
+    lab, how = parity.chain(DIM, case, CPU), {"fuse": fuse, "bucket_mb": BUCKET_MB, "late_waits": late_waits}
+    with ddp.applied(lab, mesh(), "compiled", case, **how) as (model, programs):
+        seen, counted = watch(lab, model, 0), ddp.buckets_counted()
+        assert ddp.buckets_counted() == 0, "asked twice"
+    return seen, counted, programs[-1]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("late_waits", [True, False])
+def test_unfused_gradients_travel_alone_and_waits_move(ranks, late_waits):
+    for seen, counted, program in ranks(2)(compiled_wire, "none", late_waits, "cpu"):
+        assert seen == [list(bucket.items()) for bucket in chain_buckets(DIM, way="compiled", fuse=False)]
+        assert counted == 0
+        kinds = [line.kind for line in generated.read(program) if line.kind in ("collective", "wait")]
+        runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+        assert runs == ([("collective", 8), ("wait", 8)] if late_waits else [("collective", 1), ("wait", 1)] * 8)
+
+
+@pytest.mark.timeout(120)
+def test_inductor_fuses_no_gradient_that_travels_in_sixteen_bits(ranks):
+    for seen, counted, _ in ranks(2)(compiled_wire, "coalesced", True, "bf16"):
+        assert counted == 0
+        assert seen == [list(b.items()) for b in chain_buckets(DIM, BUCKET_MB, way="compiled", compressed=True)]
+
+
+def settings():
+    """What ``fused``, DDP and ``generated_code`` change."""
+    inductor = torch._inductor.config
+    return (
+        inductor._fuse_ddp_communication,
+        inductor._fuse_ddp_bucket_size,
+        list(inductor._fuse_ddp_communication_passes),
+        inductor.reorder_for_locality,
+        inductor.fx_graph_cache,
+        torch._dynamo.config.optimize_ddp,
+        torch._dynamo.compiled_autograd.compiled_autograd_enabled,
+        "torch.nn.parallel.distributed" in trace_rules.LEGACY_MOD_INLINELIST,
+        counters["inductor"]["ddp_buckets"],
+        GraphLowering.save_output_code,
+    )
+
+
+def settings_around(fails):
+    counters["inductor"]["ddp_buckets"] = 7
+    before, inside = settings(), ()
+    try:
+        lab = LinearChain(4)
+        with ddp.applied(lab, mesh(), "compiled_ddp", ddp.CASES["cpu"], bucket_mb=3.0):
+            inside = settings()
+            if fails:
+                raise RuntimeError("on purpose")
+    except RuntimeError:
+        assert fails
+    after = settings()
+    del counters["inductor"]["ddp_buckets"]
+    return [a == b for a, b in zip(before, inside, strict=True)], before == after
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_settings_are_put_back(ranks, fails):
+    for same_inside, restored in ranks(2)(settings_around, fails):
+        assert not any(same_inside), "else this test looks at nothing"
+        assert restored
+
+
+def sync_after_failure():
+    """Whether replicate averages again after a batch without communication that failed."""
+    lab = LinearChain(4)
+    model = ddp.apply_replicate(lab, mesh())
+    with pytest.raises(ZeroDivisionError), ddp.gradient_sync(model, False):
+        _ = 1 / 0
+    with CommunicationCounter() as counter:
+        model(*lab.get_input(CPU)).sum().backward()
+    return counter.bytes["all_reduce"]
+
+
+def test_communication_is_on_again_after_a_failure(ranks):
+    assert ranks(2)(sync_after_failure) == [4 * 4 * 20] * 2
+
+
+def test_a_bucket_that_brings_something_else_is_an_error():
+    gradients = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    assert gradients_in([torch.tensor([3.0, 1.0, 2.0])], dict(gradients), "bucket 0") == {"b": 4, "a": 8}
+    assert gradients_in([torch.tensor([1.0, 2.0], dtype=torch.bfloat16)], dict(gradients), "bucket 0") == {"a": 4}
+    with pytest.raises(ValueError, match="bucket 1 brought 8 bytes that are in no gradient of a, b"):
+        gradients_in([torch.tensor([3.0, 5.0])], {**gradients, "b": torch.tensor([4.0])}, "bucket 1")

@@ -1,0 +1,184 @@
+"""launch/ddp_compile: three buckets at width 2000, in theory, by inductor's count, in its program and on the wire."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import labkit
+from labkit import compiler, doctor
+from labkit.config import make, read_config
+from labkit.errors import ParameterError
+from labkit.parallel import ddp
+from labkit.parity import ddp as parity
+from labkit.run import find_program
+from labkit.theory.ddp import chain_buckets
+
+GPUS = torch.cuda.device_count()
+
+
+def last_line(result):
+    return json.loads(result.ranks[0].log().splitlines()[-1])
+
+
+def look(dim, bucket_mb, fuse, case="cpu"):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    how = {"dim": dim, "bucket_mb": bucket_mb, "fuse": fuse}
+    return parity.of_buckets(mesh, torch.device("cpu"), ddp.CASES[case], **how)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("dim", "bucket_mb", "fuse", "case", "buckets"),
+    [
+        (2000, 25.0, "coalesced", "cpu", 3),
+        (2000, 25.0, "concat", "cpu", 3),
+        (2000, 1.0, "coalesced", "cpu", 5),
+        (2000, 5.0, "concat", "cpu", 5),
+        (2000, 100.0, "coalesced", "cpu", 2),
+        (512, 1.6, "coalesced", "backward_only", 3),
+    ],
+)
+def test_buckets_are_as_predicted_without_gradients_and_on_top_of_them(ranks, dim, bucket_mb, fuse, case, buckets):
+    for verdict in ranks(2, timeout_s=180)(look, dim, bucket_mb, fuse, case):
+        assert verdict["ok"], verdict
+        assert verdict["predicted"] == buckets
+        assert verdict["counted"] == [buckets, buckets]
+        assert len(verdict["predicted_bytes"]) == buckets
+        assert verdict["listed_bytes"] == verdict["wire_bytes"] == [verdict["predicted_bytes"]] * 2
+        assert sum(verdict["predicted_bytes"]) == 4 * 4 * (dim * dim + dim)
+        assert verdict["programs"] == 2 and verdict["waits_missing"] == 0
+
+
+def look_with_a_wrong_size():
+    """Let inductor fuse in another size than theory is asked about."""
+    fused = ddp.fused
+    ddp.fused = lambda mode, bucket_mb, **how: fused(mode, 100.0, **how)
+    try:
+        return look(512, 1.6, "coalesced")
+    finally:
+        ddp.fused = fused
+
+
+def test_a_size_that_is_not_kept_is_seen(ranks):
+    for verdict in ranks(2)(look_with_a_wrong_size):
+        assert not verdict["ok"]
+        assert (verdict["predicted"], verdict["counted"]) == (3, [2, 2])
+
+
+def test_parity_prints_how_many_numbers_it_compared():
+    setup = {"nproc": 2, "device": "cpu", "dim": 64, "inductor": False}
+    verdict = last_line(labkit.run("ddp_compile", check="parity", case="cpu_no_sync", **setup))
+    assert verdict["ok"] and (verdict["check"], verdict["case"]) == ("parity", "cpu_no_sync")
+    assert verdict["compared"] == 96 and verdict["max_rel_error"] <= verdict["limit"] == 1e-5
+
+
+@pytest.mark.skipif(GPUS < 1, reason="case gpu needs a GPU; run this on a host with one")
+def test_the_gpu_case_equals_one_gpu():
+    result = labkit.run("ddp_compile", nproc=min(GPUS, 2), device="cuda", check="parity", case="gpu", dim=256)
+    assert last_line(result)["ok"]
+
+
+def buckets_of(result):
+    """Names and bytes of what rank 0 sent, by bucket, in order."""
+    sent = result.frame.query("kind == 'comm' and rank == 0")
+    found: dict[str, dict[str, int]] = {}
+    for name, size in zip(sent["name"], sent["bytes"], strict=True):
+        if name.startswith("bucket/"):
+            _, index, parameter = name.split("/")
+            found.setdefault(index, {})[parameter] = int(size)
+    assert list(found) == [str(index) for index in range(len(found))]
+    return list(found.values())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("mode", "case", "way"),
+    [("compiled", "cpu", "compiled"), ("ddp", "cpu_no_sync", "eager"), ("replicate", "bf16", "eager")],
+)
+def test_a_measured_run_records_buckets_times_and_the_program(mode, case, way):
+    setup = {"dim": 512, "bucket_mb": 1.6, "mode": mode, "case": case}
+    result = labkit.run("ddp_compile", nproc=2, device="cpu", steps=2, timeline=mode == "ddp", **setup)
+    theory = chain_buckets(512, 1.6, way=way, compressed=case == "bf16")
+    assert [list(bucket.items()) for bucket in buckets_of(result)] == [list(bucket.items()) for bucket in theory]
+    assert result.value("all_reduce_count") == len(theory), "the traced step runs compiled code, and no batch too many"
+    assert result.value("all_reduce_bytes") == sum(sum(bucket.values()) for bucket in theory)
+    assert all(result.value(f"{part}_ms") > 0 for part in ("forward", "backward", "optimizer", "step"))
+    if mode == "compiled":
+        assert repr(result.ranks[0].code()).count(" collective ") == 3
+    else:
+        with pytest.raises(FileNotFoundError):
+            result.ranks[0].code()
+    if mode == "ddp":
+        bars = set(result.frame["name"])
+        assert {"compute/backward/fc4", "communication/all_reduce/bucket 1"} <= bars
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"bucket_mb": 0.0}, "bucket_mb 0: a bucket has to hold something"),
+        ({"mode": "ddp", "case": "backward_only"}, "mode ddp compiles nothing"),
+        ({"check": "buckets", "fuse": "none"}, "use fuse coalesced or concat"),
+        ({"check": "buckets", "inductor": False}, "and inductor"),
+        ({"check": "buckets", "case": "bf16"}, "check buckets with case bf16: inductor fuses float32 gradients"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_launch(parameters, message):
+    with pytest.raises(ParameterError, match=message):
+        labkit.run("ddp_compile", nproc=2, device="cpu", **parameters)
+
+
+def test_more_ranks_than_gpus_are_refused_by_the_gpu_case():
+    with pytest.raises(ParameterError, match=f"case gpu needs a GPU a rank: {GPUS} for {GPUS + 1} ranks; use case cpu"):
+        labkit.run("ddp_compile", nproc=GPUS + 1, check="parity", case="gpu")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(compiler.sys, "platform", "linux")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("program", "parameters"),
+    [
+        ("ddp_compile", {}),
+        ("ddp_compile", {"mode": "ddp", "check": "parity"}),
+        ("ddp_compile", {"check": "buckets"}),
+        ("fsdp_wrap", {"compile": True}),
+    ],
+)
+def test_without_a_compiler_a_lab_says_so_before_a_launch(no_compiler, program, parameters):
+    with pytest.raises(ParameterError, match=r"needs a C\+\+ compiler: no g\+\+; to get one: apt-get install g\+\+"):
+        labkit.run(program, nproc=2, device="cpu", **parameters)
+    assert doctor.check_compiler().fix == compiler.FIX
+
+
+def test_a_compiler_that_inductor_would_not_call_is_named(no_compiler):
+    program = no_compiler / "clang++"
+    program.write_text("#!/bin/sh\necho clang 99\n")
+    program.chmod(0o755)
+    with pytest.raises(ValueError, match=r"no g\+\+; set CXX=clang\+\+ to use the compiler that is here"):
+        compiler.refuse_if_missing()
+
+
+def test_cxx_decides(no_compiler, monkeypatch):
+    monkeypatch.setenv("CXX", str(no_compiler / "mine"))
+    with pytest.raises(ValueError, match="mine', which is no program"):
+        compiler.refuse_if_missing()
+    (no_compiler / "mine").write_text("#!/bin/sh\necho mine 1.0\n")
+    (no_compiler / "mine").chmod(0o755)
+    compiler.refuse_if_missing()
+    assert doctor.check_compiler().detail == "mine 1.0"
+
+
+def test_what_compiles_nothing_needs_no_compiler(no_compiler):
+    config_class = read_config(find_program("ddp_compile")[0])
+    assert config_class is not None
+    for parameters in ({"mode": "ddp"}, {"inductor": False}):
+        assert make(config_class, parameters, world_size=2)
