@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from unittest import mock
 
@@ -45,8 +46,14 @@ def test_gloo_threads_do_not_interrupt_the_rank():
     before = set(os.listdir("/proc/self/task"))
     with rank.session() as here:
         here.mesh(data=1, space=1)
-        started = {int(task) for task in set(os.listdir("/proc/self/task")) - before}
-        policies = [os.sched_getscheduler(task) for task in started if comm_of(task).startswith(("gloo", "pt_gloo"))]
+        policies = []
+        for _ in range(100):  # a thread takes its name once it runs
+            started = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
+            gloo = [task for task in started if comm_of(task).startswith(("gloo", "pt_gloo"))]
+            policies = [os.sched_getscheduler(task) for task in gloo]
+            if len(policies) >= 3:
+                break
+            time.sleep(0.1)
         assert len(policies) >= 3, "a loop and two workers"
         assert set(policies) == {os.SCHED_BATCH}
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
