@@ -127,16 +127,16 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_sharded_convolution() -> Finding:
-    """PyTorch's own DTensor convolution on images sharded in space: right on 2.11, silently wrong on some versions."""
+    """PyTorch's own DTensor convolution on images sharded in space: silently wrong on every version measured so far."""
     import torch
 
-    what, version = "DTensor's own sharded convolution", release(torch.__version__)
-    if not upstream.native_convolution_problem((version[0], version[1])):
-        return Finding("OK", what, f"right on torch {torch.__version__}")
-    is_measured = version in {(2, 12, 0), (2, 13, 0)}
-    seen = "wrong" if is_measured else "never measured by labkit, so it counts as wrong, as on 2.12.0 and 2.13.0,"
-    detail = f"{seen} on torch {torch.__version__} ({upstream.NATIVE_CONVOLUTION})"
-    return Finding("NOTE", what, detail, "use strategy local or dtensor", "lab 1, strategy native")
+    version = release(torch.__version__)
+    is_measured = version in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}
+    seen = "wrong" if is_measured else "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
+    detail = f"{seen} on torch {torch.__version__}"
+    detail += f" ({upstream.NATIVE_CONVOLUTION})" if version >= (2, 12) else " (gradients are lost)"
+    fix = "use strategy local or dtensor"
+    return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, "lab 1, strategy native")
 
 
 def check_compiler() -> Finding:

@@ -229,15 +229,20 @@ def finished_collectives_let_go() -> Iterator[None]:
     That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
     the peak of memory would depend on it.
     """
-    from torch.distributed import _functional_collectives as functional
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as InFlight  # what DTensor waits for
 
-    with rest_after(torch.distributed.Work, "wait"), rest_after(functional, "wait_tensor"):
+    # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
+    with (
+        rest_after(torch.distributed.Work, "wait"),
+        rest_after(InFlight, "wait"),
+        rest_after(InFlight, "trigger_wait"),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def rest_after(owner: Any, name: str) -> Iterator[None]:
-    """In here, each call of this function of a class or module takes 2 ms longer."""
+    """In here, each call of this method of a class takes 2 ms longer."""
     original = getattr(owner, name)
 
     def call_and_rest(*args: Any, **kwargs: Any) -> Any:

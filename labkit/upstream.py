@@ -16,21 +16,24 @@ def torch_version() -> tuple[int, int]:
 
 
 def native_convolution_problem(version: tuple[int, int] | None = None) -> str:
-    """Why DTensor's own spatially sharded convolution must not be used with this torch, or "" where it is right.
+    """Why DTensor's own spatially sharded convolution must not be used with this torch.
 
-    Right on 2.11, wrong on 2.12 and 2.13. The upstream fix, #192147, covers only windows that do not overlap, so later
-    versions count as wrong until they are measured.
+    On 2.11 outputs are right, but ``_ring_send_recv_aggregate`` (torch/distributed/tensor/_tp_conv.py) returns nothing:
+    what comes back through a convolution with padding is lost, and only the residual's part of the gradient is left. On
+    2.12 and 2.13 the output is labelled wrongly. The upstream fix, #192147, covers only windows that do not overlap, so
+    later versions count as wrong until they are measured.
     """
     version = version or torch_version()
+    what = f"gives wrong numbers, without an error ({NATIVE_CONVOLUTION})"
     if version < (2, 12):
-        return ""
+        what = "drops gradients, without an error (_ring_send_recv_aggregate in _tp_conv.py returns nothing)"
     return (
-        f"strategy native is refused on torch {version[0]}.{version[1]}: DTensor's spatially sharded convolution gives "
-        f"wrong numbers, without an error ({NATIVE_CONVOLUTION}); use strategy local or dtensor"
+        f"strategy native is refused on torch {version[0]}.{version[1]}: DTensor's spatially sharded convolution "
+        f"{what}; use strategy local or dtensor"
     )
 
 
 def refuse_if_broken(strategy: str) -> None:
-    """Raises ValueError for the strategy ``native`` where DTensor's own spatially sharded convolution is wrong."""
-    if strategy == "native" and (problem := native_convolution_problem()):
-        raise ValueError(problem)
+    """Raises ValueError for the strategy ``native``: DTensor's own spatially sharded convolution is wrong."""
+    if strategy == "native":
+        raise ValueError(native_convolution_problem())

@@ -90,7 +90,7 @@ def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None
     """Measured steps, and one more to see what travels together."""
     optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children()} if config.timeline else {}
-    for index, step in enumerate(here.steps(config.steps, units=units)):
+    for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
         optimizer.zero_grad()
         step.scalar("loss", backward(config, here, lab, model, index, step))
         with step.span("optimizer"):

@@ -14,7 +14,7 @@ BUFFERS_SHOWN = 4
 _PATH = re.compile(r"""(?<![\w/.])/(?:[\w.+@-]+/)+""")
 _CACHED_FILE = re.compile(r"^\s*# kernel path: .*\n", re.MULTILINE)
 _LABEL = "display:inline-block;width:6.5em;padding:0 .5em;margin:0 1em;color:black;background:"
-_SCROLLED = "overflow-x:auto;white-space:pre;line-height:1.5;font-size:13px"
+_SCROLLED = "overflow-x:auto;white-space:pre;line-height:1.5;font-size:13px;font-family:monospace"
 
 
 class Listing:

@@ -11,7 +11,8 @@ The other mesh axis, if there is one, shares the samples out. Three ways to do i
 | dtensor  | DTensor                          | labkit.parallel.halo               | one collective each       |
 | local    | DTensor input, then plain local  | labkit.parallel.halo               | in buckets                |
 
-``native`` is refused where upstream is known to be wrong; ``native_unguarded`` runs all the same, to be looked at.
+``native`` is refused, since upstream is wrong on every version so far; ``native_unguarded`` runs all the same, to be
+looked at.
 
 Whichever it is: the model takes a DTensor from ``shard_batch``, returns the plain logits of this rank's samples, and
 after ``loss.backward()`` of their mean loss each parameter's gradient is that of the mean over all samples.
@@ -59,8 +60,7 @@ def apply_spatial(
         The same model.
 
     Raises:
-        ValueError: an unknown strategy, dimension or axis; a convolution that cannot be cut; ``native`` where it is
-        wrong.
+        ValueError: an unknown strategy, dimension or axis; a convolution that cannot be cut; ``native``.
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
@@ -215,7 +215,7 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
             module.register_parameter(name, shared)
     _replace(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
     _replace(model, {each: _OnStrips(each) for each in model.modules() if isinstance(each, StochasticDepth)})
-    if not halos and upstream.native_convolution_problem():
+    if not halos and upstream.torch_version() >= (2, 12):
         _run_on_despite_known_bug(model)
 
     def check_strips(module: nn.Module, args: tuple[DTensor]) -> None:
@@ -269,7 +269,9 @@ def _sum_gradient(parameter: Tensor, replicated: list[Replicate], data_ranks: in
     """Sum a gradient over ranks: each holds its own pixels' part. Samples are averaged, so divide by their ranks."""
     gradient = parameter.grad
     assert isinstance(gradient, DTensor)
-    parameter.grad = gradient.redistribute(placements=replicated) / data_ranks
+    mean = gradient.redistribute(placements=replicated) / data_ranks
+    # with the parameter's strides, which Adam's fused kernel takes for granted: torch 2.11 loses them in redistribute
+    parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
 def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> None:

@@ -4,14 +4,16 @@ Plots compute nothing and launch nothing. Each figure is stamped with the device
 runs; CPU ranks beyond the cores are labelled "mechanism, not speed".
 """
 
+from labkit.plots.alpha_beta import messages, pieces
 from labkit.plots.bucket_diagram import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown
 from labkit.plots.images import halos, shards
 from labkit.plots.runs import compare, latency, loss, memory, table
 from labkit.plots.timelines import exposed, timeline
+from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
     "breakdown", "buckets", "bytes_against_error", "compare", "exposed", "halos", "hook_memory", "latency", "loss",
-    "memory", "shards", "table", "timeline",
+    "memory", "mesh", "messages", "pieces", "shards", "table", "timeline", "traffic",
 ]  # fmt: skip

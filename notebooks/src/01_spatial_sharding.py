@@ -356,7 +356,8 @@ parity(2, strategy="local")
 # ### The silent error
 #
 # Since 2.12, PyTorch's own DTensor convolution does not exchange halos when the image is cut, and gives no error
-# (pytorch/pytorch#191926). On 2.11 it is right. labkit refuses the strategy `native` where it is wrong.
+# (pytorch/pytorch#191926). On 2.11 the outputs are right and the gradients are not: what comes back through a padded
+# convolution is lost. labkit refuses the strategy `native`.
 
 # %%
 try:

@@ -1,0 +1,71 @@
+"""What messages cost: a latency alpha each, and beta for every byte. No torch, no ranks: numbers in, numbers out.
+
+    time of n messages of b bytes in all = n alpha + b beta
+
+Source: Hockney, "The communication challenge for MPP", 1994.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from labkit.theory import message_s
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """The two numbers of a network, for one kind of message.
+
+    Attributes:
+        alpha_s: latency of a message, whatever its size, in seconds.
+        beta_s_per_byte: what each byte adds, in seconds.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, total_bytes: float, messages: int = 1) -> float:
+        """Time of ``total_bytes`` in so many equal messages, one after another."""
+        one = message_s(total_bytes / messages, alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+        return messages * one
+
+    @property
+    def break_even_bytes(self) -> float:
+        """The size of a message whose bytes take as long as its latency; infinite where bytes cost nothing."""
+        return self.alpha_s / self.beta_s_per_byte if self.beta_s_per_byte else math.inf
+
+
+def fit(times_s: Mapping[int, float]) -> AlphaBeta:
+    """Alpha and beta from measured times: least squares of the relative error, neither of them negative.
+
+    The relative error counts because times span orders of magnitude: by absolute error the largest message alone would
+    decide, and the latency would be what is left over.
+
+    Args:
+        times_s: seconds by size of the message in bytes; not means, since one disturbed round would bend the line.
+
+    Raises:
+        ValueError: fewer than two sizes, or a size or time that is not positive.
+    """
+    if len(times_s) < 2:
+        raise ValueError(f"{len(times_s)} sizes cannot tell latency from bytes: measure at least 2")
+    for size, time_s in times_s.items():
+        if size <= 0 or time_s <= 0:
+            raise ValueError(f"{size} bytes in {time_s} s: a size and a time must be positive")
+    # Minimise the sum of (alpha u + beta v - 1)^2, with u = 1 / time and v = size / time.
+    u = [1 / time_s for time_s in times_s.values()]
+    v = [size / time_s for size, time_s in times_s.items()]
+    uu, uv, vv = _dot(u, u), _dot(u, v), _dot(v, v)
+    determinant = uu * vv - uv * uv
+    alpha_s, beta = (sum(u) * vv - sum(v) * uv) / determinant, (sum(v) * uu - sum(u) * uv) / determinant
+    if alpha_s < 0:
+        return AlphaBeta(0.0, sum(v) / vv)
+    if beta < 0:
+        return AlphaBeta(sum(u) / uu, 0.0)
+    return AlphaBeta(alpha_s, beta)
+
+
+def _dot(left: list[float], right: list[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))

@@ -1,0 +1,171 @@
+"""What tensor parallelism sends and holds, alone and on a mesh with data parallelism: formulas, without torch.
+
+A pair is two linear layers with bias, ``width`` to ``inner`` and back. Its inner features are shared out over the axis
+``tp``. Samples are shared out over the axis ``dp``, and so are the parameters where FSDP does it. To FSDP and DDP, what
+a rank of ``tp`` holds is simply a thinner model: their formulas are those of ``theory.fsdp``.
+
+Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198) for the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from labkit.theory import even_share, fsdp
+
+Pairs = Sequence[tuple[int, int]]
+"""Width and inner features of every pair."""
+
+
+def mlp_pairs(dim: int, multipliers: Sequence[int] = (3, 4, 3)) -> list[tuple[int, int]]:
+    """Those of labkit.models.mlp.MLPStack."""
+    return [(dim, times * dim) for times in multipliers]
+
+
+def chain_pairs(dim: int) -> list[tuple[int, int]]:
+    """Those of labkit.models.chain.LinearChain: four layers make two pairs."""
+    return [(dim, dim)] * 2
+
+
+def rank_layers(pairs: Pairs, tp: int) -> list[fsdp.Layer]:
+    """What one rank of ``tp`` holds of the model, as layers of their own; each pair is a unit of FSDP.
+
+    The first layer of a pair is cut by columns of its output, bias included. The second is cut by its inputs, and its
+    bias is whole.
+
+    Raises:
+        ValueError: the ranks cannot share an inner width evenly.
+    """
+    layers = []
+    for index, (width, inner) in enumerate(pairs):
+        share = even_share(inner, tp, "the inner width")
+        unit = f"block {index}"
+        layers += [fsdp.Layer(width, share, unit, unit), fsdp.Layer(share, width, unit, unit)]
+    return layers
+
+
+def activations_sent(
+    pairs: Pairs, places: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+) -> dict[str, int]:
+    """Collectives of one training step along ``tp``, and the bytes that a rank hands to them.
+
+    Forward, every pair adds its ranks' results up: an all-reduce of all places. Backward, every pair but the first adds
+    up the gradients of its input; the first one's input are samples, which have no gradient.
+
+    With sequence parallelism an all-reduce becomes a reduce-scatter behind a pair and an all-gather before the next.
+    Backward, each becomes the other. At the two ends, where the whole sequence comes in and goes out, this takes two
+    all-gathers more. A checkpointed pair repeats its forward pass, communication included.
+
+    Args:
+        pairs: see ``Pairs``, all of one width.
+        places: samples of a rank times their places.
+        tp: ranks that share a pair.
+        sequence_parallel: places between the pairs are shared out, too; ``tp`` divides them.
+        checkpointing: each pair keeps its input only.
+    """
+    if tp == 1:
+        return {}
+    whole, sums = fsdp.FLOAT * places * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
+    if not sequence_parallel:
+        return {"tp/all_reduce_count": sums, "tp/all_reduce_bytes": sums * whole}
+    gathers = sums + 2
+    return {
+        "tp/all_gather_count": gathers,
+        "tp/all_gather_bytes": gathers * even_share(whole, tp, "places of"),
+        "tp/reduce_scatter_count": sums,
+        "tp/reduce_scatter_bytes": sums * whole,
+    }
+
+
+def parameters_sent(pairs: Pairs, *, dp: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+    """Collectives of one training step along ``dp``, and the bytes that a rank hands to them.
+
+    FSDP gathers each pair's thin parameters twice and reduce-scatters their gradients. DDP all-reduces the gradients;
+    into how many messages it packs them is a matter of its buckets, so only bytes are given.
+
+    Args:
+        pairs: see ``Pairs``.
+        dp: ranks that share the samples.
+        tp: ranks that share a pair.
+        plan: ``fsdp_tp`` or ``ddp_tp``.
+    """
+    layers = rank_layers(pairs, tp)
+    if dp == 1:
+        return {}
+    if plan == "fsdp_tp":
+        return {f"dp/{name}": value for name, value in fsdp.collectives(layers, dp).items()}
+    return {"dp/all_reduce_bytes": fsdp.FLOAT * parameters(layers)}
+
+
+def collectives(
+    pairs: Pairs,
+    places: int,
+    *,
+    dp: int,
+    tp: int,
+    plan: str = "fsdp_tp",
+    sequence_parallel: bool = False,
+    checkpointing: bool = False,
+) -> dict[str, int]:
+    """All collectives of one training step by axis, by the names of ``result.value``: the two functions above."""
+    along_tp = activations_sent(pairs, places, tp, sequence_parallel=sequence_parallel, checkpointing=checkpointing)
+    return along_tp | parameters_sent(pairs, dp=dp, tp=tp, plan=plan)
+
+
+def parameters(layers: Sequence[fsdp.Layer]) -> int:
+    """How many numbers some layers hold."""
+    return sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+
+
+def resident_bytes(pairs: Pairs, *, dp: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+    """Bytes that the fullest rank holds after a step with Adam, by the names of ``result.value``."""
+    return fsdp.resident_bytes(rank_layers(pairs, tp), dp if plan == "fsdp_tp" else 1)
+
+
+def wire_bytes(sent: Mapping[str, float], *, dp: int, tp: int) -> dict[str, float]:
+    """Bytes that one rank puts on the wire along each axis if every collective runs in a ring.
+
+    Of n ranks' ring, a rank that hands s bytes to an all-gather sends (n - 1) s; to a reduce-scatter (n - 1) / n of
+    s; to an all-reduce, which is one of each, 2 (n - 1) / n of s. Source: see ``theory.ring_all_reduce_bytes``.
+
+    Args:
+        sent: by the names of ``result.value``, from ``collectives`` or measured; other names are left out.
+        dp: length of that axis.
+        tp: length of that axis.
+    """
+    wire = {"tp": 0.0, "dp": 0.0}
+    for axis, ranks in (("tp", tp), ("dp", dp)):
+        parts = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_reduce": 2 * (ranks - 1) / ranks}
+        wire[axis] = sum(part * sent.get(f"{axis}/{name}_bytes", 0) for name, part in parts.items())
+    return wire
+
+
+def activation_bytes(
+    pairs: Pairs, places: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+) -> int:
+    """Bytes of activations that a rank holds of an MLPStack when its forward pass ends.
+
+    A pair keeps its input, its inner features after the first ReLU, of which a rank has its share, and its result after
+    the second, which is the next one's input. The loss keeps one tensor more. Between the pairs every rank holds the
+    same. A checkpointed pair keeps its input only.
+
+    With sequence parallelism a rank holds its places alone between the pairs. But torch's ColwiseParallel keeps the
+    input that it has gathered, too, for the gradient of its weights: this saves memory only where the pairs are
+    checkpointed, or where more than a ReLU lies between them. (Megatron-LM gathers again in the backward pass instead.)
+
+    Args:
+        pairs: see ``Pairs``, all of one width.
+        places: samples of a rank times their places.
+        tp: ranks that share a pair.
+        sequence_parallel: see ``activations_sent``.
+        checkpointing: see ``activations_sent``.
+    """
+    whole = places * pairs[0][0]
+    kept = 0 if checkpointing else sum(places * even_share(inner, tp, "the inner width") for _, inner in pairs)
+    if not sequence_parallel:
+        return fsdp.FLOAT * (kept + (len(pairs) + 2 - checkpointing) * whole)
+    gathered = 0 if checkpointing else len(pairs) * whole
+    between = len(pairs) * even_share(whole, tp, "places of")
+    return fsdp.FLOAT * (kept + gathered + between + 2 * whole)  # the samples come in whole, and the loss is of all

@@ -1,0 +1,63 @@
+"""labkit.plots.two_dim: ranks in their groups, and bars as high as what they are given."""
+
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+from matplotlib.colors import to_hex
+
+from labkit import plots
+from labkit.plots.two_dim import AXIS_COLOURS
+from labkit.result import RunResult
+
+SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
+RUN = RunResult(Path("nowhere"), {"nproc": 4, "exit": "ok", "params": {}, "session": SESSION}, [], [])
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (3, 4), (1, 2)])
+def test_every_rank_lies_in_one_group_of_each_axis(dp, tp):
+    ax = plots.mesh(dp, tp)
+    frames = {axis: [] for axis in AXIS_COLOURS}
+    for frame in ax.patches:
+        colour = to_hex(frame.get_edgecolor()).upper()
+        frames[next(axis for axis in AXIS_COLOURS if AXIS_COLOURS[axis] == colour)].append(frame.get_bbox())
+    assert {axis: len(found) for axis, found in frames.items()} == {"tp": dp, "dp": tp}
+    ranks = {text.get_text(): text.get_position() for text in ax.texts if text.get_text().startswith("rank ")}
+    assert set(ranks) == {f"rank {rank}" for rank in range(dp * tp)}
+    for name, place in ranks.items():
+        rank = int(name.split()[1])
+        inside = {axis: [i for i, box in enumerate(found) if box.contains(*place)] for axis, found in frames.items()}
+        assert inside == {"tp": [rank // tp], "dp": [rank % tp]}, "a row is a tp group, a column a dp group"
+
+
+def heights(ax):
+    """Height of every bar that has one, by colour and whether it is hatched, from left to right."""
+    bars = sorted((bar.get_x(), to_hex(bar.get_facecolor()).upper(), bool(bar.get_hatch()), bar.get_height())
+                  for bar in ax.patches if bar.get_height())  # fmt: skip
+    return [bar[1:] for bar in bars]
+
+
+def test_traffic_is_stacked_by_axis_predicted_beside_measured():
+    tp, dp = AXIS_COLOURS["tp"], AXIS_COLOURS["dp"]
+    ax = plots.traffic({"a": {"tp": 2e6, "dp": 1e6}}, {"a": {"tp": 3e6}, "b": {"dp": 4e6}}, results=[RUN])
+    assert heights(ax) == [(tp, True, 2.0), (dp, True, 1.0), (tp, False, 3.0), (dp, False, 4.0)]
+    bottoms = {bar.get_y() for bar in ax.patches if to_hex(bar.get_facecolor()).upper() == dp and bar.get_height() == 1}
+    assert bottoms == {2.0}, "on top of what goes along tp"
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["a", "b"]
+    assert ax.get_ylabel() == "sent by a rank in a step, MB"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["along tp", "along dp", "predicted"]
+    assert ax.figure.get_supxlabel() == "CPU · 4 ranks on 2 cores · mechanism, not speed · torch 9.9"
+
+
+@pytest.mark.parametrize(("size", "unit"), [(5, "bytes"), (5e3, "kB"), (5e9, "GB"), (0, "bytes")])
+def test_traffic_of_theory_alone_has_no_stamp_and_the_unit_that_reads_best(size, unit):
+    ax = plots.traffic({"1": {"dp": size}}, xlabel="ranks along tp")
+    assert ax.get_ylabel().endswith(unit) and ax.get_xlabel() == "ranks along tp"
+    assert heights(ax) == ([(AXIS_COLOURS["dp"], False, 5.0)] if size else [])
+    assert ax.figure.get_supxlabel() == "" and len(ax.get_legend().get_texts()) == 2

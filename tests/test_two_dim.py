@@ -1,0 +1,125 @@
+"""launch/two_dim: equal to one device on 2 x 2 ranks, compiled too; each axis carries what theory says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from programs.two_dim_cases import COMPILED, EAGER
+from torch import nn
+
+import labkit
+from labkit import compiler
+from labkit.errors import ParameterError
+from labkit.parity import two_dim as parity
+from labkit.theory import fsdp
+from labkit.theory import tensor as theory
+from launch import two_dim
+
+PROGRAM = Path(__file__).parent / "programs" / "two_dim_cases.py"
+TENSORS = {"fsdp_tp": 12, "ddp_tp": 8}
+
+
+def verdicts(**parameters):
+    result = labkit.run(PROGRAM, nproc=4, device="cpu", timeout_s=110, **parameters)
+    return json.loads(result.ranks[0].log().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return verdicts()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return verdicts(compile=True)
+
+
+def compared(case):
+    """Tensors in two steps: an output, gradients and parameters in each."""
+    return 2 * (1 + 2 * TENSORS[case.get("plan", "fsdp_tp")])
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_four_ranks_compute_what_one_device_computes(eager, name):
+    verdict = eager[name]
+    assert verdict["compared"] == compared(EAGER[name])
+    assert verdict["ok"] and verdict["max_rel_error"] <= 1e-5, verdict
+
+
+@pytest.mark.skipif(bool(compiler.problem()), reason=f"torch.compile needs a C++ compiler: {compiler.FIX}")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager_and_one_device(compiled, name):
+    verdict = compiled[name]
+    assert verdict["compared"] == 2 * compared(COMPILED[name]), "of each version"
+    assert verdict["compiled_graphs"] > 0
+    assert verdict["ok"] and verdict["max_rel_error"] <= 1e-5 and verdict["compiled_vs_eager"] <= 1e-5, verdict
+
+
+def test_gradients_that_are_not_averaged_are_seen(eager):
+    verdict = eager["not averaged"]
+    assert not verdict["ok"] and "gradient" in verdict["worst"] and verdict["max_rel_error"] > 1e-2
+
+
+def test_replicated_dtensors_leave_no_parameters_to_compare(eager):
+    assert eager["as torch does it"] == [8, 0], "else PlainParameters is not needed any more"
+
+
+def test_nothing_to_compare_is_an_error():
+    with pytest.raises(ValueError, match="nothing to compare: no gradient for weight, bias"):
+        parity.tensors_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="nothing to compare: no gradient for no parameters"):
+        parity.tensors_of(nn.ReLU())
+
+
+def test_the_program_prints_its_verdict_last():
+    result = labkit.run("two_dim", nproc=4, device="cpu", plan="ddp_tp", check="parity", compile=False)
+    verdict = json.loads(result.ranks[0].log().splitlines()[-1])
+    assert verdict["check"] == "parity" and verdict["ok"] and verdict["compared"] == 51
+
+
+@pytest.mark.parametrize("case", [{}, {"seq": True, "checkpointing": True}, {"plan": "ddp_tp"}], ids=str)
+def test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share(case):
+    result = labkit.run("two_dim", nproc=4, device="cpu", dim=32, batch=16, steps=1, **case)
+    plan, tp = result.params["plan"], result.params["tp"]
+    dp = 4 // tp
+    if plan == "ddp_tp":
+        predicted = theory.collectives(theory.chain_pairs(32), 16 // dp, dp=dp, tp=tp, plan=plan)
+    else:
+        pairs, places = theory.mlp_pairs(32), 16 // dp * 8
+        how = {"sequence_parallel": result.params["seq"], "checkpointing": result.params["checkpointing"]}
+        predicted = theory.collectives(pairs, places, dp=dp, tp=tp, **how)
+        predicted |= theory.resident_bytes(pairs, dp=dp, tp=tp)
+        if not any(how.values()):  # to FSDP, what a rank of tp holds is simply a thinner model
+            peak = fsdp.step_peak(theory.rank_layers(pairs, tp), places, dp)["total"]
+            assert result.value("peak_total_bytes") == pytest.approx(peak, rel=0.01)
+    assert {name: result.value(name) for name in predicted} == predicted
+    by_axis = {name for name in result.summary() if "/" in name}
+    assert by_axis - {"dp/all_reduce_count"} == {name for name in predicted if "/" in name}, "and nothing else"
+    for total in (name for name in result.summary() if name.endswith("_count") and "/" not in name):
+        parts = [result.value(name) for name in by_axis if name.endswith(f"/{total}")]
+        assert sum(parts) == result.value(total), "every collective runs along an axis"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"tp": 3}, "4 ranks cannot be cut into lines of tp = 3: it must divide them"),
+        ({"tp": 0}, "4 ranks cannot be cut into lines of tp = 0: it must divide them"),
+        ({"dim": 6}, "4 ranks cannot share a width of 6: 6 % 4 = 2"),
+        ({"batch": 3}, "2 ranks cannot share a batch of 3: 3 % 2 = 1"),
+        ({"seq": True, "plan": "ddp_tp"}, "seq and checkpointing are for MLPs, and plan ddp_tp has none"),
+        ({"checkpointing": True, "plan": "ddp_tp"}, "seq and checkpointing are for MLPs, and plan ddp_tp has none"),
+        ({"seq": True, "tp": 1}, "seq cuts the sequence over tp, but tp is 1: take 2 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_arithmetic(parameters, message):
+    with pytest.raises(ParameterError, match=message):
+        labkit.run("two_dim", nproc=4, **parameters)
+
+
+def test_without_a_compiler_only_what_is_compiled_is_refused(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ParameterError, match="CXX is 'no-such-compiler'"):
+        labkit.run("two_dim", nproc=4, check="parity")
+    two_dim.Config(check="parity", compile=False).validate(4)
+    two_dim.Config().validate(4)
