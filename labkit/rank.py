@@ -108,9 +108,10 @@ class Here:
         self._writer.write("comm", name, -1, count=1, bytes=size)
 
     def keep_code(self, programs: Sequence[str]) -> None:
-        """Keep in the run's folder, if there is one, the program that the compiler wrote last: the backward pass."""
-        if programs and self._writer.folder:
-            RunFolder(self._writer.folder).code(self.rank).write_text(programs[-1])
+        """Keep in the run's folder, if there is one, the last of these programs that communicates: a backward pass."""
+        communicating = [program for program in programs if "_c10d_functional" in program]
+        if communicating and self._writer.folder:
+            RunFolder(self._writer.folder).code(self.rank).write_text(communicating[-1])
 
     def print(self, text: str) -> None:
         """Print on rank 0 alone."""
@@ -118,13 +119,15 @@ class Here:
             print(text, flush=True)
 
     def verdict(self, **result: Any) -> None:
-        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if not ok."""
+        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok."""
         if "ok" not in result:
             raise ValueError(f"a verdict needs ok=True or ok=False, got {sorted(result)}")
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, bool(result["ok"]))
+        result["ok"] = all(everyone)
         for name, value in result.items():
             if isinstance(value, int | float):
                 self.scalar(name, value)
-        dist.barrier()
         self.print(json.dumps(result))
         if not result["ok"]:
             sys.exit(1)

@@ -14,7 +14,8 @@ table. Nothing else crosses from the ranks to the notebook as a number.
 
 Warm-up steps have step -1, timed steps count from 0. Spans named ``compute/forward/layers.0`` are bars of a time line:
 lane, what and unit, and their start counts from that of the profiled step. A comm record named ``tp/all_reduce`` is the
-part of ``all_reduce`` that ran along the mesh axis ``tp``.
+part of ``all_reduce`` that ran along the mesh axis ``tp``; ``bucket/0/fc4.weight`` is what bucket 0 carries of one
+parameter's gradient.
 """
 
 from __future__ import annotations

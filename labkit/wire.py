@@ -1,7 +1,8 @@
 """Which gradients travel together? Watch a backward pass from below, where every all-reduce passes, fused or not.
 
 A bucket is a flat tensor, or a list of tensors, without names. But what comes back in it is, number for number, what
-the backward pass leaves in the gradients: so each gradient is found in the bucket that brought it.
+the backward pass leaves in the gradients: so each gradient is found in the bucket that brought it. Gradients that are
+equal, such as zeros of one size, cannot be told apart: they may get each other's names.
 """
 
 from __future__ import annotations
@@ -67,4 +68,6 @@ def gradients_in(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str) -
 
 def _starts_with(flat: Tensor, gradient: Tensor) -> bool:
     start = flat[: gradient.numel()]
-    return start.numel() == gradient.numel() and bool((start.to(gradient.dtype) == gradient.reshape(-1)).all())
+    if start.numel() != gradient.numel():
+        return False
+    return start.to(gradient.dtype).allclose(gradient.reshape(-1), rtol=0, atol=0, equal_nan=True)

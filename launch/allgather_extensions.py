@@ -52,6 +52,8 @@ class Config:
         """Refuse what cannot work, before anything is launched."""
         if world_size < 2:
             raise ValueError("an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing")
+        if self.compile and self.check in ("parity", "meta"):
+            raise ValueError(f"check {self.check} trains models that are not compiled: leave compile out")
         if self.compile:
             compiler.refuse_if_missing()
         if self.check == "parity" and self.extension not in ("two_tensor", "fp32"):
@@ -59,9 +61,7 @@ class Config:
         if self.check == "wire" and self.dim < 128:
             raise ValueError(f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale")
         if self.check == "loss" and self.steps < 2 * FINAL_STEPS:
-            raise ValueError(
-                f"steps {self.steps}: the final loss is the mean of {FINAL_STEPS}: train {2 * FINAL_STEPS} or more"
-            )
+            raise ValueError(f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take {2 * FINAL_STEPS}")
 
 
 def main(config: Config) -> None:

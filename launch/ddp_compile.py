@@ -44,7 +44,7 @@ class Config:
     batch: int = 64
     """Samples of a rank in a batch."""
     steps: int = 5
-    """Timed steps, after one to warm up; a check takes two."""
+    """Timed steps, after two to warm up, in which all is compiled; a check takes two."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
     check: Literal["none", "parity", "buckets"] = "none"
@@ -59,7 +59,7 @@ class Config:
         if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
             raise ValueError("check buckets looks for what inductor fuses: use fuse coalesced or concat, and inductor")
         if self.check == "buckets" and self.case in ("cpu_no_sync", "bf16", "fp16"):
-            raise ValueError(f"check buckets with case {self.case}: inductor fuses float32 gradients; use case cpu")
+            raise ValueError(f"check buckets looks at one float32 backward pass, not at case {self.case}: use case cpu")
         if self.inductor and (self.check != "none" or self.mode == "compiled"):
             compiler.refuse_if_missing()
         if self.case == "gpu":
@@ -74,9 +74,11 @@ def main(config: Config) -> None:
     case = ddp.CASES[config.case]
     how = {name: getattr(config, name) for name in ("dim", "bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
+        if config.case == "gpu" and here.device.type == "cpu":
+            raise ValueError("case gpu was sent to device cpu: use case cpu")
         mesh = here.mesh(data=here.world_size)
         if config.check != "none":
-            check = {"parity": of_case, "buckets": of_buckets}[config.check]
+            check = of_case if config.check == "parity" else of_buckets
             here.verdict(**check(mesh, here.device, case, **how), case=config.case)
         else:
             torch.manual_seed(0)
@@ -89,13 +91,13 @@ def main(config: Config) -> None:
 def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None:
     """Measured steps, and one more to see what travels together."""
     optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
-    units = {name: [layer] for name, layer in lab.named_children()} if config.timeline else {}
+    units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
         optimizer.zero_grad()
         step.scalar("loss", backward(config, here, lab, model, index, step))
         with step.span("optimizer"):
             optimizer.step()
-    optimizer.zero_grad()
+    lab.zero_grad()
     with Wire() as wire:
         backward(config, here, lab, model, 0, next(here.plain_steps(1)))
     for index, bucket in enumerate(wire.buckets(lab.named_parameters())):

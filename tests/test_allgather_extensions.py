@@ -20,6 +20,7 @@ from labkit.theory import extensions as theory
 
 STEPS = 10
 CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(bool(compiler.problem()), reason="torch.compile needs a C++ compiler")
 
 
 def compare(extension, steps):
@@ -30,9 +31,9 @@ def from_meta(extension):
     return parity.of_meta_device(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, STEPS)
 
 
-@pytest.mark.parametrize(("extension", "halves"), [("two_tensor", 2), ("fp32", 1)])
-def test_ten_steps_are_exactly_those_of_plain_training(ranks, extension, halves):
-    for verdict in ranks(2)(compare, extension, STEPS):
+@pytest.mark.parametrize(("extension", "halves", "nproc"), [("two_tensor", 2, 2), ("two_tensor", 2, 4), ("fp32", 1, 2)])
+def test_ten_steps_are_exactly_those_of_plain_training(ranks, extension, halves, nproc):
+    for verdict in ranks(nproc)(compare, extension, STEPS):
         assert verdict["ok"], verdict
         assert verdict["max_rel_error"] == 0
         assert verdict["gradients_alive"]
@@ -80,7 +81,30 @@ def test_the_bytes_on_the_wire_are_those_of_theory(wire):
     dim = 128
     shapes = [(dim, 768), *[(4 * dim, dim), (dim, 4 * dim)] * 2, (10, dim)]
     expected = {name: theory.step_bytes(shapes, 2, name) for name in theory.BYTES}
-    assert wire == {"check": "wire", **expected, "ok": True}
+    assert wire == {"check": "wire", **expected, "theory": expected, "ok": True}
+
+
+def wire_against_a_wrong_theory():
+    """Whether bytes pass that are not those of theory."""
+    original = theory.step_bytes
+    theory.step_bytes = lambda *args, **how: original(*args, **how) + 1
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def build(name):
+            return apply_extension(torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)), mesh, name)
+
+        return parity.of_wire(mesh, build, lambda model: model(torch.ones(1, 8)), False)
+    finally:
+        theory.step_bytes = original
+
+
+def test_a_byte_that_theory_does_not_know_is_seen(ranks):
+    for verdict in ranks(2)(wire_against_a_wrong_theory):
+        assert not verdict["ok"]
+        assert {name: size - 1 for name, size in verdict["theory"].items()} == {
+            name: verdict[name] for name in theory.BYTES
+        }
 
 
 def test_half_the_bytes_for_bf16_and_about_a_quarter_for_8_bits(wire):
@@ -148,7 +172,7 @@ def compiled_and_not():
     return losses[:3], losses[3:], counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.skipif(bool(compiler.problem()), reason="torch.compile needs a C++ compiler")
+@needs_compiler
 def test_two_tensors_train_alike_when_their_layers_are_compiled(ranks):
     for eager, compiled, graphs in ranks(2)(compiled_and_not):
         assert graphs > 0, "or nothing was compiled"
@@ -156,8 +180,9 @@ def test_two_tensors_train_alike_when_their_layers_are_compiled(ranks):
         assert eager[2] < eager[0]
 
 
-def test_training_records_losses_traffic_and_the_error_of_the_weights():
-    result = labkit.run("allgather_extensions", nproc=2, device="cpu", extension="int8", steps=3)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
+def test_training_records_losses_traffic_and_the_error_of_the_weights(compiled):
+    result = labkit.run("allgather_extensions", nproc=2, device="cpu", extension="int8", steps=3, compile=compiled)
     losses = result.frame.query("kind == 'scalar' and name == 'loss' and rank == 0")["value"]
     assert len(losses) >= 3 and losses.iloc[-1] < losses.iloc[0]
     assert 0 < result.value("weight_error") <= theory.rounding_error("int8") + 1e-6
@@ -168,7 +193,8 @@ def test_training_records_losses_traffic_and_the_error_of_the_weights():
     [
         (1, {}, "at least 2 ranks: with 1 FSDP2 gathers nothing"),
         (2, {"check": "parity", "extension": "int8"}, "int8 rounds: only two_tensor and fp32 can be equal"),
-        (2, {"check": "loss"}, "steps 10: the final loss is the mean of 10: train 20 or more"),
+        (2, {"check": "meta", "compile": True}, "check meta trains models that are not compiled"),
+        (2, {"check": "loss"}, "steps 10: the final loss is a mean over 10: take 20"),
         (2, {"check": "wire", "dim": 64}, "dim 64: a row of fewer than 128 numbers"),
     ],
 )

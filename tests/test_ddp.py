@@ -1,5 +1,6 @@
 """labkit.parallel.ddp and labkit.wire: one device's gradients, in the buckets that theory says, on real ranks."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -43,18 +44,56 @@ def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor
         assert verdict["gradients_alive"] and verdict["sent_without_sync"] == 0
         once = 4 * 4 * (DIM * DIM + DIM) // ON_THE_WIRE.get(case, 1)
         assert verdict["sent_bytes"] == dict.fromkeys(parity.MODES, 2 * once)
-        written = [count > 0 for count in verdict["compiled_backwards"].values()]
-        assert written == [False, False, inductor, inductor]
+        compiled = [count > 0 for count in verdict["compiled_backwards"].values()]
+        assert compiled == [False, False, True, True]
 
 
 def unaveraged():
-    """Forget to average in one technique."""
+    """Forget to average."""
     original = ddp.gradient_sync
     ddp.gradient_sync = lambda model, enabled: original(model, False)
     try:
         return parity.of_case(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=False)
     finally:
         ddp.gradient_sync = original
+
+
+@contextlib.contextmanager
+def eager_backward(*, inductor):
+    yield
+
+
+def uncompiled(inductor):
+    """Forget to compile the backward pass."""
+    original = ddp.compiled_backward
+    ddp.compiled_backward = eager_backward
+    try:
+        return parity.of_case(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=inductor)
+    finally:
+        ddp.compiled_backward = original
+
+
+@pytest.mark.parametrize("inductor", [True, False])
+def test_the_comparison_sees_that_nothing_was_compiled(ranks, inductor):
+    for verdict in ranks(2)(uncompiled, inductor):
+        assert not verdict["ok"] and verdict["max_rel_error"] <= 1e-5
+        assert verdict["compiled_backwards"]["compiled"] == 0
+
+
+def early_waits():
+    """Forget to move the waits."""
+    original = ddp.fused
+    ddp.fused = lambda mode, bucket_mb, late_waits: original(mode, bucket_mb, late_waits=False)
+    try:
+        return parity.of_buckets(mesh(), CPU, ddp.CASES["cpu"], dim=DIM, bucket_mb=BUCKET_MB, fuse="coalesced")
+    finally:
+        ddp.fused = original
+
+
+def test_the_check_of_buckets_sees_waits_that_come_too_early(ranks):
+    for verdict in ranks(2, timeout_s=100)(early_waits):
+        assert verdict["counted"] == [3, 3] and verdict["waits_missing"] == 0
+        assert not verdict["waits_last"][0] and not verdict["ok"]
 
 
 def test_the_comparison_sees_gradients_that_were_not_averaged(ranks):
@@ -90,9 +129,11 @@ def test_the_eager_reducer_sends_one_bucket_and_from_then_on_those_of_theory(ran
 
 
 def test_gradients_become_ready_as_theory_says():
-    model = LinearChain(8)
-    assert ddp.ready_order(model) == [name for name, _ in chain_gradients(8)]
-    assert all(parameter.grad is None for parameter in model.parameters()), "a copy ran"
+    model, order = LinearChain(8), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    model(torch.ones(1, 8)).sum().backward()
+    assert order == [name for name, _ in chain_gradients(8)]
 
 
 def compiled_wire(fuse, late_waits, case):

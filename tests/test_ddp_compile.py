@@ -123,7 +123,7 @@ def test_a_measured_run_records_buckets_times_and_the_program(mode, case, way):
         ({"mode": "ddp", "case": "backward_only"}, "mode ddp compiles nothing"),
         ({"check": "buckets", "fuse": "none"}, "use fuse coalesced or concat"),
         ({"check": "buckets", "inductor": False}, "and inductor"),
-        ({"check": "buckets", "case": "bf16"}, "check buckets with case bf16: inductor fuses float32 gradients"),
+        ({"check": "buckets", "case": "bf16"}, "check buckets looks at one float32 backward pass, not at case bf16"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_launch(parameters, message):

@@ -65,7 +65,7 @@ def _hint(found: Sequence[float], arguments: tuple[int, float, int, float]) -> s
 
 
 def bucket_count(answer: Callable[..., int]) -> Verdict:
-    """Exercise 2: buckets that DDP makes, from (sizes, bucket_mb); sizes in bytes, in the order of readiness."""
+    """Exercise 2: the compiler's buckets, from (sizes, bucket_mb); sizes in bytes, in the order of readiness."""
     first = "The first bucket closes at 1 MiB already, whatever bucket_mb says."
     closes = "A bucket closes once it holds bucket_mb MiB, with the gradient that took it there inside."
     last = "What is left when the backward pass ends is a bucket too."

@@ -19,7 +19,6 @@ pass; torch/_inductor/fx_passes/ddp_fusion.py, which fuses.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,8 +29,6 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-
-from labkit.models.protocol import LabModel
 
 Fuse = Literal["none", "coalesced", "concat"]
 Mode = Literal["ddp", "replicate", "compiled_ddp", "compiled"]
@@ -257,6 +254,13 @@ def buckets_counted() -> int:
     return int(counters["inductor"].pop("ddp_buckets", 0))
 
 
+def backwards_traced() -> int:
+    """How many backward passes compiled autograd has traced so far in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["compiled_autograd"]["captures"])
+
+
 @contextlib.contextmanager
 def generated_code() -> Iterator[list[str]]:
     """The programs that inductor writes in here, in order; those of a backward pass hold ``_c10d_functional``."""
@@ -270,17 +274,3 @@ def generated_code() -> Iterator[list[str]]:
             yield programs
     finally:
         GraphLowering.save_output_code = original
-
-
-def ready_order(model: LabModel) -> list[str]:
-    """Names of the parameters in the order in which an eager backward pass completes their gradients.
-
-    Args:
-        model: plain; a copy of it runs.
-    """
-    model, order = copy.deepcopy(model), []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-    inputs = model.get_input(next(model.parameters()).device)
-    model.run_backward(model.get_loss(inputs, model(*inputs)))
-    return order

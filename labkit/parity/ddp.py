@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,22 +58,25 @@ def of_case(
     Returns:
         What ``Here.verdict`` takes. ``sent_bytes``: what a rank hands to all-reduces in all steps, by technique.
         ``sent_without_sync``: the part of it in batches that should send nothing. ``compiled_backwards``: how many
-        programs with communication inductor wrote, so that nobody compares eager runs with each other.
+        programs with communication inductor wrote, or without it, how many backward passes compiled autograd traced,
+        so that nobody compares eager runs with each other.
     """
     gradients, parameters = one_device(case, dim, device, mesh.size(), steps)
     alive = all(bool(gradient.abs().max() > 0) for step in gradients for gradient in step.values())
     found, sent_bytes, backwards, without_sync = Parity(), {}, {}, 0
+    inductor = how.get("inductor", True)
     for mode in MODES:
-        lab = chain(dim, case, device)
+        lab, before = chain(dim, case, device), ddp.backwards_traced()
         with ddp.applied(lab, mesh, mode, case, **how) as (model, programs):
             sent = _train(found, mode, lab, model, case, mesh.get_local_rank(), gradients)
         found.add_all(f"{mode}, parameter", lab.named_parameters(), parameters.items())
         sent_bytes[mode] = sent.total()
-        backwards[mode] = sum("_c10d_functional" in program for program in programs)
+        traced = ddp.backwards_traced() - before
+        backwards[mode] = sum("_c10d_functional" in program for program in programs) if inductor else traced
         without_sync += sent[False]
     limit = LIMITS[case.dtype]
     verdict = found.verdict(limit)
-    compiled = all(backwards[mode] for mode in ("compiled_ddp", "compiled")) == how.get("inductor", True)
+    compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in MODES)
     return verdict | {
         "dtype": str(case.dtype).removeprefix("torch."),
         "limit": limit,
@@ -157,13 +159,14 @@ def of_buckets(
                 _loss(lab, model, step, 0, mesh.get_local_rank()).backward()
             rounds.append((ddp.buckets_counted(), programs[-1], wire.buckets(lab.named_parameters())))
     listed = [generated.buckets(program) for _, program, _ in rounds]
-    result = {
+    result: dict[str, Any] = {
         "predicted": len(expected),
         "predicted_bytes": predicted_bytes,
         "counted": [counted for counted, _, _ in rounds],
         "listed_bytes": [[bucket.bytes for bucket in buckets] for buckets in listed],
         "wire_bytes": [[sum(bucket.values()) for bucket in buckets] for _, _, buckets in rounds],
         "programs": len({program for _, program, _ in rounds}),
+        "waits_last": list(map(_waits_last, listed)),
         "waits_missing": sum(len(generated.missing_waits(program)) for _, program, _ in rounds),
     }
     ok = (
@@ -171,10 +174,15 @@ def of_buckets(
         and result["listed_bytes"] == result["wire_bytes"] == [predicted_bytes] * 2
         and [_in_order(buckets) for _, _, buckets in rounds] == [_in_order(expected)] * 2
         and (result["programs"], result["waits_missing"]) == (2, 0)
+        and (result["waits_last"][0] or not how.get("late_waits", True))
     )
-    everyone: list[Any] = [ok] * mesh.size()
-    dist.all_gather_object(everyone, ok, group=mesh.get_group())
-    return {"check": "buckets", **result, "ok": all(everyone)}
+    return {"check": "buckets", **result, "ok": ok}
+
+
+def _waits_last(buckets: list[generated.Bucket]) -> bool:
+    """Whether a program asks for all buckets before it waits for any."""
+    waits = [wait.number for bucket in buckets for wait in bucket.waits]
+    return max(bucket.request.number for bucket in buckets) < min(waits)
 
 
 def _in_order(buckets: list[dict[str, int]]) -> list[list[tuple[str, int]]]:

@@ -104,9 +104,7 @@ def of_meta_device(mesh: DeviceMesh, device: torch.device, extension: str, steps
     }
     all_of_them = len(parameters) == on_meta == poisoned == found["trained"]
     ok = all_of_them and not found["nan_after"] and losses[-1] < losses[0]
-    everyone: list[Any] = [ok] * mesh.size()
-    dist.all_gather_object(everyone, ok, group=mesh.get_group())
-    return {"check": "meta", **found, "ok": all(everyone)}
+    return {"check": "meta", **found, "ok": ok}
 
 
 def of_wire(
@@ -131,7 +129,7 @@ def of_wire(
         with CommunicationCounter() as counter:
             backward(model)
         measured[name] = counter.bytes["all_gather"]
-    return {"check": "wire", **measured, "ok": measured == predicted}
+    return {"check": "wire", **measured, "theory": predicted, "ok": measured == predicted}
 
 
 def of_loss(mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]) -> dict[str, Any]:
