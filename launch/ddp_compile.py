@@ -2,7 +2,6 @@
 
     torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat                  # measure
     torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case bf16     # one device's?
-    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check buckets --bucket-mb 5  # as predicted?
 
 The compiler puts the backward pass and its all-reduces into one program: there one can read when it sends and waits.
 """

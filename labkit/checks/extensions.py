@@ -14,6 +14,7 @@ from labkit.theory import extensions as theory
 RANKS = 2
 HINTS = {
     "modified by an inplace operation": "autograd has saved this parameter: fill it with refill",
+    "cannot be 0 to view": "what is sent needs a first dimension: send one scale as scale.reshape(1)",
     "Invalid scalar type": "gloo sends no float8 tensor by itself: send it as .view(torch.uint8), or with its scale",
 }
 """What to do about an error of torch, by a part of its message."""

@@ -173,7 +173,7 @@ def storages(given: Sequence[Tensor]) -> set[int]:
 
 
 def train(model: nn.Sequential, steps: int) -> Losses:
-    """A few steps on this rank's samples; the losses, both where there are two."""
+    """A few steps on samples that all ranks share; the losses, both where there are two."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
     width, losses = next(model.parameters()).shape[1], []
     for step in range(steps):

@@ -77,9 +77,9 @@ print("backward")
 loss.backward()
 
 # %% [markdown]
-# Read the list. `linear` is gone: what arrives is `t` and `mm`, the operations that it is made of. The backward pass comes
-# the same way, since autograd works above. So a few lines see all that a training step computes. Each `detach` is autograd
-# taking a tensor for itself; the first one comes from `nn.Parameter`.
+# Read the list. `aten` is the name of PyTorch's own operations. `linear` is gone: what arrives is `t` and `mm`, the operations
+# that it is made of. The backward pass comes the same way, since autograd works above. So a few lines see all that a training
+# step computes. Each `detach` is autograd taking a tensor for itself; the first one comes from `nn.Parameter`.
 #
 # `TwoTensor` does more than listen. It holds two tensors, and does each operation twice.
 
@@ -119,7 +119,7 @@ ax = plots.hook_memory("TwoTensor")
 # *Time goes from left to right. Hatched tensors lie in memory that belongs to another row. Only the gathered tensors
 # are new memory, and they go after use.*
 #
-# Three things in this figure decide whether a hook is right.
+# Three things decide whether a hook is right. The first two are in this figure.
 #
 # **The second call.** Autograd keeps the parameter of the first gather for the backward pass. FSDP2 frees its memory after
 # the forward pass, but the tensor object stays. At the next gather the *same* object must come back to life. So from the
@@ -141,7 +141,10 @@ ax = plots.hook_memory("TwoTensor")
 # Two helpers. A tensor's `.to(dtype)` gives the tensor itself if it has that dtype already. `refill(tensor, gathered)`
 # copies gathered rows, without padding, into a tensor that autograd may have saved.
 #
-# Your hook is put into a model that trains on two real ranks, in float32 and cast to bfloat16.
+# To name a gathered tensor as well does no harm: FSDP2 frees it anyway.
+#
+# Your hook is put into a model that trains on two real ranks, in float32 and cast to bfloat16. Your function runs in other
+# processes. Of this notebook it sees `torch`, `TwoTensor` and `refill` only.
 
 
 # %%
@@ -174,7 +177,7 @@ print(f"{compared:.0f} tensors compared, largest difference {difference}")
 # ## Rows that do not divide
 #
 # An all-gather wants the same number of bytes from each rank. Three rows on two ranks do not divide, so the shorter shard is
-# filled up with rows of zeros.
+# filled up with rows of zeros. The first hook does that, with `pad_rows`. So it needs the shape of the whole parameter.
 
 # %%
 weight = torch.arange(1.0, 13.0).view(3, 4)
@@ -260,7 +263,7 @@ checks.mended(leaky)
 # The check gathers each of the three units once, frees it, and counts what is left. After the last unit the whole model
 # lies in memory, on every rank. Nobody gets an error message. FSDP is on, and its savings are gone.
 #
-# Write it again, without the leak.
+# Write it again, without the leak. Your function runs in other processes, where it sees `torch`, `TwoTensor` and `refill` only.
 
 
 # %%
@@ -281,7 +284,8 @@ checks.mended(mended)
 # ### Exercise 4: half of the bytes
 #
 # Gather in bfloat16, which has 2 bytes a number. `encode_bf16` gets this rank's rows in float32 and returns a tuple of
-# tensors. `decode_bf16` gets the same tensors with all rows, and returns the parameter in `dtype`.
+# tensors. `decode_bf16` gets the same tensors with all rows, and returns the parameter in `dtype`. Both run in other processes,
+# where they see `torch`, `TwoTensor` and `refill` only.
 
 
 # %%
@@ -301,7 +305,8 @@ def decode_bf16(gathered: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch
 checks.bf16_gather(encode_bf16, decode_bf16)
 
 # %% [markdown]
-# The error is what a type with 7 bits of mantissa must have: up to 2 ** -8 of each number, 0.0039.
+# The error is what a type with 7 bits of **mantissa** must have. These are the binary digits behind the first one. Rounding
+# changes each number by up to 2 ** -8 of it, so by at most 0.0039 of the largest.
 #
 # ### Exercise 5: halve them again
 #
@@ -310,7 +315,10 @@ checks.bf16_gather(encode_bf16, decode_bf16)
 # `torch.float8_e4m3fn`, and one scale or many.
 #
 # On CPU ranks float8 does not travel alone: gloo does not know the type. With a tensor of another type beside it, FSDP2
-# sends both as plain bytes.
+# sends both as plain bytes. float8 reaches 448.
+#
+# Everything that is sent needs a first dimension: one scale is `.reshape(1)`, and arrives as one for each rank. Again your
+# functions see `torch`, `TwoTensor` and `refill` only.
 
 
 # %%
@@ -350,7 +358,7 @@ wire
 
 # %% [markdown]
 # Equal to the byte. bfloat16 sends exactly a half. The 8-bit gathers send a little more than a quarter, because of their
-# scales. A `TwoTensor` would send twice float32's.
+# scales: float8 48 bytes more, int8 5,672 more. A `TwoTensor` would send twice float32's.
 #
 # And the error? Theory gives the largest one. A float rounds each number to some digits, so large and small weights keep
 # the same number of them. int8 rounds to steps of equal size, which suits the large weights of a row better.
@@ -400,7 +408,7 @@ for name, percent in (("bf16", 2), ("float8", 10), ("int8", 10)):
 #
 # ## What to expect on GPUs
 #
-# - Bytes and errors are the same. They do not depend on speed.
+# - Bytes and errors should be the same: they do not depend on speed. No GPU run is recorded yet.
 # - Encode and decode are kernels of their own, between the messages. Fuse them, or what you save on the wire is lost there.
 # - torchao has a float8 parameter type of this kind, for layers that also multiply in float8. Then nothing is decoded.
 
@@ -421,7 +429,7 @@ summary
 # ## Where to go from here
 #
 # - All extensions at once: `labkit.run("allgather_extensions", nproc=2, check="wire")`.
-# - Built without memory: `labkit.run("allgather_extensions", nproc=2, check="meta")` shards a model on the meta device first
-#   and fills it afterwards.
+# - Built without memory: `labkit.run("allgather_extensions", nproc=2, check="meta")` shards a model on the meta device (shapes
+#   without memory) first and fills it afterwards.
 # - Read `labkit/tensors/two_tensor.py`, then `labkit/tensors/quantised.py`. The hooks are a few lines in each.
 # - Could you send 4 bits? Two numbers fit into a byte. What error do you predict?

@@ -72,8 +72,8 @@ messages = labkit.run("all_reduce", nproc=RANKS)
 ax = plots.messages(messages)
 
 # %% [markdown]
-# *Time of one all-reduce, on logarithmic axes. Small messages lie on the dotted line: they cost their latency,
-# whatever their size. Large ones pay by the byte.*
+# *Time of one all-reduce, on logarithmic axes. Small messages lie near the horizontal dotted line, alpha: they cost
+# their latency, whatever their size. Large ones pay by the byte.*
 #
 # Where the two costs are equal, a message has alpha / beta bytes. Below this size a rank mostly waits for latency. The
 # bias of one of our layers is far below.
@@ -84,7 +84,8 @@ ax = plots.messages(messages)
 ax = plots.pieces(messages)
 
 # %% [markdown]
-# *The same bytes, in 1 to 64 messages. The grey bars were predicted from the line above.*
+# *The same bytes, in 1 to 64 messages. The grey bars were predicted from the line above. Measured anew, so 4 MiB may
+# differ from above.*
 #
 # The bytes cost the same in all of them. What grows is the number of latencies. That is the first half of the
 # question: few large messages are better than many small ones.
@@ -100,8 +101,8 @@ ax = plots.pieces(messages)
 #
 # ### Exercise 2: how many buckets?
 #
-# `sizes` are the bytes of the gradients in the order of readiness. How many buckets do they make? A MiB has 2**20
-# bytes.
+# `sizes` are the bytes of the gradients in the order of readiness. How many buckets do they make? The first bucket
+# closes at 1 MiB, whatever `bucket_mb` is. A MiB has 2**20 bytes.
 
 
 # %%
@@ -120,7 +121,8 @@ def bucket_count(sizes: list[int], bucket_mb: float) -> int:
 checks.bucket_count(bucket_count)
 
 # %% [markdown]
-# Our chain has two kinds of gradients. This is what your function says of them:
+# Our chain has two kinds of gradients. This is what your function says of them, in the order of a compiled backward
+# pass, each weight before its bias:
 
 # %%
 gradients = [size for _, size in theory.chain_gradients(DIM, "compiled")]
@@ -165,7 +167,8 @@ checks.bounded_buckets(bounded_buckets)
 #
 # In the first step the reducer does not know the order of readiness, so it sends everything in one bucket. It notes
 # the order, and *rebuilds* its buckets for all later steps. One more thing differs from the rule above: the first
-# bucket is a small one only where you leave `bucket_mb` at its default of 25.
+# bucket is a small one only where you leave `bucket_mb` at its default of 25. Autograd has a bias ready before its
+# weight.
 
 
 # %%
@@ -202,9 +205,9 @@ _ = plots.compare(eager, predict("eager"))
 # | first backward pass that finds gradients | the same once more: now it must add to them |
 # | later | nothing: the programs are there |
 #
-# The graph of our backward pass has eight gradients, so it begins with eight all-reduces, each with its wait. Then a
-# pass of inductor, the compiler, fuses them into buckets. It uses the rule of exercise 2, with the small first bucket
-# always. Compiling takes some seconds on each rank.
+# The graph of our backward pass has eight gradients, so at first it has eight all-reduces, each with its wait. Then a
+# step of inductor, the compiler, fuses them into buckets. Such a step is called a pass. This one uses the rule of
+# exercise 2, with the small first bucket always. Compiling takes some seconds on each rank.
 #
 # There are two ways to fuse. `coalesced` hands the list of a bucket's gradients to one call. `concat` copies them into
 # one flat tensor, sends that, and cuts it up again.
@@ -214,8 +217,8 @@ coalesced = labkit.run("ddp_compile", fuse="coalesced", timeline=True, **SETUP)
 _ = plots.compare(coalesced, predict("compiled"))
 
 # %% [markdown]
-# *One bucket more than with the reducer. The compiler's first one is small and holds `fc4.weight` alone: a compiled
-# backward pass computes the gradient of a weight before that of its bias.*
+# *One bucket more than with the reducer. The compiler's first one closes at 1 MiB already, so `fc4.weight` travels
+# alone: a compiled backward pass computes the gradient of a weight before that of its bias.*
 #
 # Here is what inductor wrote for the backward pass of rank 0. Only lines that compute, send or wait are shown. Open
 # the fold below them for the whole program.
@@ -226,7 +229,7 @@ coalesced.ranks[0].code()
 # %% [markdown]
 # Read it from the top. `extern` lines are products of matrices, `kernel` lines are loops that inductor wrote itself:
 # here they add up biases' gradients and divide by the number of ranks. A yellow line asks for a bucket and returns at
-# once. The products below it run while the bucket travels. All waits stand at the end.
+# once. The products below it can run while the bucket travels. All waits stand at the end.
 
 # %% tags=["nbval-ignore-output"]
 ax = plots.buckets(coalesced)
@@ -257,7 +260,7 @@ concat.ranks[0].code()
 # The Python reducer waits right after it asked, which is safe and hides nothing. A second pass of inductor,
 # `schedule_comm_wait`, moves each wait down to the first line that uses the gradient. In our program nothing uses a
 # gradient but the `return`, so all waits went to the end. A program that adds to gradients that are already there has
-# its waits before these additions.
+# its waits before these additions. labkit's `--check buckets` compiles both.
 #
 # ### Exercise 4: find the missing wait
 #
@@ -303,7 +306,8 @@ ax = plots.timeline(eager)
 
 # %% [markdown]
 # *A backward pass with the reducer. Bucket 0 leaves when half of the layers are done and travels while the others
-# compute. Bucket 1 leaves last: nothing is left to hide it, so it is exposed.*
+# compute. A bucket may outlast the layers, so that its end is exposed, too. Bucket 1 leaves last: nothing is left to
+# hide it, so it is exposed.*
 #
 # Now the compiled program.
 
@@ -312,7 +316,7 @@ ax = plots.timeline(coalesced)
 
 # %% [markdown]
 # *The compiled backward pass. It is one program, so its bars bear no layer's name: `root` is the whole model. The
-# small first bucket leaves earlier; again the last one is exposed.*
+# first bucket leaves earlier. How much of it hides changes from run to run; the last one is exposed.*
 #
 # A bar of communication lasts until the slower rank has arrived, so it says as much about the other rank as about the
 # bytes. Two buckets may travel at once, drawn one above the other: gloo has two threads that send.
@@ -350,11 +354,11 @@ ax = plots.latency(latencies)
 
 # %% [markdown]
 # *Time of one training step by the size of a bucket. With one bucket the backward pass ends before anything is sent.
-# On a busy machine the bars move;  take several runs.*
+# On a busy machine the bars move; take several runs.*
 #
-# Our gradients are large, 4 MB each: even alone they are above alpha / beta, so eight messages cost little more than
-# two. A network of many small layers is another matter. The default of 25 MiB is far above alpha / beta on most
-# networks, and far below most models.
+# Four of our gradients have 4 MB, above alpha / beta even alone; the four biases add a latency each. So eight messages
+# cost little more than two. A network of many small layers is another matter. The default of 25 MiB is far above
+# alpha / beta on most networks, and far below most models.
 
 # %% [markdown]
 # ## Fewer bytes: a compression hook
@@ -407,16 +411,19 @@ checks.wire_bytes(wire_bytes)
 # ## Is it right?
 #
 # Fast and wrong is easy. This trains with DDP, with `replicate` (the same without a wrapper), and with both of them
-# compiled, and compares each gradient of two steps with one device that goes through all ranks' samples in turn.
+# compiled. It compares each gradient of two steps, and each parameter after them, with one device that goes through
+# all ranks' samples in turn.
 
 # %%
 right = labkit.run("ddp_compile", check="parity", nproc=RANKS, dim=64, case="cpu_no_sync")
-print(f"{right.value('compared'):.0f} tensors compared with one device, all equal: {right.ok}")
+compared = int(right.value("compared"))
+print(f"{compared} tensors, all equal to one device's to 1 part in 100,000: {right.ok}")
 
 # %% [markdown]
 # ## What to expect on GPUs
 #
-# - The same program runs unchanged: `labkit.run("ddp_compile", nproc=4, case="gpu")`. Counts and bytes are the same.
+# - The same program runs unchanged: `labkit.run("ddp_compile", nproc=4, case="gpu")`. Counts and bytes should be
+#   the same; no GPU run is recorded yet.
 # - The listing has Triton kernels where there was C++. Collectives run on a stream of their own.
 # - Latency is smaller than here and bandwidth much larger, so alpha / beta moves. Measure it with
 #   `labkit.run("all_reduce", nproc=4)` before you choose a bucket size.

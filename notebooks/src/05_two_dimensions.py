@@ -7,7 +7,8 @@
 # The two can be combined. Ranks then form a mesh with two axes: along one they share matrices, along the other they share
 # out samples. In this lab you derive TP by hand, predict what crosses each axis, and measure it on four real ranks.
 #
-# You need lab 1's words: rank, all-reduce, mesh. You need lab 2's FSDP: units, all-gather, reduce-scatter. You need no GPU.
+# You need lab 1's words: rank, all-reduce, mesh. You need lab 2's FSDP: units, all-gather, reduce-scatter, and activation
+# checkpointing. You need no GPU.
 
 # %% [markdown]
 # ## What this machine can do
@@ -32,10 +33,11 @@ doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. The network is lab 2's stack of three MLPs: linear, ReLU, linear, ReLU, with an inner width
-# of 3, 4 and 3 times `DIM`. A sample has 8 places. A linear layer treats every place alike.
+# of 3, 4 and 3 times `DIM`. A sample is a sequence of 8 places, as a text is a sequence of words. Each place has `DIM`
+# numbers. A linear layer treats every place alike.
 
 # %% tags=["parameters"]
-RANKS: int = 4  # ranks of the mesh
+RANKS: int = 4  # ranks of the mesh; the text counts on 4
 DIM: int = 64  # width of the network
 BATCH: int = 48  # samples of all ranks together in a step, of 8 places each
 STEPS: int = 1  # timed training steps in each run
@@ -130,7 +132,7 @@ print("the sum over the ranks is right:", torch.allclose(total, whole_gradient, 
 
 # %% [markdown]
 # It is a sum again. So the backward pass needs one all-reduce as well, in front of the pair. The very first pair is spared:
-# its input are samples, and nobody asks for their gradient.
+# its input is the samples, and nobody asks for their gradient.
 #
 # ### Exercise 2: bytes of a training step
 #
@@ -150,6 +152,9 @@ def tp_bytes(places: int, dim: int, mlps: int) -> int:
 checks.tp_bytes(tp_bytes)
 
 # %% [markdown]
+# Why does the inner width not matter? What is added up is the result of a pair, or the gradient of its input. Both have the
+# outer width.
+#
 # ## A mesh of two axes
 #
 # TP sends whole activations, several times for each layer. That is too much for many ranks. So ranks get a second axis.
@@ -204,14 +209,17 @@ predicted |= theory.resident_bytes(PAIRS, dp=2, tp=2)
 _ = plots.compare(square, predicted)
 
 # %% [markdown]
-# *One of four real ranks, in one traced step. Every count and every byte is as predicted.*
+# *One of four real ranks, in one traced step. Every count and every byte is as predicted. `end_…` is what a rank holds when
+# the step ends; `optstate` is Adam's two means.*
 #
 # ## When two axes win
 #
 # Four ranks can also be used along one axis: `tp=1` is FSDP alone, `tp=4` is tensor parallelism alone. We run both.
 #
 # Bytes handed in do not compare: an all-gather takes a small piece and spreads it, an all-reduce takes all. So we convert
-# them into bytes that a rank puts on the wire, if each collective runs in a ring of its axis.
+# them into bytes that a rank puts on the wire, if each collective runs in a ring of its axis: each rank sends to the next.
+# In a ring of n ranks, each passes on (n - 1) / n of the whole tensor in an all-gather or a reduce-scatter, and twice that in
+# an all-reduce.
 
 # %%
 runs = {tp: labkit.run("two_dim", tp=tp, **SETUP) for tp in (1, 4)}
@@ -258,14 +266,14 @@ expected["TP alone"] = {
 ax = plots.breakdown(expected, {labels[tp]: result for tp, result in runs.items()})
 
 # %% [markdown]
-# *Peak memory of a rank. For TP alone theory gives only what is kept, nothing temporary. FSDP needs most for gathered
-# parameters, TP for activations.*
+# *Peak memory of a rank. For TP alone theory gives only what is kept, nothing temporary. FSDP alone pays for gathered
+# parameters and communication buffers, TP alone for activations; the square needs least.*
 #
 # TP alone keeps every sample on every rank: between the pairs all four hold the same activations. FSDP alone gathers whole
 # layers. The square does half of each.
 #
-# It depends on the sizes. With more samples FSDP wins, with wider layers TP. Below, 64 ranks train 32 MLPs of width 4096 on
-# 64 texts of 2048 places.
+# It depends on the sizes. By the same formulas FSDP alone sends least with four times the samples, TP alone with layers four
+# times as wide. Below, 64 ranks train 32 MLPs of width 4096 on 64 texts of 2048 places.
 
 # %%
 large = {"ranks": 64, "pairs": [(4096, 4 * 4096)] * 32, "step_places": 64 * 2048}
@@ -292,7 +300,7 @@ except labkit.ParameterError as refused:
 #
 # An all-reduce is a reduce-scatter followed by an all-gather. We split it: reduce-scatter behind a pair, all-gather in front
 # of the next. Each puts half of an all-reduce's bytes on the wire. Only the two ends of the stack, where the whole sequence
-# comes in and goes out, cost an all-gather more.
+# comes in and goes out, cost one all-gather more each.
 
 # %%
 for name, cut in (("sequence whole", False), ("sequence cut", True)):
@@ -309,8 +317,8 @@ for name, cut in (("sequence whole", False), ("sequence cut", True)):
 # Ten halves without, twelve with. In a stack of many layers, two more do not matter.
 #
 # And the memory? Here it pays to look closely. `ColwiseParallel` keeps the input that it has gathered, because the gradient of
-# its weight needs it. In a stack of bare MLPs, that eats the gain. It pays off with activation checkpointing, where a pair
-# keeps only its own places of the input, and gathers them again.
+# its weight needs it. In a stack of bare MLPs, that costs more than is gained. It pays off with activation checkpointing,
+# where a pair keeps only its own places of the input, and gathers the others again.
 
 # %%
 rows = {}
@@ -323,7 +331,7 @@ for checkpointing in (False, True):
 pandas.DataFrame.from_dict(rows, orient="index").add_prefix("bytes, sequence ")
 
 # %% [markdown]
-# These are the activations of TP alone when the forward pass ends. Let us measure the second line.
+# By theory: these are the activations of TP alone when the forward pass ends. Let us measure the second line.
 
 # %%
 checkpointed = SETUP | {"tp": 4, "checkpointing": True}
@@ -350,7 +358,8 @@ plots.table(sequence["sequence cut"], predicted_cut)
 # ## DDP along the other axis
 #
 # Where memory is no concern, gradients can be averaged as in plain data parallelism: `replicate` instead of `fully_shard`.
-# Every rank keeps its thin model whole. Here with four linear layers, two pairs.
+# Every rank keeps its thin model whole. Here with four linear layers, two pairs. Their samples have one place each, so a rank
+# has `BATCH // 2` places.
 
 # %%
 replicated = labkit.run("two_dim", plan="ddp_tp", **SETUP)
@@ -362,7 +371,7 @@ plots.table(replicated, predicted_ddp | {"dp/all_reduce_count": 1})
 # All gradients travel in one all-reduce along `dp`: they fit into one bucket, as lab 4 explains. Along `tp` there are two
 # all-reduces forward and one backward.
 #
-# What does FSDP save against DDP on the same mesh? The states, divided by `dp`:
+# What does FSDP save against DDP on the same mesh? The states, divided by `dp`. By theory:
 
 # %%
 plans = ("ddp_tp", "fsdp_tp")
@@ -392,7 +401,10 @@ print(inspect.getsource(plan_ranks.GatedMLP.forward))
 
 # %% [markdown]
 # Write its plan: a dict from the names `gate`, `up` and `down` to `ColwiseParallel()` or `RowwiseParallel()`. One all-reduce a
-# step is enough. Your plan runs on 2 × 2 ranks.
+# step is enough.
+#
+# Your plan runs on 2 × 2 ranks, in other processes. Of this notebook it sees only `torch`, PyTorch's parallel styles such as
+# `ColwiseParallel`, and the placements, such as `Replicate` and `Shard`.
 
 
 # %%
@@ -424,12 +436,14 @@ def broken_plan() -> dict[str, object]:
 checks.stack_plan(broken_plan)
 
 # %% [markdown]
-# The loss is right on every rank. A learning curve would look almost normal. But each gradient is twice too large.
+# The output is right on every rank, and so is the loss of the first step. But each gradient is twice as large as it
+# should be.
 #
 # The samples come in whole on every rank of `tp`. The plan says that they are cut. So PyTorch takes two copies of a sequence
 # for two halves of a longer one, computes everything twice, and adds up the gradients of both.
 #
-# Write a plan that is right. Between the MLPs the sequence may stay cut.
+# Write a plan that is right. Between the MLPs the sequence may stay cut. Again it runs in other processes, which see only
+# `torch`, the parallel styles and the placements.
 
 
 # %%
@@ -453,7 +467,8 @@ checks.stack_plan(repaired_plan)
 #
 # ## What to expect on GPUs
 #
-# - The same program runs unchanged, over NCCL: `labkit.run("two_dim", nproc=4, preset="paper")`. Counts and bytes are the same.
+# - The same program runs unchanged, over NCCL: `labkit.run("two_dim", nproc=4, preset="paper")`.
+#   Counts and bytes should be the same; no GPU run is recorded yet.
 # - Messages along `tp` cannot hide: the next layer waits for their sum. So `tp` belongs on the fastest links, inside one
 #   machine, and is seldom larger than 8. Along `dp`, FSDP gathers ahead and hides most of its messages.
 # - With more ranks a third axis can follow, such as pipeline stages. The method stays: predict each axis by itself.
@@ -463,7 +478,7 @@ checks.stack_plan(repaired_plan)
 # %% [markdown]
 # ## Summary
 #
-# Predicted beside measured, for every run.
+# Predicted beside measured, for the runs above that theory covers.
 
 # %% tags=["summary"]
 tables = {"2 x 2": plots.table(square, predicted)}
@@ -472,7 +487,7 @@ for tp, label in ((1, "FSDP alone"), (4, "TP alone")):
     traffic = theory.collectives(PAIRS, places(dp), dp=dp, tp=tp)
     tables[label] = plots.table(runs[tp], traffic | theory.resident_bytes(PAIRS, dp=dp, tp=tp))
 tables["sequence cut"] = plots.table(sequence["sequence cut"], predicted_cut)
-tables["DDP x TP"] = plots.table(replicated, predicted_ddp)
+tables["DDP x TP"] = plots.table(replicated, predicted_ddp | {"dp/all_reduce_count": 1})
 pandas.concat(tables)
 
 # %% [markdown]
