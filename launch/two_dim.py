@@ -62,7 +62,7 @@ class Config:
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
         even_share(self.batch, world_size // self.tp, "a batch of")
-        even_share(self.dim, world_size, "a width of")
+        even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")  # DDP cuts nothing
         if self.check == "parity" and self.compile:
             compiler.refuse_if_missing()
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import labkit
 from labkit.meter import CommunicationCounter
+from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
-from labkit.parallel.tensor import apply_tensor_parallel
+from labkit.parallel.tensor import apply_replicated_tensor_parallel, apply_tensor_parallel
 
 PROGRAM = Path(__file__).parent / "programs" / "tensor_cases.py"
 
@@ -47,6 +48,13 @@ def test_a_mesh_without_the_two_axes_is_refused(four_ranks, names):
 def test_a_width_that_cannot_be_shared_is_refused_with_the_arithmetic(four_ranks):
     with pytest.raises(ValueError, match="4 ranks cannot share the inner width 18: 18 % 4 = 2"):
         apply_tensor_parallel(MLPStack(6), four_ranks("dp", "tp"), sequence_parallel=True)
+
+
+def test_a_width_that_ddp_does_not_cut_is_shared_by_tp_alone(four_ranks):
+    model = apply_replicated_tensor_parallel(LinearChain(6), four_ranks("dp", "tp"))
+    assert [tuple(each.shape) for each in model.parameters()] == [(3, 6), (3,), (6, 3), (6,)] * 2
+    with pytest.raises(ValueError, match="2 ranks cannot share the inner width 5: 5 % 2 = 1"):
+        apply_replicated_tensor_parallel(LinearChain(5), four_ranks("dp", "tp"))
 
 
 def test_a_rank_keeps_its_part_of_every_matrix(four_ranks):

@@ -82,6 +82,13 @@ def test_on_the_wire_a_cut_sequence_costs_one_all_gather_more_at_each_end():
     assert wire[1]["tp"] == wire[0]["tp"] * 12 / 10
 
 
+def test_places_that_cannot_be_shared_are_refused():
+    for sent_or_kept in (theory.activations_sent, theory.activation_bytes):
+        assert sent_or_kept([(8, 16)], 6, 4), "a whole sequence need not be shared"
+        with pytest.raises(ValueError, match="4 ranks cannot share places 6: 6 % 4 = 2"):
+            sent_or_kept([(8, 16)], 6, 4, sequence_parallel=True)
+
+
 def test_an_inner_width_that_cannot_be_shared_is_refused():
     with pytest.raises(ValueError, match="4 ranks cannot share the inner width 30: 30 % 4 = 2"):
         theory.rank_layers([(10, 30)], 4)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs.two_dim_cases import COMPILED, EAGER
+from programs.two_dim_cases import COMPILED, DIM, EAGER
 from torch import nn
 
 import labkit
@@ -20,8 +20,8 @@ TENSORS = {"fsdp_tp": 12, "ddp_tp": 8}
 
 
 def verdicts(**parameters):
-    result = labkit.run(PROGRAM, nproc=4, device="cpu", timeout_s=110, **parameters)
-    return json.loads(result.ranks[0].log().splitlines()[-1])
+    log = labkit.run(PROGRAM, nproc=4, device="cpu", timeout_s=110, **parameters).ranks[0].log()
+    return json.loads(log.splitlines()[-1]) | {"log": log}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,32 @@ def test_compiled_equals_eager_and_one_device(compiled, name):
     verdict = compiled[name]
     assert verdict["compared"] == 2 * compared(COMPILED[name]), "of each version"
     assert verdict["compiled_graphs"] > 0
+    assert (verdict["compiled_backwards"] > 0) == (COMPILED[name].get("plan") == "ddp_tp")
     assert verdict["ok"] and verdict["max_rel_error"] <= 1e-5 and verdict["compiled_vs_eager"] <= 1e-5, verdict
+
+
+@pytest.mark.skipif(bool(compiler.problem()), reason=f"torch.compile needs a C++ compiler: {compiler.FIX}")
+@pytest.mark.parametrize("name", ["nothing compiled", "backward not compiled"])
+def test_what_is_not_compiled_is_seen_though_it_is_right(compiled, name):
+    verdict = compiled[name]
+    assert verdict["compiled_backwards"] == 0
+    assert (verdict["compiled_graphs"] > 0) == (name == "backward not compiled"), "those of earlier cases do not count"
+    assert not verdict["ok"] and verdict["max_rel_error"] <= 1e-5 and verdict["compiled_vs_eager"] <= 1e-5, verdict
+
+
+@pytest.mark.skipif(bool(compiler.problem()), reason=f"torch.compile needs a C++ compiler: {compiler.FIX}")
+def test_beside_a_compiled_version_the_eager_one_has_ddps_own_reducer(compiled):
+    assert compiled["backward not compiled"]["python_reducers"] == [False, True]
+
+
+def test_a_comparison_is_quiet_and_leaves_torchs_logger_as_it_was(eager):
+    assert "sequential all_gather" not in eager["log"]
+    before, after = eager["levels"]
+    assert before == after
+
+
+def test_a_rank_of_ddp_tp_keeps_what_theory_says(eager):
+    assert eager["kept with ddp"] == theory.resident_bytes(theory.chain_pairs(DIM), dp=2, tp=2, plan="ddp_tp")
 
 
 def test_gradients_that_are_not_averaged_are_seen(eager):
@@ -106,6 +131,7 @@ def test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share(case):
         ({"tp": 3}, "4 ranks cannot be cut into lines of tp = 3: it must divide them"),
         ({"tp": 0}, "4 ranks cannot be cut into lines of tp = 0: it must divide them"),
         ({"dim": 6}, "4 ranks cannot share a width of 6: 6 % 4 = 2"),
+        ({"dim": 5, "plan": "ddp_tp"}, "2 ranks cannot share a width of 5: 5 % 2 = 1"),
         ({"batch": 3}, "2 ranks cannot share a batch of 3: 3 % 2 = 1"),
         ({"seq": True, "plan": "ddp_tp"}, "seq and checkpointing are for MLPs, and plan ddp_tp has none"),
         ({"checkpointing": True, "plan": "ddp_tp"}, "seq and checkpointing are for MLPs, and plan ddp_tp has none"),

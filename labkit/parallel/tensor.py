@@ -17,7 +17,8 @@ Korthikanti et al., "Reducing Activation Recomputation", 2022 (arXiv:2205.05198)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +42,10 @@ from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.ddp import apply_replicate
 
 SEQUENCE = Shard(1)
+CHAIN_PAIRS: dict[str, ParallelStyle] = {
+    "fc1": ColwiseParallel(), "fc2": RowwiseParallel(), "fc3": ColwiseParallel(), "fc4": RowwiseParallel(),
+}  # fmt: skip
+"""The two pairs of a LinearChain."""
 
 
 def apply_tensor_parallel(
@@ -70,7 +75,7 @@ def apply_tensor_parallel(
     Raises:
         ValueError: the mesh lacks an axis; the ranks cannot share an inner width evenly.
     """
-    _check(mesh, *(multiplier * model.dim for multiplier in MULTIPLIERS))
+    _check(mesh, ("dp", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
     line = mesh["tp"]  # taken once: inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
     if line.size() > 1:
         parallelize_module(model, line, _sequence_plan(model) if sequence_parallel else _plan(model))
@@ -97,12 +102,11 @@ def apply_replicated_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> Pl
         What to call and to train: it takes and returns plain tensors [..., D].
 
     Raises:
-        ValueError: the mesh lacks an axis; the ranks cannot share the width evenly.
+        ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the width evenly.
     """
-    _check(mesh, model.fc1.out_features, model.fc3.out_features)
-    pairs = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel(), "fc3": ColwiseParallel(), "fc4": RowwiseParallel()}
+    _check(mesh, ("tp",), model.fc1.out_features, model.fc3.out_features)
     line = mesh["tp"]
-    plain = PlainParameters(parallelize_module(model, line, pairs), line)
+    plain = PlainParameters(parallelize_module(model, line, CHAIN_PAIRS), line)
     apply_replicate(plain, mesh["dp"])
     return plain
 
@@ -169,11 +173,12 @@ def _join_the_output() -> ParallelStyle:
     return PrepareModuleOutput(output_layouts=SEQUENCE, desired_output_layouts=Replicate())
 
 
-def _check(mesh: DeviceMesh, *widths: int) -> None:
+def _check(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
+    """Refuse a mesh without the two axes, and inner widths that the ranks of the sharing ones cannot share."""
     names = mesh.mesh_dim_names or ()
     if not {"dp", "tp"} <= set(names):
         raise ValueError(f"the mesh has axes {', '.join(names) or 'without names'}: it needs dp and tp")
-    ranks = mesh["dp"].size() * mesh["tp"].size()
+    ranks = math.prod(mesh[axis].size() for axis in sharing)
     for width in widths:
         if width % ranks:
             raise ValueError(f"{ranks} ranks cannot share the inner width {width}: {width} % {ranks} = {width % ranks}")

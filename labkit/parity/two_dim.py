@@ -22,6 +22,8 @@ from labkit.parity.training import Parity
 
 LIMIT = 1e-5
 ModelType = TypeVar("ModelType", bound=LabModel)
+Tensors = list[tuple[str, Tensor]]
+"""By name; shards as DTensors."""
 
 
 class Version:
@@ -35,7 +37,7 @@ class Version:
     def __init__(self, model: nn.Module, backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext):
         self.model, self.backward, self.optimizer = model, backward, optimizer_of(model)
 
-    def step(self, lab: LabModel, inputs: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+    def step(self, lab: LabModel, inputs: tuple[Tensor, ...]) -> Tensors:
         """One step with the objective of ``lab``; the output, and every gradient and parameter after it, by name."""
         self.optimizer.zero_grad()
         with self.backward():
@@ -68,33 +70,61 @@ def of_two_dims(
 
     Returns:
         What ``Here.verdict`` takes: how many tensors were compared and the largest relative error against one device;
-        with ``compile`` also the largest error against eager, and how many graphs were compiled, which must be some.
+        with ``compile`` also the largest error against eager, and how many graphs and how many backward passes were
+        compiled. Graphs must be some; backward passes, too, of a ``PlainParameters``, whose gradients DDP averages.
     """
-    quiet = logging.getLogger("torch.distributed.tensor")  # whole tensors are gathered to be compared, never mind how
-    quiet.setLevel(logging.ERROR)
     line, found, between = mesh["dp"].get_local_rank(), Parity(), Parity()
-    one_device = OneDevice(lambda index: build(), mesh["dp"].size(), device=device)
-    reference = one_device.copies[line]
-    with fused() if compile else contextlib.nullcontext():
-        versions = {"eager": Version(apply(build()))} | ({"compiled": compiled(apply(build()))} if compile else {})
+
+    def train(name: str, version: Version) -> list[Tensors]:
+        one_device = OneDevice(lambda index: build(), mesh["dp"].size(), device=device)
+        reference, results = one_device.copies[line], []
         for index in range(steps):
             inputs = samples_and_seed(reference, device, index, line)
-            expected = [("output", reference(*inputs).detach())]
+            output = reference(*inputs).detach()
             one_device.step(index)
-            expected += tensors_of(reference)
-            results = {name: version.step(reference, inputs) for name, version in versions.items()}
-            for name, result in results.items():
-                found.add_all(f"{name}, step {index},", result, expected)
-            if compile:
-                between.add_all(f"step {index},", results["compiled"], results["eager"])
-    verdict = found.verdict(LIMIT) | {"limit": LIMIT}
-    if compile:
-        from torch._dynamo.utils import counters  # half a second for each rank
+            results.append(version.step(reference, inputs))
+            compare(found, f"{name}, step {index},", results[-1], [("output", output), *tensors_of(reference)])
+        return results
 
-        against, graphs = between.verdict(LIMIT), int(counters["stats"]["unique_graphs"])
-        verdict |= {"compiled_vs_eager": against["max_rel_error"], "compiled_graphs": graphs}
-        verdict["ok"] = verdict["ok"] and against["ok"] and graphs > 0
-    return verdict
+    eager = train("eager", Version(apply(build())))  # not in fused(), where DDP would not use its own reducer
+    if not compile:
+        return found.verdict(LIMIT) | {"limit": LIMIT}
+    with fused():
+        before, version = compilations(), compiled(apply(build()))
+        for index, (result, expected) in enumerate(zip(train("compiled", version), eager, strict=True)):
+            compare(between, f"step {index},", result, expected)
+        graphs, backwards = (after - count for after, count in zip(compilations(), before, strict=True))
+    verdict, against = found.verdict(LIMIT), between.verdict(LIMIT)
+    enough = graphs > 0 and (backwards > 0 or not isinstance(version.model, PlainParameters))
+    return verdict | {
+        "limit": LIMIT,
+        "compiled_vs_eager": against["max_rel_error"],
+        "compiled_graphs": graphs,
+        "compiled_backwards": backwards,
+        "ok": verdict["ok"] and against["ok"] and enough,
+    }
+
+
+def compare(found: Parity, prefix: str, actual: Tensors, expected: Tensors) -> None:
+    """Add tensors to a comparison, quietly. A collective.
+
+    A shard of both axes is gathered along one after the other, of which torch warns that it is slow: nothing that a
+    comparison has to care about. Warnings in training are left alone.
+    """
+    logger = logging.getLogger("torch.distributed.tensor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        found.add_all(prefix, actual, expected)
+    finally:
+        logger.setLevel(level)
+
+
+def compilations() -> tuple[int, int]:
+    """Graphs, and backward passes of compiled autograd, that this process has compiled so far."""
+    from torch._dynamo.utils import counters  # half a second for each rank
+
+    return counters["stats"]["unique_graphs"], counters["compiled_autograd"]["captures"]
 
 
 def compiled(model: nn.Module) -> Version:
@@ -111,8 +141,8 @@ def compiled(model: nn.Module) -> Version:
     return Version(model)
 
 
-def tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Copies of a model's gradients and parameters by name, shards as DTensors.
+def tensors_of(model: nn.Module) -> Tensors:
+    """Copies of a model's gradients and parameters.
 
     Raises:
         ValueError: a parameter has no gradient.

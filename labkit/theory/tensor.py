@@ -62,18 +62,22 @@ def activations_sent(
         pairs: see ``Pairs``, all of one width.
         places: samples of a rank times their places.
         tp: ranks that share a pair.
-        sequence_parallel: places between the pairs are shared out, too; ``tp`` divides them.
+        sequence_parallel: places between the pairs are shared out, too.
         checkpointing: each pair keeps its input only.
+
+    Raises:
+        ValueError: the ranks cannot share the places evenly.
     """
     if tp == 1:
         return {}
-    whole, sums = fsdp.FLOAT * places * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
+    place_bytes, sums = fsdp.FLOAT * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
+    whole = places * place_bytes
     if not sequence_parallel:
         return {"tp/all_reduce_count": sums, "tp/all_reduce_bytes": sums * whole}
     gathers = sums + 2
     return {
         "tp/all_gather_count": gathers,
-        "tp/all_gather_bytes": gathers * even_share(whole, tp, "places of"),
+        "tp/all_gather_bytes": gathers * even_share(places, tp, "places") * place_bytes,
         "tp/reduce_scatter_count": sums,
         "tp/reduce_scatter_bytes": sums * whole,
     }
@@ -161,11 +165,15 @@ def activation_bytes(
         tp: ranks that share a pair.
         sequence_parallel: see ``activations_sent``.
         checkpointing: see ``activations_sent``.
+
+    Raises:
+        ValueError: the ranks cannot share an inner width or the places evenly.
     """
-    whole = places * pairs[0][0]
+    width = pairs[0][0]
+    whole = places * width
     kept = 0 if checkpointing else sum(places * even_share(inner, tp, "the inner width") for _, inner in pairs)
     if not sequence_parallel:
         return fsdp.FLOAT * (kept + (len(pairs) + 2 - checkpointing) * whole)
     gathered = 0 if checkpointing else len(pairs) * whole
-    between = len(pairs) * even_share(whole, tp, "places of")
+    between = len(pairs) * even_share(places, tp, "places") * width
     return fsdp.FLOAT * (kept + gathered + between + 2 * whole)  # the samples come in whole, and the loss is of all

@@ -5,24 +5,27 @@ All in one process group: torch keeps meshes of an earlier group in its caches, 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from labkit import rank
-from labkit.models.chain import LinearChain
-from labkit.parallel.tensor import PlainParameters
-from labkit.parity.two_dim import of_two_dims
+from labkit.parallel.tensor import CHAIN_PAIRS, apply_replicated_tensor_parallel
+from labkit.parity import two_dim as parity
 from launch import two_dim
 
-PAIRS = {
-    "fc1": ColwiseParallel(), "fc2": RowwiseParallel(), "fc3": ColwiseParallel(), "fc4": RowwiseParallel(),
-}  # fmt: skip
+DIM = 8
+CPU = torch.device("cpu")
+CHAIN = two_dim.Config(plan="ddp_tp", dim=DIM, steps=1, compile=False)
+LOGGER = logging.getLogger("torch.distributed.tensor")
 EAGER: dict[str, dict[str, Any]] = {
     "fsdp_tp": {},
     "fsdp_tp seq": {"seq": True},
@@ -30,11 +33,13 @@ EAGER: dict[str, dict[str, Any]] = {
     "tp alone seq": {"tp": 4, "seq": True},
     "fsdp alone": {"tp": 1},
     "ddp_tp": {"plan": "ddp_tp"},
+    "ddp_tp, a width that dp does not divide": {"plan": "ddp_tp", "dim": 6},
     "chain, tp alone": {"plan": "ddp_tp", "tp": 4},
 }
 COMPILED: dict[str, dict[str, Any]] = {
     "compiled fsdp_tp": {},
     "compiled fsdp_tp seq": {"seq": True},
+    "compiled fsdp_tp checkpointing": {"checkpointing": True, "dim": 16},
     "compiled ddp_tp": {"plan": "ddp_tp"},
 }
 
@@ -48,33 +53,67 @@ class Config:
 def main(config: Config) -> None:
     with rank.session() as here:
         meshes = {tp: here.mesh(dp=4 // tp, tp=tp) for tp in (1, 2, 4)}
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"levels": [LOGGER.level]}
         for name, case in (COMPILED if config.compile else EAGER).items():
             chosen = two_dim.Config(**case, compile=config.compile, steps=2)
-            found[name] = two_dim.compare(chosen, meshes[chosen.tp], here.device)
-        if not config.compile:
-            found["not averaged"] = not_averaged(meshes[2], here.device)
-            found["as torch does it"] = as_torch_does_it(meshes[2])
+            found[name] = two_dim.compare(chosen, meshes[chosen.tp], CPU)
+        others = (not_averaged, as_torch_does_it, kept_with_ddp)
+        for each in (nothing_compiled, backward_not_compiled) if config.compile else others:
+            found[each.__name__.replace("_", " ")] = each(meshes[2])
+        found["levels"].append(LOGGER.level)
         here.print(json.dumps(found))
 
 
-def not_averaged(mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """The verdict on a chain whose gradients stay this line's own."""
-    line = mesh["tp"]
-    return of_two_dims(
-        lambda: two_dim.build(two_dim.Config(plan="ddp_tp"), mesh, device),
-        lambda lab: PlainParameters(parallelize_module(lab, line, PAIRS), line),
-        mesh, device, 1, compile=False,
-    )  # fmt: skip
+def chain(mesh: DeviceMesh) -> Any:
+    return two_dim.build(CHAIN, mesh, CPU)
+
+
+def nothing_compiled(mesh: DeviceMesh) -> dict[str, Any]:
+    """The verdict on a compiled version that is none, after others that were compiled in this process."""
+    with patch.object(parity, "compiled", parity.Version):
+        return two_dim.compare(two_dim.Config(steps=1), mesh, CPU)
+
+
+def backward_not_compiled(mesh: DeviceMesh) -> dict[str, Any]:
+    """The same for a chain compiled without its backward pass; and whose reducers are Python's, eager's first."""
+    made = []
+
+    def apply(lab: Any) -> Any:
+        made.append(apply_replicated_tensor_parallel(lab, mesh))
+        return made[-1]
+
+    with patch.object(parity, "compiled_backward", contextlib.nullcontext):
+        verdict = parity.of_two_dims(lambda: chain(mesh), apply, mesh, CPU, 1, compile=True)
+    return verdict | {"python_reducers": [replicate.state(model)._ddp._use_python_reducer for model in made]}
+
+
+def not_averaged(mesh: DeviceMesh) -> dict[str, Any]:
+    """The verdict on a chain without DDP, whose gradients stay this line's own."""
+    with patch("labkit.parallel.tensor.apply_replicate"):
+        return two_dim.compare(CHAIN, mesh, CPU)
 
 
 def as_torch_does_it(mesh: DeviceMesh) -> list[int]:
     """How many parameters a replicated tensor-parallel chain has, before and after a forward pass."""
-    model = LinearChain(8)
-    replicate(parallelize_module(model, mesh["tp"], PAIRS), device_mesh=mesh["dp"])
+    model = chain(mesh)
+    replicate(parallelize_module(model, mesh["tp"], CHAIN_PAIRS), device_mesh=mesh["dp"])
     before = len(list(model.parameters()))
-    model(torch.ones(2, 8))
+    model(torch.ones(2, DIM))
     return [before, len(list(model.parameters()))]
+
+
+def kept_with_ddp(mesh: DeviceMesh) -> dict[str, int]:
+    """Bytes of a rank's parameters, gradients and Adam's state after a step of ddp_tp, by the names of theory."""
+    model = apply_replicated_tensor_parallel(chain(mesh), mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, DIM)).sum().backward()
+    optimizer.step()
+    tensors: dict[str, list[Any]] = {
+        "parameter": list(model.parameters()),
+        "gradient": [parameter.grad for parameter in model.parameters()],
+        "optstate": [each for state in optimizer.state.values() for each in state.values()],
+    }
+    return {f"end_{name}_bytes": sum(each.nbytes for each in held) for name, held in tensors.items()}
 
 
 if __name__ == "__main__":
