@@ -3,6 +3,7 @@
 The programs note the ids of all their processes themselves, so that these tests do not rest on labkit's own search.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -177,10 +178,19 @@ def test_kill_9_of_the_notebook_ends_the_run(notebook, pids):
     pids.assert_gone()
 
 
+def torchrun_of(pid):
+    """The child that is torchrun, once there is one; git, which is asked for the revision before, is another."""
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):
+            if "labkit.torchrun" in child.cmdline():
+                return child
+    return None
+
+
 def test_kill_9_of_the_notebook_while_torchrun_starts(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
     running = notebook("wait")
-    (torchrun,) = wait_for(psutil.Process(running.pid).children)
+    torchrun = wait_for(lambda: torchrun_of(running.pid))
     running.kill()
     wait_for(lambda: not is_alive(torchrun.pid), LIMIT_S)
     (folder,) = (tmp_path / "runs").iterdir()
