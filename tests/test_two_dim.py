@@ -17,6 +17,9 @@ from launch import two_dim
 
 PROGRAM = Path(__file__).parent / "programs" / "two_dim_cases.py"
 TENSORS = {"fsdp_tp": 12, "ddp_tp": 8}
+needs_compiler = pytest.mark.skipif(
+    bool(compiler.problem()), reason=f"torch.compile needs a C++ compiler: {compiler.FIX}"
+)
 
 
 def verdicts(**parameters):
@@ -46,7 +49,7 @@ def test_four_ranks_compute_what_one_device_computes(eager, name):
     assert verdict["ok"] and verdict["max_rel_error"] <= 1e-5, verdict
 
 
-@pytest.mark.skipif(bool(compiler.problem()), reason=f"torch.compile needs a C++ compiler: {compiler.FIX}")
+@needs_compiler
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager_and_one_device(compiled, name):
     verdict = compiled[name]
@@ -56,7 +59,7 @@ def test_compiled_equals_eager_and_one_device(compiled, name):
     assert verdict["ok"] and verdict["max_rel_error"] <= 1e-5 and verdict["compiled_vs_eager"] <= 1e-5, verdict
 
 
-@pytest.mark.skipif(bool(compiler.problem()), reason=f"torch.compile needs a C++ compiler: {compiler.FIX}")
+@needs_compiler
 @pytest.mark.parametrize("name", ["nothing compiled", "backward not compiled"])
 def test_what_is_not_compiled_is_seen_though_it_is_right(compiled, name):
     verdict = compiled[name]
@@ -65,7 +68,7 @@ def test_what_is_not_compiled_is_seen_though_it_is_right(compiled, name):
     assert not verdict["ok"] and verdict["max_rel_error"] <= 1e-5 and verdict["compiled_vs_eager"] <= 1e-5, verdict
 
 
-@pytest.mark.skipif(bool(compiler.problem()), reason=f"torch.compile needs a C++ compiler: {compiler.FIX}")
+@needs_compiler
 def test_beside_a_compiled_version_the_eager_one_has_ddps_own_reducer(compiled):
     assert compiled["backward not compiled"]["python_reducers"] == [False, True]
 

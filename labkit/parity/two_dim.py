@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.models.mlp import MLPStack
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import plain_name
-from labkit.parallel.ddp import compiled_backward, fused
+from labkit.parallel.ddp import backwards_traced, compiled_backward, fused
 from labkit.parallel.tensor import PlainParameters
 from labkit.parity.one_device import OneDevice, optimizer_of, samples_and_seed
 from labkit.parity.training import Parity
@@ -124,7 +124,7 @@ def compilations() -> tuple[int, int]:
     """Graphs, and backward passes of compiled autograd, that this process has compiled so far."""
     from torch._dynamo.utils import counters  # half a second for each rank
 
-    return counters["stats"]["unique_graphs"], counters["compiled_autograd"]["captures"]
+    return counters["stats"]["unique_graphs"], backwards_traced()
 
 
 def compiled(model: nn.Module) -> Version:
