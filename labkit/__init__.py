@@ -2,23 +2,27 @@
 
     result = labkit.run("convnext_spatial", nproc=4, strategy="local")
 
-A module imports only from modules with a lower number:
+Folders are layers, from the ranks' own side to the learner's; none imports from one below it in this table
+(`make lint` holds it, with the contract in pyproject.toml):
 
-| layer | modules                                                    |                                        |
-|-------|------------------------------------------------------------|----------------------------------------|
-| 0     | errors, records, theory/, config, folder, upstream, photo, | plain things that know nothing of      |
-|       | compiler, generated/, models/, tensors/                    | ranks                                  |
-| 1     | parallel/                                                  | one technique a file                   |
-| 2     | rank, meter, wire, timeline, trace, instrument, parity/    | inside a rank                          |
-| 3     | run, result, failure, process, torchrun, worker, progress, | start ranks, watch them, read results; |
-|       | simulate, local_ranks, doctor                              | what this machine can do               |
-| 4     | plots/                                                     | results to figures                     |
-| 5     | widgets/, checks/, magics, __main__                        | controls, exercises, the command line  |
+| folder or module                                | what it is for                                             |
+|-------------------------------------------------|------------------------------------------------------------|
+| theory, models, tensors, inductor, instrument,  | plain things that know nothing of ranks and runs           |
+| local_ranks, requirements, ending, errors       |                                                            |
+| config, folder, records, result                 | the bridge between ranks and notebook                      |
+| parallel                                        | one technique a file                                       |
+| rank                                            | inside a rank: session, time, memory, traffic              |
+| parity                                          | does a distributed step equal one device's?                |
+| launcher                                        | outside the ranks: start them, watch them, stop them       |
+| doctor                                          | what this machine can do                                   |
+| plots                                           | results to figures                                         |
+| checks                                          | exercises judged                                           |
+| __main__                                        | the command line                                           |
 """
 
 from labkit.errors import LabError, ParameterError, RankFailed, RecordError, RunTimedOut
+from labkit.launcher.run import run, sweep
 from labkit.result import RunResult, load
-from labkit.run import run, sweep
 
 __all__ = [
     "LabError",

@@ -4,39 +4,84 @@ A rank program declares its parameters as a dataclass, with a docstring under ea
 
     @dataclass
     class Config:
-        width: int = 512
+        width: PositiveInt = 512
         '''Image width in pixels; a rank holds width / ranks columns.'''
 
-Every field has a default. Its type is int, float, bool, str, Literal, a tuple of these, or one of them ``| None``. Two
-more things are optional. ``PRESETS: ClassVar`` maps the choices of a field ``preset`` to other defaults: picking one
-replaces the defaults, and what is given by name overrides it. ``validate(self, world_size)`` raises ValueError for
-values that do not go together.
+Every field has a default. Its type is int, float, bool, str, Literal, a tuple of these, or one of them ``| None``. A
+number can have limits: PositiveInt and the like, or ``Annotated[int, Limits(at_least=2)]``. Two more things are
+optional. ``PRESETS: ClassVar`` maps the choices of a field ``preset`` to other defaults: picking one replaces the
+defaults, and what is given by name overrides it. ``validate(self, world_size)`` raises ValueError for values that do
+not go together.
 """
 
-from __future__ import annotations
-
+import argparse
 import ast
 import contextlib
 import dataclasses
 import difflib
 import inspect
+import itertools
+import math
 import numbers
 import sys
+import textwrap
+import traceback
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
-from labkit.errors import ParameterError
+from labkit.errors import LabError, ParameterError
 
-READABLE_MODULES = {
-    "labkit.theory", "labkit.theory.fsdp", "labkit.models.catalog", "labkit.upstream", "labkit.errors", "labkit.config",
-    "labkit.compiler", "labkit.theory.extensions",
-}  # fmt: skip
+READABLE = (
+    "labkit.config",
+    "labkit.errors",
+    "labkit.models.catalog",
+    "labkit.requirements",
+    "labkit.theory",
+)
+"""What a Config can use of labkit, with all that lies below: it imports no torch."""
+PLAIN_TYPES = (int, float, bool, str, types.NoneType)
 NUMBERS: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
 BOOL: Any = bool  # a number to Python, not to a learner
+LARGEST = 2**63 - 1
+"""The largest whole number that a tensor can hold."""
+SHOWN = 200
+"""Characters of a refused value that a message shows."""
+READ_ALONE = (
+    "it is read without running the program: it may use the standard library, labkit.theory and constants; "
+    "import what else validate needs inside validate"
+)
 ConfigType = TypeVar("ConfigType")
+_module_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which numbers a field takes, in its type: ``Annotated[float, Limits(at_least=0, below=1)]``. Finite ones only."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    multiple_of: int = 0
+
+    def hold(self, value: float) -> bool:
+        """Whether the value is within."""
+        divides = not self.multiple_of or value % self.multiple_of == 0
+        return divides and value >= self.at_least and self.above < value < self.below
+
+    def __str__(self) -> str:
+        divisor = self.multiple_of or math.inf
+        signs = {"≥": self.at_least, ">": self.above, "<": self.below, "a multiple of": divisor}
+        return " and ".join(f"{sign} {limit:g}" for sign, limit in signs.items() if math.isfinite(limit))
+
+
+PositiveInt = Annotated[int, Limits(at_least=1)]
+NonNegativeInt = Annotated[int, Limits(at_least=0)]
+PositiveFloat = Annotated[float, Limits(above=0)]
+NonNegativeFloat = Annotated[float, Limits(at_least=0)]
 
 
 def read_config(program: Path) -> type[Any] | None:
@@ -49,15 +94,22 @@ def read_config(program: Path) -> type[Any] | None:
         ParameterError: the program is not Python, or its Config needs something else.
     """
     try:
-        tree = ast.parse(program.read_text(), str(program))
+        tree = ast.parse(program.read_bytes(), str(program))
+    except OSError as error:
+        raise ParameterError(f"{program}: cannot be read ({error.strerror}): give a file of Python") from None
     except SyntaxError as error:
         raise ParameterError(f"{program}:{error.lineno}: not valid Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deeply
+        raise ParameterError(f"{program}: not valid Python: {error or type(error).__name__}") from None
     definition = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"), None)
     if definition is None:
         return None
-    above = tree.body[: tree.body.index(definition)]
-    config_class = _execute(program, [part for node in above if (part := _readable_part(node))], definition)
-    config_class.field_docs = _docs_in(definition)
+    with _explained(str(program), definition.lineno, "class Config", "fields need plain defaults that cannot fail"):
+        config_class = _execute(program, tree.body[: tree.body.index(definition)], definition)
+    for field in definition.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            _check_field(config_class, field.target.id, f"{program}:{field.lineno}: class Config")
+    config_class.program_file, config_class.field_docs = str(program), _docs_in(definition)
     return config_class
 
 
@@ -70,29 +122,61 @@ def make(config_class: type[ConfigType], parameters: Mapping[str, Any], world_si
         world_size: number of ranks, for ``Config.validate``; None skips that check.
 
     Raises:
-        ParameterError: an unknown name, a value of the wrong type or outside its choices, or a refusal of
+        ParameterError: an unknown name, a value of the wrong type, outside its limits or its choices, or a refusal of
             ``Config.validate``.
     """
     known = _fields(config_class)
     for name in parameters:
         if name not in known:
-            raise ParameterError(_unknown(name, config_class))
-    wanted = typing.get_type_hints(config_class)
-    converted = {name: _checked(config_class, name, value, wanted[name]) for name, value in parameters.items()}
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ParameterError(f"no parameter is called {name!r}{hint} Allowed:\n{describe(config_class)}")
+    try:
+        converted = {name: _checked(name, value, known[name].type) for name, value in parameters.items()}
+    except ParameterError as error:
+        raise ParameterError(f"{error}. Allowed:\n{describe(config_class)}") from None
     preset = converted.get("preset", known["preset"].default if "preset" in known else None)
-    config = config_class(**(preset_values(config_class, preset) | converted))
+    with _refusing(config_class, "__post_init__"):
+        config = config_class(**(preset_values(config_class, preset) | converted))
     if world_size is not None:
         validate(config, world_size)
     return config
 
 
 def validate(config: Any, world_size: int) -> None:
-    """Call the program's own ``Config.validate``, where it has one; ParameterError for what it refuses."""
+    """Hold what is not at its default against its type and limits, then ask ``Config.validate`` where there is one.
+
+    Raises:
+        ParameterError: what is refused.
+    """
+    for name, field in _fields(type(config)).items():
+        value = getattr(config, name)
+        if value != _default(field):
+            _checked(name, value, field.type)
     if hasattr(config, "validate"):
-        try:
+        with _refusing(type(config), "validate"):
             config.validate(world_size)
-        except ValueError as error:
-            raise ParameterError(str(error)) from error
+
+
+def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
+    """Go on if a notebook's parameter is of its kind and within its limits.
+
+    Args:
+        name: of the parameter, as in the cell tagged parameters.
+        value: what was given for it.
+        kind: its type.
+        because: what in the notebook needs this.
+        limits: those of ``Limits``.
+
+    Raises:
+        ParameterError: it is not; the message says what to take, and why.
+    """
+    wanted: Any = Annotated[kind, Limits(**limits)]
+    try:
+        convert(value, wanted)
+    except ValueError:
+        rule = f"{name} = {_shown(value)}, but must be {_type_name(wanted)}"
+        raise ParameterError(f"{rule}: {because}. Change it in the cell of parameters.") from None
 
 
 def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]:
@@ -103,12 +187,18 @@ def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]
 def to_argv(config: Any) -> list[str]:
     """The command line that ``parse_argv`` reads back as this config. What is at its default is left out."""
     implied = preset_values(type(config), getattr(config, "preset", None))
-    wanted = typing.get_type_hints(type(config))
     words: list[str] = []
     for name, field in _fields(type(config)).items():
         value = getattr(config, name)
         if name in implied or value != _default(field):
-            words += _option(name.replace("_", "-"), value, wanted[name])
+            option = f"--{name.replace('_', '-')}"
+            items = list(map(str, value)) if isinstance(value, tuple | list) else [str(value)]
+            if field.type is bool:
+                words.append(option if value else option.replace("--", "--no-", 1))
+            elif len(items) == 1:
+                words.append(f"{option}={items[0]}")  # in one word, so that a value may start with a dash
+            else:
+                words += [option, *items]
     return words
 
 
@@ -116,39 +206,93 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str] | None = None
     """Read a Config from a command line (by default this program's), presets included; ``--help`` lists the fields.
 
     Leaves the program, as a command line does, when an argument is wrong.
+
+    Raises:
+        ParameterError: ``Config.__post_init__`` refuses the values.
     """
     import tyro
 
     argv = sys.argv[1:] if argv is None else list(argv)
-    chosen = preset_values(config_class, _preset_in(argv))
-    return tyro.cli(config_class, args=argv, default=config_class(**chosen))
+    generated = f"{config_class.__name__}("  # what @dataclass writes where there is no docstring
+    about = "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
+    parsed = tyro.cli(options(config_class, argv), args=argv, description=about)
+    with _refusing(config_class, "__post_init__"):
+        return config_class(**vars(parsed))
+
+
+def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()) -> type[Any]:
+    """The fields as a dataclass for tyro: docstrings and limits are the help, the values of argv's preset the defaults.
+
+    Args:
+        config_class: the dataclass.
+        argv: the command line, in which a preset may be named.
+        without: names that are left out.
+    """
+    import tyro
+
+    presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    presets.add_argument("--preset", nargs="?")
+    chosen = preset_values(config_class, presets.parse_known_args(argv)[0].preset)
+    docs = _docs_of(config_class)
+    fields: list[tuple[str, Any, dataclasses.Field[Any]]] = []
+    for name, field in _fields(config_class).items():
+        if name not in without:
+            limits = [f"({_type_name(field.type)})"] if "Limits(" in str(field.type) else []
+            about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
+            default = itertools.repeat(chosen.get(name, _default(field)))
+            fields.append((name, Annotated[field.type, about], dataclasses.field(default_factory=default.__next__)))
+    return dataclasses.make_dataclass(config_class.__name__, fields)
 
 
 def describe(config_class: type[Any]) -> str:
-    """One line a field: name, type, default and the first sentence of its docstring."""
-    docs = getattr(config_class, "field_docs", {})  # put there by read_config
-    wanted = typing.get_type_hints(config_class)
-    lines = []
-    for name, field in _fields(config_class).items():
-        doc = f"  # {docs[name]}" if name in docs else ""
-        lines.append(f"  {name}: {_type_name(wanted[name])} = {_default(field)!r}{doc}")
-    return "\n".join(lines)
+    """One line a field: name, type, default and the first line of its docstring."""
+    docs = {name: f"  # {text.splitlines()[0]}" for name, text in _docs_of(config_class).items()}
+    return "\n".join(
+        f"  {name}: {_type_name(field.type)} = {_default(field)!r}{docs.get(name, '')}"
+        for name, field in _fields(config_class).items()
+    )
+
+
+@contextlib.contextmanager
+def _explained(file: str, line: int, what: str, rule: str) -> Iterator[None]:
+    """Turn whatever a program's own code raises in here into a ParameterError with file:line and the rule."""
+    try:
+        yield
+    except LabError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [at for frame, at in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        place, reason = f"{file}:{lines[-1] if lines else line}", f"{type(error).__name__}: {error}"
+        rule = READ_ALONE if isinstance(error, NameError) else rule
+        raise ParameterError(f"{place}: {what}: {reason}; {rule}") from error
+
+
+@contextlib.contextmanager
+def _refusing(config_class: type[Any], method: str) -> Iterator[None]:
+    """A ValueError in here is a refusal, and its text the message; all else is a mistake in the Config's method."""
+    module = sys.modules.get(config_class.__module__)
+    file = getattr(config_class, "program_file", getattr(module, "__file__", None))
+    code = getattr(getattr(config_class, method, None), "__code__", None)
+    rule = "to refuse a value, raise ValueError with the reason; nothing else may fail"
+    with _explained(str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule):
+        try:
+            yield
+        except ValueError as error:
+            raise ParameterError(str(error)) from error
 
 
 def _readable_part(node: ast.stmt) -> ast.stmt | None:
     """The statement, or the part of it, that may be run without running the program; None for nothing of it."""
-    if isinstance(node, ast.Import):
-        names = [alias for alias in node.names if _is_readable(alias.name)]
-        return ast.Import(names) if names else None
-    if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-        module = node.module
-        names = [alias for alias in node.names if _is_readable(module) or _is_readable(f"{module}.{alias.name}")]
-        return ast.ImportFrom(module, names, 0) if names else None
-    return node if _is_constant(node) else None
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return node if _is_constant(node) else None
+    above = f"{'.' * node.level}{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    node.names = [alias for alias in node.names if _is_readable(f"{above}{alias.name}")]
+    return node if node.names else None
 
 
-def _is_readable(module: str) -> bool:
-    return module in READABLE_MODULES or module.partition(".")[0] in sys.stdlib_module_names
+def _is_readable(name: str) -> bool:
+    allowed = tuple(f"{readable}." for readable in READABLE)
+    return name.partition(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(allowed)
 
 
 def _is_constant(node: ast.stmt) -> bool:
@@ -158,63 +302,85 @@ def _is_constant(node: ast.stmt) -> bool:
     return not any(isinstance(part, ast.Call | ast.Await | ast.NamedExpr) for part in ast.walk(node.value))
 
 
-def _execute(program: Path, before: list[ast.stmt], definition: ast.ClassDef) -> type[Any]:
-    module = types.ModuleType(f"config of {program.name}")
+def _execute(program: Path, above: list[ast.stmt], definition: ast.ClassDef) -> type[Any]:
+    number = next(_module_numbers)  # others may be read in other threads
+    module = types.ModuleType(f"config of {program.name}, {number}")
     sys.modules[module.__name__] = module  # dataclass() looks there for the names in annotations
     try:
-        for node in before:
-            _execute_statement(program, node, module, needed=False)
-        _execute_statement(program, definition, module, needed=True)
+        for node in above:
+            if part := _readable_part(node):
+                try:
+                    _execute_statement(program, part, module)
+                except Exception:
+                    if not _is_constant(part):  # a constant may be of what was not imported
+                        raise
+        _execute_statement(program, definition, module)
         config_class: type[Any] = module.Config
         if not dataclasses.is_dataclass(config_class):
             raise ParameterError(f"{program}:{definition.lineno}: class Config must be a @dataclass")
-        without = [name for name, field in _fields(config_class).items() if _default(field) is dataclasses.MISSING]
-        if without:
-            rule = "every field needs one, so that the program runs without arguments"
-            raise ParameterError(
-                f"{program}:{definition.lineno}: class Config: no default for {', '.join(without)}; {rule}"
-            )
         # from here on without strings, which could only be read with the module at hand
-        own = inspect.get_annotations(config_class)
-        resolved = typing.get_type_hints(config_class)
-        config_class.__annotations__ = {name: resolved[name] for name in own}
-    except NameError as error:
-        raise ParameterError(_not_readable(program, definition, error)) from None
+        config_class.__annotations__ = typing.get_type_hints(config_class, include_extras=True)
     finally:
         del sys.modules[module.__name__]
     return config_class
 
 
-def _execute_statement(program: Path, node: ast.stmt, module: types.ModuleType, *, needed: bool) -> None:
+def _execute_statement(program: Path, node: ast.stmt, module: types.ModuleType) -> None:
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     tree = ast.fix_missing_locations(ast.Module([future, node], []))
-    try:
-        exec(compile(tree, str(program), "exec"), module.__dict__)
-    except Exception as error:
-        if needed and not isinstance(error, NameError):
-            raise ParameterError(f"{program}: class Config: {type(error).__name__}: {error}") from error
-        if needed:
-            raise
+    exec(compile(tree, str(program), "exec"), module.__dict__)
 
 
-def _not_readable(program: Path, definition: ast.ClassDef, error: NameError) -> str:
-    rule = "it is read without running the program: it may use the standard library, labkit.theory and constants"
-    return f"{program}:{definition.lineno}: class Config: {error}; {rule}"
+def _check_field(config_class: type[Any], name: str, place: str) -> None:
+    """ParameterError for a field without default, or of a type that no command line could give."""
+    field = _fields(config_class).get(name)
+    if field is None:
+        return
+    if _default(field) is dataclasses.MISSING:
+        raise ParameterError(
+            f"{place}: no default for {name}; every field needs one, so that the program runs without arguments"
+        )
+    if not _is_allowed(field.type):
+        raise ParameterError(
+            f"{place}: field {name} is {_type_name(field.type)}; a field is int, float, bool, str, Literal, a tuple of "
+            "these, or one of them | None; for many values take a tuple such as tuple[int, ...]"
+        )
 
 
-def _docs_in(definition: ast.ClassDef) -> dict[str, str]:
-    """The docstring under each field of a class, shortened to its first sentence or line."""
-    docs = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            text = ast.literal_eval(below.value) if isinstance(below.value, ast.Constant) else None
-            if isinstance(text, str):
-                docs[field.target.id] = inspect.cleandoc(text).split("\n")[0]
-    return docs
+def _is_allowed(wanted: Any) -> bool:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Annotated:
+        return _is_allowed(arguments[0])
+    if origin in (Union, types.UnionType, tuple):
+        return all(part is Ellipsis or _is_allowed(part) for part in arguments)
+    return origin is Literal or wanted in PLAIN_TYPES
+
+
+def _docs_of(config_class: type[Any]) -> dict[str, str]:
+    """The fields' docstrings: of a class that was read, or of one that runs, from its source where there is one."""
+    if not hasattr(config_class, "field_docs"):
+        config_class.field_docs = {}
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            config_class.field_docs = _docs_in(ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0])
+    return dict(config_class.field_docs)
+
+
+def _docs_in(definition: ast.stmt) -> dict[str, str]:
+    return {
+        field.target.id: text
+        for field, below in itertools.pairwise(getattr(definition, "body", []))
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if (text := ast.get_docstring(ast.Module([below], [])))
+    }
 
 
 def _fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(config_class) if field.init}
+    """The fields that can be given, by name, each with its type read where it was a string."""
+    wanted = typing.get_type_hints(config_class, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
+    for name, field in fields.items():
+        field.type = wanted[name]
+    return fields
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -222,78 +388,64 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _unknown(name: str, config_class: type[Any]) -> str:
-    close = difflib.get_close_matches(name, _fields(config_class), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"no parameter is called {name!r}{hint} Allowed:\n{describe(config_class)}"
-
-
-def _checked(config_class: type[Any], name: str, value: Any, wanted: Any) -> Any:
+def _checked(name: str, value: Any, wanted: Any) -> Any:
     try:
         return convert(value, wanted)
     except ValueError:
-        rule = f"{name} = {value!r} is not {_type_name(wanted)}"
-        raise ParameterError(f"{rule}. Allowed:\n{describe(config_class)}") from None
+        raise ParameterError(f"{name} = {_shown(value)} is not {_type_name(wanted)}") from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # of a number with too many digits, or of an object that cannot be shown
+        text = f"<{type(value).__name__}, {error}>"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def convert(value: Any, wanted: Any) -> Any:
-    """The value as the wanted type: an int is taken as a float, a list as a tuple, numpy's numbers as Python's.
+    """The value as the wanted type: an int is taken as a float, a list as a tuple, numpy's values as Python's.
 
     Raises:
-        ValueError: the value is of another type or outside the choices of a Literal.
+        ValueError: the value is of another type, outside its limits or none of the choices of a Literal.
     """
+    if type(value).__module__ == "numpy":
+        value = value.tolist()
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin is Literal:
+    if origin is Annotated:
+        value = convert(value, arguments[0])
+        if all(limits.hold(value) for limits in arguments[1:] if isinstance(limits, Limits)):
+            return value
+    elif origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
     elif origin in (Union, types.UnionType):
-        return _convert_to_any(value, arguments)
+        for choice in arguments:
+            with contextlib.suppress(ValueError):
+                return convert(value, choice)
     elif origin is tuple:
-        return _convert_to_tuple(value, arguments)
+        if isinstance(value, list | tuple):
+            items = arguments[:1] * len(value) if Ellipsis in arguments else arguments
+            if len(value) == len(items):
+                return tuple(map(convert, value, items))
     elif wanted in NUMBERS:
-        if isinstance(value, NUMBERS[wanted]) and not isinstance(value, BOOL):
+        too_large = isinstance(value, int) and abs(value) > LARGEST
+        if isinstance(value, NUMBERS[wanted]) and not isinstance(value, BOOL) and not too_large:
             return wanted(value)
-    elif wanted is Any or isinstance(value, wanted):
+    elif isinstance(value, wanted):
         return value
-    raise ValueError(f"{value!r} is not {_type_name(wanted)}")
-
-
-def _convert_to_any(value: Any, choices: Sequence[Any]) -> Any:
-    for choice in choices:
-        with contextlib.suppress(ValueError):
-            return convert(value, choice)
-    raise ValueError(f"{value!r} is none of {', '.join(map(_type_name, choices))}")
-
-
-def _convert_to_tuple(value: Any, item_types: Sequence[Any]) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{value!r} is not a tuple or list")
-    if len(item_types) == 2 and item_types[1] is Ellipsis:
-        item_types = [item_types[0]] * len(value)
-    if len(value) != len(item_types):
-        raise ValueError(f"{value!r} does not have {len(item_types)} items")
-    return tuple(convert(item, wanted) for item, wanted in zip(value, item_types, strict=True))
+    raise ValueError(f"{_shown(value)} is not {_type_name(wanted)}")
 
 
 def _type_name(wanted: Any) -> str:
-    if typing.get_origin(wanted) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(wanted)))
-    return wanted.__name__ if isinstance(wanted, type) and not typing.get_args(wanted) else str(wanted)
-
-
-def _option(name: str, value: Any, wanted: Any) -> list[str]:
-    if wanted is bool:
-        return [f"--{name}" if value else f"--no-{name}"]
-    words = [str(item) for item in value] if isinstance(value, tuple | list) else [str(value)]
-    if len(words) == 1:
-        return [f"--{name}={words[0]}"]  # in one word, so that a value may start with a dash
-    return [f"--{name}", *words]
-
-
-def _preset_in(argv: Sequence[str]) -> str | None:
-    for place, word in enumerate(argv):
-        if word == "--preset" and place + 1 < len(argv):
-            return argv[place + 1]
-        if word.startswith("--preset="):
-            return word.removeprefix("--preset=")
-    return None
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    if origin is Annotated:
+        limits = [str(each) for each in arguments[1:] if isinstance(each, Limits)]
+        return " ".join([_type_name(arguments[0]), *limits])
+    if origin is tuple:
+        return f"tuple[{', '.join('...' if part is Ellipsis else _type_name(part) for part in arguments)}]"
+    if origin in (Union, types.UnionType):
+        return " | ".join("None" if part is types.NoneType else _type_name(part) for part in arguments)
+    return wanted.__name__ if isinstance(wanted, type) and not arguments else str(wanted)

@@ -7,13 +7,9 @@ Each check is a function that looks at one thing and returns one Finding. OK: no
 something is worth knowing. FAIL: a lab cannot run until the fix is made.
 """
 
-from __future__ import annotations
-
 import html
 import importlib.util
-import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -26,8 +22,9 @@ from typing import Literal
 
 import psutil
 
-from labkit import compiler, upstream
-from labkit.run import runs_folder
+from labkit import requirements
+from labkit.folder import runs_folder
+from labkit.requirements import release
 
 GIB = 1024**3
 EVERY_LAB = "all labs"
@@ -81,14 +78,12 @@ class Report:
 
     def _repr_html_(self) -> str:
         colours = {"OK": "#2e7d32", "NOTE": "#b26a00", "FAIL": "#c62828"}
-        rows = []
+        rows = [["", "what", "seen", "fix", "labs"]]
         for finding in self.findings:
-            badge = f'<b style="color:{colours[finding.status]}">{finding.status}</b>'
-            texts = (finding.what, finding.detail, finding.fix, finding.labs)
-            cells = [badge, *(html.escape(text) for text in texts)]
-            rows.append("<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in cells) + "</tr>")
-        titles = "".join(f'<th style="text-align:left">{title}</th>' for title in ("", "what", "seen", "fix", "labs"))
-        return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            status, *texts = asdict(finding).values()
+            rows.append([f'<b style="color:{colours[status]}">{status}</b>', *map(html.escape, texts)])
+        cells = ["".join(f'<td style="text-align:left">{cell}</td>' for cell in row) for row in rows]
+        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
 
 def check_python() -> Finding:
@@ -121,11 +116,6 @@ def short(path: str | Path) -> str:
     return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else str(path)
 
 
-def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, such as (2, 13, 0) for ``2.13.0+cpu`` or (2, 14, 0) for ``2.14.0a0+git``."""
-    return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split(".")[:3])
-
-
 def check_sharded_convolution() -> Finding:
     """PyTorch's own DTensor convolution on images sharded in space: silently wrong on every version measured so far."""
     import torch
@@ -134,22 +124,24 @@ def check_sharded_convolution() -> Finding:
     is_measured = version in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}
     seen = "wrong" if is_measured else "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
     detail = f"{seen} on torch {torch.__version__}"
-    detail += f" ({upstream.NATIVE_CONVOLUTION})" if version >= (2, 12) else " (gradients are lost)"
+    detail += f" ({requirements.NATIVE_CONVOLUTION})" if version >= (2, 12) else " (gradients are lost)"
     fix = "use strategy local or dtensor"
     return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, "lab 1, strategy native")
 
 
 def check_compiler() -> Finding:
     """A C++ compiler, which torch.compile calls for CPU code."""
-    if seen := compiler.problem():
-        return Finding("FAIL", "C++ compiler", seen, compiler.FIX, "lab 4 (torch.compile)")
-    answer = subprocess.run([compiler.wanted(), "--version"], capture_output=True, text=True, timeout=30, check=False)
-    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [compiler.wanted()])[0])
+    if seen := requirements.compiler_problem():
+        return Finding("FAIL", "C++ compiler", seen, requirements.COMPILER_FIX, "lab 4 (torch.compile)")
+    answer = subprocess.run(
+        [requirements.compiler_wanted(), "--version"], capture_output=True, text=True, timeout=30, check=False
+    )
+    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [requirements.compiler_wanted()])[0])
 
 
 def check_cores() -> Finding:
     """The cores that this process may use, which can be fewer than the machine has."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(requirements.cores())
     if cores < 2:
         return Finding("NOTE", "Cores", "1", "none needed: ranks take turns, so timings show mechanism, not speed")
     return Finding("OK", "Cores", f"{cores}; more ranks than that show mechanism, not speed")
@@ -184,11 +176,8 @@ def check_gpus() -> Finding:
 
 def check_loopback() -> Finding:
     """The interface that ranks of one machine talk over, by a message from this process to itself."""
-    names = [
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address == "127.0.0.1" for address in addresses)
-    ]
+    interfaces = psutil.net_if_addrs().items()
+    names = [name for name, addresses in interfaces if "127.0.0.1" in [each.address for each in addresses]]
     fix = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/hosts"
     if not names:
         return Finding("FAIL", "Loopback", "no interface holds 127.0.0.1", fix, EVERY_LAB)
@@ -256,10 +245,8 @@ def show() -> None:
     """Show the report: a table in a notebook, text elsewhere."""
     report = examine()
     if "IPython" in sys.modules:
-        from IPython import get_ipython
         from IPython.display import display
 
-        if hasattr(get_ipython(), "kernel"):
-            display(report)
-            return
-    print(report)
+        display(report)
+    else:
+        print(report)

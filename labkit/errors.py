@@ -4,10 +4,18 @@ Every error that labkit raises on purpose is a LabError, so one ``except labkit.
 the caller can mend are ValueErrors as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
+
+LONGEST_TEXT = 20_000
+
+
+def shorten(text: str, limit: int = LONGEST_TEXT) -> str:
+    """A text of at most ``limit`` characters and a remark: of a longer one, the beginning and the end."""
+    if len(text) <= limit:
+        return text
+    remark = f"\n... {len(text) - limit:,} characters left out here; they are in the output of the run ...\n"
+    return text[: limit // 2] + remark + text[-(limit // 2) :]
 
 
 class LabError(Exception):
@@ -19,7 +27,7 @@ class ParameterError(LabError, ValueError):
 
 
 class RecordError(LabError, ValueError):
-    """A line of a record file cannot be read. The message starts with file:line."""
+    """A file of a run cannot be read. The message starts with the file, for records with file:line."""
 
 
 class RankFailed(LabError):

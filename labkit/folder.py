@@ -9,21 +9,26 @@
 | rank_00003.pid    | each rank's worker         | its process id, once it can answer a request for its stack         |
 | rank_00003.stack  | each rank's worker         | the Python stacks of its threads, when they were asked for         |
 | rank_00003.error.json | each rank's worker     | the exception that ended it                                        |
-| rank_00003.trace.json.gz | each rank's session | its profiled step for ui.perfetto.dev, where asked for  |
-| rank_00003.code.txt | each rank, where it compiles | the program that the compiler wrote for its backward pass  |
+| rank_00003.trace.json.gz | each rank's session | its profiled step for ui.perfetto.dev, where asked for             |
+| rank_00003.NAME.txt | each rank's program      | a text that it kept under a name of its own                        |
 | exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it                     |
 | torchrun.log      | torchrun                   | its own messages, and whatever a rank printed before its worker ran |
 """
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
+import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+from labkit.errors import LabError, ParameterError, RecordError
+
+ROOT = Path(__file__).resolve().parents[1]
+"""Where labkit's checkout lies, or what stands in its place where labkit was installed."""
 VARIABLE = "LABKIT_RUN_FOLDER"
 """Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
 NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
@@ -31,71 +36,51 @@ NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
 TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
 """Environment variable for the ranks: the process with which they are to end."""
 
+REPAIR = "labkit writes this file as an object: mend it by hand, or run again"
+FULL_BELOW_BYTES = 64 * 1024
 
-@dataclass(frozen=True)
+
 class RunFolder:
     """Paths of the files of one run; ``path`` is absolute."""
 
-    path: Path
-
-    @property
-    def run_json(self) -> Path:
-        """What was run, and how it ended."""
-        return self.path / "run.json"
-
-    @property
-    def session_json(self) -> Path:
-        """What the ranks ran on."""
-        return self.path / "session.json"
-
-    @property
-    def exit_json(self) -> Path:
-        """How each failed rank ended, as torchrun saw it."""
-        return self.path / "exit.json"
-
-    @property
-    def torchrun_log(self) -> Path:
-        """Torchrun's own messages."""
-        return self.path / "torchrun.log"
-
-    @property
-    def rendezvous(self) -> Path:
-        """Where torchrun meets itself; only during the run."""
-        return self.path / "rendezvous"
-
-    @property
-    def torchrun_folder(self) -> Path:
-        """What torchrun keeps for each rank, which labkit does not use; only during the run."""
-        return self.path / "torchrun"
+    def __init__(self, path: Path):
+        self.path = path
+        self.run_json = path / "run.json"
+        self.session_json = path / "session.json"
+        self.exit_json = path / "exit.json"
+        self.torchrun_log = path / "torchrun.log"
+        # only during the run: where torchrun meets itself, and what it keeps for each rank, which labkit does not use
+        self.rendezvous = path / "rendezvous"
+        self.torchrun_folder = path / "torchrun"
 
     def remove_torchruns_files(self) -> None:
         """Remove what nobody needs after the run."""
-        self.rendezvous.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a folder that can no longer be written; what ended the run says more
+            self.rendezvous.unlink()
         shutil.rmtree(self.torchrun_folder, ignore_errors=True)
 
-    def log(self, rank: int) -> Path:
-        """All that a rank printed."""
-        return self.path / f"rank_{rank:05d}.log"
+    def _of_rank(self, rank: int, ending: str) -> Path:
+        return self.path / f"rank_{rank:05d}.{ending}"
 
-    def pid(self, rank: int) -> Path:
-        """A rank's process id."""
-        return self.path / f"rank_{rank:05d}.pid"
+    log = partialmethod(_of_rank, ending="log")
+    pid = partialmethod(_of_rank, ending="pid")
+    stack = partialmethod(_of_rank, ending="stack")
+    error = partialmethod(_of_rank, ending="error.json")
+    trace = partialmethod(_of_rank, ending="trace.json.gz")
 
-    def stack(self, rank: int) -> Path:
-        """A rank's Python stacks."""
-        return self.path / f"rank_{rank:05d}.stack"
+    def kept(self, rank: int, name: str) -> Path:
+        """A text that a rank's program keeps with its run.
 
-    def trace(self, rank: int) -> Path:
-        """A rank's profiled step, as torch.profiler exports it."""
-        return self.path / f"rank_{rank:05d}.trace.json.gz"
+        Raises:
+            ParameterError: a name that is no part of a file's name everywhere.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+            raise ParameterError(f"cannot keep a text as {name!r}: use letters, digits, - and _, at most 100")
+        return self._of_rank(rank, f"{name}.txt")
 
-    def code(self, rank: int) -> Path:
-        """The program that the compiler wrote for a rank's backward pass, see generated/."""
-        return self.path / f"rank_{rank:05d}.code.txt"
-
-    def error(self, rank: int) -> Path:
-        """The exception that ended a rank."""
-        return self.path / f"rank_{rank:05d}.error.json"
+    def names_kept(self, rank: int) -> list[str]:
+        """The names of all texts that a rank kept."""
+        return sorted(path.name.split(".")[1] for path in self.path.glob(f"rank_{rank:05d}.*.txt"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -106,9 +91,50 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or {} where there is no such file."""
+    """The object in a JSON file, or {} where there is no such file.
+
+    Raises:
+        RecordError: the file cannot be read, or holds something else.
+    """
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror}). {REPAIR}") from None
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not JSON ({error}). {REPAIR}") from None
+    if not isinstance(content, dict):
+        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {REPAIR}")
     return content
+
+
+def require(path: Path, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    """Raise RecordError, with the name of the file, unless its content has these fields, of these types."""
+    for name, wanted in types.items():
+        if name not in content:
+            raise RecordError(f"{path}: holds no {name!r}. {REPAIR}")
+        if not isinstance(content[name], wanted):
+            raise RecordError(f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {REPAIR}")
+
+
+def runs_folder() -> Path:
+    """Where runs are kept: $LABKIT_RUNS, else runs/ in the repository, else runs/ here.
+
+    Raises:
+        LabError: LABKIT_RUNS begins with the home folder of a user who does not exist.
+    """
+    chosen = os.path.expanduser(os.environ.get("LABKIT_RUNS", ""))
+    if chosen.startswith("~"):
+        raise LabError(f"LABKIT_RUNS={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs")
+    if chosen:
+        return Path(chosen).resolve()
+    return (ROOT if (ROOT / "launch").is_dir() else Path.cwd()) / "runs"
+
+
+def disk_problem(path: Path) -> str:
+    """What to do about the disk of this folder, or "" where it has room."""
+    with contextlib.suppress(OSError):  # the folder is gone
+        if shutil.disk_usage(path).free < FULL_BELOW_BYTES:
+            return f"the disk of {path} is full: delete old runs or other files, or set LABKIT_RUNS to another disk"
+    return ""

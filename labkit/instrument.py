@@ -1,5 +1,7 @@
 """Watch, replace or forbid what fully sharded training does: its collectives, and the moments of FSDP2's units.
 
+For tests, the kit's and your own: no lab uses it.
+
     gathered = []
 
     def counted(output, shard, **options):
@@ -9,9 +11,10 @@
     with instrument.patch_all_gather(counted) as original:
         model(x).sum().backward()                           # len(gathered): how often a unit was gathered
 
-Each ``patch_…`` is a context manager. All ranks enter it, and leave it, together: there is a barrier on both sides
-where a process group exists, so that ranks which are threads of one process see the same original. The original comes
-back however the block ends. A rank that leaves by an exception does not wait for the others, which may never come.
+Each ``patch_…`` is a context manager that replaces what its docstring names by ``new``, and gives the original. All
+ranks enter it, and leave it, together: there is a barrier on both sides where a process group exists, so that ranks
+which are threads of one process see the same original. The original comes back however the block ends. A rank that
+leaves by an exception does not wait for the others, which may never come.
 
 The moments of a unit are private to torch. ``fsdp_internals`` is the only place that names the module they are in.
 """
@@ -20,9 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,56 +33,6 @@ from torch import Tensor, nn
 
 Function = Callable[..., Any]
 _FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-
-
-def patch_all_gather(new: Function) -> AbstractContextManager[Function]:
-    """Replace the all-gather of FSDP2's units: ``new(output, shard, group=…, async_op=…)``.
-
-    torch 2.13 calls it ``all_gather_single``, torch 2.11 ``all_gather_into_tensor``; those that exist are replaced.
-
-    Returns:
-        A context manager that gives the original.
-    """
-    return _replaced(dist, _present("all_gather_single", "all_gather_into_tensor"), new)
-
-
-def patch_reduce_scatter(new: Function) -> AbstractContextManager[Function]:
-    """Replace the reduce-scatter of FSDP2's gradients: ``new(output=…, input=…, op=…, group=…, async_op=…)``.
-
-    It has two names, as that of ``patch_all_gather`` has.
-
-    Returns:
-        A context manager that gives the original.
-    """
-    return _replaced(dist, _present("reduce_scatter_single", "reduce_scatter_tensor"), new)
-
-
-def patch_all_reduce(new: Function) -> AbstractContextManager[Function]:
-    """Replace ``torch.distributed.all_reduce(tensor, op, group, async_op)``; gives the original."""
-    return _replaced(dist, ("all_reduce",), new)
-
-
-def patch_unshard(new: Function) -> AbstractContextManager[Function]:
-    """Replace what gathers a unit of FSDP2: ``new(unit, async_op=False)``; gives the original."""
-    return _replaced(fsdp_internals("FSDPParamGroup"), ("unshard",), new)
-
-
-def patch_reshard(new: Function) -> AbstractContextManager[Function]:
-    """Replace what frees a gathered unit of FSDP2: ``new(unit)``; gives the original."""
-    return _replaced(fsdp_internals("FSDPParamGroup"), ("reshard",), new)
-
-
-def patch_post_backward(new: Function) -> AbstractContextManager[Function]:
-    """Replace what reduces a unit's gradients after its backward pass: ``new(unit, *unused)``; gives the original."""
-    return _replaced(fsdp_internals("FSDPParamGroup"), ("post_backward",), new)
-
-
-def patch_register_post_backward_hook_backward(new: Function) -> AbstractContextManager[Function]:
-    """Replace the node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``; gives the original.
-
-    ``ctx.param_group`` is the unit. A unit whose inputs need no gradient, such as the first, has no such node.
-    """
-    return _replaced(fsdp_internals("RegisterPostBackwardFunction"), ("backward",), new)
 
 
 def reduce_scatter_with_assert(
@@ -182,19 +134,15 @@ class DummyDDP(nn.Module):
         self.process_group.allreduce([parameter.grad])
 
 
-def _present(*names: str) -> tuple[str, ...]:
-    """Those of these names that torch.distributed has, the newest first."""
-    found = tuple(name for name in names if hasattr(dist, name))
-    if not found:
-        raise RuntimeError(f"torch {torch.__version__} has none of torch.distributed.{', '.join(names)}")
-    return found
-
-
 @contextlib.contextmanager
-def _replaced(owner: ModuleType | type, names: tuple[str, ...], new: Function) -> Iterator[Function]:
-    """Let ``names`` of a module or class be ``new``, and give the original of the first."""
-    originals = {name: vars(owner)[name] for name in names}  # as they are stored: a staticmethod stays one
-    original: Function = getattr(owner, names[0])
+def _replaced(owner_name: str, names: Sequence[str], new: Function) -> Iterator[Function]:
+    """Let ``names`` of a class of FSDP2's, or of torch.distributed, be ``new``, and give the first original."""
+    owner = fsdp_internals(owner_name) if owner_name else dist
+    # as they are stored: a staticmethod stays one
+    originals = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    if not originals:
+        raise RuntimeError(f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}")
+    original: Function = getattr(owner, next(iter(originals)))
     _meet()  # else a rank that is a thread could read another's replacement as the original
     for name, stored in originals.items():
         setattr(owner, name, staticmethod(new) if isinstance(stored, staticmethod) else new)
@@ -210,3 +158,22 @@ def _meet() -> None:
     """Wait for all ranks, if there are any."""
     if dist.is_initialized():
         dist.barrier()
+
+
+patch_all_gather = partial(_replaced, "", ("all_gather_single", "all_gather_into_tensor"))
+"""FSDP2's all-gather, by its name in torch 2.13 and in 2.11: ``new(output, shard, group=…, async_op=…)``."""
+patch_reduce_scatter = partial(_replaced, "", ("reduce_scatter_single", "reduce_scatter_tensor"))
+"""The reduce-scatter of FSDP2's gradients, likewise: ``new(output=…, input=…, op=…, group=…, async_op=…)``."""
+patch_all_reduce = partial(_replaced, "", ("all_reduce",))
+"""``torch.distributed.all_reduce``: ``new(tensor, op, group, async_op)``."""
+patch_unshard = partial(_replaced, "FSDPParamGroup", ("unshard",))
+"""What gathers a unit of FSDP2: ``new(unit, async_op=False)``."""
+patch_reshard = partial(_replaced, "FSDPParamGroup", ("reshard",))
+"""What frees a gathered unit of FSDP2: ``new(unit)``."""
+patch_post_backward = partial(_replaced, "FSDPParamGroup", ("post_backward",))
+"""What reduces a unit's gradients after its backward pass: ``new(unit, *unused)``."""
+patch_register_post_backward_hook_backward = partial(_replaced, "RegisterPostBackwardFunction", ("backward",))
+"""The node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``, ``ctx.param_group`` is the unit.
+
+A unit whose inputs need no gradient, such as the first, has no such node.
+"""

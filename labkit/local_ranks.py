@@ -1,7 +1,5 @@
 """All ranks of a mesh inside this one process, to look at shards without launching anything."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy

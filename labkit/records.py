@@ -3,39 +3,45 @@
 A rank appends to ``rank_00003.jsonl`` in the folder of its run; the notebook reads all files of the folder into one
 table. Nothing else crosses from the ranks to the notebook as a number.
 
-    {"v": 1, "rank": 0, "step": 3, "kind": "span", "name": "backward", "start_us": 1234.5, "dur_us": 678.9}
+    {"v": 2, "rank": 0, "step": 3, "kind": "span", "name": "backward", "start_us": 1234.5, "dur_us": 678.9}
 
-| kind   | fields           | meaning                                                                      |
-|--------|------------------|------------------------------------------------------------------------------|
-| span   | start_us, dur_us | one timed stretch; start counts from the start of the rank's session         |
-| scalar | value, unit      | one number, such as a loss                                                   |
-| memory | bytes            | one amount of memory                                                         |
-| comm   | count, bytes     | calls of one collective in a step, and the bytes this rank handed to them    |
+| kind   | name of              | fields                        | meaning                                              |
+|--------|----------------------|-------------------------------|------------------------------------------------------|
+| span   | the stretch          | start_us, dur_us              | a timed stretch, from the start of the session       |
+| bar    | a module or a bucket | lane, phase, start_us, dur_us | a stretch of a time line, from the start of its step |
+| bucket | a parameter          | index, bytes                  | what one bucket carries of this one's gradient       |
+| scalar | the number           | value, unit                   | one number, such as a loss                           |
+| memory | its use              | bytes                         | one amount of memory                                 |
+| comm   | the collective       | axis, count, bytes            | calls in a step, and what this rank handed to them   |
 
-Warm-up steps have step -1, timed steps count from 0. Spans named ``compute/forward/layers.0`` are bars of a time line:
-lane, what and unit, and their start counts from that of the profiled step. A comm record named ``tp/all_reduce`` is the
-part of ``all_reduce`` that ran along the mesh axis ``tp``; ``bucket/0/fc4.weight`` is what bucket 0 carries of one
-parameter's gradient.
+Warm-up steps have step -1, timed steps count from 0. ``axis`` is the mesh axis along which a collective ran, and ""
+where the record is the total. Version 1 had neither bars nor buckets nor axes: they stood in the names of
+other kinds, and are turned into fields as they are read.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from labkit.errors import RecordError
 
-VERSION = 1
+VERSION = 2
+"""Of what a run leaves, records and run.json: the one that is written."""
+READABLE = (1, 2)
 FIELDS: dict[str, dict[str, type]] = {
     "span": {"start_us": float, "dur_us": float},
+    "bar": {"lane": str, "phase": str, "start_us": float, "dur_us": float},
+    "bucket": {"index": int, "bytes": int},
     "scalar": {"value": float, "unit": str},
     "memory": {"bytes": int},
-    "comm": {"count": int, "bytes": int},
+    "comm": {"axis": str, "count": int, "bytes": int},
 }
 COMMON: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
+REPAIR = "A record is one line of JSON with the fields of its kind (labkit/records.py): remove the line, or run again"
+PLANNED_STEPS = "planned_steps"
+"""The scalar in which a rank says how many steps it will time, for whoever shows progress."""
+LARGEST = 2**63 - 1  # that a column of a table holds
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -66,15 +72,21 @@ class Writer:
             self._file.close()
 
 
+def name_along(axis: str, name: str) -> str:
+    """What a collective is called among the values of a run: ``tp/all_reduce`` along an axis, ``all_reduce`` in all."""
+    return f"{axis}/{name}" if axis else name
+
+
 def problem_with(line: Any) -> str:
-    """What is wrong with a decoded line, or "" where nothing is."""
+    """What is wrong with a decoded line of the present version, or "" where nothing is."""
     if not isinstance(line, dict):
         return "not a JSON object"
     if line.get("v") != VERSION:
-        return f"version {line.get('v')!r} is not {VERSION}"
-    if line.get("kind") not in FIELDS:
-        return f"kind {line.get('kind')!r} is none of {', '.join(FIELDS)}"
-    expected = COMMON | FIELDS[line["kind"]]
+        return f"version {line.get('v')!r} is none of {', '.join(map(str, READABLE))}"
+    kind = line.get("kind")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        return f"kind {kind!r} is none of {', '.join(FIELDS)}"
+    expected = COMMON | FIELDS[kind]
     if line.keys() != expected.keys():
         return f"fields {sorted(line)} are not {sorted(expected)}"
     for name, wanted in expected.items():
@@ -82,7 +94,29 @@ def problem_with(line: Any) -> str:
         allowed = (int, float) if wanted is float else wanted
         if not isinstance(value, allowed) or isinstance(value, bool):
             return f"{name} = {value!r} is not {wanted.__name__}"
+        if isinstance(value, int) and abs(value) > LARGEST:
+            return f"{name} has {len(str(abs(value)))} digits, more than 64 bits hold"
     return ""
+
+
+def from_version_1(line: Any) -> Any:
+    """A decoded line as version 2 has it. What cannot be taken apart stays as it is, for ``problem_with`` to judge.
+
+    Where version 2 has fields, version 1 had names: a span ``compute/forward/layers.0`` was a bar, a comm record
+    ``bucket/0/fc4.weight`` what a bucket carries, ``tp/all_reduce`` the part of a collective along one axis.
+    """
+    if not isinstance(line, dict) or line.get("v") != 1:
+        return line
+    line, name = line | {"v": 2}, line.get("name")
+    match line.get("kind"), name.split("/", maxsplit=2) if isinstance(name, str) else []:
+        case "span", [("compute" | "communication" | "exposed") as lane, phase, name]:
+            return line | {"kind": "bar", "lane": lane, "phase": phase, "name": name}
+        case "comm", ["bucket", index, name] if index.isdecimal():
+            line.pop("count", None)
+            return line | {"kind": "bucket", "index": int(index), "name": name}
+        case "comm", [*axis, name]:
+            return line | {"axis": "".join(axis), "name": name}
+    return line
 
 
 @dataclass
@@ -101,21 +135,22 @@ def read(folder: Path) -> Records:
     """
     records = Records()
     for path in sorted(folder.glob("rank_*.jsonl")):
-        records.lines.extend(_read_file(path, records.truncated))
+        try:
+            *whole, rest = path.read_text(errors="replace").split("\n")
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read ({error.strerror}). {REPAIR}") from None
+        if rest:
+            records.truncated.append(path)
+        records.lines += [_read_line(content, f"{path}:{number}") for number, content in enumerate(whole, start=1)]
     return records
 
 
-def _read_file(path: Path, truncated: list[Path]) -> Iterator[dict[str, Any]]:
-    text = path.read_text(errors="replace")
-    *whole, rest = text.split("\n")
-    if rest:
-        truncated.append(path)
-    for number, content in enumerate(whole, start=1):
-        try:
-            line = json.loads(content)
-        except ValueError as error:
-            raise RecordError(f"{path}:{number}: not JSON ({error})") from None
+def _read_line(content: str, place: str) -> dict[str, Any]:
+    try:
+        line: dict[str, Any] = from_version_1(json.loads(content))
         problem = problem_with(line)
-        if problem:
-            raise RecordError(f"{path}:{number}: {problem}")
-        yield line
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON ({error})"
+    if problem:
+        raise RecordError(f"{place}: {problem}. {REPAIR}")
+    return line

@@ -1,18 +1,34 @@
-"""What is known to be broken in PyTorch, by version, with the upstream issue. Imports no torch."""
+"""What this machine and this torch have and cannot do, and the way round. Imports no torch.
 
-from __future__ import annotations
+The cores, PyTorch's known bugs with their upstream issues, and the C++ compiler that torch.compile calls for a CPU.
+"""
 
+import os
 import re
+import shutil
+import sys
 from importlib import metadata
 
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
+COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
+
+
+def cores() -> list[int]:
+    """The CPU cores that this process may use, which can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def torch_version() -> tuple[int, int]:
     """Major and minor version of the installed torch."""
-    found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
-    assert found, metadata.version("torch")
-    return int(found[1]), int(found[2])
+    major, minor, *_ = release(metadata.version("torch"))
+    return major, minor
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, such as (2, 13, 0) for ``2.13.0+cpu`` or (2, 14, 0) for ``2.14.0a0+git``."""
+    return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split(".")[:3])
 
 
 def native_convolution_problem(version: tuple[int, int] | None = None) -> str:
@@ -37,3 +53,24 @@ def refuse_if_broken(strategy: str) -> None:
     """Raises ValueError for the strategy ``native``: DTensor's own spatially sharded convolution is wrong."""
     if strategy == "native":
         raise ValueError(native_convolution_problem())
+
+
+def compiler_wanted() -> str:
+    """The program that inductor calls: $CXX, else g++, on a Mac clang++ (``cpp.cxx`` in torch/_inductor/config.py)."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
+def compiler_problem() -> str:
+    """What is missing, or "" where the compiler is there."""
+    if shutil.which(compiler_wanted()):
+        return ""
+    if "CXX" in os.environ:
+        return f"CXX is {compiler_wanted()!r}, which is no program"
+    other = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
+    return f"no {compiler_wanted()}" + (f"; set CXX={other} to use the compiler that is here" if other else "")
+
+
+def refuse_without_compiler() -> None:
+    """Raises ValueError where torch.compile would find no C++ compiler."""
+    if seen := compiler_problem():
+        raise ValueError(f"torch.compile needs a C++ compiler: {seen}; to get one: {COMPILER_FIX}")

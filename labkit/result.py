@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit import records
-from labkit.errors import LabError
-from labkit.folder import RunFolder, read_json
-from labkit.generated import Listing
+from labkit.errors import LabError, RecordError
+from labkit.folder import REPAIR, RunFolder, read_json, require
 
 if TYPE_CHECKING:
     import pandas
 
-COLUMNS = ["rank", "step", "kind", "name", "start_us", "dur_us", "value", "unit", "bytes", "count"]
-PLANNED_STEPS = "planned_steps"
+FIELDS = {name: wanted for kind in records.FIELDS.values() for name, wanted in kind.items()}
+WHOLE = [name for name, wanted in FIELDS.items() if wanted is int]
+COLUMNS = ["rank", "step", "kind", "name", *FIELDS]
+INFO = {"program": str, "params": dict, "nproc": int, "exit": str}
+"""What run.json has to hold, whoever wrote it."""
+MOST_RANKS = 1_000_000
+SESSION = {"device": str, "device_name": str, "cores": int, "torch": str}
+"""What a session has to hold, where there was one."""
 
 
 class UnknownValue(LabError, KeyError):
@@ -25,6 +30,10 @@ class UnknownValue(LabError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class Missing(LabError, FileNotFoundError):
+    """The folder holds no run, or a rank kept no text of this name."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +48,18 @@ class RankOutput:
         path = self.folder.log(self.rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def code(self) -> Listing:
-        """The program that the compiler wrote for this rank's backward pass.
+    def kept(self, name: str) -> str:
+        """The text that this rank's program kept under this name, with ``here.keep``.
 
         Raises:
-            FileNotFoundError: this rank kept none.
+            Missing: there is none; the message lists those that there are. It is a FileNotFoundError.
         """
-        path = self.folder.code(self.rank)
+        path = self.folder.kept(self.rank, name)
         if not path.exists():
-            rule = "only a program that compiles its backward pass and keeps the code, such as ddp_compile, leaves one"
-            raise FileNotFoundError(f"rank {self.rank} left no generated code ({path.name}): {rule}")
-        return Listing(path.read_text())
+            names = ", ".join(self.folder.names_kept(self.rank)) or "nothing"
+            fix = "take one of these, or run a program that calls here.keep with this name"
+            raise Missing(f"rank {self.rank} kept no {name!r} in {self.folder.path}, it kept {names}: {fix}")
+        return path.read_bytes().decode(errors="replace")
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +95,7 @@ class RunResult:
     @property
     def session(self) -> dict[str, Any]:
         """What the ranks ran on, as rank 0 saw it: device, device_name, backend, cores, threads, torch, note."""
-        return dict(self.info.get("session") or {})
+        return dict(self.info["session"])
 
     @property
     def device(self) -> str:
@@ -102,7 +112,7 @@ class RunResult:
         """All records, one row each; columns that a kind does not have are empty."""
         import pandas
 
-        return pandas.DataFrame(self.lines, columns=COLUMNS).astype({"bytes": "Int64", "count": "Int64"})
+        return pandas.DataFrame(self.lines, columns=COLUMNS).astype(dict.fromkeys(WHOLE, "Int64"))
 
     @property
     def stamp(self) -> str:
@@ -139,7 +149,7 @@ class RunResult:
 
         rows = {rank: _values_of(self.frame[self.frame["rank"] == rank]) for rank in range(self.world_size)}
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
-        return table.drop(columns=PLANNED_STEPS, errors="ignore")
+        return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
     def _values(self) -> dict[str, float]:
         """All that ``value`` knows."""
@@ -171,18 +181,37 @@ def load(folder: str | Path) -> RunResult:
     """Read the result of an earlier run from its folder, whether it ended well or not.
 
     Raises:
-        FileNotFoundError: the folder is not that of a run.
-        RecordError: a malformed record.
+        Missing: the folder is not that of a run. It is a FileNotFoundError.
+        RecordError: a malformed record, run.json or session.json.
     """
     path = Path(folder).resolve()
     here = RunFolder(path)
     if not here.run_json.exists():
         rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
-        raise FileNotFoundError(f"{path} holds no run.json: {rule}")
+        raise Missing(f"{path} holds no run.json: {rule}")
+    info = _info(here)
     found = records.read(path)
-    info = read_json(here.run_json)
-    info.setdefault("session", read_json(here.session_json))
     return RunResult(path, info, found.lines, found.truncated)
+
+
+def _info(folder: RunFolder) -> dict[str, Any]:
+    """The content of run.json, with that of session.json where the run did not come to its end."""
+    path = folder.run_json
+    info = read_json(path)
+    if info.get("version", 1) not in records.READABLE:
+        fix = f"update labkit, this one reads {' and '.join(map(str, records.READABLE))}"
+        raise RecordError(f"{path}: version {info['version']!r} is not known here: {fix}")
+    require(path, info, INFO)
+    if not 0 < info["nproc"] <= MOST_RANKS:
+        raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MOST_RANKS}. {REPAIR}")
+    if "session" in info:
+        require(path, info, {"session": dict})
+    else:
+        path = folder.session_json
+        info["session"] = read_json(path)
+    if info["session"]:
+        require(path, info["session"], SESSION)
+    return info
 
 
 def _counted(number: int, thing: str) -> str:
@@ -191,35 +220,22 @@ def _counted(number: int, thing: str) -> str:
 
 def _values_of(rows: pandas.DataFrame) -> dict[str, float]:
     """The values of one rank by name, from its rows."""
-    return _span_ms(rows) | _memory_bytes(rows) | _traffic(rows) | _scalars(rows)
+    spans, memory, comm, scalars = (rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar"))
+    mean_us = _settled(spans).groupby("name")["dur_us"].mean()
+    most_bytes = memory.groupby("name")["bytes"].max()  # the warm-up counts: a peak is a peak
+    comm = comm.assign(name=list(map(records.name_along, comm["axis"], comm["name"])))
+    steps = _settled(comm).groupby(["name", "step"])[["count", "bytes"]].sum()
+    largest = steps.groupby("name").max().stack()
+    last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
+    return {
+        **{f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()},
+        **{f"{name}_bytes": int(value) for name, value in most_bytes.items()},
+        **{f"{name}_{field}": int(value) for (name, field), value in largest.items()},
+        **{str(name): float(value) for name, value in last.items()},
+    }
 
 
-def _kind(rows: pandas.DataFrame, kind: str) -> pandas.DataFrame:
-    """Rows of one kind, without the warm-up of names that have more than a warm-up."""
-    rows = rows[rows["kind"] == kind]
+def _settled(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """Rows without the warm-up of names that have more than a warm-up."""
     settled = rows["step"] >= 0
     return rows[settled | ~rows["name"].isin(rows.loc[settled, "name"])]
-
-
-def _span_ms(rows: pandas.DataFrame) -> dict[str, float]:
-    timed = rows[~rows["name"].str.contains("/", regex=False)]  # compute/forward/layers.0 is a bar of a time line
-    mean_us = _kind(timed, "span").groupby("name")["dur_us"].mean()
-    return {f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()}
-
-
-def _memory_bytes(rows: pandas.DataFrame) -> dict[str, float]:
-    memory = rows[rows["kind"] == "memory"]  # the warm-up counts: a peak is a peak
-    return {f"{name}_bytes": int(value) for name, value in memory.groupby("name")["bytes"].max().items()}
-
-
-def _traffic(rows: pandas.DataFrame) -> dict[str, float]:
-    whole = rows[~rows["name"].str.startswith("bucket/")]  # bucket/0/fc4.weight is a box of a bucket diagram
-    steps = _kind(whole, "comm").groupby(["name", "step"])[["count", "bytes"]].sum()
-    largest = steps.groupby("name").max()
-    return {f"{name}_{field}": int(largest.loc[name, field]) for name in largest.index for field in ("count", "bytes")}
-
-
-def _scalars(rows: pandas.DataFrame) -> dict[str, float]:
-    scalars = rows[rows["kind"] == "scalar"]
-    last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
-    return {str(name): float(value) for name, value in last.items()}

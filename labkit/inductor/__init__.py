@@ -14,12 +14,10 @@ into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py). Lines are counte
 it differs from processor to processor. Everything here reads text; nothing is run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from labkit.generated.listing import COLOURS, Listing
-from labkit.generated.program import Line, Program, Shape, View
+from labkit.inductor.listing import COLOURS, Listing
+from labkit.inductor.program import Line, Program, Shape, View
 
 __all__ = ["COLOURS", "Bucket", "Gradient", "Line", "Listing", "buckets", "missing_waits", "read"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

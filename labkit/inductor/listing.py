@@ -1,12 +1,10 @@
 """A program to look at: collectives, waits and compute, as text or, in a notebook, in colours."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from html import escape
 
-from labkit.generated.program import Line, Program
+from labkit.inductor.program import Line, Program
 
 COLOURS = {"collective": "#F0E442", "wait": "#D55E00", "kernel": "#E69F00", "extern": "#E69F00"}
 """All-reduce, exposed and backward, as on a time line (Okabe and Ito's palette); black text is legible on each."""
@@ -51,8 +49,8 @@ class Listing:
         """The whole program with the numbers of its lines, from ``def call`` on."""
         lines = self.full.splitlines()
         start = next(index for index, line in enumerate(lines) if line.lstrip().startswith("def call("))
-        numbers = [""] * start + [str(number) for number in range(1, len(lines) - start + 1)]
-        return "\n".join(f"{number:>5}  {line}" for number, line in zip(numbers, lines, strict=True))
+        numbered = enumerate(lines, 1 - start)
+        return "\n".join(f"{number if number > 0 else '':>5}  {line}" for number, line in numbered)
 
     def _shown(self) -> Iterator[tuple[Line, str]]:
         """Lines to show, each as a short call with the bucket that it asks or waits for."""

@@ -1,7 +1,5 @@
 """The function ``call`` of an inductor program, statement by statement: lines, memory, requests and their waits."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re
@@ -92,7 +90,8 @@ class Program:
         self.lines: list[Line] = []
         self.requests: list[Request] = []
         self.views: dict[str, View] = {}
-        self._dtypes = _input_dtypes(code)
+        # of inputs, from the example that each program brings along for a benchmark of itself
+        self._dtypes = dict(re.findall(r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)", code, re.MULTILINE))
         self._stretches: list[tuple[Line, View]] = []  # every reinterpret_tensor
         by_line: dict[int, list[ast.stmt]] = {}
         for statement in _flat(function.body):
@@ -145,32 +144,28 @@ class Program:
         line = Line(number, kind, name, self._buffers(first), text)
         self.lines.append(line)
         self._stretches += [(line, self._view(call)) for call in ast.walk(first) if _is_stretch(call)]
-        if kind == "collective":
-            self._request(line, first)
-        elif kind == "wait":
-            self._wait(line, first)
-        elif kind in COMPUTE or name == "return":
+        call = _call_of(first)
+        if call and kind == "wait":
+            self._wait(line, call)
+        elif kind == "collective" or kind in COMPUTE or name == "return":
             self._use(line)
+        if call and kind == "collective":
+            self._request(line, call, _targets(first))
 
-    def _request(self, line: Line, statement: ast.stmt) -> None:
-        self._use(line)
-        call = _call_of(statement)
-        assert call is not None
+    def _request(self, line: Line, call: ast.Call, targets: list[ast.expr]) -> None:
         given = call.args[0].elts if isinstance(call.args[0], ast.List) else [call.args[0]]
         sent = [self._view(each) for each in given]
         if line.name.endswith("_"):
             pending = {view.root for view in sent}
         else:
-            into = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or _targets(statement)
+            into = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or targets
             outputs = [each for value in into for each in (value.elts if isinstance(value, ast.List) else [value])]
             pending = {self._view(output).root for output in outputs}
             if line.name.endswith("_coalesced"):
                 pending = {f"{root}[{index}]" for root in pending for index in range(len(given))}
         self.requests.append(Request(line, sent, pending))
 
-    def _wait(self, line: Line, statement: ast.stmt) -> None:
-        call = _call_of(statement)
-        assert call is not None
+    def _wait(self, line: Line, call: ast.Call) -> None:
         root = self._view(call.args[0]).root
         for request in self.requests:
             if root in request.pending:
@@ -237,18 +232,10 @@ def _call_function(code: str) -> ast.FunctionDef:
     )
 
 
-def _input_dtypes(code: str) -> dict[str, str]:
-    """The dtypes of inputs, from the example that each program brings along for a benchmark of itself."""
-    return dict(re.findall(r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)", code, re.MULTILINE))
-
-
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements in order, those under ``with`` (a GPU's guard) among them."""
     for statement in statements:
-        if isinstance(statement, ast.With):
-            yield from _flat(statement.body)
-        else:
-            yield statement
+        yield from _flat(statement.body) if isinstance(statement, ast.With) else [statement]
 
 
 def _call_of(statement: ast.stmt) -> ast.Call | None:

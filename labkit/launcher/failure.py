@@ -9,15 +9,13 @@ One rank fails, and within milliseconds the others fail too, because it no longe
 5. torchrun itself, with the end of its log.
 """
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any
 
-from labkit.errors import RankFailed
-from labkit.folder import RunFolder, read_json
-from labkit.process import stack_of
+from labkit.errors import RankFailed, shorten
+from labkit.folder import RunFolder, disk_problem, read_json
+from labkit.launcher.process import stack_of
 
 LOG_TAIL_LINES = 30
 MEANING = {
@@ -42,10 +40,10 @@ def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
         return _raised(folder, causes[0])
     silent = _ended_without_exception(folder, {error["rank"] for error in errors})
     if silent:
-        return _ended(folder, silent)
+        return _ended(folder, silent["rank"], silent["exitcode"])
     if torchrun_status < 0 or not errors:
-        return _torchrun_failed(folder, torchrun_status)
-    return _raised(folder, errors[0])
+        return _ended(folder, -1, torchrun_status)
+    return _raised(folder, errors[0], _early_leavers(folder, errors))
 
 
 def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
@@ -55,8 +53,20 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _raised(folder: RunFolder, error: dict[str, Any]) -> RankFailed:
-    return RankFailed(error["rank"], error["exc_type"], error["message"], error["traceback"], folder.log(error["rank"]))
+def _raised(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankFailed:
+    message = error["message"] + remark
+    return RankFailed(error["rank"], error["exc_type"], message, error["traceback"], folder.log(error["rank"]))
+
+
+def _early_leavers(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
+    """A remark about ranks that ended well while others still waited for them; "" for none."""
+    ends = read_json(folder.exit_json).get("failures")
+    if not ends:  # torchrun was stopped before it could tell
+        return ""
+    failed = {end["rank"] for end in [*ends, *errors]}
+    started = {int(path.stem.removeprefix("rank_")) for path in folder.path.glob("rank_*.pid")}
+    early = ", ".join(str(rank) for rank in sorted(started - failed))
+    return f"\n(rank {early} had already ended, with status 0: every rank must take part to the end)" if early else ""
 
 
 def _ended_without_exception(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
@@ -68,15 +78,12 @@ def _ended_without_exception(folder: RunFolder, raised: set[int]) -> dict[str, A
     return by_itself[0] if by_itself else silent[0] if silent and silent[0] is ends[0] else {}
 
 
-def _ended(folder: RunFolder, end: dict[str, Any]) -> RankFailed:
-    log = folder.log(end["rank"])
-    reason = end["signal"] or f"exit status {end['exitcode']}"
-    message = MEANING.get(reason, "the rank left without an exception")
-    stack = stack_of(folder, end["rank"])
-    return RankFailed(end["rank"], reason, message, stack, log if log.exists() else folder.torchrun_log)
-
-
-def _torchrun_failed(folder: RunFolder, status: int) -> RankFailed:
+def _ended(folder: RunFolder, rank: int, status: int) -> RankFailed:
+    """The failure of a rank, or of torchrun (-1), that ended with this status and without an exception."""
+    log, stack, silent = folder.log(rank), stack_of(folder, rank), "the rank left without an exception"
+    if rank < 0:
+        log, stack = folder.torchrun_log, shorten(tail(folder.torchrun_log))
+        silent = "no rank says why; the end of torchrun's log:"
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    message = MEANING.get(reason, "no rank says why; the end of torchrun's log:")
-    return RankFailed(-1, reason, message, tail(folder.torchrun_log), folder.torchrun_log)
+    message = disk_problem(folder.path) or MEANING.get(reason, silent)
+    return RankFailed(rank, reason, message, stack, log if log.exists() else folder.torchrun_log)

@@ -6,22 +6,25 @@ rather than as a widget, because the state of a widget does stay. Elsewhere it i
 variable LABKIT_PROGRESS chooses: ``off``, ``text`` or ``notebook``.
 """
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from labkit import records
+from labkit.errors import ParameterError
 from labkit.folder import RunFolder
 
 REDRAW_PERIOD_S = 0.25
 SHOWN_LINES = 20
+SHOWN_CHARACTERS = 1000
+MALFORMED = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
 class Tail:
@@ -36,7 +39,7 @@ class Tail:
             with self.path.open("rb") as file:
                 file.seek(self._position)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or deleted
             return []
         self._position += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")  # bytes: a read may end inside a letter
@@ -70,8 +73,8 @@ class State:
         return f"{self.program}: {ranks}{steps}, {time.monotonic() - self.begun:.0f} s"
 
 
-class Display(Protocol):
-    """Where progress is shown."""
+class Display:
+    """Where progress is shown; this one shows nothing."""
 
     def show(self, state: State, lines: list[str]) -> None:
         """Show the state, and lines that ranks have printed since the last call."""
@@ -80,24 +83,13 @@ class Display(Protocol):
         """The run has ended: "ok", "failed", "timed out", "interrupted"."""
 
 
-class Off:
-    """Shows nothing."""
-
-    def show(self, state: State, lines: list[str]) -> None:
-        """Show nothing."""
-
-    def close(self, state: State, outcome: str) -> None:
-        """Show nothing."""
-
-
-class Text:
+class Text(Display):
     """Lines on stderr: the ranks' output, and the state at the start, at each quarter of the steps and at the end."""
 
     def __init__(self) -> None:
         self._quarter = -1
 
     def show(self, state: State, lines: list[str]) -> None:
-        """Print new lines, and the state when another quarter is done."""
         for line in lines:
             print(line, file=sys.stderr)
         quarter = int(4 * state.fraction)
@@ -106,12 +98,11 @@ class Text:
             print(state, file=sys.stderr, flush=True)
 
     def close(self, state: State, outcome: str) -> None:
-        """Print how it ended."""
         print(f"{state}: {outcome}", file=sys.stderr, flush=True)
 
 
-class Notebook:
-    """One block of HTML under the cell, redrawn in place, empty at the end."""
+class Notebook(Display):
+    """One block of HTML under the cell, redrawn in place at most four times a second, empty at the end."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -121,36 +112,33 @@ class Notebook:
         self._handle: Any = display({"text/html": ""}, raw=True, display_id=True)
 
     def show(self, state: State, lines: list[str]) -> None:
-        """Redraw, at most four times a second."""
         self._lines = [*self._lines, *lines][-SHOWN_LINES:]
         if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
             self._drawn = time.monotonic()
             value = f'max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
             bar = f"<progress {value}></progress>"
             output = f"<pre>{escape(chr(10).join(self._lines))}</pre>" if self._lines else ""
-            self._draw(f"<div>{bar} {escape(str(state))}</div>{output}")
+            self._handle.update({"text/html": f"<div>{bar} {escape(str(state))}</div>{output}"}, raw=True)
 
     def close(self, state: State, outcome: str) -> None:
-        """Remove the block."""
-        self._draw("")
-
-    def _draw(self, html: str) -> None:
-        self._handle.update({"text/html": html}, raw=True)
+        self._handle.update({"text/html": ""}, raw=True)
 
 
 class Progress:
     """Follows the files of one run and feeds a display."""
 
-    def __init__(self, folder: RunFolder, program: str, nproc: int):
+    def __init__(self, folder: RunFolder, program: str, nproc: int, display: Display):
         self.state = State(program, nproc)
         self._folder = folder
         self._logs = [Tail(folder.log(rank)) for rank in range(nproc)]
         self._records = Tail(records.path_of(folder.path, 0))
-        self._display = choose_display()
+        self._display = display
 
     def update(self) -> None:
         """Read what is new and show it."""
-        self._follow_records()
+        for record in self._records.read():
+            with contextlib.suppress(*MALFORMED):  # the reader of results reports it, with its place
+                self._follow(json.loads(record))
         if self.state.started_ranks < self.state.nproc:
             self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in range(self.state.nproc))
         self._display.show(self.state, self._output(Tail.read))
@@ -161,31 +149,41 @@ class Progress:
         self._display.show(self.state, self._output(Tail.rest))
         self._display.close(self.state, outcome)
 
-    def _output(self, read: Any) -> list[str]:
-        lines = []
-        for rank, log in enumerate(self._logs):
-            prefix = "" if rank == 0 else f"[rank {rank}] "
-            lines += [prefix + line for line in read(log)]
-        return lines
+    def _output(self, read: Callable[[Tail], list[str]]) -> list[str]:
+        prefixes = [f"[rank {rank}] " if rank else "" for rank in range(self.state.nproc)]
+        together = zip(prefixes, self._logs, strict=True)
+        return [prefix + _cut(line, log.path) for prefix, log in together for line in read(log)]
 
-    def _follow_records(self) -> None:
-        for line in self._records.read():
-            try:
-                record = json.loads(line)
-            except ValueError:  # the reader of results reports it, with its place
-                continue
-            if record.get("name") == "planned_steps":
-                self.state.planned_steps = int(record["value"])
-            elif record.get("kind") == "span" and record.get("name") == "step":
-                self.state.done_steps = max(self.state.done_steps, record["step"] + 1)
+    def _follow(self, record: Any) -> None:
+        if record["name"] == records.PLANNED_STEPS:
+            self.state.planned_steps = int(record["value"])
+        elif record["name"] == "step" and record["kind"] == "span":
+            self.state.done_steps = max(self.state.done_steps, min(record["step"] + 1, self.state.planned_steps))
+
+
+def _cut(line: str, log: Path) -> str:
+    """A line that is short enough to be shown."""
+    if len(line) <= SHOWN_CHARACTERS:
+        return line
+    return f"{line[:SHOWN_CHARACTERS]} ... ({len(line):,} characters; all are in {log})"
 
 
 def choose_display() -> Display:
-    """The display for where this runs."""
+    """The display for where this runs.
+
+    Raises:
+        ParameterError: LABKIT_PROGRESS asks for one that there is not.
+    """
     wanted = os.environ.get("LABKIT_PROGRESS") or ("notebook" if _in_kernel() else "text")
-    displays: dict[str, type[Off] | type[Text] | type[Notebook]] = {"off": Off, "text": Text, "notebook": Notebook}
+    displays = {"off": Display, "text": Text, "notebook": Notebook}
     if wanted not in displays:
-        raise ValueError(f"LABKIT_PROGRESS={wanted!r} is none of {', '.join(displays)}")
+        raise ParameterError(
+            f"LABKIT_PROGRESS={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose"
+        )
+    if wanted == "notebook" and not _in_kernel():
+        raise ParameterError(
+            "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off"
+        )
     return displays[wanted]()
 
 

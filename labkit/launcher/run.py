@@ -1,7 +1,5 @@
 """Starts, watches and stops the ranks of a program, and gives back what they measured."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import itertools
@@ -12,21 +10,24 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from labkit import config, failure, process
-from labkit.errors import LabError, ParameterError, RunTimedOut
-from labkit.folder import RunFolder, read_json, write_json
-from labkit.progress import Progress
+from labkit import config, requirements
+from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
+from labkit.folder import ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
+from labkit.launcher import failure, process
+from labkit.launcher.progress import Display, Progress, choose_display
+from labkit.records import VERSION
 from labkit.result import RunResult, load
 
-ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ("auto", "cpu", "cuda")
 POLL_PERIOD_S = 0.1
 FAILURE_GRACE_S = 3.0
+RANKS_PER_CORE = 64
+NAME_IN_FOLDER = 100  # characters of a program's name; a file's name may have 255
 
 
 def run(
@@ -35,7 +36,7 @@ def run(
     """Run a rank program on ``nproc`` ranks of this machine and read what they measured.
 
     Args:
-        program: a name in launch/, such as ``"convnext_spatial"``, or the path of a .py file.
+        program: a name in launch/, such as ``"all_reduce"``, or the path of a .py file.
         nproc: number of ranks.
         device: "auto" takes GPUs where there is one for each rank, else the CPU; or "cpu", or "cuda".
         timeout_s: the run is stopped after this many seconds.
@@ -48,20 +49,21 @@ def run(
         ParameterError: a bad argument; nothing was started.
         RankFailed: a rank failed; this is the first failure, not its echoes.
         RunTimedOut: the limit passed; holds every rank's stacks.
+        LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = _plan(program, nproc, device, timeout_s, params)
-    folder = _new_folder(plan.name)
-    write_json(folder.run_json, plan.info)
+    plan = _plan(program, nproc=nproc, device=device, timeout_s=timeout_s, **params)
+    display = choose_display()
+    info = _description(plan)
+    folder = _new_folder(info)
     started = time.monotonic()
     try:
-        _run_ranks(plan, folder)
-        plan.info["exit"] = "ok"
+        _run_ranks(plan, folder, display)
     except BaseException as error:
-        plan.info |= {"exit": _outcome(error), "error": f"{type(error).__name__}: {error}"}
+        info |= {"exit": _outcome(error), "error": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(LabError):  # what ended the run says more
+            _write_end(info, folder, started)
         raise
-    finally:
-        plan.info |= {"duration_s": round(time.monotonic() - started, 3), "session": read_json(folder.session_json)}
-        write_json(folder.run_json, plan.info)
+    _write_end(info | {"exit": "ok"}, folder, started)
     return load(folder.path)
 
 
@@ -72,76 +74,88 @@ def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: An
         program: as for ``run``.
         over: for some arguments of ``run`` (``nproc`` or a parameter), the values to take; the last one varies fastest.
         **fixed: the other arguments of ``run``.
+
+    Raises:
+        ParameterError: a bad argument of any of the runs; nothing was started.
     """
     twice = sorted(set(over) & set(fixed))
     if twice:
         raise ParameterError(f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out")
+    for name, each in over.items():
+        if isinstance(each, str) or not isinstance(each, Iterable):
+            raise ParameterError(
+                f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out"
+            )
     values = [list(each) for each in over.values()]
     chosen = [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
     for one in chosen:  # all of them before the first run: a bad value must not cost an hour
-        _plan(program, **_split(fixed | one))
+        _plan(program, **(fixed | one))
     return [run(program, **(fixed | one)) for one in chosen]
 
 
 @dataclass
 class _Plan:
-    """A checked request: what to start, and what run.json says about it."""
+    """A checked request, in the words of run.json; ``target`` is what the worker is to run."""
 
-    name: str
+    program: str
+    program_path: str
     target: str
+    params: dict[str, Any]
     arguments: list[str]
     nproc: int
     device: str
     timeout_s: float
-    info: dict[str, Any] = field(default_factory=dict)
 
 
-def _split(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    own = {"nproc": 2, "device": "auto", "timeout_s": 300.0}
-    taken = {name: arguments.get(name, default) for name, default in own.items()}
-    return taken | {"params": {name: value for name, value in arguments.items() if name not in own}}
-
-
-def _plan(program: str | Path, nproc: int, device: str, timeout_s: float, params: Mapping[str, Any]) -> _Plan:
-    """Check everything that can be checked before a start."""
-    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        raise ParameterError(f"nproc = {nproc!r} is not a number of ranks: give an int of at least 1")
-    if device not in DEVICES:
+def _plan(program: str | Path, *, nproc: Any = 2, device: Any = "auto", timeout_s: Any = 300.0, **params: Any) -> _Plan:
+    """Check everything that can be checked before a start; the arguments are those of ``run``."""
+    nproc = _positive("nproc", nproc, int, "not a number of ranks: give an int of at least 1")
+    timeout_s = _positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
+    cores = len(requirements.cores())
+    if nproc > RANKS_PER_CORE * cores:
+        limit = f"{RANKS_PER_CORE} for each of {cores} cores = {RANKS_PER_CORE * cores} is the limit"
+        raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
+    if not isinstance(device, str) or device not in DEVICES:
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
-    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise ParameterError(f"timeout_s = {timeout_s!r} is not a time limit: give a positive number of seconds")
     path, target = find_program(program)
-    resolved, arguments = _resolve(path, params, nproc)
-    plan = _Plan(path.stem, target, arguments, nproc, device, timeout_s)
-    plan.info = {
-        "program": path.stem,
-        "program_path": str(path),
-        "params": resolved,
-        "arguments": arguments,
-        "nproc": nproc,
-        "device": device,
-        "timeout_s": timeout_s,
+    return _Plan(path.stem, str(path), target, *_resolve(path, params, nproc), nproc, device, timeout_s)
+
+
+def _positive(name: str, value: Any, wanted: type, rule: str) -> Any:
+    try:
+        number = config.convert(value, wanted)
+    except ValueError:
+        number = 0
+    if not number > 0:
+        raise ParameterError(f"{name} = {value!r} is {rule}")
+    return number
+
+
+def _description(plan: _Plan) -> dict[str, Any]:
+    """What run.json says before the start."""
+    return {
+        "version": VERSION,
+        **asdict(plan),
         "python": platform.python_version(),
-        "labkit": _version(),
+        "labkit": next((found.version for found in metadata.distributions(name="labkit")), "unknown"),
         "git_revision": _git_revision(),
         "start": datetime.datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "exit": "running",
     }
-    return plan
 
 
 def find_program(program: str | Path) -> tuple[Path, str]:
     """The file of a program, and what the worker is to run: a module of launch, or that file."""
     if str(program).endswith(".py"):
-        path = Path(program).expanduser().resolve()
+        path = Path(os.path.expanduser(program)).resolve()
         if not path.is_file():
             raise ParameterError(f"there is no program {path}")
         return path, f"launch.{path.stem}" if path.parent == ROOT / "launch" else str(path)
-    path = ROOT / "launch" / f"{program}.py"
-    if not str(program).isidentifier() or not path.is_file():
-        names = ", ".join(sorted(found.stem for found in (ROOT / "launch").glob("[!_]*.py")))
+    found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
+    if str(program) not in found:
+        names = ", ".join(found)
         raise ParameterError(f"no program is called {str(program)!r}. Give the path of a .py file or one of: {names}")
-    return path, f"launch.{program}"
+    return found[str(program)], f"launch.{program}"
 
 
 def _resolve(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[str, Any], list[str]]:
@@ -160,42 +174,54 @@ def _resolve(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[st
     return asdict(made), config.to_argv(made)
 
 
-def _new_folder(name: str) -> RunFolder:
+def _new_folder(info: dict[str, Any]) -> RunFolder:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     parent = runs_folder()
-    path = parent / f"{stamp}-{name}-{secrets.token_hex(3)}"
+    folder = RunFolder(parent / f"{stamp}-{info['program'][:NAME_IN_FOLDER]}-{secrets.token_hex(3)}")
     try:
-        path.mkdir(parents=True)
+        parent.mkdir(parents=True, exist_ok=True)
+        if problem := disk_problem(parent):
+            raise LabError(problem)
+        folder.path.mkdir()
+        write_json(folder.run_json, info)
     except OSError as error:
         fix = "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error
-    return RunFolder(path)
+    return folder
 
 
-def runs_folder() -> Path:
-    """Where runs are kept: $LABKIT_RUNS, else runs/ in the repository, else runs/ here."""
-    chosen = os.environ.get("LABKIT_RUNS")
-    if chosen:
-        return Path(chosen).expanduser().resolve()
-    return (ROOT if (ROOT / "launch").is_dir() else Path.cwd()) / "runs"
+def _write_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
+    """Complete run.json. Raises LabError where that cannot be written."""
+    end: dict[str, Any] = {"duration_s": round(time.monotonic() - started, 3)}
+    try:
+        with contextlib.suppress(RecordError):  # load tells it, with the name of the file
+            end["session"] = read_json(folder.session_json)
+        write_json(folder.run_json, info | end)
+    except OSError as error:
+        raise _lost(folder) from error
 
 
-def _run_ranks(plan: _Plan, folder: RunFolder) -> None:
+def _lost(folder: RunFolder) -> LabError:
+    """The error of a run whose folder can no longer be written."""
+    if not folder.path.is_dir():
+        what = f"the run's folder {folder.path} was deleted during the run, so its results are lost"
+        return LabError(f"{what}: delete a run's folder only after its end, and not from its program")
+    return LabError(disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again")
+
+
+def _run_ranks(plan: _Plan, folder: RunFolder, display: Display) -> None:
     """Start the ranks and wait for their end; raises what went wrong, and leaves no process behind."""
-    progress = Progress(folder, plan.name, plan.nproc)
-    outcome = "failed"
+    progress = Progress(folder, plan.program, plan.nproc, display)
+    outcome = "ok"
     try:
         with _processes(plan, folder) as running:
-            try:
-                status = _watch(running, folder, plan, progress)
-            except KeyboardInterrupt:
-                outcome = "interrupted"
-                raise
+            status = _watch(running, folder, plan, progress)
+        if not folder.path.is_dir():
+            raise _lost(folder)
         if status != 0:
             raise failure.first_failure(folder, status)
-        outcome = "ok"
-    except RunTimedOut:
-        outcome = "timed out"
+    except BaseException as error:
+        outcome = _outcome(error)
         raise
     finally:
         progress.close(outcome)
@@ -227,31 +253,23 @@ def _watch(running: subprocess.Popen[bytes], folder: RunFolder, plan: _Plan, pro
         with contextlib.suppress(subprocess.TimeoutExpired):
             return running.wait(POLL_PERIOD_S)
         progress.update()
+        if not folder.path.is_dir():  # the ranks could wait for the whole limit for torchrun's files in it
+            return 1
         now = time.monotonic()
         if now > limit:
             stacks = process.stacks_of(folder, plan.nproc)
-            raise RunTimedOut(plan.timeout_s, stacks, _outputs(folder, plan.nproc))
+            outputs = {rank: failure.tail(folder.log(rank), lines=100_000) for rank in range(plan.nproc)}
+            raise RunTimedOut(plan.timeout_s, stacks, outputs)
         if not failed_at and failure.errors_of(folder):
             failed_at = now
         if failed_at and now - failed_at > FAILURE_GRACE_S:  # a rank that failed but cannot leave
             return 1
 
 
-def _outputs(folder: RunFolder, nproc: int) -> dict[int, str]:
-    return {rank: failure.tail(folder.log(rank), lines=100_000) for rank in range(nproc)}
-
-
 def _outcome(error: BaseException) -> str:
     if isinstance(error, RunTimedOut):
         return "timed out"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("labkit")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _git_revision() -> str | None:

@@ -1,13 +1,12 @@
-"""torchrun, as one run's process: ``python -m labkit.torchrun FOLDER ARGUMENTS`` (process.start builds the arguments).
+"""torchrun, as one run's process: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``, started by process.start.
 
 torch's own torchrun runs here unchanged. Two things are added: the run ends when the notebook's process is gone,
 however it went (torchrun alone would go on), and the way each failed rank ended is written to exit.json. Two things are
-shortened: once a rank has failed, the others have two seconds to obey SIGTERM, not thirty; and without a GPU ranks are
-forked from here, where torch is imported already, instead of each starting Python and importing it again.
+shortened: once a rank has failed, the others have two seconds to obey SIGTERM, not thirty; and on Linux without a GPU
+ranks are forked from here, where torch is imported already, instead of each starting Python and importing it again.
 """
 
-from __future__ import annotations
-
+import contextlib
 import os
 import random
 import signal
@@ -17,13 +16,15 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from labkit.ending import begin_anew
 from labkit.folder import NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
+from labkit.launcher import process, worker
 
 WATCH_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
-WORKER = "labkit.worker"
+WORKER = "labkit.launcher.worker"
 
 
 def main() -> None:
@@ -36,13 +37,24 @@ def main() -> None:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
-        traceback.print_exc()
         status = 1
+        with contextlib.suppress(OSError):  # the log's disk is full
+            traceback.print_exc()
     if _notebook_is_gone():  # a moment ago, and the watch has not seen it or not finished
-        _stop(folder)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        process.stop(folder.path, os.getpid())
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)  # Python takes 0.4 s to take torch apart, which has nothing left to do
+
+
+def _may_fork() -> bool:
+    """Whether ranks can be forked. Elsewhere each starts a Python of its own.
+
+    CUDA does not survive a fork, and nobody can promise that it is untouched. Outside Linux the systems' own libraries
+    do not survive it either: forking after they were loaded can crash (Python's own default there is spawn).
+    """
+    return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 
 
 def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
@@ -51,7 +63,7 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     _shorten_shutdown()
-    if not Path("/dev/nvidiactl").exists():  # CUDA does not survive a fork, and nobody can promise that it is untouched
+    if _may_fork():
         _fork_ranks()
     try:
         run.main(arguments)
@@ -80,7 +92,11 @@ def _shorten_shutdown() -> None:
 
 
 def _fork_ranks() -> None:
-    """Let torchrun fork this process for each rank. Importing torch is most of what a rank does before it runs."""
+    """Let torchrun fork this process for each rank. Importing torch is most of what a rank does before it runs.
+
+    torch has a public start_method="fork" (elastic_launch with a function), but its agent waits for every rank's return
+    value: a rank that leaves with os._exit(0) hangs the run, and of several failures it reports one.
+    """
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     def fork(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
@@ -109,19 +125,19 @@ class ForkedRank:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
-        give_up = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        begun = time.monotonic()
         while (status := self.poll()) is None:
-            if time.monotonic() > give_up:
-                raise subprocess.TimeoutExpired(WORKER, timeout or 0)
+            if timeout is not None and time.monotonic() - begun > timeout:
+                raise subprocess.TimeoutExpired(WORKER, timeout)
             time.sleep(0.01)
         return status
 
 
-def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> None:
+def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
     """What Popen and a new Python would have done, then the worker. Does not return."""
-    status = 1
     try:
         os.setsid()
+        begin_anew()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)  # torchrun has its own handlers
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -129,23 +145,18 @@ def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> None:
         os.environ.clear()
         os.environ.update(env)
         sys.argv = [WORKER, *arguments]
-        from labkit import worker  # the child's alone: torchrun needs none of it
-
         worker.main()
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # before the program began
+        traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        os._exit(1)
 
 
 def _end_with_notebook(folder: RunFolder) -> None:
     while not _notebook_is_gone():
         time.sleep(WATCH_PERIOD_S)
     try:
-        _stop(folder)
+        process.stop(folder.path, os.getpid())
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -153,12 +164,6 @@ def _end_with_notebook(folder: RunFolder) -> None:
 def _notebook_is_gone() -> bool:
     """Whether this process has another parent than the one that started it."""
     return os.getppid() != int(os.environ[NOTEBOOK_PID])
-
-
-def _stop(folder: RunFolder) -> None:
-    from labkit.process import stop
-
-    stop(folder.path, os.getpid())
 
 
 if __name__ == "__main__":

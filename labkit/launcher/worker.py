@@ -1,12 +1,11 @@
-"""Runs a rank program inside one rank: ``python -m labkit.worker PROGRAM ARGUMENTS``.
+"""Runs a rank program inside one rank: ``python -m labkit.launcher.worker PROGRAM ARGUMENTS``.
 
 PROGRAM is the path of a .py file or the name of a module. It behaves as it does under a bare torchrun; the worker only
 adds to it: what it prints goes to the rank's log, its exception to the rank's error file, a request (SIGUSR1) dumps its
 stacks, and the rank dies when torchrun does. The worker imports neither torch nor anything else that is large.
 """
 
-from __future__ import annotations
-
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -17,8 +16,10 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import NoReturn
 
+from labkit.ending import leave
+from labkit.errors import shorten
 from labkit.folder import TORCHRUN_PID, VARIABLE, RunFolder, write_json
 
 PR_SET_PDEATHSIG = 1
@@ -37,41 +38,47 @@ ECHO_WORDS = (
 )
 
 
-def main() -> None:
-    """Run the program named in sys.argv as this rank."""
+def main() -> NoReturn:
+    """Be this rank: run the program named in sys.argv to its end."""
     _die_with_torchrun()
     rank, folder = int(os.environ["RANK"]), RunFolder(Path(os.environ[VARIABLE]))
     _redirect_output(folder.log(rank))
     stacks = folder.stack(rank).open("w")
-    _keep_stacks(stacks)
+    faulthandler.enable(file=stacks)  # for a crash in native code
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     folder.pid(rank).write_text(str(os.getpid()))  # last: whoever reads it may send SIGUSR1 at once
+    status = 1
+    try:
+        status = _status_of_program(folder.error(rank), rank)
+    finally:
+        leave(status)
+
+
+def _status_of_program(error_file: Path, rank: int) -> int:
+    """Run the program; its exit status. What ended it, if anything did, is in the error file and printed."""
     try:
         _run_program(sys.argv[1], sys.argv[2:])
     except SystemExit as error:
-        if error.code in (None, 0):
-            raise
-        _report(folder.error(rank), rank, error)
-        if isinstance(error.code, str):
+        if isinstance(error.code, int | None):
+            status = (error.code or 0) & 0xFF
+        else:
+            status = 1
             print(error.code, file=sys.stderr)
-        _leave(error.code if isinstance(error.code, int) else 1)
+        if status:
+            _report(error_file, rank, error)
+        return status
     except BaseException as error:
-        _report(folder.error(rank), rank, error)
+        _report(error_file, rank, error)
         sys.excepthook(type(error), error, _own_frames(error.__traceback__))
-        _leave(1)
-
-
-def _leave(status: int) -> None:
-    """End this failed rank at once: gloo's threads can crash while the interpreter is taken down around them."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        return 1
+    return 0
 
 
 def is_echo(error: BaseException) -> bool:
     """Whether an exception looks like the consequence of another rank's end: a lost connection, an absent peer."""
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
-    words = str(error).lower()
+    words = _text_of(error).lower()
     return isinstance(error, RuntimeError | OSError) and any(known in words for known in ECHO_WORDS)
 
 
@@ -87,16 +94,9 @@ def _die_with_torchrun() -> None:
 def _redirect_output(log: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
-def _keep_stacks(stacks: TextIO) -> None:
-    """Write this process's stacks when it is asked to (SIGUSR1) and when it crashes in native code."""
-    faulthandler.enable(file=stacks)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _run_program(program: str, arguments: list[str]) -> None:
@@ -115,11 +115,19 @@ def _report(path: Path, rank: int, error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
         "exc_type": type(error).__name__,
-        "message": f"exit status {error.code}" if isinstance(error, SystemExit) else str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": shorten(f"exit status {error.code}" if isinstance(error, SystemExit) else _text_of(error)),
+        "traceback": shorten("".join(traceback.format_exception(error))),
         "echo": is_echo(error),
     }
-    write_json(path, content)
+    with contextlib.suppress(OSError):  # the disk is full or the folder was deleted, which the launcher sees
+        write_json(path, content)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as another:  # the program's own code
+        return f"(no text: its __str__ raises {type(another).__name__})"
 
 
 def _own_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -10,30 +10,39 @@ A program that uses this runs under labkit.run, under bare torchrun, and alone a
 go into the folder of the run; otherwise they stay in memory and rank 0 prints a table of them when it is done.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit import config as configs
+from labkit import requirements
+from labkit.ending import leave
 from labkit.errors import ParameterError
-from labkit.folder import RunFolder
-from labkit.meter import Meter, Step
-from labkit.records import Writer
+from labkit.folder import VARIABLE, RunFolder, write_json
+from labkit.rank.meter import Meter, Step
+from labkit.records import Writer, name_along
+from labkit.theory.sizes import readable_bytes
 
 ConfigType = TypeVar("ConfigType")
-Measure = Callable[..., Iterator[Step]]  # Here.steps, Here.plain_steps or Here.one_step
+Measure = Callable[..., Iterator[Step]]  # Here.steps or Here.plain_steps
+_groups_of_this_process: list[dist.ProcessGroup] = []
+"""Keeps every process group, the meshes' too, until the process ends.
+
+A DDP model that outlives destroy_process_group would be the last owner. Its Reducer's destructor then joins gloo's
+threads while it holds Python's global lock, for which one of these may be waiting: the rank never ends (seen in 14 of
+60 runs). The same kind of deadlock: pytorch/pytorch#56297, #75097, and #154976, which mended another place.
+"""
 
 
 class Here:
@@ -44,12 +53,15 @@ class Here:
         world_size: number of ranks.
         device: where this rank's tensors live.
         note: why it is not the device one would expect, or "".
+        steps: measured training steps, see ``meter.Meter.steps``.
+        plain_steps: the same without measurement, for a check, see ``meter.Meter.plain_steps``.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: Writer):
         self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
         self._writer = writer
-        self._meter = Meter(writer, device)
+        meter = Meter(writer, device)
+        self.steps, self.plain_steps = meter.steps, meter.plain_steps
 
     def mesh(self, **axes: int) -> DeviceMesh:
         """A device mesh over all ranks, one named axis a keyword: ``mesh(data=2, space=2)``.
@@ -57,61 +69,31 @@ class Here:
         Raises:
             ValueError: the sizes do not multiply to the number of ranks.
         """
-        size = 1
-        for length in axes.values():
-            size *= length
+        size = math.prod(axes.values())
         if size != self.world_size:
-            shape = " x ".join(str(length) for length in axes.values())
+            shape = " x ".join(map(str, axes.values()))
             raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
         with threads_that_wait_their_turn(self.device):
             return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-    def steps(
-        self,
-        count: int,
-        *,
-        warmup: int = 1,
-        track: Sequence[Any] = (),
-        units: Mapping[str, Sequence[nn.Module]] | None = None,
-        mesh: DeviceMesh | None = None,
-    ) -> Iterator[Step]:
-        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then traced ones.
-
-        The first traced step, where ``units`` are given, is profiled: its time line goes into the records and its raw
-        trace into the folder of the run. The last one records communication and, for the models and optimizers in
-        ``track``, memory by category. The loop body runs ``warmup + count + 1`` times, or once more.
-
-        Args:
-            count: timed steps.
-            warmup: steps before them.
-            track: models and optimizers whose memory is followed.
-            units: modules by the name that they shall have in the time line.
-            mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
-        """
-        axes = {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()} if mesh else {}
-        return self._meter.steps(count, warmup, track, units, axes)
-
-    def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
-        """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
-        return (Step(-1, False, self._meter) for _ in range(count if most is None else min(count, most)))
-
-    def one_step(self, count: int, *, track: Sequence[Any] = ()) -> Iterator[Step]:
-        """One step that is not measured, for a check; takes the arguments of ``steps`` and ignores them."""
-        yield Step(-1, False, self._meter)
 
     def scalar(self, name: str, value: float, unit: str = "") -> None:
         """Record one number about the whole run."""
         self._writer.write("scalar", name, -1, value=float(value), unit=unit)
 
-    def comm(self, name: str, size: int) -> None:
-        """Record the bytes that this rank hands to a collective in one step."""
-        self._writer.write("comm", name, -1, count=1, bytes=size)
+    def bucket(self, index: int, gradients: Mapping[str, int]) -> None:
+        """Record what one bucket carries: bytes of gradients by parameter, in the order in which they lie in it."""
+        for parameter, size in gradients.items():
+            self._writer.write("bucket", parameter, -1, index=index, bytes=size)
 
-    def keep_code(self, programs: Sequence[str]) -> None:
-        """Keep in the run's folder, if there is one, the last of these programs that communicates: a backward pass."""
-        communicating = [program for program in programs if "_c10d_functional" in program]
-        if communicating and self._writer.folder:
-            RunFolder(self._writer.folder).code(self.rank).write_text(communicating[-1])
+    def keep(self, name: str, text: str) -> None:
+        """Keep a text of this rank in the run's folder, if there is one, for ``result.ranks[0].kept(name)``.
+
+        Raises:
+            ParameterError: the name has other signs than letters, digits, - and _.
+        """
+        path = RunFolder(self._writer.folder or Path()).kept(self.rank, name)
+        if self._writer.folder:
+            path.write_bytes(text.encode())
 
     def print(self, text: str) -> None:
         """Print on rank 0 alone."""
@@ -119,11 +101,14 @@ class Here:
             print(text, flush=True)
 
     def verdict(self, **result: Any) -> None:
-        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok."""
+        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok.
+
+        A rank that has ``compared`` nothing is not ok, whatever it says.
+        """
         if "ok" not in result:
             raise ValueError(f"a verdict needs ok=True or ok=False, got {sorted(result)}")
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, bool(result["ok"]))
+        dist.all_gather_object(everyone, bool(result["ok"]) and result.get("compared", 1) > 0)
         result["ok"] = all(everyone)
         for name, value in result.items():
             if isinstance(value, int | float):
@@ -143,37 +128,37 @@ def session() -> Iterator[Here]:
     Raises:
         ParameterError: ``cuda`` is asked for and there are fewer GPUs than ranks.
     """
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update(one_rank | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()
-    cores = available_cores()
-    if device.type == "cpu":
-        stay_on_own_cores(cores)
+    cores = requirements.cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    folder = os.environ.get("LABKIT_RUN_FOLDER")
-    writer = Writer(Path(folder) if folder else None, rank)
+    else:
+        stay_on_own_cores(cores)
+    folder = RunFolder(Path(os.environ[VARIABLE])) if os.environ.get(VARIABLE) else None
+    writer = Writer(folder.path if folder else None, rank)
     with threads_that_wait_their_turn(device):
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=own)
     try:
         here = Here(rank, world_size, device, note, writer)
         if folder and rank == 0:
-            (Path(folder) / "session.json").write_text(json.dumps(describe(here, len(cores))))
+            write_json(folder.session_json, describe(here, len(cores)))
         yield here
         if not folder and rank == 0:
             print(table_of(writer), end="", flush=True)
     finally:
         writer.close()
+        _groups_of_this_process.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
 
 
 def choose_device() -> tuple[torch.device, str]:
     """This rank's device, and a note where GPUs were there but not used."""
     wish = os.environ.get("LABKIT_DEVICE", "auto")
-    ranks, index = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
+    ranks, index = ranks_of_this_host()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
         raise ParameterError(
@@ -184,11 +169,9 @@ def choose_device() -> tuple[torch.device, str]:
     return torch.device("cpu"), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
 
 
-def available_cores() -> list[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+def ranks_of_this_host() -> tuple[int, int]:
+    """How many ranks run here, and which of them this one is."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
 
 
 def stay_on_own_cores(cores: list[int]) -> None:
@@ -196,7 +179,7 @@ def stay_on_own_cores(cores: list[int]) -> None:
 
     Otherwise the scheduler puts one rank's communication on another's core, where it waits for that one's arithmetic.
     """
-    ranks, index = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
+    ranks, index = ranks_of_this_host()
     share = len(cores) // ranks
     if share and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores[index * share : (index + 1) * share])
@@ -226,10 +209,9 @@ def threads_that_wait_their_turn(device: torch.device) -> Iterator[None]:
 
 def describe(here: Here, cores: int) -> dict[str, Any]:
     """What a reader of this run must know of the machine; rank 0 leaves it in session.json."""
-    name = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU"
     return {
         "device": here.device.type,
-        "device_name": name,
+        "device_name": torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU",
         "backend": dist.get_backend(),
         "world_size": here.world_size,
         "cores": cores,
@@ -240,22 +222,21 @@ def describe(here: Here, cores: int) -> dict[str, Any]:
 
 
 def table_of(writer: Writer) -> str:
-    """This rank's records as text: spans averaged over timed steps in ms, memory in MB, communication in one step."""
-    rows: list[str] = []
-    durations: dict[str, list[float]] = {}
+    """This rank's records as text: spans averaged over timed steps in ms, memory, communication in one step."""
+    rows = []
+    spans = [line for line in writer.lines if line["kind"] == "span"]
+    for name in dict.fromkeys(line["name"] for line in spans):
+        durations = [line["dur_us"] / 1000 for line in spans if line["name"] == name]
+        rows.append(f"{name:<18} {fmean(durations):10.1f} ms    mean of {len(durations)} steps")
     for line in writer.lines:
-        if line["kind"] == "span" and "/" not in line["name"]:  # a bar of a time line has one
-            durations.setdefault(line["name"], []).append(line["dur_us"] / 1000)
-    for name, values in durations.items():
-        rows.append(f"{name:<18} {sum(values) / len(values):10.1f} ms    mean of {len(values)} steps")
-    for line in writer.lines:
-        if line["kind"] == "scalar" and line["unit"] == "ms":
-            rows.append(f"{line['name']:<22} {line['value']:6.1f} ms    in the profiled step")
-        if line["kind"] == "memory":
-            rows.append(f"{line['name']:<18} {line['bytes'] / 1e6:10.1f} MB")
-        elif line["kind"] == "comm":
-            rows.append(f"{line['name']:<18} {line['bytes'] / 1e6:10.3f} MB    in {line['count']} calls a step")
-    return "".join(f"{row}\n" for row in [f"rank {writer.rank}", *rows]) if rows else ""
+        match line:
+            case {"kind": "scalar", "unit": "ms", "name": name, "value": value}:
+                rows.append(f"{name:<22} {value:6.1f} ms    in the profiled step")
+            case {"kind": "memory", "name": name, "bytes": size}:
+                rows.append(f"{name:<18} {readable_bytes(size):>13}")
+            case {"kind": "comm", "name": name, "axis": axis, "count": count, "bytes": size}:
+                rows.append(f"{name_along(axis, name):<18} {readable_bytes(size):>13}    in {count} calls a step")
+    return "\n".join([f"rank {writer.rank}", *rows, ""]) if rows else ""
 
 
 def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
@@ -263,18 +244,16 @@ def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) ->
 
     A refused value ends all ranks with status 2 and one line from rank 0, before any communication.
     """
-    config = configs.parse_argv(config_class)
     try:
+        config = configs.parse_argv(config_class)
         configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     except ParameterError as error:
         refuse(str(error))
     main(config)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads can crash while the interpreter is taken down around them; nothing is left to do
+    leave(0)
 
 
-def refuse(reason: str) -> None:
+def refuse(reason: str) -> NoReturn:
     """Leave with status 2. Rank 0 says why; the others wait, since torchrun stops all with the first."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(reason, file=sys.stderr, flush=True)

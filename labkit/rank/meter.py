@@ -7,93 +7,26 @@ step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_co
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.folder import RunFolder
-from labkit.records import Writer
+from labkit.rank.traffic import CommunicationCounter
+from labkit.records import PLANNED_STEPS, Writer
 
-_NAMESPACES = ("c10d", "_c10d_functional")
-_NOT_TRAFFIC = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
-_VARIANT = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
-_NAMES = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "isend": "send", "irecv": "recv",
-}  # fmt: skip
-_FSDP_CATEGORIES = {
-    "sharded param": "parameter", "unsharded param": "unsharded_parameter", "sharded grad": "gradient",
+_CATEGORIES = {
+    "sharded param": "parameter",
+    "unsharded param": "unsharded_parameter",
+    "sharded grad": "gradient",
     "unsharded grad": "unsharded_gradient",
-}  # fmt: skip
-_IN_PLACE = {"all_reduce", "broadcast", "reduce", "send", "recv"}
-
-
-def messages_of(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
-    """What an operation of torch's communication namespaces moves: a label and the tensors that this rank hands in."""
-    if name == "batch_p2p_ops":
-        kinds, _, _, tensors = args[:4]
-        return [(_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
-    plain = _VARIANT.sub("", name).strip("_")  # allgather_into_tensor_coalesced_ is an allgather
-    label = _NAMES.get(plain, plain)
-    # c10d takes the output first where it is another tensor than the input
-    return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE else 0])]
-
-
-def axis_of(args: Sequence[Any], axes: Mapping[str, str]) -> str:
-    """The mesh axis that an operation of torch's communication namespaces runs on, "" where it is none of them.
-
-    Args:
-        args: of the operation, its process group (c10d) or the group's name (functional collectives) among them.
-        axes: the axis of every group, by the group's name.
-    """
-    groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
-    names = [str(torch.distributed.ProcessGroup.unbox(group).group_name) for group in groups]
-    names += [each for each in args if isinstance(each, str)]
-    return next((axes[name] for name in names if name in axes), "")
-
-
-class CommunicationCounter(TorchDispatchMode):
-    """Counts calls and bytes of every collective and point-to-point message that this rank takes part in.
-
-    ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...). Bytes are those of the
-    tensor that this rank hands in (for ``recv``, that it receives); how many of them cross a wire, and how often, is
-    the algorithm's business: see ``theory.ring_all_reduce_bytes``.
-
-    Args:
-        axes: mesh axes by the names of their process groups. What runs on one of these is counted a second time, as
-            ``tp/all_reduce`` for an axis ``tp``.
-    """
-
-    def __init__(self, axes: Mapping[str, str] | None = None) -> None:
-        super().__init__()
-        self.axes = axes or {}
-        self.counts: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as compiled code in here, and count what it sends; else torch would run it eagerly."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
-            return NotImplemented  # let DTensor turn the operation into local ones and collectives first
-        namespace, _, name = func.name().split(".")[0].partition("::")
-        if namespace in _NAMESPACES and name not in _NOT_TRAFFIC:
-            axis = axis_of(args, self.axes)
-            for label, given in messages_of(namespace, name, args):
-                size = sum(t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor))
-                for key in (label, f"{axis}/{label}") if axis else (label,):
-                    self.counts[key] += 1
-                    self.bytes[key] += size
-        return func(*args, **(kwargs or {}))
+}
+"""Our names for those of torch's trackers that have spaces and short forms of them."""
 
 
 class Step:
@@ -159,15 +92,30 @@ class Meter:
     def steps(
         self,
         count: int,
-        warmup: int,
-        track: Sequence[Any],
+        *,
+        warmup: int = 1,
+        track: Sequence[Any] = (),
         units: Mapping[str, Sequence[nn.Module]] | None = None,
-        axes: Mapping[str, str] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Iterator[Step]:
-        """Yield warm-up steps, ``count`` timed steps, then one or two traced steps. See ``rank.Here.steps``."""
-        self.writer.write("scalar", "planned_steps", -1, value=count, unit="steps")
+        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then traced ones.
+
+        The first traced step, where ``units`` are given, is profiled: its time line goes into the records and its raw
+        trace into the folder of the run. The last one records communication and, for the models and optimizers in
+        ``track``, memory by category. The loop body runs ``warmup + count + 1`` times, or once more.
+
+        Args:
+            count: timed steps.
+            warmup: steps before them.
+            track: models and optimizers whose memory is followed.
+            units: modules by the name that they shall have in the time line.
+            mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
+        """
+        self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
-            self._align()
+            self.synchronize()
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # so that none pays for another's lateness before the step
             if index == 0 and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             step = Step(index, index >= 0, self)
@@ -177,42 +125,35 @@ class Meter:
         self._write_peaks(count)
         if units:
             yield from self._profiled_step(count, units)
-        yield from self._traced_step(count, track, axes)
+        yield from self._traced_step(count, track, mesh)
+
+    def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
+        """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
+        return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
 
     def _profiled_step(self, index: int, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[Step]:
-        from labkit import timeline  # brings in the profiler
+        from labkit.rank import timeline  # brings in the profiler
 
         step, folder = Step(index, False, self), self.writer.folder
-        with timeline.record(
-            folder and RunFolder(folder).trace(self.writer.rank), units=units, device=self.device.type
-        ) as recording:
+        path = folder and RunFolder(folder).trace(self.writer.rank)
+        with timeline.record(path, units=units, device=self.device.type) as recording:
             yield step
         timeline.write(recording, self.writer, index)
 
-    def _align(self) -> None:
-        """Let all ranks start a step together, so that none pays for another's lateness before it."""
-        self.synchronize()
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-
-    def _traced_step(self, index: int, track: Sequence[Any], axes: Mapping[str, str] | None) -> Iterator[Step]:
+    def _traced_step(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
         step = Step(index, False, self)
-        counter, tracker = CommunicationCounter(axes), tracker_of(track) if track else None
-        with contextlib.ExitStack() as modes:
-            if tracker is not None:
-                modes.enter_context(tracker)
-            modes.enter_context(finished_collectives_let_go())
-            modes.enter_context(counter)
+        counter, tracker = CommunicationCounter(mesh), tracker_of(track) if track else None
+        with tracker or contextlib.nullcontext(), finished_collectives_let_go(), counter:
             yield step
-            at_end = by_category(tracker, "current", self.device) if tracker is not None else {}
+            at_end = by_category(tracker, "current", self.device) if tracker else {}
         step.write()
-        for name, count in sorted(counter.counts.items()):
-            self.writer.write("comm", name, index, count=count, bytes=counter.bytes[name])
-        if tracker is not None:
-            for name, amount in by_category(tracker, "peak", self.device).items():
-                self.writer.write("memory", f"peak_{name}", index, bytes=amount)
-            for name, amount in at_end.items():
-                self.writer.write("memory", f"end_{name}", index, bytes=amount)
+        for axis, sent in counter.along.items():
+            for name, count in sorted(sent.counts.items()):
+                self.writer.write("comm", name, index, axis=axis, count=count, bytes=sent.bytes[name])
+        memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
+        for moment, amounts in memory.items():
+            for name, amount in amounts.items():
+                self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
 
     def _write_peaks(self, index: int) -> None:
         if self.device.type == "cuda":
@@ -232,25 +173,28 @@ def finished_collectives_let_go() -> Iterator[None]:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor as InFlight  # what DTensor waits for
 
     # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
-    with (
-        rest_after(torch.distributed.Work, "wait"),
-        rest_after(InFlight, "wait"),
-        rest_after(InFlight, "trigger_wait"),
-    ):
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch.distributed.Work, "wait"), (InFlight, "wait"), (InFlight, "trigger_wait")):
+            stack.enter_context(wrapped(owner, name, and_rest))
         yield
 
 
-@contextlib.contextmanager
-def rest_after(owner: Any, name: str) -> Iterator[None]:
-    """In here, each call of this method of a class takes 2 ms longer."""
-    original = getattr(owner, name)
+def and_rest(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which takes 2 ms longer."""
 
-    def call_and_rest(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def wait_and_rest(*args: Any, **kwargs: Any) -> Any:
+        result = wait(*args, **kwargs)
         time.sleep(0.002)
         return result
 
-    setattr(owner, name, call_and_rest)
+    return wait_and_rest
+
+
+@contextlib.contextmanager
+def wrapped(owner: type, name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
+    """In here, a method of a class is what ``wrapper`` makes of it."""
+    original = getattr(owner, name)
+    setattr(owner, name, wrapper(original))
     try:
         yield
     finally:
@@ -284,7 +228,7 @@ def by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, in
     snapshots = tracker.get_tracker_snapshot(moment)
     snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
     found = {getattr(category, "value", str(category)).lower(): int(amount) for category, amount in snapshot.items()}
-    return {_FSDP_CATEGORIES.get(name, name.replace(" ", "_")): amount for name, amount in found.items()}
+    return {_CATEGORIES.get(name, name.replace(" ", "_")): amount for name, amount in found.items()}
 
 
 def resident_peak_bytes() -> int:

@@ -1,23 +1,49 @@
-"""Read what torch.profiler recorded of one training step on one rank: bars of compute and of communication.
+"""Where does a step's communication hide? One step under torch.profiler, turned into bars named by module.
+
+A rank has two lanes. *Communication* is what gloo's threads or NCCL's kernels do. *Compute* is, on a GPU, every other
+kernel; on a CPU, all that the profiler sees this rank do except to ask and to wait for a collective. *Exposed* is the
+communication that no compute of the same rank covers:
+
+    compute        [forward 1]          [forward 2]
+    communication             [gather 2]              exposed: the rank waits for what it needs next
+
+    compute        [forward 1][forward 2]
+    communication   [gather 2]                        hidden: unit 2 was gathered while unit 1 computed
+
+A collective lasts until its last rank has arrived, so one late rank shows as long communication on all the others. The
+profiler slows a step down: compare timelines with timelines, and take durations from timed steps.
+
+In the trace, communication runs on gloo's threads or NCCL's streams and names no unit:
 
     {"name": "aten::addmm", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}    microseconds
 
-A trace names no unit where communication runs, on gloo's threads or NCCL's streams. It does where communication is
-asked for: FSDP2 asks inside of ranges such as ``FSDP::all_gather (layers.2)``, and ``timeline.name_units`` leaves marks
-for other techniques. So each collective is led back to the moment when this rank asked for it.
+Where it is asked for it does: FSDP2 asks inside of ranges such as ``FSDP::all_gather (layers.2)``, and ``name_units``
+leaves marks for other techniques. So each collective is led back to the moment when this rank asked for it.
 """
 
-from __future__ import annotations
-
+import contextlib
 import gzip
 import json
+import os
 import re
+import sys
+import tempfile
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+from labkit.rank.meter import wrapped
+from labkit.records import Writer
 
 Event = dict[str, Any]
 Collective = tuple[Event, str, Event | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
@@ -41,16 +67,178 @@ class Bar:
 
     lane: str
     """``compute``, ``communication`` or ``exposed``."""
-    unit: str
-    """Name of the FSDP unit; ``bucket 0``, ... for all-reduces of a backward pass; "" for the optimizer."""
-    what: str
-    """forward, backward or optimizer; all_gather, reduce_scatter, all_reduce, ..."""
+    name: str
+    """Of the unit, one or more modules; ``bucket 0``, ... for all-reduces of a backward pass; "" for the optimizer."""
+    phase: str
+    """forward, backward or optimizer; of communication the collective: all_gather, reduce_scatter, all_reduce, ..."""
     start_us: float
     dur_us: float
 
     @property
     def end_us(self) -> float:
         return self.start_us + self.dur_us
+
+
+@dataclass
+class Recording:
+    """One profiled step of this rank; empty until the step is over."""
+
+    bars: list[Bar] = field(default_factory=list)
+    step_us: float = 0.0
+
+    @property
+    def communication_us(self) -> float:
+        """How long any communication was under way."""
+        return exposed_us(bar for bar in self.bars if bar.lane == "communication")
+
+    @property
+    def exposed_us(self) -> float:
+        """How long communication was under way while this rank computed nothing."""
+        return exposed_us(self.bars)
+
+
+def exposed(bars: Iterable[Bar]) -> list[Bar]:
+    """The stretches of communication that no compute covers, each once, named by the collective that started first."""
+    bars = sorted(bars, key=lambda bar: bar.start_us)
+    covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
+    found: list[Bar] = []
+    for bar in bars:
+        if bar.lane == "communication":
+            for start, end in _uncovered(bar.start_us, bar.end_us, sorted(covers)):
+                found.append(replace(bar, lane="exposed", start_us=start, dur_us=end - start))
+            covers.append((bar.start_us, bar.end_us))
+    return found
+
+
+def exposed_us(bars: Iterable[Bar]) -> float:
+    """Microseconds of communication that no compute covers; collectives at the same time count once."""
+    return sum(bar.dur_us for bar in exposed(bars))
+
+
+def _uncovered(start: float, end: float, covers: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is left of a stretch where ``covers``, ordered by start, do not reach."""
+    for cover_start, cover_end in covers:
+        if cover_start >= end:
+            break
+        if cover_start > start:
+            yield start, cover_start
+        start = max(start, cover_end)
+    if start < end:
+        yield start, end
+
+
+@contextlib.contextmanager
+def record(
+    path: Path | None = None, *, units: Mapping[str, Sequence[nn.Module]] | None = None, device: str = "cpu"
+) -> Iterator[Recording]:
+    """Profile the step inside; the recording is filled when it ends. A collective: the ranks start together.
+
+    Args:
+        path: where the raw trace goes, for Perfetto (ui.perfetto.dev); gzipped if it ends in ``.gz``. None keeps none.
+        units: modules by the name that their bars shall have. What torch names itself (FSDP2's units) needs none,
+            but for a forward pass that sleeps, which is no operator. In a compiled pass no unit is told apart.
+        device: ``cuda`` records kernels as well.
+    """
+    recording = Recording()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    profiler = profile(activities=activities)
+    with contextlib.ExitStack() as stack:
+        with _quiet_stderr():
+            profiler.start()
+        stack.callback(_quiet_stderr()(profiler.stop))
+        stack.enter_context(name_units(units or {}))
+        stack.enter_context(wrapped(dist.Work, "wait", _seen))  # a blocking call waits there as well
+        if dist.is_initialized():
+            dist.barrier()  # to start the profiler takes each rank its own time
+        with record_function(STEP):
+            yield recording
+            if device == "cuda":
+                torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        raw = path or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(raw))
+        recording.step_us, recording.bars = step_and_bars(read(raw))
+
+
+def write(recording: Recording, writer: Writer, step: int) -> None:
+    """Write a recording as records: its bars, the exposed stretches as bars of a lane of their own, and the sums."""
+    for bar in [*recording.bars, *exposed(recording.bars)]:
+        writer.write("bar", step=step, **asdict(bar))
+    amounts = {
+        "profiled_step": recording.step_us,
+        "communication": recording.communication_us,
+        "exposed_communication": recording.exposed_us,
+    }
+    for name, amount_us in amounts.items():
+        writer.write("scalar", name, step, value=amount_us / 1000, unit="ms")
+
+
+@contextlib.contextmanager
+def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
+    """In here, the profiler sees when a unit's forward pass runs, and between which moments its backward pass lies."""
+    handles = []
+    for name, modules in units.items():
+        for module in modules:
+            ranges: list[Any] = []
+
+            def enter(_: Any, args: Any, kwargs: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+                ranges.append(record_function(f"{FORWARD} {name}"))
+                ranges[-1].__enter__()
+                _mark_gradients((args, kwargs), f"{BACKWARD_END} {name}")
+
+            def leave(_: Any, args: Any, output: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+                _mark_gradients(output, f"{BACKWARD} {name}")
+                ranges.pop().__exit__(None, None, None)
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark_gradients(tensors: Any, label: str) -> None:
+    """Leave a mark in the trace at the moment when the gradient of these tensors is known.
+
+    Not in a compiled backward pass: hooks are part of its graph, which would be compiled anew within the profiled step.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled_autograd, "compiled_autograd_enabled", False):
+        return
+
+    def mark(_: Tensor) -> None:
+        with record_function(label):
+            pass
+
+    for tensor in tree_leaves(tensors):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(mark)
+
+
+def _seen(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose calls the profiler sees as a wait for a collective."""
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        with record_function(WAIT):
+            return wait(*args, **kwargs)
+
+    return seen
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Drop what is written to file descriptor 2 in here: kineto reports each start and stop, at any log level."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def read(path: Path) -> list[Event]:
@@ -102,12 +290,11 @@ class _Asked:
         self.stretches = {tid: list(_stretches(own)) for tid, own in threads.items()}
         self.calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
         self._launches = {e["args"].get("correlation"): e for e in events if str(e.get("cat")).startswith("cuda_")}
-        self._moments = sorted(_unit_moments(events))
-        self._units = list(_current_units(self._moments))
-        self._fsdp = sorted(
-            (e["ts"], e["ts"] + e["dur"], _unit_of(found[2])) for e in events
-            if (found := _FSDP_RANGE.match(e["name"])) and found[1] in ("all_gather", "post_backward_reduce")
-        )  # fmt: skip
+        moments = sorted(_unit_moments(events))
+        self._units = [(moment, unit) for (moment, _, _), unit in zip(moments, _current_units(moments), strict=True)]
+        ranges = [(e["ts"], e["ts"] + e["dur"], _FSDP_RANGE.match(e["name"])) for e in events]
+        asking = ("all_gather", "post_backward_reduce")
+        self._fsdp = sorted((start, end, _unit_of(it[2])) for start, end, it in ranges if it and it[1] in asking)
 
     def launch(self, event: Event) -> Event | None:
         """The call that put an event onto the GPU; None where it was made before the step."""
@@ -116,18 +303,23 @@ class _Asked:
     def what(self, event: Event) -> str:
         """The phase in which an event of these threads started."""
         stretches = self.stretches[event["tid"]]
-        index = bisect_right(stretches, event["ts"], key=lambda stretch: stretch.start) - 1
-        return stretches[max(index, 0)].what
+        return (_latest(stretches, event["ts"]) or stretches[0]).what
 
     def unit(self, moment: float) -> str:
         """Whose forward or backward pass ran at this moment."""
-        index = bisect_right(self._moments, moment, key=lambda found: found[0]) - 1
-        return self._units[index] if index >= 0 else ROOT
+        found = _latest(self._units, moment)
+        return found[1] if found else ROOT
 
     def fsdp_unit(self, moment: float) -> str | None:
         """The unit for which FSDP2 asked for communication at this moment, if it did."""
-        index = bisect_right(self._fsdp, moment, key=lambda found: found[0]) - 1
-        return self._fsdp[index][2] if index >= 0 and moment <= self._fsdp[index][1] else None
+        found = _latest(self._fsdp, moment)
+        return found[2] if found and moment <= found[1] else None
+
+
+def _latest(found: Sequence[Any], moment: float) -> Any:
+    """Of tuples that are in order of their first value, a time, the last one by this moment; None for none."""
+    index = bisect_right(found, moment, key=itemgetter(0)) - 1
+    return found[index] if index >= 0 else None
 
 
 def _stretches(events: Iterable[Event]) -> Iterator[_Stretch]:
@@ -230,7 +422,7 @@ def _joined(bars: Iterable[Bar], waits: Sequence[float], gap_us: float) -> list[
         last = runs[-1] if runs else bar
         gap_starts, gap_ends = last.end_us, bar.start_us
         waited = bisect_left(waits, gap_starts) < bisect_left(waits, gap_ends)
-        same = (last.unit, last.what) == (bar.unit, bar.what)
+        same = (last.name, last.phase) == (bar.name, bar.phase)
         if runs and same and gap_ends - gap_starts <= gap_us and not waited:
             runs[-1] = replace(last, dur_us=max(last.end_us, bar.end_us) - last.start_us)
         else:

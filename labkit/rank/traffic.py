@@ -1,19 +1,104 @@
-"""Which gradients travel together? Watch a backward pass from below, where every all-reduce passes, fused or not.
+"""What a rank sends: count every collective and message, and see which gradients travel together.
 
-A bucket is a flat tensor, or a list of tensors, without names. But what comes back in it is, number for number, what
-the backward pass leaves in the gradients: so each gradient is found in the bucket that brought it. Gradients that are
-equal, such as zeros of one size, cannot be told apart: they may get each other's names.
+``Wire`` watches a backward pass from below, where every all-reduce passes, fused or not. A bucket is a flat tensor, or
+a list of tensors, without names. But what comes back in it is, number for number, what the backward pass leaves in the
+gradients: so each gradient is found in the bucket that brought it. Gradients that are equal, such as zeros of one size,
+cannot be told apart: they may get each other's names.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labkit.meter import CommunicationCounter
+_NAMESPACES = ("c10d", "_c10d_functional")
+_NOT_TRAFFIC = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
+_VARIANT = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "isend": "send",
+    "irecv": "recv",
+}
+_IN_PLACE = {"all_reduce", "broadcast", "reduce", "send", "recv"}
+
+
+def messages_of(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
+    """What an operation of torch's communication namespaces moves: a label and the tensors that this rank hands in."""
+    if name == "batch_p2p_ops":
+        kinds, _, _, tensors = args[:4]
+        return [(_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
+    plain = _VARIANT.sub("", name).strip("_")  # allgather_into_tensor_coalesced_ is an allgather
+    label = _NAMES.get(plain, plain)
+    # c10d takes the output first where it is another tensor than the input
+    return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE else 0])]
+
+
+def axis_of(args: Sequence[Any], axes: Mapping[str, str]) -> str:
+    """The mesh axis that an operation of torch's communication namespaces runs on, "" where it is none of them.
+
+    Args:
+        args: of the operation, its process group (c10d) or the group's name (functional collectives) among them.
+        axes: the axis of every group, by the group's name.
+    """
+    groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+    names = [str(torch.distributed.ProcessGroup.unbox(group).group_name) for group in groups]
+    names += [each for each in args if isinstance(each, str)]
+    return next((axes[name] for name in names if name in axes), "")
+
+
+@dataclass
+class Sent:
+    """Calls of each collective or message, and the bytes that this rank handed to them, by name."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+
+class CommunicationCounter(TorchDispatchMode):
+    """Counts calls and bytes of every collective and point-to-point message that this rank takes part in.
+
+    ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...). Bytes are those of the
+    tensor that this rank hands in (for ``recv``, that it receives); how many of them cross a wire, and how often, is
+    the algorithm's business: see ``theory.collectives.ring_all_reduce_bytes``.
+
+    Args:
+        mesh: what runs along one of its axes is counted for this axis as well, in ``along["tp"]`` for an axis ``tp``.
+            ``along[""]`` is the total, the same as ``counts`` and ``bytes``.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        names = (mesh.mesh_dim_names or ()) if mesh else ()
+        self._axes = {str(mesh.get_group(axis).group_name): axis for axis in names} if mesh else {}
+        self.along = {axis: Sent() for axis in ("", *names)}
+        self.counts, self.bytes = self.along[""].counts, self.along[""].bytes
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as compiled code in here, and count what it sends; else torch would run it eagerly."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
+            return NotImplemented  # let DTensor turn the operation into local ones and collectives first
+        namespace, _, name = func.name().split(".")[0].partition("::")
+        if namespace in _NAMESPACES and name not in _NOT_TRAFFIC:
+            axis = axis_of(args, self._axes)
+            for label, given in messages_of(namespace, name, args):
+                size = sum(t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor))
+                for each in {"", axis}:
+                    self.along[each].counts[label] += 1
+                    self.along[each].bytes[label] += size
+        return func(*args, **(kwargs or {}))
 
 
 class Wire(CommunicationCounter):

@@ -1,0 +1,1 @@
+"""Outside the ranks: start them, watch them, stop them, say what went wrong."""
