@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,14 +24,17 @@ class Entry:
     """Its class there, a LabModel."""
     block_types: tuple[str, ...]
     """Class names of the blocks that are wrapped by default."""
-    classes: tuple[str, ...]
-    """Class names of all modules inside, sorted; the model's own is not among them."""
-    note: str
-    """One line for a person who chooses."""
+    counts: str
+    """How many modules of each class are inside, as text: see ``classes``."""
     extra: str | None = None
     """The optional dependency that it needs, as the name of a package."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """What a caller may choose, by the names of the constructor's arguments, and by default: a small model."""
+
+    @cached_property
+    def classes(self) -> dict[str, int]:
+        """How many modules of each class are inside, by class name, sorted; the model itself is not among them."""
+        return {name: int(count) for name, count in map(str.split, self.counts.split(", "))}
 
 
 MODELS: dict[str, Entry] = {
@@ -38,108 +42,72 @@ MODELS: dict[str, Entry] = {
         "labkit.models.toy",
         "ToyModel",
         ("MyModule",),
-        ("Linear", "MyModule", "ReLU", "Sequential"),
-        "a long chain of Linear and ReLU",
+        "Linear 12, MyModule 9, ReLU 11, Sequential 10",
         sizes={"hidden": 256, "narrow": 64, "batch": 20},
     ),
     "hf_bert": Entry(
         "labkit.models.hf",
         "Bert",
         ("BertLayer", "BertLMPredictionHead"),
-        (
-            "BertAttention",
-            "BertEmbeddings",
-            "BertEncoder",
-            "BertForMaskedLM",
-            "BertIntermediate",
-            "BertLMPredictionHead",
-            "BertLayer",
-            "BertModel",
-            "BertOnlyMLMHead",
-            "BertOutput",
-            "BertPredictionHeadTransform",
-            "BertSelfAttention",
-            "BertSelfOutput",
-            "Dropout",
-            "Embedding",
-            "GELUActivation",
-            "LayerNorm",
-            "Linear",
-            "ModuleList",
-        ),
-        "a tiny BERT with random weights, from transformers; word embeddings and prediction head share a weight",
+        "BertAttention 2, BertEmbeddings 1, BertEncoder 1, BertForMaskedLM 1, BertIntermediate 2, "
+        "BertLMPredictionHead 1, BertLayer 2, BertModel 1, BertOnlyMLMHead 1, BertOutput 2, "
+        "BertPredictionHeadTransform 1, BertSelfAttention 2, BertSelfOutput 2, Dropout 7, Embedding 3, "
+        "GELUActivation 3, LayerNorm 6, Linear 14, ModuleList 1",
         extra="transformers",
     ),
     "hf_t5": Entry(
         "labkit.models.hf",
         "T5",
         ("T5Block",),
-        (
-            "Dropout",
-            "Embedding",
-            "Linear",
-            "ModuleList",
-            "ReLU",
-            "T5Attention",
-            "T5Block",
-            "T5DenseActDense",
-            "T5ForConditionalGeneration",
-            "T5LayerCrossAttention",
-            "T5LayerFF",
-            "T5LayerNorm",
-            "T5LayerSelfAttention",
-            "T5Stack",
-        ),
-        "a tiny T5 with random weights, from transformers",
+        "Dropout 16, Embedding 5, Linear 33, ModuleList 6, ReLU 4, T5Attention 6, T5Block 4, T5DenseActDense 4, "
+        "T5ForConditionalGeneration 1, T5LayerCrossAttention 2, T5LayerFF 4, T5LayerNorm 12, "
+        "T5LayerSelfAttention 4, T5Stack 2",
         extra="transformers",
     ),
     "transformer": Entry(
         "labkit.models.transformer",
         "TransformerWithSharedParams",
         ("TransformerEncoderLayer", "TransformerDecoderLayer"),
-        (
-            "Dropout",
-            "Embedding",
-            "LayerNorm",
-            "Linear",
-            "ModuleList",
-            "MultiheadAttention",
-            "NonDynamicallyQuantizableLinear",
-            "Transformer",
-            "TransformerDecoder",
-            "TransformerDecoderLayer",
-            "TransformerEncoder",
-            "TransformerEncoderLayer",
-        ),
-        "encoder and decoder whose output layer shares the embedding's weight",
+        "Dropout 14, Embedding 1, LayerNorm 12, Linear 9, ModuleList 2, MultiheadAttention 6, "
+        "NonDynamicallyQuantizableLinear 6, Transformer 1, TransformerDecoder 1, TransformerDecoderLayer 2, "
+        "TransformerEncoder 1, TransformerEncoderLayer 2",
     ),
     "nested": Entry(
         "labkit.models.nested",
         "NestedWrappedModule",
         ("NestedBlock",),
-        ("Linear", "NestedBlock", "Sequential"),
-        "linear layers in blocks that lie inside blocks",
+        "Linear 5, NestedBlock 3, Sequential 1",
     ),
     "moe": Entry(
         "labkit.models.moe",
         "MixtureOfExperts",
         ("Shared",),
-        ("Expert", "Linear", "Sequential", "Shared"),
-        "a shared part, and an expert that every rank has for itself",
+        "Expert 1, Linear 2, Sequential 1, Shared 1",
     ),
     "mlp_stack": Entry(
         "labkit.models.mlp",
         "MLPStack",
         ("MLP",),
-        ("Linear", "MLP", "ModuleList"),
-        "three multilayer perceptrons in a row",
+        "Linear 6, MLP 3, ModuleList 1",
         sizes={"dim": 16, "batch": 2},
     ),
 }
 
 
-def check(model: str, block_types: Sequence[str] = (), sizes: Mapping[str, int] | None = None) -> None:
-    """Raise ValueError, in one line, where ``model`` cannot be built here, or has no such block or no such size."""
+def check(
+    model: str,
+    block_types: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    **counted: Sequence[int],
+) -> None:
+    """Raise ValueError, in one line, where ``model`` cannot be built here, or has no such block or no such size.
+
+    Args:
+        model: a key of ``MODELS``.
+        block_types: class names of the blocks, instead of the model's own.
+        sizes: those of ``Entry.sizes`` that shall differ.
+        **counted: places of blocks, from 0, by what is done to them: ``skip=(0, 2)``.
+    """
     if model not in MODELS:
         raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")
     entry = MODELS[model]
@@ -154,6 +122,11 @@ def check(model: str, block_types: Sequence[str] = (), sizes: Mapping[str, int] 
             raise ValueError(f"model {model} has no size {name}: it has {', '.join(entry.sizes) or 'none to choose'}")
         if size < 1:
             raise ValueError(f"{name} {size} must be at least 1")
+    blocks = sum(entry.classes[name] for name in set(block_types or entry.block_types))
+    for name, chosen in counted.items():
+        if not set(chosen) <= set(range(blocks)):
+            last = f"{blocks} blocks, from 0 to {blocks - 1}"
+            raise ValueError(f"{name} {tuple(chosen)} counts blocks that are not there: model {model} has {last}")
 
 
 def build(model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int) -> LabModel:

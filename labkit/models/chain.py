@@ -3,18 +3,13 @@
 Shapes: N samples, D width.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar
-
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit.models.protocol import LabModel, seeded_normal
+from labkit.models.protocol import NumbersModel
 
 
-class LinearChain(LabModel):
+class LinearChain(NumbersModel):
     """fc1 to fc4, each D -> D with a bias. At D = 2000 a weight has 16 MB and a bias 8 kB.
 
     Args:
@@ -23,7 +18,7 @@ class LinearChain(LabModel):
         batch: N, samples in a step.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("Linear",)
+    block_types = ("Linear",)
 
     def __init__(self, dim: int = 2000, checkpoint: bool = False, batch: int = 1):
         super().__init__()
@@ -31,11 +26,7 @@ class LinearChain(LabModel):
         self.fc2 = nn.Linear(dim, dim)
         self.fc3 = nn.Linear(dim, dim)
         self.fc4 = nn.Linear(dim, dim)
-        self.dim, self.checkpoint, self.batch = dim, checkpoint, batch
-
-    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[N, D], normal."""
-        return (seeded_normal(self.batch, self.dim, device=device, seed=seed),)
+        self.dim, self.checkpoint, self.input_shape = dim, checkpoint, (batch, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, D] to the same shape."""

@@ -4,9 +4,8 @@ Shapes: N images (batch), C channels, H height, W width. Feature maps are [N, C,
 every later downsampling by 2. Source: Liu et al., "A ConvNet for the 2020s", 2022 (arXiv:2201.03545).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -174,12 +173,10 @@ class ConvNeXt(nn.Module):
         """Fill weights (see ``init``) and biases (0) again, as after ``to_empty`` on a model from the meta device."""
         if init not in ("trunc_normal", "ones"):
             raise ValueError(f"init {init!r} is neither 'trunc_normal' nor 'ones'")
+        fill = nn.init.ones_ if init == "ones" else partial(nn.init.trunc_normal_, std=0.2)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
-                if init == "ones":
-                    nn.init.ones_(module.weight)
-                else:
-                    nn.init.trunc_normal_(module.weight, std=0.2)
+                fill(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, ChannelLayerNorm):

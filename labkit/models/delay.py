@@ -4,15 +4,13 @@ On a GPU a delay occupies the current stream and returns at once, as a long kern
 without Python's lock, so that communication goes on.
 """
 
-from __future__ import annotations
-
 import time
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.models.nested import NestedWrappedModule
 from labkit.models.protocol import LabModel
@@ -74,9 +72,8 @@ def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
 
 def _device_of(values: Any, module: nn.Module) -> torch.device:
     """Where a module's output is."""
-    found: list[torch.device] = []
-    tree_map_only(Tensor, lambda x: found.append(x.device), values)
-    return found[0] if found else next(module.parameters()).device
+    tensors = [value for value in [*tree_leaves(values), *module.parameters()] if isinstance(value, Tensor)]
+    return tensors[0].device
 
 
 def delay_compute(block: nn.Module, ms: float) -> None:

@@ -3,10 +3,6 @@
 Shapes: N samples, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,7 +37,7 @@ class Bert(_TokenModel):
         layers: of the encoder.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("BertLayer", "BertLMPredictionHead")
+    block_types = ("BertLayer", "BertLMPredictionHead")
 
     def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
         from transformers import BertConfig, BertForMaskedLM
@@ -72,13 +68,10 @@ class Bert(_TokenModel):
 class T5(_TokenModel):
     """T5ForConditionalGeneration without dropout: it copies the encoder's input.
 
-    Args:
-        vocab: V.
-        hidden: width; a multiple of 2, the number of heads.
-        layers: of the encoder, and as many of the decoder.
+    Its arguments are Bert's; the decoder has as many layers as the encoder.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("T5Block",)
+    block_types = ("T5Block",)
 
     def __init__(self, vocab: int = 96, hidden: int = 32, layers: int = 2):
         from transformers import T5Config, T5ForConditionalGeneration

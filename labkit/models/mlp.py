@@ -3,15 +3,11 @@
 Shapes: N samples, S places of a sequence, D width.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.models.protocol import LabModel, seeded_normal
+from labkit.models.protocol import NumbersModel
 
 SEQUENCE = 8
 MULTIPLIERS = (3, 4, 3)
@@ -51,7 +47,7 @@ class MLP(nn.Module):
         return x if self.buffer is None else x + self.buffer
 
 
-class MLPStack(LabModel):
+class MLPStack(NumbersModel):
     """Three MLPs whose inner widths are 3, 4 and 3 times D.
 
     Args:
@@ -60,11 +56,11 @@ class MLPStack(LabModel):
         batch: samples in a step, each of 8 places.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("MLP",)
+    block_types = ("MLP",)
 
     def __init__(self, dim: int = 16, with_layer_norm: bool = False, batch: int = 2):
         super().__init__()
-        self.dim, self.batch = dim, batch
+        self.dim, self.input_shape = dim, (batch, SEQUENCE, dim)
         self.layers = nn.ModuleList(MLP(dim, dim_multiplier=multiplier) for multiplier in MULTIPLIERS)
         self.norm = nn.LayerNorm(dim, bias=False) if with_layer_norm else None
 
@@ -74,12 +70,8 @@ class MLPStack(LabModel):
             x = layer(x)
         return x if self.norm is None else self.norm(x)
 
-    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[batch, 8, D]."""
-        return (seeded_normal(self.batch, SEQUENCE, self.dim, device=device, seed=seed),)
 
-
-class DoubleLinear(LabModel):
+class DoubleLinear(NumbersModel):
     """Two linear layers side by side, each with ReLU, on the same input.
 
     Args:
@@ -87,21 +79,17 @@ class DoubleLinear(LabModel):
         use_second_linear: return both results; else the first alone, and the second layer gets no gradient.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("Linear",)
+    block_types = ("Linear",)
 
     def __init__(self, dim: int = 16, use_second_linear: bool = True):
         super().__init__()
-        self.dim, self.use_second_linear = dim, use_second_linear
+        self.use_second_linear, self.input_shape = use_second_linear, (SEQUENCE, dim)
         self.lin1, self.lin2 = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """[N, D] to one or two of the same shape."""
         first = functional.relu(self.lin1(x))
         return (first, functional.relu(self.lin2(x))) if self.use_second_linear else first
-
-    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[8, D]."""
-        return (seeded_normal(SEQUENCE, self.dim, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor] | Tensor) -> Tensor:
         """The mean squared distance to 1, summed over the results."""

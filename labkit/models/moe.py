@@ -3,16 +3,14 @@
 Shapes: N samples.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.models.delay import pause
-from labkit.models.protocol import LabModel, seeded_normal
+from labkit.models.protocol import NumbersModel
 
 BATCH = 4
 INPUT, SHARED, EXPERT = 8, 12, 23
@@ -34,7 +32,7 @@ class Expert(nn.Linear):
                 parameter.copy_((2 * drawn - 1) * bound)
 
 
-class MixtureOfExperts(LabModel):
+class MixtureOfExperts(NumbersModel):
     """Widths 8, 12, 23, 12, 8: the step to 23 is the shared part, the step back the expert.
 
     All but the expert is drawn from the global RNG: ranks that seed it alike agree on it.
@@ -45,7 +43,8 @@ class MixtureOfExperts(LabModel):
             their gathered parameters: a free that does not wait for the computation shows.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("Shared",)
+    block_types = ("Shared",)
+    input_shape = (BATCH, INPUT)
 
     def __init__(self, expert_seed: int = 0, delay_before_free_ms: int = 0):
         super().__init__()
@@ -62,10 +61,6 @@ class MixtureOfExperts(LabModel):
     def forward(self, x: Tensor) -> Tensor:
         """[N, 8] to [N, 8]."""
         return self.net(x)
-
-    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[4, 8]."""
-        return (seeded_normal(BATCH, INPUT, device=device, seed=seed),)
 
     def local_modules(self) -> list[nn.Module]:
         """The expert."""

@@ -3,26 +3,20 @@
 Shapes: N samples.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar
-
-import torch
 from torch import Tensor, nn
 
-from labkit.models.protocol import LabModel, seeded_normal
-
-BATCH = 4
+from labkit.models.protocol import NumbersModel
 
 
 class NestedBlock(nn.Sequential):
     """A part that is wrapped by itself; a class of its own so that a rule can name it."""
 
 
-class NestedWrappedModule(LabModel):
+class NestedWrappedModule(NumbersModel):
     """Widths 8, 4, 16, 16, 4, 8: the middle is a block that holds a block, and another block follows it."""
 
-    block_types: ClassVar[tuple[str, ...]] = ("NestedBlock",)
+    block_types = ("NestedBlock",)
+    input_shape = (4, 8)
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,10 +30,6 @@ class NestedWrappedModule(LabModel):
     def forward(self, x: Tensor) -> Tensor:
         """[N, 8] to [N, 8]."""
         return self.net(x)
-
-    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[4, 8]."""
-        return (seeded_normal(BATCH, 8, device=device, seed=seed),)
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):

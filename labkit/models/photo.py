@@ -4,8 +4,6 @@ The task with the photo: from a tile, say which of ten regions it was cut from. 
 are alike, and a network has to look at what they show.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Literal
@@ -29,15 +27,9 @@ def photo() -> numpy.ndarray:
 def batch(
     kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Images and their labels, the same for the same seed.
+    """Random numbers, or tiles of the photo, as N = ``count`` images, and labels below ``classes``.
 
-    Args:
-        kind: random numbers, or tiles of the photo.
-        count: number of images, N.
-        height: of an image, in pixels.
-        width: likewise.
-        classes: labels are below this; the photo has 10 regions.
-        seed: of the choice.
+    Equal seeds give equal ones. Height and width are in pixels. The photo's labels are its 10 regions.
 
     Returns:
         Images [N, 3, height, width], float32 in channels-last format, and labels [N], int64.

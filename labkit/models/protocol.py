@@ -5,8 +5,6 @@ A model says what it eats (``get_input``), what it minimises (``get_loss``) and 
 the caller.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from enum import Enum, auto
 from typing import Any, ClassVar, Self
@@ -70,6 +68,19 @@ class LabModel(nn.Module, ABC):
         return []
 
 
+class NumbersModel(LabModel):
+    """A LabModel whose one input is a tensor of normal numbers.
+
+    Attributes:
+        input_shape: of that tensor.
+    """
+
+    input_shape: tuple[int, ...]
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        return (seeded_normal(*self.input_shape, device=device, seed=seed),)
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """The same numbers, in float32 where they are in a shorter type: a loss should not be rounded to 8 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -82,5 +93,4 @@ def seeded_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
 
 def seeded_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
     """Whole numbers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the same."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(below, shape, generator=generator, device="cpu").to(device)
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)

@@ -1,18 +1,11 @@
-"""A model of which a wrapper takes some modules and leaves others.
+"""A model of which a wrapper takes some modules and leaves others: for tests of wrapping.
 
 Shapes: N samples, D width.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar
-
-import torch
 from torch import Tensor, nn
 
-from labkit.models.protocol import LabModel, seeded_normal
-
-BATCH = 4
+from labkit.models.protocol import NumbersModel
 
 
 class SkipModule(nn.Module):
@@ -44,7 +37,7 @@ class NestedLinear(nn.Module):
         return self.nested_linear(x)
 
 
-class SkipModel(LabModel):
+class SkipModel(NumbersModel):
     """A linear layer, one that is skipped, and one that is wrapped.
 
     Args:
@@ -52,11 +45,11 @@ class SkipModel(LabModel):
         double_nest: see NestedLinear.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("NestedLinear",)
+    block_types = ("NestedLinear",)
 
     def __init__(self, dim: int = 10, double_nest: bool = False):
         super().__init__()
-        self.dim = dim
+        self.input_shape = 4, dim
         self.linear = nn.Linear(dim, dim, bias=False)
         self.linear_skip = SkipModule(dim)
         self.nested_linear = NestedLinear(dim, double_nest)
@@ -64,7 +57,3 @@ class SkipModel(LabModel):
     def forward(self, x: Tensor) -> Tensor:
         """[N, D] to the same shape."""
         return self.nested_linear(self.linear_skip(self.linear(x)))
-
-    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[4, D]."""
-        return (seeded_normal(BATCH, self.dim, device=device, seed=seed),)

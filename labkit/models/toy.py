@@ -3,15 +3,12 @@
 Shapes: N samples (batch).
 """
 
-from __future__ import annotations
-
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from labkit.models.protocol import LabModel, seeded_normal
+from labkit.models.protocol import NumbersModel
 
 
 class CustomLinear(nn.Module):
@@ -43,7 +40,7 @@ class MyModule(nn.Module):
         return self.net(x)
 
 
-class ToyModel(LabModel):
+class ToyModel(NumbersModel):
     """Linear layers with ReLU between: inputs, hidden, hidden, two blocks down to narrow, a tail of blocks, outputs.
 
     At the default sizes it holds 217 million parameters, 869 MB in fp32, of which three layers hold 97 %.
@@ -57,12 +54,19 @@ class ToyModel(LabModel):
         batch: samples in a step.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("MyModule",)
+    block_types = ("MyModule",)
 
-    def __init__(self, hidden: int = 10000, narrow: int = 1000, inputs: int = 10, outputs: int = 5, tail: int = 7,
-                 batch: int = 20):  # fmt: skip
+    def __init__(
+        self,
+        hidden: int = 10000,
+        narrow: int = 1000,
+        inputs: int = 10,
+        outputs: int = 5,
+        tail: int = 7,
+        batch: int = 20,
+    ):
         super().__init__()
-        self.inputs, self.batch = inputs, batch
+        self.input_shape = batch, inputs
         self.net = nn.Sequential(
             nn.Linear(inputs, hidden),
             nn.ReLU(),
@@ -77,7 +81,3 @@ class ToyModel(LabModel):
     def forward(self, x: Tensor) -> Tensor:
         """[N, inputs] to [N, outputs]."""
         return self.net(x)
-
-    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[batch, inputs]."""
-        return (seeded_normal(self.batch, self.inputs, device=device, seed=seed),)

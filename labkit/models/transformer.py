@@ -3,10 +3,6 @@
 Shapes: N samples, S source tokens, T target tokens, D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,7 +27,7 @@ class TransformerWithSharedParams(LabModel):
         add_bn: normalise the target's embedding over the batch, with nn.BatchNorm1d.
     """
 
-    block_types: ClassVar[tuple[str, ...]] = ("TransformerEncoderLayer", "TransformerDecoderLayer")
+    block_types = ("TransformerEncoderLayer", "TransformerDecoderLayer")
     vocab_bias: Tensor
     long_buffer: Tensor
 

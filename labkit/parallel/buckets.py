@@ -5,8 +5,6 @@ in the order in which the backward pass makes gradients (last layer first), and 
 Source of the idea: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
@@ -14,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from labkit.models.protocol import LabModel
+
 BUCKET_BYTES = 25 * 2**20
+
+
+def apply_gradient_buckets(model: LabModel, mesh: DeviceMesh) -> None:
+    """Average a model's gradients over the ranks of a mesh, in place: all but those of its local modules."""
+    local = {id(parameter) for module in model.local_modules() for parameter in module.parameters()}
+    GradientBuckets([parameter for parameter in model.parameters() if id(parameter) not in local], mesh)
 
 
 class GradientBuckets:

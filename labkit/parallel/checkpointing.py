@@ -5,19 +5,11 @@ keeps its input only. That costs about a third of a step's arithmetic if every b
 "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
+from functools import partial
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing as wrap_where,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 
 
 def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str]) -> int:
@@ -35,21 +27,24 @@ def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str
     Raises:
         ValueError: the model has no block of these types.
     """
-    inside = {id(part) for block in blocks_of(model, block_types) for part in list(block.modules())[1:]}
-    chosen = [block for block in blocks_of(model, block_types) if id(block) not in inside]
-    if not chosen:
-        raise ValueError(f"no block of type {', '.join(block_types) or '(none given)'} in {type(model).__name__}")
-    wrap_where(
-        model,
-        checkpoint_wrapper_fn=lambda block: checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
-        check_fn=lambda module: any(module is block for block in chosen),
-    )
+    chosen = outer_blocks(model, block_types)
+    non_reentrant = partial(wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT)
+    wrapper.apply_activation_checkpointing(model, non_reentrant, lambda module: module in chosen)
     return len(chosen)
 
 
 def blocks_of(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
     """Modules inside ``model`` whose class has one of these names, outer ones first; the checkpointed ones included."""
     return [module for module in model.modules() if module is not model and type(module).__name__ in block_types]
+
+
+def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
+    """The same without blocks inside of blocks. Raises ValueError where there is none."""
+    blocks = blocks_of(model, block_types)
+    inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
+    if not blocks:
+        raise ValueError(f"no block of type {', '.join(block_types) or '(none given)'} in {type(model).__name__}")
+    return [block for block in blocks if id(block) not in inside]
 
 
 def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collection[int]) -> None:
@@ -65,10 +60,10 @@ def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collec
         blocks[index].requires_grad_(False)
 
 
-def checkpointed(model: nn.Module) -> dict[nn.Module, CheckpointWrapper]:
+def checkpointed(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointWrapper]:
     """The wrapper of every checkpointed block, by block."""
-    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
-    return {wrapper._checkpoint_wrapped_module: wrapper for wrapper in wrappers}
+    wrappers = [module for module in model.modules() if isinstance(module, wrapper.CheckpointWrapper)]
+    return {each._checkpoint_wrapped_module: each for each in wrappers}
 
 
 def plain_name(name: str) -> str:

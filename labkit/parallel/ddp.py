@@ -8,7 +8,8 @@ all-reduce a gradient would cost too many messages, one for all would start too 
                graph; a pass of inductor's fuses the all-reduces into buckets and moves the waits to the first use
 
     with fused("concat", bucket_mb=25), compiled_backward():     # all of it inside: building, forward, backward
-        model = torch.compile(apply_replicate(LinearChain(), mesh), dynamic=False)
+        model = apply_replicate(LinearChain(), mesh)
+        apply_compile(model)
         model(x).sum().backward()
         buckets_counted()                                        # 3
 
@@ -16,12 +17,11 @@ Sources: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704); pytorch/pyto
 pass; torch/_inductor/fx_passes/ddp_fusion.py, which fuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+
+from labkit.parallel.compiling import apply_compile
 
 Fuse = Literal["none", "coalesced", "concat"]
 Mode = Literal["ddp", "replicate", "compiled_ddp", "compiled"]
@@ -86,15 +88,9 @@ def applied(
 ) -> Iterator[tuple[Any, list[str]]]:
     """Apply one technique as a case says, and stay where its forward and backward passes have to run.
 
-    Args:
-        model: on this rank's device, equal on all ranks.
-        mesh: one axis.
-        mode: DDP's wrapper or ``replicate``, by themselves or compiled (``compiled`` is ``replicate``).
-        case: see ``Case``.
-        fuse: as ``mode`` for ``fused``.
-        bucket_mb: size of a bucket in MiB.
-        inductor: as for ``compiled_backward``, for the forward pass as well.
-        late_waits: as for ``fused``.
+    The model is equal on all ranks, the mesh has one axis, and the mode is DDP's wrapper or ``replicate``, by
+    themselves or compiled (``compiled`` is ``replicate``). See ``fused`` for its fuse, bucket size and waits, and
+    ``compiled_backward`` for ``inductor``, which holds for the forward pass as well.
 
     Returns:
         A context manager that gives the model to call, and a list that fills with the programs of ``generated_code``.
@@ -109,8 +105,9 @@ def applied(
             programs = stack.enter_context(generated_code())
         replicated = apply(model, mesh, bucket_mb=bucket_mb)
         compress(replicated, mesh, case.dtype)
-        how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
-        yield torch.compile(replicated, disable=not (compiled and case.forward), **how), programs
+        if compiled and case.forward:
+            apply_compile(replicated, inductor=inductor)
+        yield replicated, programs
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_MB) -> DistributedDataParallel:
@@ -118,12 +115,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_
 
     A bucket is sent once it holds ``bucket_mb`` MiB. At 25, the default, the first one is sent at 1 MiB already; for
     any other size DDP drops this exception. The first backward pass sends everything in one bucket: only then does
-    DDP know in which order gradients become ready.
-
-    Args:
-        model: on this rank's device.
-        mesh: one axis, over which gradients are averaged.
-        bucket_mb: size of a bucket in MiB.
+    DDP know in which order gradients become ready. Gradients are averaged over the mesh, which has one axis.
     """
     return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_cap(bucket_mb))
 
@@ -133,9 +125,6 @@ def apply_replicate(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DE
 
     Where the mesh is one axis of a larger one and parameters are DTensors on another axis, they leave the module's
     ``parameters()`` after the first forward pass: keep hold of them before.
-
-    Returns:
-        ``model``.
     """
     return replicate(model, device_mesh=mesh, bucket_cap_mb=_cap(bucket_mb))
 
@@ -149,31 +138,20 @@ def compress(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Let gradients travel in a shorter type: rounded, summed in that type, and put back into float32.
 
     Gloo sums both types. Inductor fuses only all-reduces whose result is the gradient itself, and here it is not:
-    compiled, every gradient travels alone.
-
-    Args:
-        model: from ``apply_ddp`` or ``apply_replicate``, before ``torch.compile``.
-        mesh: the same.
-        dtype: bfloat16 or float16; float32 changes nothing.
+    compiled, every gradient travels alone. Goes between ``apply_ddp`` or ``apply_replicate``, on the same mesh, and
+    ``apply_compile``; float32 changes nothing.
     """
-    if dtype == torch.float32:
-        return
-    hook = HOOKS[dtype]
-
-    # DDP refuses the name bf16_compress_hook without a GPU, and any annotation in the form of text
-    def compressed(state, bucket):  # type: ignore[no-untyped-def]
-        return hook(state, bucket)
-
-    model.register_comm_hook(mesh.get_group(), compressed)
+    if dtype != torch.float32:
+        hook = HOOKS[dtype]
+        # DDP refuses the name bf16_compress_hook without a GPU, and any annotation in the form of text: so, a lambda
+        model.register_comm_hook(mesh.get_group(), lambda state, bucket: hook(state, bucket))
 
 
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
     """Run a forward and backward pass with communication, or without, in which case gradients add up on each rank.
 
-    Args:
-        model: from ``apply_ddp`` or ``apply_replicate``, compiled or not.
-        enabled: whether to average over the ranks what has added up so far.
+    The model is from ``apply_ddp`` or ``apply_replicate``, compiled or not.
     """
     if hasattr(model, "no_sync"):
         with contextlib.nullcontext() if enabled else model.no_sync():
@@ -211,22 +189,21 @@ def fused(mode: Fuse = "coalesced", bucket_mb: float = DEFAULT_MB, *, late_waits
         # not by its name, with which inductor would give it DDP's bucket size, rounded down to a whole number
         passes.insert(0, lambda graph: fuse(graph, bucket_mb))
     settings = {"_fuse_ddp_communication": True, "_fuse_ddp_communication_passes": passes, "_fuse_ddp_bucket_size": 25}
-    inlined, counted = set(rules.LEGACY_MOD_INLINELIST), counters["inductor"].pop("ddp_buckets", None)
+    inlined = set(rules.LEGACY_MOD_INLINELIST)
     torch._dynamo.reset()
     try:
         # reorder_for_locality is meant for inference, and takes a compiled backward pass for one
         with (
             torch._dynamo.config.patch(optimize_ddp="python_reducer"),
             torch._inductor.config.patch(settings | {"reorder_for_locality": False}),
+            mock.patch.dict(counters["inductor"]),
         ):
+            counters["inductor"].pop("ddp_buckets", None)
             yield
     finally:
         torch._dynamo.reset()
         rules.LEGACY_MOD_INLINELIST.intersection_update(inlined)
         rules.get_legacy_mod_inlinelist.cache_clear()
-        counters["inductor"].pop("ddp_buckets", None)
-        if counted is not None:
-            counters["inductor"]["ddp_buckets"] = counted
 
 
 @contextlib.contextmanager
@@ -267,10 +244,6 @@ def generated_code() -> Iterator[list[str]]:
     from torch._inductor.graph import GraphLowering
 
     programs: list[str] = []
-    original = GraphLowering.save_output_code
-    GraphLowering.save_output_code = programs.append
-    try:
-        with torch._inductor.config.patch(fx_graph_cache=False):  # a program from the cache is not written again
-            yield programs
-    finally:
-        GraphLowering.save_output_code = original
+    always_written = torch._inductor.config.patch(fx_graph_cache=False)  # a program from the cache is not written again
+    with always_written, mock.patch.object(GraphLowering, "save_output_code", programs.append):
+        yield programs

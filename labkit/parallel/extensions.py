@@ -1,7 +1,5 @@
 """FSDP2 with an all-gather extension: every parameter decides what its units send."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -11,9 +11,8 @@ small ones send many small messages.
 Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054); Zhao et al., "PyTorch FSDP", 2023 (arXiv:2304.11277).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -33,7 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
-from labkit.parallel.buckets import GradientBuckets
+from labkit.parallel.buckets import apply_gradient_buckets
 from labkit.parallel.checkpointing import apply_activation_checkpointing, plain_name
 from labkit.parallel.units import ROOT, Units, fsdp_units, inner_first, layer_types
 
@@ -48,13 +47,14 @@ def apply_fsdp(
     fsdp: Literal[1, 2] = 2,
     blocks: Sequence[str] = (),
     skip: Collection[int] = (),
-    checkpointing: bool = False,
     precision: Literal["fp32", "bf16"] = "fp32",
     offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: bool = False,
 ) -> tuple[nn.Module, Units]:
     """Distribute a model over the ranks of a mesh as the FSDP lab's command line says.
+
+    Checkpointing and compiling, if any, must be applied before.
 
     Args:
         model: with the same shared parameters on all ranks, on this rank's device.
@@ -64,7 +64,6 @@ def apply_fsdp(
         fsdp: 1 is FullyShardedDataParallel, 2 is fully_shard.
         blocks: class names of the blocks; the model's own by default.
         skip: blocks to forget when wrapping, counted from 0 in the order of the forward pass.
-        checkpointing: recompute the blocks' activations.
         precision: bf16 gathers and computes in bfloat16 and reduces in float32.
         offload: keep the shards in host memory.
         reshard_after_forward: gather parameters twice a step instead of keeping them.
@@ -76,31 +75,24 @@ def apply_fsdp(
     Raises:
         ValueError: block types that the model does not have; bf16 or offload with nothing wrapped.
     """
-    blocks = tuple(blocks) or model.block_types
-    if checkpointing:
-        apply_activation_checkpointing(model, blocks)
     if wrap == "none":
         if precision != "fp32" or offload:
             raise ValueError("wrap none has no unit that could gather in bf16 or be offloaded: use wrap root or block")
-        local = {id(p) for module in model.local_modules() for p in module.parameters()}
-        GradientBuckets([p for p in model.parameters() if id(p) not in local], mesh["data"])
+        apply_gradient_buckets(model, mesh["data"])
         return model, {}
-    types = {"root": (), "block": blocks, "layer": layer_types(model)}[wrap]
+    types = {"root": (), "block": tuple(blocks) or model.block_types, "layer": layer_types(model)}[wrap]
     compute, reduce = (torch.bfloat16, torch.float32) if precision == "bf16" else (None, None)
+    shared: dict[str, Any] = {"block_types": types, "skip": skip, "local_modules": model.local_modules()}
+    shared["reshard_after_forward"] = reshard_after_forward
     if fsdp == 1:
-        wrapped = apply_fsdp1(
-            model, block_types=types, skip=skip, reshard_after_forward=reshard_after_forward,
-            mixed_precision=MixedPrecision(compute, reduce) if compute else None, cpu_offload=offload,
-            local_modules=model.local_modules(), device=next(model.parameters()).device, mesh=mesh,
-        )  # fmt: skip
+        mixed = MixedPrecision(compute, reduce) if compute else None
+        device = next(model.parameters()).device
+        wrapped = apply_fsdp1(model, mixed_precision=mixed, cpu_offload=offload, device=device, mesh=mesh, **shared)
         shards = {n: m for n, m in wrapped.named_modules() if isinstance(m, FullyShardedDataParallel)}
         return wrapped, {plain_name(name) or ROOT: [module] for name, module in shards.items()}
-    units = apply_fsdp2(
-        model, mesh, block_types=types, skip=skip, reshard_after_forward=reshard_after_forward,
-        mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
-        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else None,
-        local_modules=model.local_modules(),
-    )  # fmt: skip
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    to_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else None
+    units = apply_fsdp2(model, mesh, mp_policy=policy, offload_policy=to_host, **shared)
     if prefetch:
         gather_ahead(model, units)
     return model, units
@@ -117,13 +109,8 @@ def init_model(
 ) -> tuple[nn.Module, Units]:
     """Wrap a model or not, and move it to the device before, after or never: what a test of wrapping has to vary.
 
-    Args:
-        model: on the CPU.
-        mesh: as for ``apply_fsdp``.
-        device: where it moves.
-        fsdp_init: NO_FSDP leaves it plain, and only averages gradients.
-        cuda_init: when it moves. FSDP2 moves what it shards to the mesh's device in any case.
-        **how: passed on to ``apply_fsdp``.
+    Without FSDP it stays plain, and only gradients are averaged. FSDP2 moves what it shards to the mesh's device in any
+    case. ``how`` is passed on to ``apply_fsdp``.
     """
     if cuda_init is CUDAInitMode.BEFORE:
         model.to(device)
@@ -139,15 +126,12 @@ def gather_ahead(model: nn.Module, units: Units) -> None:
 
     On a GPU FSDP2 does so by itself, since its streams run side by side. Gloo has no streams: there FSDP2 waits for
     each all-gather where it starts it, unless it is told not to. Reduce-scatters are waited for in any case.
-
-    Args:
-        model: sharded by ``apply_fsdp2``.
-        units: from the same call, in the order of the forward pass.
+    The units are those that ``apply_fsdp2`` gave for this model, in the order of the forward pass.
     """
     model._set_unshard_async_op(True)  # type: ignore[operator]  # has no public name, in 2.13 either
-    blocks = [modules for name, modules in units.items() if name != ROOT]
-    for modules, following in pairwise(blocks):
-        modules[0].set_modules_to_forward_prefetch([following[0]])  # type: ignore[operator]
+    blocks = [modules[0] for name, modules in units.items() if name != ROOT]
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 
 def apply_fsdp2(
@@ -185,16 +169,14 @@ def apply_fsdp2(
     units = fsdp_units(model, block_types, local_modules, skip)
     inner = [*local_modules, *(module for modules in units.values() for module in modules)]
     own = set(model.parameters()) - {parameter for module in inner for parameter in module.parameters()}
-    policies: dict[str, Any] = {
-        "mp_policy": mp_policy or MixedPrecisionPolicy(),
-        "offload_policy": offload_policy or OffloadPolicy(),
-    }
+    precision, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload)
     for module in local_modules:
-        fully_shard(module, mesh=mesh["alone"], **policies)
+        shard(module, mesh=mesh["alone"])
     for modules in inner_first(units):
         together = modules if len(modules) > 1 else modules[0]
-        fully_shard(together, mesh=mesh["data"], reshard_after_forward=reshard_after_forward, **policies)
-    fully_shard(model, mesh=mesh["data"], reshard_after_forward=None if reshard_after_forward else False, **policies)
+        shard(together, mesh=mesh["data"], reshard_after_forward=reshard_after_forward)
+    shard(model, mesh=mesh["data"], reshard_after_forward=None if reshard_after_forward else False)
     return units | ({ROOT: [model]} if own else {})
 
 
@@ -215,19 +197,9 @@ def apply_fsdp1(
     """Wrap a model with FullyShardedDataParallel, the older API, for comparison with ``apply_fsdp2``.
 
     A block that is tied to a module outside of it stays with the root: FSDP1 cannot put two modules into one unit.
-
-    Args:
-        model: equal on all ranks.
-        block_types: class names of the blocks.
-        use_checkpointing: checkpoint the blocks, inside their units.
-        use_wrap_policy: make each block a unit; else the whole model is one.
-        skip: see ``fsdp_units``.
-        reshard_after_forward: FULL_SHARD, else SHARD_GRAD_OP.
-        mixed_precision: dtypes of compute, reduction and buffers.
-        cpu_offload: keep the shards in host memory.
-        local_modules: modules that differ from rank to rank: not sharded, not averaged.
-        mesh: as for ``apply_fsdp``; by default all ranks.
-        device: of this rank; by default the CPU.
+    Arguments with a name that is used there mean the same; ``reshard_after_forward`` is FULL_SHARD, else SHARD_GRAD_OP.
+    With ``use_checkpointing`` blocks are checkpointed inside their units; without ``use_wrap_policy`` the whole model
+    is one unit. By default the mesh is all ranks, and the device of this rank the CPU.
 
     Returns:
         The wrapped model; parameters keep their names (``use_orig_params``).

@@ -15,6 +15,7 @@ weight is computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,13 +124,7 @@ class ConvolutionSettings(NamedTuple):
 class _HaloConv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        halo: int,
-        strip: Strip,
-        settings: ConvolutionSettings,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: int, strip: Strip, settings: ConvolutionSettings
     ) -> Tensor:
         padded = with_halo(x, halo, strip)
         ctx.save_for_backward(padded, weight)
@@ -148,85 +143,82 @@ class _HaloConv2d(torch.autograd.Function):
             )
 
         grad_padded = gradients(wants_x, False, False)[0]
-        homecoming = None if grad_padded is None else _Homecoming(grad_padded, ctx.halo, ctx.strip)
+        homecoming = None if grad_padded is None else _send_home(grad_padded, ctx.halo, ctx.strip)
         grad_weight = gradients(False, wants_weight, False)[1]  # while the halos' gradients travel
         grad_bias = grads[0].sum(dim=(0, 2, 3)) if wants_bias else None  # on CPU far faster than from the convolution
-        grad_x = None if homecoming is None else homecoming.wait()
+        grad_x = None if homecoming is None else homecoming()
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     """A strip with ``halo`` columns of the neighbours at both ends; zeros at the borders of the image."""
     size, dim = x.shape[strip.dim], strip.dim
-    inbox = _trade(x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip)
+    arrivals = _trade(x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip)
     padded = _new_like(x, dim, size + 2 * halo)
     padded.narrow(dim, halo, size).copy_(x)  # while the halos travel
-    before, after = inbox.wait()
-    for start, arrived in ((0, before), (size + halo, after)):
+    for start, arrived in zip((0, size + halo), arrivals(), strict=True):
         border = padded.narrow(dim, start, halo)
         border.zero_() if arrived is None else border.copy_(arrived)
     return padded
 
 
-class _Homecoming:
-    """The adjoint of ``with_halo``, under way: gradients of a halo travel to the ranks that own the columns."""
+def _send_home(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
+    """The adjoint of ``with_halo``: gradients of a halo set out for the ranks that own the columns.
 
-    def __init__(self, grad_padded: Tensor, halo: int, strip: Strip):
-        self.halo, self.dim = halo, strip.dim
-        size = grad_padded.shape[strip.dim] - 2 * halo
-        self.own = grad_padded.narrow(strip.dim, halo, size)  # what arrives is added in place
-        first, last = grad_padded.narrow(strip.dim, 0, halo), grad_padded.narrow(strip.dim, size + halo, halo)
-        self.inbox = _trade(first, last, strip)
+    Call what is returned for the gradient of the strip: its own, and at both ends what the neighbours' halos add.
+    """
+    dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
+    own = grad_padded.narrow(dim, halo, size)  # what arrives is added in place
+    arrivals = _trade(grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo), strip)
 
-    def wait(self) -> Tensor:
-        """The gradient of the strip: its own, and at both ends what the neighbours' halos add."""
-        for arrived, start in zip(self.inbox.wait(), (0, self.own.shape[self.dim] - self.halo), strict=True):
+    def wait() -> Tensor:
+        for arrived, start in zip(arrivals(), (0, size - halo), strict=True):
             if arrived is not None:
-                self.own.narrow(self.dim, start, self.halo).add_(arrived)
-        return self.own
+                own.narrow(dim, start, halo).add_(arrived)
+        return own
+
+    return wait
 
 
-@dataclass
-class _Inbox:
-    """What the neighbours send; None at a border of the image. Readable after ``wait``."""
+def _trade(first: Tensor, last: Tensor, strip: Strip) -> Callable[[], list[Tensor | None]]:
+    """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as much from each.
 
-    before: Tensor | None
-    after: Tensor | None
-    works: list[dist.Work]
-    outbox: list[Tensor]  # kept alive until sent
-
-    def wait(self) -> tuple[Tensor | None, Tensor | None]:
-        for work in self.works:
-            work.wait()
-        return self.before, self.after
-
-
-def _trade(first: Tensor, last: Tensor, strip: Strip) -> _Inbox:
-    """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as much from each."""
-    inbox = _Inbox(None, None, [], [])
+    Call what is returned to wait for what the two send; None at a border of the image.
+    """
+    inbox: list[Tensor | None] = []
+    outbox: list[Tensor] = []  # kept alive until sent
     calls: list[dist.P2POp] = []
     for outgoing, peer in ((first, strip.rank - 1), (last, strip.rank + 1)):
         if not 0 <= peer < strip.ranks:
+            inbox.append(None)
             continue
         outgoing = outgoing.contiguous()
         incoming = torch.empty_like(outgoing)
-        inbox.outbox.append(outgoing)
-        if peer < strip.rank:
-            inbox.before = incoming
-        else:
-            inbox.after = incoming
+        outbox.append(outgoing)
+        inbox.append(incoming)
         calls.append(dist.P2POp(dist.isend, outgoing, group=strip.group, group_peer=peer))
         calls.append(dist.P2POp(dist.irecv, incoming, group=strip.group, group_peer=peer))
-    inbox.works = dist.batch_isend_irecv(calls) if calls else []
-    return inbox
+    works = dist.batch_isend_irecv(calls) if calls else []
+
+    def wait() -> list[Tensor | None]:
+        for work in works:
+            work.wait()
+        outbox.clear()
+        return inbox
+
+    return wait
 
 
 def _new_like(x: Tensor, dim: int, size: int) -> Tensor:
     """An empty tensor of x's kind and memory format with another size along ``dim``."""
-    channels_last = x.is_contiguous(memory_format=torch.channels_last)
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
     shape = [size if index == dim else length for index, length in enumerate(x.shape)]
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Channels last, where images [N, C, H, W] lie in memory so; else contiguous."""
+    channels_last = x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if channels_last else torch.contiguous_format
 
 
 class _SpatialMean(torch.autograd.Function):

@@ -18,20 +18,21 @@ Whichever it is: the model takes a DTensor from ``shard_batch``, returns the pla
 after ``loss.backward()`` of their mean loss each parameter's gradient is that of the mean over all samples.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from labkit import theory, upstream
+from labkit import requirements
 from labkit.models.convnext import ConvNeXt, StochasticDepth
 from labkit.parallel.buckets import GradientBuckets
-from labkit.parallel.halo import ConvolutionSettings, Strip, halo_conv2d, halo_of, spatial_mean
+from labkit.parallel.halo import ConvolutionSettings, Strip, halo_conv2d, halo_of, memory_format_of, spatial_mean
+from labkit.theory import sizes
 
 Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
 
@@ -66,7 +67,7 @@ def apply_spatial(
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
     if tensor_dim not in (2, 3):
         raise ValueError(f"tensor_dim {tensor_dim} is neither 2 (height) nor 3 (width)")
-    upstream.refuse_if_broken(strategy)
+    requirements.refuse_if_broken(strategy)
     axis = axis_index(mesh, mesh_dim)
     strip = Strip.along(mesh, axis, tensor_dim)
     halos = {module: halo_of(module, tensor_dim) for module in model.modules() if isinstance(module, nn.Conv2d)}
@@ -104,13 +105,8 @@ def shard_batch(
 ) -> tuple[DTensor, Tensor]:
     """This rank's strips of its samples, and their labels, from a batch that every rank holds whole. No communication.
 
-    Args:
-        images: [N, C, H, W], equal on all ranks.
-        labels: [N].
-        mesh: as for apply_spatial.
-        tensor_dim: as for apply_spatial.
-        mesh_dim: as for apply_spatial.
-        stride: what the network divides the dimension by in all (32 for four stages); every strip is a multiple of it.
+    Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every strip is a multiple of
+    ``stride``, by which the network divides the dimension in all (32 for four stages).
 
     Returns:
         The images as a DTensor [N, C, H, W], and the labels of the samples that this rank holds, a plain tensor.
@@ -119,14 +115,12 @@ def shard_batch(
         ValueError: samples or columns cannot be shared out, with the arithmetic.
     """
     axis = axis_index(mesh, mesh_dim)
-    sizes = theory.shard_sizes(images.shape[tensor_dim], mesh.size(axis), multiple=stride)
+    widths = sizes.shard_sizes(images.shape[tensor_dim], mesh.size(axis), multiple=stride)
     index = mesh.get_local_rank(axis)
     samples = own_samples(mesh, len(images), mesh_dim)
-    memory_format = (
-        torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
-    )
-    strip = images[samples].narrow(tensor_dim, sum(sizes[:index]), sizes[index]).clone(memory_format=memory_format)
-    placements = image_placements(mesh, axis, tensor_dim)
+    strip = images[samples].narrow(tensor_dim, sum(widths[:index]), widths[index])
+    strip = strip.clone(memory_format=memory_format_of(images))
+    placements = [Shard(tensor_dim) if each == axis else Shard(0) for each in range(mesh.ndim)]
     whole = DTensor.from_local(strip, mesh, placements, shape=images.shape, stride=images.stride())
     return whole, labels[samples]
 
@@ -136,23 +130,12 @@ def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None)
     if mesh.ndim == 1:
         return slice(0, batch)
     data = 1 - axis_index(mesh, mesh_dim)
-    count = theory.even_share(batch, mesh.size(data), what="a batch of")
+    count = sizes.even_share(batch, mesh.size(data), what="a batch of")
     return slice(mesh.get_local_rank(data) * count, (mesh.get_local_rank(data) + 1) * count)
 
 
-def image_placements(mesh: DeviceMesh, axis: int, tensor_dim: int) -> list[Placement]:
-    """Placements of images and feature maps: samples over the data axis, strips over the space axis."""
-    return [Shard(tensor_dim) if index == axis else Shard(0) for index in range(mesh.ndim)]
-
-
 class HaloConv2d(nn.Module):
-    """A Conv2d, with its own weight and bias, that takes and returns one strip of the feature map.
-
-    Args:
-        conv: the convolution to replace; its parameters are used, not copied.
-        halo: columns (rows) it needs from each neighbour.
-        strip: this rank's place.
-    """
+    """A Conv2d, with its own weight and bias, not copies, that takes and returns one strip of the feature map."""
 
     def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
         super().__init__()
@@ -162,14 +145,12 @@ class HaloConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """A strip [N, C, H, W], plain or DTensor, to this rank's strip of the output, of the same kind."""
+        convolve = partial(halo_conv2d, halo=self.halo, strip=self.strip, settings=self.settings)
         if not isinstance(x, DTensor):
-            return self._convolve(x, self.weight, self.bias)
+            return convolve(x, self.weight, self.bias)
         bias = None if self.bias is None else _local_parameter(self.bias)
-        out = self._convolve(x.to_local(), _local_parameter(self.weight), bias)
+        out = convolve(x.to_local(), _local_parameter(self.weight), bias)
         return DTensor.from_local(out, x.device_mesh, x.placements)
-
-    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return halo_conv2d(x, weight, bias, halo=self.halo, strip=self.strip, settings=self.settings)
 
 
 def _local_parameter(parameter: Tensor) -> Tensor:
@@ -190,17 +171,8 @@ def _apply_local(model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn
         return (images,)
 
     model.register_forward_pre_hook(to_local)
-    _replace(model, {model.mean: _StripMean(strip)})
+    model.mean.forward = partial(spatial_mean, strip=strip)  # type: ignore[method-assign]
     GradientBuckets(model.parameters(), mesh)
-
-
-class _StripMean(nn.Module):
-    def __init__(self, strip: Strip):
-        super().__init__()
-        self.strip = strip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return spatial_mean(x, self.strip)
 
 
 def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, halos: dict[nn.Conv2d, int]) -> None:
@@ -214,14 +186,16 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
                 shared.register_post_accumulate_grad_hook(lambda p: _sum_gradient(p, replicated, data_ranks))
             module.register_parameter(name, shared)
     _replace(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
-    _replace(model, {each: _OnStrips(each) for each in model.modules() if isinstance(each, StochasticDepth)})
-    if not halos and upstream.torch_version() >= (2, 12):
+    for module in model.modules():
+        if isinstance(module, StochasticDepth):
+            module.forward = partial(_on_strips, module.forward)  # type: ignore[method-assign]
+    if not halos and requirements.torch_version() >= (2, 12):
         _run_on_despite_known_bug(model)
 
     def check_strips(module: nn.Module, args: tuple[DTensor]) -> None:
         # A feature map made from local strips does not know how long the others are, so they must be equal.
-        size, left_over = args[0].shape[strip.dim], args[0].shape[strip.dim] % strip.ranks
-        if left_over:
+        size = args[0].shape[strip.dim]
+        if left_over := size % strip.ranks:
             rule = f"{size} % {strip.ranks} = {left_over}; use strategy local or a size that {strip.ranks} divides"
             raise ValueError(f"{strip.ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor: {rule}")
 
@@ -234,9 +208,9 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
 def _run_on_despite_known_bug(model: nn.Module) -> None:
     """Say of every convolution's input and output that they are strips, where torch calls the output replicated.
 
-    Without this, the wrong label fails somewhere later, with an error that does not name the cause. With it, the model
-    trains, and every number that depends on a halo or on a sum over ranks is wrong. (A batch that the ranks divide
-    still fails: there torch moves samples as well.) Only to be looked at.
+    So the model trains, and every number that depends on a halo or on a sum over ranks is wrong: only to be looked at.
+    The wrong label alone fails later, with an error that does not name the cause. (A batch that the ranks divide still
+    fails: there torch moves samples as well.)
     """
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
@@ -254,15 +228,9 @@ def _run_on_despite_known_bug(model: nn.Module) -> None:
             module.register_forward_hook(relabel_output)
 
 
-class _OnStrips(nn.Module):
-    """Runs a module that works on each pixel alone on the plain local strip of a DTensor."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: DTensor) -> DTensor:
-        return DTensor.from_local(self.module(x.to_local()), x.device_mesh, x.placements)
+def _on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
+    """What works on each pixel alone, run on the plain local strip of a DTensor."""
+    return DTensor.from_local(forward(x.to_local()), x.device_mesh, x.placements)
 
 
 def _sum_gradient(parameter: Tensor, replicated: list[Replicate], data_ranks: int) -> None:

@@ -1,4 +1,4 @@
-r"""Tensor parallelism: ranks share each matrix product, alone or together with data parallelism on a second mesh axis.
+r"""Tensor parallelism: ranks along the mesh axis ``tp`` share each matrix product.
 
 The two linear layers of an MLP make a pair. The first is cut by columns, so that each rank computes some of the inner
 features and applies ReLU to them alone; the second is cut by rows, so that the ranks' results only need to be added.
@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,65 +37,46 @@ from torch.func import functional_call
 
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MULTIPLIERS, MLPStack
-from labkit.parallel.checkpointing import apply_activation_checkpointing
-from labkit.parallel.ddp import apply_replicate
 
 SEQUENCE = Shard(1)
-CHAIN_PAIRS: dict[str, ParallelStyle] = {
-    "fc1": ColwiseParallel(), "fc2": RowwiseParallel(), "fc3": ColwiseParallel(), "fc4": RowwiseParallel(),
-}  # fmt: skip
+CHAIN_PAIRS: dict[str, ParallelStyle] = {"fc[13]": ColwiseParallel(), "fc[24]": RowwiseParallel()}
 """The two pairs of a LinearChain."""
 
 
-def apply_tensor_parallel(
-    model: MLPStack,
-    mesh: DeviceMesh,
-    *,
-    sequence_parallel: bool,
-    use_checkpointing: bool = False,
-    reshard_after_forward: bool = True,
-) -> MLPStack:
-    """Share a stack's matrices over the axis ``tp``, then shard what each rank has over ``dp``, in place.
+def apply_tensor_parallel(model: MLPStack, mesh: DeviceMesh, *, sequence_parallel: bool) -> MLPStack:
+    """Share a stack's matrices over the axis ``tp``, in place.
 
-    Ranks of one ``tp`` line take the same samples and return the same result; ranks along ``dp`` take their own. An
-    axis of length 1 does nothing: what is left is FSDP or tensor parallelism alone.
+    Ranks of one ``tp`` line take the same samples and return the same result. A line of one rank shares nothing.
+    Checkpointing, compiling and FSDP over ``data``, if any, come after.
 
     Args:
         model: equal on all ranks, on this rank's device.
-        mesh: with axes named ``dp`` and ``tp``.
+        mesh: with axes named ``data`` and ``tp``.
         sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm; evenly, or with torch 2.12 or
             later also unevenly.
-        use_checkpointing: recompute each MLP in the backward pass, its communication over ``tp`` included.
-        reshard_after_forward: free an MLP's parameters gathered over ``dp`` after its forward pass.
 
     Returns:
         ``model``; it takes and returns plain tensors [N, S, D]. Parameters are DTensors, plain on one rank.
 
     Raises:
-        ValueError: the mesh lacks an axis; the ranks cannot share an inner width evenly.
+        ValueError: the mesh lacks an axis; the ranks of both axes, since FSDP cuts what is left, cannot share an inner
+            width evenly.
     """
-    _check(mesh, ("dp", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
+    _check(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
     line = mesh["tp"]  # taken once: inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
     if line.size() > 1:
-        parallelize_module(model, line, _sequence_plan(model) if sequence_parallel else _plan(model))
+        parallelize_module(model, line, _plan(model, sequence_parallel))
         if sequence_parallel:
-            parallelize_module(model, line, _cut_the_input())
-            parallelize_module(model, line, _join_the_output())
-    if use_checkpointing:
-        apply_activation_checkpointing(model, model.block_types)
-    if mesh["dp"].size() > 1:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
-        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
+            whole = Replicate()
+            parallelize_module(model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE))
+            parallelize_module(model, line, PrepareModuleOutput(output_layouts=SEQUENCE, desired_output_layouts=whole))
     return model
 
 
-def apply_replicated_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
-    """Share a chain's matrices over the axis ``tp``, in pairs, and average their gradients over ``dp`` as DDP does.
+def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
+    """Share a chain's matrices over the axis ``tp``, in pairs, and leave it plain parameters for DDP to replicate.
 
-    Args:
-        model: equal on all ranks, on this rank's device. It is changed.
-        mesh: with axes named ``dp`` and ``tp``.
+    The model, which is changed, and the mesh are as for ``apply_tensor_parallel``.
 
     Returns:
         What to call and to train: it takes and returns plain tensors [..., D].
@@ -106,15 +86,13 @@ def apply_replicated_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> Pl
     """
     _check(mesh, ("tp",), model.fc1.out_features, model.fc3.out_features)
     line = mesh["tp"]
-    plain = PlainParameters(parallelize_module(model, line, CHAIN_PAIRS), line)
-    apply_replicate(plain, mesh["dp"])
-    return plain
+    return PlainParameters(parallelize_module(model, line, CHAIN_PAIRS), line)
 
 
 class PlainParameters(nn.Module):
     """A tensor-parallel model whose parameters are plain tensors, this rank's shards, as DDP needs them.
 
-    Each forward pass makes DTensors of them again. torch's own way, ``replicate(model, device_mesh=mesh["dp"])`` on a
+    Each forward pass makes DTensors of them again. torch's own way, ``replicate(model, device_mesh=mesh["data"])`` on a
     model with DTensor parameters, leaves the DTensors of the first step where the parameters were: ``parameters()`` is
     empty from then on (pytorch/pytorch#152712), and the second step of a compiled model fails.
 
@@ -146,38 +124,23 @@ class PlainParameters(nn.Module):
         }
 
 
-def _plan(model: MLPStack) -> dict[str, ParallelStyle]:
-    """Every MLP as a pair; what lies between is computed by every rank."""
-    plan: dict[str, ParallelStyle] = {}
-    for index in range(len(model.layers)):
-        plan |= {f"layers.{index}.in_proj": ColwiseParallel(), f"layers.{index}.out_proj": RowwiseParallel()}
-    return plan
-
-
-def _sequence_plan(model: MLPStack) -> dict[str, ParallelStyle]:
-    """The same with the sequence cut between the pairs, as DTensors, which know how long an uneven sequence is."""
-    plan: dict[str, ParallelStyle] = {}
-    for index in range(len(model.layers)):
-        plan[f"layers.{index}.in_proj"] = ColwiseParallel(input_layouts=SEQUENCE)
-        plan[f"layers.{index}.out_proj"] = RowwiseParallel(output_layouts=SEQUENCE, use_local_output=False)
-    if model.norm is not None:
+def _plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Every MLP as a pair. Where the sequence is cut between, it is a DTensor, which knows an uneven one's length."""
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    if sequence_parallel:
+        columns = ColwiseParallel(input_layouts=SEQUENCE)
+        rows = RowwiseParallel(output_layouts=SEQUENCE, use_local_output=False)
+    plan: dict[str, ParallelStyle] = {"layers.*.in_proj": columns, "layers.*.out_proj": rows}
+    if sequence_parallel and model.norm is not None:
         plan["norm"] = SequenceParallel(sequence_dim=1)
     return plan
-
-
-def _cut_the_input() -> ParallelStyle:
-    return PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=SEQUENCE)
-
-
-def _join_the_output() -> ParallelStyle:
-    return PrepareModuleOutput(output_layouts=SEQUENCE, desired_output_layouts=Replicate())
 
 
 def _check(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
     """Refuse a mesh without the two axes, and inner widths that the ranks of the sharing ones cannot share."""
     names = mesh.mesh_dim_names or ()
-    if not {"dp", "tp"} <= set(names):
-        raise ValueError(f"the mesh has axes {', '.join(names) or 'without names'}: it needs dp and tp")
+    if not {"data", "tp"} <= set(names):
+        raise ValueError(f"the mesh has axes {', '.join(names) or 'without names'}: it needs data and tp")
     ranks = math.prod(mesh[axis].size() for axis in sharing)
     for width in widths:
         if width % ranks:

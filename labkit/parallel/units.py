@@ -4,8 +4,6 @@ A unit's parameters are gathered together, just before its first module computes
 only, whoever uses it, and a unit inside another one must be made before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from graphlib import TopologicalSorter
 
@@ -50,11 +48,7 @@ def fsdp_units(
         ValueError: block types are given and the model has none of them, or not as many as ``skip`` counts.
     """
     outside = {part for module in local_modules for part in module.modules()}
-    blocks = [
-        block
-        for block in blocks_of(model, block_types)
-        if block not in outside and next(block.parameters(), None) is not None
-    ]
+    blocks = [block for block in blocks_of(model, block_types) if block not in outside and list(block.parameters())]
     if block_types and not blocks:
         has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has {has}")
@@ -77,18 +71,12 @@ def fsdp_units(
 def inner_first(units: Units) -> Iterator[list[nn.Module]]:
     """The units in an order in which each comes before those that contain one of its modules, as wrapping needs it."""
     inside = {name: {part for m in modules for part in m.modules()} - set(modules) for name, modules in units.items()}
-    needs = {
-        name: {inner for inner, modules in units.items() if inner != name and inside[name] & set(modules)}
-        for name in units
-    }
+    needs = {name: {other for other in units if other != name and inside[name] & set(units[other])} for name in units}
     return (units[name] for name in TopologicalSorter(needs).static_order())
 
 
 def tied_to(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     """Modules outside ``block`` that hold one of its parameters themselves."""
     own, inside = {id(p) for p in block.parameters()}, set(block.modules())
-    return [
-        module
-        for module in model.modules()
-        if module not in inside and any(id(p) in own for p in module.parameters(recurse=False))
-    ]
+    others = [module for module in model.modules() if module not in inside]
+    return [module for module in others if any(id(p) in own for p in module.parameters(recurse=False))]

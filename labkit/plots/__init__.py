@@ -1,15 +1,16 @@
 """Figures of what was measured. Each function takes results and ``ax=None``, draws, and returns the Axes.
 
 Plots compute nothing and launch nothing. Each figure is stamped with the device, ranks, cores and torch version of its
-runs; CPU ranks beyond the cores are labelled "mechanism, not speed".
+runs; CPU ranks beyond the cores are labelled "mechanism, not speed". Everywhere ``result`` is a run and ``results`` are
+runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is where to draw, by default a new figure.
 """
 
-from labkit.plots.alpha_beta import messages, pieces
-from labkit.plots.bucket_diagram import buckets
+from labkit.plots.collectives import messages, pieces
+from labkit.plots.ddp import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown
-from labkit.plots.images import halos, shards
 from labkit.plots.runs import compare, latency, loss, memory, table
+from labkit.plots.spatial import halos, shards
 from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, traffic
 

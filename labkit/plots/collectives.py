@@ -1,22 +1,19 @@
 """Figures of what messages cost: time against size, and the same bytes in one message and in many."""
 
-from __future__ import annotations
-
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from labkit.plots import style
 from labkit.result import RunResult
-from labkit.theory.alpha_beta import AlphaBeta, fit
+from labkit.theory.collectives import AlphaBeta, fit
+from labkit.theory.sizes import readable_bytes
 
 
 def message_times(result: RunResult, kind: str = "message") -> pandas.Series:
     """What launch/all_reduce.py timed, in seconds: its fastest round, since whatever disturbs a round makes it slower.
 
-    Args:
-        result: a run of all_reduce.
-        kind: "message", by the bytes of a single message, or "pieces", by the number of messages.
+    The ``kind`` is "message", by the bytes of a single message, or "pieces", by the number of messages.
 
     Raises:
         ValueError: the run timed no such thing.
@@ -25,12 +22,7 @@ def message_times(result: RunResult, kind: str = "message") -> pandas.Series:
 
 
 def messages(result: RunResult, *, ax: Axes | None = None) -> Axes:
-    """Time of one all-reduce against its size: every round, the fastest, and the line that fits these best.
-
-    Args:
-        result: a run of all_reduce.
-        ax: where to draw.
-    """
+    """Time of one all-reduce against its size: every round, the fastest, and the line that fits these best."""
     ax = style.axes(ax)
     rounds, times = _rounds(result, "message"), message_times(result)
     line = fit(times.to_dict())
@@ -42,41 +34,36 @@ def messages(result: RunResult, *, ax: Axes | None = None) -> Axes:
     ax.axhline(line.alpha_s * 1e6, color=style.ORANGE, lw=1, ls=":")
     if sizes[0] < line.break_even_bytes < sizes[-1]:
         ax.axvline(line.break_even_bytes, color=style.ORANGE, lw=1, ls=":")
-        ax.text(line.break_even_bytes, 0.93, f" α / β = {_readable_size(line.break_even_bytes)}",
-                transform=ax.get_xaxis_transform(), fontsize=9, bbox={"color": "white", "pad": 1})  # fmt: skip
+        text, box = f" α / β = {_size(line.break_even_bytes)}", {"color": "white", "pad": 1}
+        ax.text(line.break_even_bytes, 0.93, text, transform=ax.get_xaxis_transform(), fontsize=9, bbox=box)
     ax.set(xscale="log", yscale="log", xlabel="size of one all-reduce", ylabel="time of one all-reduce, µs")
-    ax.set_xticks(sizes, [_readable_size(size) for size in sizes])
+    ax.set_xticks(sizes, [_size(size) for size in sizes])
     ax.minorticks_off()
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:,.0f}")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=3, frameon=False, fontsize=9)
-    style.stamp(ax, [result])
-    return ax
+    style.legend_above(ax, 3, middle=0.45)
+    return style.stamp(ax, [result])
 
 
 def pieces(result: RunResult, *, ax: Axes | None = None) -> Axes:
-    """Time of the same bytes in one all-reduce and in many small ones, measured and as the fit predicts.
-
-    Args:
-        result: a run of all_reduce.
-        ax: where to draw.
-    """
+    """Time of the same bytes in one all-reduce and in many small ones, measured and as the fit predicts."""
     ax = style.axes(ax)
     total, measured = int(result.params["total_bytes"]), message_times(result, "pieces")
     line = fit(message_times(result).to_dict())
     counts = list(measured.index)
-    bars = {"predicted: messages x α + bytes x β": [line.seconds(total, messages=count) for count in counts],
-            "measured, fastest round": list(measured)}  # fmt: skip
-    for (label, times), offset, colour in zip(bars.items(), (-0.2, 0.2), (style.GREY, style.BLUE), strict=True):
+    predicted = [line.seconds(total, messages=count) for count in counts]
+    for label, times, offset, colour in (
+        ("predicted: messages x α + bytes x β", predicted, -0.2, style.GREY),
+        ("measured, fastest round", measured, 0.2, style.BLUE),
+    ):
         for column, time_s in enumerate(times):
             name = label if column == 0 else None
             ax.bar(column + offset, time_s * 1e3, width=0.36, color=colour, label=name)
             ax.text(column + offset, time_s * 1e3, f"{time_s * 1e3:.1f}", ha="center", va="bottom", fontsize=9)
-    ax.set_xticks(range(len(counts)), [f"{count} x {_readable_size(total // count)}" for count in counts])
-    ax.set(xlabel=f"how {_readable_size(total)} are sent", ylabel="time, ms")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=9)
-    style.stamp(ax, [result])
-    return ax
+    ax.set_xticks(range(len(counts)), [f"{count} x {_size(total // count)}" for count in counts])
+    ax.set(xlabel=f"how {_size(total)} are sent", ylabel="time, ms")
+    style.legend_above(ax, 2)
+    return style.stamp(ax, [result])
 
 
 def _rounds(result: RunResult, kind: str) -> pandas.Series:
@@ -92,9 +79,6 @@ def _formula(line: AlphaBeta) -> str:
     return f"α + bytes x β, α = {line.alpha_s * 1e6:.0f} µs, β = {line.beta_s_per_byte * 1e12:.0f} µs a MB"
 
 
-def _readable_size(size: float) -> str:
+def _size(size: float) -> str:
     """Bytes in powers of 1024, in which the sizes are round."""
-    for unit, length in (("MiB", 2**20), ("KiB", 2**10)):
-        if size >= length:
-            return f"{size / length:.3g} {unit}"
-    return f"{size:.3g} B"
+    return readable_bytes(size, base=1024)

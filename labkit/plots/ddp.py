@@ -1,7 +1,5 @@
 """The bucket diagram: which gradients travel together, and what runs between a bucket's request and its wait."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from labkit import generated
-from labkit.generated import Bucket
+from labkit import inductor
+from labkit.inductor import Bucket
 from labkit.plots import style
 from labkit.result import RunResult
+from labkit.theory.sizes import byte_unit, readable_bytes
 
-ON_THE_WAY, WAIT = generated.COLOURS["collective"], generated.COLOURS["wait"]
+ON_THE_WAY, WAIT = inductor.COLOURS["collective"], inductor.COLOURS["wait"]
 DOT: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
 TICK: dict[str, Any] = {"color": WAIT, "marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
 SHARE, GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
@@ -26,12 +25,12 @@ LETTERS_BELOW = 60  # that fit below the boxes
 def buckets(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:
     """A row a bucket. Left, its gradients, as wide as their bytes; right, when it is asked for and waited for.
 
-    The scale on the right counts lines of the generated program, as ``generated.Listing`` does. A dot is a kernel or a
+    The scale on the right counts lines of the generated program, as ``inductor.Listing`` does. A dot is a kernel or a
     product of matrices that runs after the request and before the first wait: it hides the communication.
 
     Args:
-        drawn: a run that kept its generated code and recorded what travels, as comm records ``bucket/0/fc4.weight``;
-            or buckets, from ``generated.buckets``.
+        drawn: a run that kept its generated program as ``code`` and recorded its buckets; or buckets, from
+            ``inductor.buckets``.
         ax: where to draw.
 
     Raises:
@@ -43,20 +42,18 @@ def buckets(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> A
         raise ValueError("no bucket to draw: the program holds no all-reduce; were gradients synchronised?")
     ax = style.axes(ax, height=1.6 + 0.6 * len(rows))
     longest = max(bucket.bytes for bucket in rows)
-    unit, size = ("MB", 1e6) if longest >= 1e6 else ("kB", 1e3)
+    unit, size = byte_unit(longest)
     ax.set_xlim(0, longest / size / SHARE)
     for row, bucket in enumerate(rows):
         _boxes(ax, row, bucket, size)
-    labels = [f"bucket {bucket.index}\n{style.readable_bytes(bucket.bytes)}" for bucket in rows]
+    labels = [f"bucket {bucket.index}\n{readable_bytes(bucket.bytes)}" for bucket in rows]
     ax.set(yticks=range(len(rows)), yticklabels=labels, ylim=(len(rows) - 0.4, -0.5))
     ax.set_xticks([tick for tick in ax.get_xticks() if tick <= longest / size])
     ax.spines["bottom"].set_bounds(0, longest / size)
     ax.set_xlabel(f"gradients that travel together, {unit}", x=SHARE / 2)
     ax.tick_params(axis="y", length=0)
     _program_order(ax, rows)
-    if isinstance(drawn, RunResult):
-        style.stamp(ax, [drawn])
-    return ax
+    return style.stamp(ax, [drawn] if isinstance(drawn, RunResult) else [])
 
 
 def _boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:
@@ -97,28 +94,21 @@ def _program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
         Line2D([], [], label="compute", **DOT),
         Line2D([], [], label="wait", **TICK),
     ]
-    order.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=8,
-        handlelength=1.2, columnspacing=1.0,
-    )  # fmt: skip
+    style.legend_above(order, 3, handles, fontsize=8, handlelength=1.2, columnspacing=1.0)
 
 
 def _recorded(result: RunResult) -> list[Bucket]:
     """The buckets of rank 0's program with the names that the run recorded."""
-    found = generated.buckets(result.ranks[0].code().code)
+    found = inductor.buckets(result.ranks[0].kept("code"))
     frame = result.frame
-    records = frame[(frame["rank"] == 0) & (frame["kind"] == "comm") & frame["name"].str.startswith("bucket/")]
-    travelled = [
-        (*name.split("/", maxsplit=2)[1:], int(size))
-        for name, size in records.drop_duplicates("name", keep="last")[["name", "bytes"]].itertuples(index=False)
-    ]
-    coded = [(str(bucket.index), gradient.bytes) for bucket in found for gradient in bucket.gradients]
-    if coded != [(index, size) for index, _, size in travelled]:
+    records = frame[(frame["rank"] == 0) & (frame["kind"] == "bucket")].drop_duplicates(["index", "name"], keep="last")
+    coded = [(bucket.index, gradient.bytes) for bucket in found for gradient in bucket.gradients]
+    if coded != list(zip(records["index"], records["bytes"], strict=True)):
         raise ValueError(
             f"the code of rank 0 sends {len(coded)} gradients in {len(found)} buckets, the run recorded "
-            f"{len(travelled)} of other sizes: records bucket/<index>/<parameter> must follow the program's order"
+            f"{len(records)} of other sizes: its records of buckets must follow the program's order"
         )
-    names = iter(name for _, name, _ in travelled)
+    names = iter(records["name"])
     return [
         replace(bucket, gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients))
         for bucket in found

@@ -1,7 +1,5 @@
 """Figures of all-gather extensions: who holds which memory when, and what fewer bytes cost in error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -52,12 +50,7 @@ LIVES = {
 
 
 def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = None) -> Axes:
-    """Who holds which memory in the first gather of a parameter and in a later one. A drawing, nothing is measured.
-
-    Args:
-        extension: a key of ``LIVES``.
-        ax: where to draw.
-    """
+    """Who holds which memory in the first gather of a parameter and in a later one. A drawing, nothing is measured."""
     ax = style.axes(ax, 10.0, 3.0)
     moments = ("sharded", *GATHER) * 2 + ("sharded",)
     _block(ax, "local shard", 0, len(moments), "", "this rank's rows: always there, the optimizer updates them")
@@ -75,10 +68,9 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
     own, shared = Patch(color=style.GREY), Patch(facecolor="white", edgecolor=style.GREY, hatch="////")
-    ax.legend(
-        [own, shared], ["memory of its own", "the memory of the row that has this colour"],
-        loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2, frameon=False, fontsize=8,
-    )  # fmt: skip
+    meanings = ["memory of its own", "the memory of the row that has this colour"]
+    below = (0.5, 0.0)
+    ax.legend([own, shared], meanings, loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=8)
     return ax
 
 
@@ -87,10 +79,8 @@ def bytes_against_error(
 ) -> Axes:
     """One point a run: what it gathered in a step, over float32's bytes, against the error of its gathered weights.
 
-    Args:
-        results: runs of allgather_extensions by label; the one that is called "fp32" is the unit of the bytes.
-        bounds: the largest error that theory allows, by label; drawn as a line above the point.
-        ax: where to draw.
+    The results are runs of allgather_extensions; the one that is called "fp32" is the unit of the bytes. ``bounds`` are
+    the largest errors that theory allows, by label: each is drawn as a line above its point.
 
     Raises:
         ValueError: there is no run "fp32" to compare with.
@@ -104,8 +94,8 @@ def bytes_against_error(
         colour = style.RANK_COLOURS[index % len(style.RANK_COLOURS)]
         ax.plot(sent, error, "o", color=colour, ms=8, clip_on=False, zorder=3)
         above = 20 if error == 0 else -20  # points; below the lowest one is the axis
-        ax.annotate(f"{label}\n{sent:.3g}", (sent, error), (0, above), textcoords="offset points", ha="center",
-                    va="center", fontsize=9)  # fmt: skip
+        text = f"{label}\n{sent:.3g}"
+        ax.annotate(text, (sent, error), (0, above), textcoords="offset points", ha="center", va="center", fontsize=9)
         if bounds and label in bounds:
             ax.plot([sent - 0.03, sent + 0.03], [bounds[label]] * 2, color=colour, lw=2, clip_on=False)
     # 0, the error of float32, has a place on this axis
@@ -115,8 +105,7 @@ def bytes_against_error(
     handles = [ax.plot([], [], "o", color=style.GREY, label="measured")[0]]
     handles += [ax.plot([], [], "-", color=style.GREY, lw=2, label="theory: at most")[0]] if bounds else []
     ax.legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
-    style.stamp(ax, list(results.values()))
-    return ax
+    return style.stamp(ax, results.values())
 
 
 def _block(ax: Axes, row: str, start: int, end: int, shares: str, text: str) -> None:

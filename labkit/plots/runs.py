@@ -1,16 +1,24 @@
 """Figures of runs: predicted beside measured, latency, memory by category, loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy
 import pandas
 from matplotlib.axes import Axes
 
 from labkit.plots import style
 from labkit.result import RunResult
+from labkit.theory.sizes import readable_bytes
 
 SPANS = {"forward": style.BLUE, "backward": style.ORANGE, "optimizer": style.PURPLE}
+CATEGORIES = {
+    "activation": ("activation", style.GREEN),
+    "parameter": ("parameter", style.BLUE),
+    "optstate": ("optimizer", style.PURPLE),
+    "gradient": ("gradient", style.ORANGE),
+    "temp": ("temporary", style.SKY),
+}
 
 
 def compare(
@@ -18,11 +26,8 @@ def compare(
 ) -> Axes:
     """Predicted beside measured, one pair of bars a value, with a verdict on each.
 
-    Args:
-        result: the run.
-        predicted: what theory says, by the names that ``result.value`` takes.
-        tolerance: how far measured may be from predicted, as a part of predicted; 0 wants equality.
-        ax: where to draw.
+    Predicted values come by the names that ``result.value`` takes. Measured ones may be off by ``tolerance``, as a part
+    of predicted; 0 wants equality.
     """
     ax = style.axes(ax, height=0.9 + 0.75 * len(predicted))
     verdicts = table(result, predicted, tolerance=tolerance)
@@ -35,9 +40,8 @@ def compare(
     ax.set(xlim=(0, 1.62), yticks=range(len(verdicts)), yticklabels=list(verdicts.index), xticks=[])
     ax.invert_yaxis()
     ax.spines["bottom"].set_visible(False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2, frameon=False, fontsize=9)
-    style.stamp(ax, [result])
-    return ax
+    style.legend_above(ax, 2, middle=0.4)
+    return style.stamp(ax, [result])
 
 
 def table(result: RunResult, predicted: Mapping[str, float], *, tolerance: float = 0.0) -> pandas.DataFrame:
@@ -54,65 +58,38 @@ def table(result: RunResult, predicted: Mapping[str, float], *, tolerance: float
 
 
 def latency(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
-    """Time of a step, split into forward, backward and optimizer, one bar a run.
-
-    Args:
-        results: runs by label.
-        ax: where to draw.
-    """
+    """Time of a step, split into forward, backward and optimizer, one bar a run."""
     ax = style.axes(ax, height=1.1 + 0.5 * len(results))
-    starts = dict.fromkeys(results, 0.0)
+    ends = numpy.zeros(len(results))
     for span, colour in SPANS.items():
-        durations = {label: result.value(f"{span}_ms") for label, result in results.items()}
-        ax.barh(
-            list(results), list(durations.values()), left=list(starts.values()), color=colour, label=span, height=0.6
-        )
-        starts = {label: start + durations[label] for label, start in starts.items()}
-    for row, end in enumerate(starts.values()):
+        durations = [result.value(f"{span}_ms") for result in results.values()]
+        ax.barh(list(results), durations, left=ends, color=colour, label=span, height=0.6)
+        ends = ends + durations
+    for row, end in enumerate(ends):
         ax.text(end, row, f"  {end:.0f} ms", va="center", fontsize=9)
-    ax.set(
-        xlabel="time of one training step, ms (mean of the timed steps, slowest rank)",
-        xlim=(0, max(starts.values()) * 1.15),
-    )
+    ax.set(xlabel="time of one training step, ms (mean of the timed steps, slowest rank)", xlim=(0, max(ends) * 1.15))
     ax.invert_yaxis()
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9)
-    style.stamp(ax, list(results.values()))
-    return ax
+    style.legend_above(ax, 3)
+    return style.stamp(ax, results.values())
 
 
 def memory(
     results: Mapping[str, RunResult], *, predicted: Mapping[str, float] | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Peak memory of the fullest rank by category, one bar a run; a mark where theory puts the activations.
-
-    Args:
-        results: runs by label.
-        predicted: activation bytes by label.
-        ax: where to draw.
-    """
+    """Peak memory of the fullest rank by category, one bar a run; a mark where theory puts the activations' bytes."""
     ax = style.axes(ax)
-    bottoms = dict.fromkeys(results, 0.0)
-    for category in ("activation", "parameter", "optstate", "gradient", "temp"):
-        sizes = {label: result.value(f"peak_{category}_bytes") / 1e6 for label, result in results.items()}
-        ax.bar(
-            list(results), list(sizes.values()), bottom=list(bottoms.values()), width=0.55,
-            color=style.CATEGORY_COLOURS[category], label={"optstate": "optimizer", "temp": "temporary"}.get(category,
-            category),
-        )  # fmt: skip
-        bottoms = {label: bottom + sizes[label] for label, bottom in bottoms.items()}
+    tops = numpy.zeros(len(results))
+    for category, (label, colour) in CATEGORIES.items():
+        sizes = [result.value(f"peak_{category}_bytes") / 1e6 for result in results.values()]
+        ax.bar(list(results), sizes, bottom=tops, width=0.55, color=colour, label=label)
+        tops = tops + sizes
     for column, (label, expected) in enumerate((predicted or {}).items()):
         mark = "activations, predicted" if column == 0 else None
-        ax.plot(
-            [list(results).index(label) - 0.38, list(results).index(label) + 0.38],
-            [expected / 1e6] * 2,
-            "k--",
-            lw=1.5,
-            label=mark,
-        )
+        middle = list(results).index(label)
+        ax.plot([middle - 0.38, middle + 0.38], [expected / 1e6] * 2, "k--", lw=1.5, label=mark)
     ax.set(ylabel="peak memory of a rank, MB")
     ax.legend(loc="upper right", frameon=False, fontsize=9)
-    style.stamp(ax, list(results.values()))
-    return ax
+    return style.stamp(ax, results.values())
 
 
 def loss(results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None) -> Axes:
@@ -124,16 +101,15 @@ def loss(results: Mapping[str, RunResult], *, chance: float | None = None, ax: A
         ax.plot(losses.index, losses, markers[index % 4], color=style.RANK_COLOURS[index % 4], lw=2, label=label)
     if chance is not None:
         ax.axhline(chance, color=style.GREY, lw=1)
-        ax.annotate("guessing", (1, chance), (-2, 2), xycoords=("axes fraction", "data"), textcoords="offset points",
-                    ha="right", fontsize=9, color=style.GREY)  # fmt: skip
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+        ax.annotate("guessing", (1, chance), (-2, 2), fontsize=9, color=style.GREY, **place)
     ax.set(xlabel="training step", ylabel="loss (cross-entropy, nats)")
     ax.legend(frameon=False, fontsize=9)
-    style.stamp(ax, list(results.values()))
-    return ax
+    return style.stamp(ax, results.values())
 
 
 def amount(name: str, value: float) -> str:
     """A value with its unit, which its name ends in."""
     if name.endswith("_bytes"):
-        return style.readable_bytes(value)
+        return readable_bytes(value)
     return f"{value:.4g} ms" if name.endswith("_ms") else f"{value:g}"

@@ -1,7 +1,5 @@
 """Figures of how images and tensors are cut over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy
@@ -15,14 +13,9 @@ GAP = 0.5  # between tiles, in cells
 
 
 def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: Axes | None = None) -> Axes:
-    """A picture cut into vertical strips, and the columns that one rank needs from its neighbours.
+    """A picture [height, width, 3] cut into a vertical strip for each rank, and what ``rank`` needs of its neighbours.
 
-    Args:
-        picture: [height, width, 3].
-        ranks: number of strips.
-        halo: columns needed on each side.
-        rank: the rank whose halo is shown.
-        ax: where to draw.
+    That is ``halo`` columns on each side.
     """
     ax = style.axes(ax, 7, 7 * picture.shape[0] / picture.shape[1])
     height, width = picture.shape[:2]
@@ -33,17 +26,17 @@ def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: A
         if not own:
             ax.add_patch(Rectangle((index * strip, 0), strip, height, color="white", alpha=0.55, lw=0))
         ax.axvline(index * strip - 0.5, color="white", lw=2) if index else None
-        ax.text((index + 0.5) * strip, height * 0.05, f"rank {index}", ha="center", va="center", weight="bold",
-                color="white", bbox={"color": style.RANK_COLOURS[index % 4], "pad": 3})  # fmt: skip
+        place, box = ((index + 0.5) * strip, height * 0.05), {"color": style.RANK_COLOURS[index % 4], "pad": 3}
+        ax.text(*place, f"rank {index}", ha="center", va="center", weight="bold", color="white", bbox=box)
     for start, source in ((rank * strip - halo, rank - 1), ((rank + 1) * strip, rank + 1)):
         if 0 <= source < ranks:
             ax.add_patch(Rectangle((start, 0), halo, height, color=style.RANK_COLOURS[source % 4], alpha=0.75, lw=0))
             side = -1 if source < rank else 1
-            ax.annotate(
-                f"halo: {halo} columns\nfrom rank {source}", (start + halo / 2, height * 0.86),
-                (start + halo / 2 + side * strip * 0.55, height * 0.93), ha="center", va="center", fontsize=9,
-                bbox={"color": "white", "alpha": 0.85, "pad": 2}, arrowprops={"arrowstyle": "->", "lw": 1.5},
-            )  # fmt: skip
+            middle = start + halo / 2
+            at, beside = (middle, height * 0.86), (middle + side * strip * 0.55, height * 0.93)
+            box, arrow = {"color": "white", "alpha": 0.85, "pad": 2}, {"arrowstyle": "->", "lw": 1.5}
+            text = f"halo: {halo} columns\nfrom rank {source}"
+            ax.annotate(text, at, beside, ha="center", va="center", fontsize=9, bbox=box, arrowprops=arrow)
     ax.set_axis_off()
     return ax
 
@@ -84,6 +77,5 @@ def _tile(ax: Axes, local: numpy.ndarray, rank: int, left: float, top: float) ->
     ax.text(left, top - 0.1, f"rank {rank}", va="bottom", fontsize=7, color=colour, weight="bold")
     for (row, column), number in numpy.ndenumerate(local):
         ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=colour, edgecolor="white"))
-        ax.text(
-            left + column + 0.5, top + row + 0.5, f"{number:g}", ha="center", va="center", color="white", fontsize=9
-        )
+        middle = left + column + 0.5, top + row + 0.5
+        ax.text(*middle, f"{number:g}", ha="center", va="center", color="white", fontsize=9)

@@ -1,7 +1,5 @@
 """Figures of one profiled step: what each rank computed and sent when, and what of it was exposed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +12,13 @@ from labkit.result import RunResult
 
 VERMILION, YELLOW = "#D55E00", "#F0E442"  # of the same palette as those in style
 COLOURS = {
-    "forward": style.BLUE, "backward": style.ORANGE, "optimizer": style.PURPLE,
-    "all_gather": style.SKY, "reduce_scatter": style.GREEN, "all_reduce": YELLOW,
-}  # fmt: skip
+    "forward": style.BLUE,
+    "backward": style.ORANGE,
+    "optimizer": style.PURPLE,
+    "all_gather": style.SKY,
+    "reduce_scatter": style.GREEN,
+    "all_reduce": YELLOW,
+}
 LANES = ("compute", "communication")
 LETTER_POINTS = 5.5  # width of a letter in a bar
 TOUCH_MS = 0.01  # bars that overlap by less follow one another
@@ -25,12 +27,7 @@ TOUCH_MS = 0.01  # bars that overlap by less follow one another
 def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None) -> Axes:
     """Two rows a rank, compute and communication, over one step; exposed communication is underlined.
 
-    What runs at the same time stands one above the other.
-
-    Args:
-        result: a run that recorded a timeline.
-        ax: where to draw.
-        ranks: which ranks; all by default.
+    What runs at the same time stands one above the other. All ``ranks`` are shown by default.
 
     Raises:
         ValueError: the run recorded no timeline of one of these ranks.
@@ -55,45 +52,34 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
     ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since the start of the step, ms")
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.4 * len(shown) - 0.7, -0.6)
-    _legend(ax, set(bars["what"]), result)
-    style.stamp(ax, [result])
-    return ax
+    _legend(ax, set(bars["phase"]), result)
+    return style.stamp(ax, [result])
 
 
 def exposed(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
-    """Communication of the profiled step, split into hidden and exposed, one bar a run; the mean of its ranks.
-
-    Args:
-        results: runs by label, each with a timeline.
-        ax: where to draw.
-    """
+    """Communication of the profiled step, split into hidden and exposed, one bar a run; the mean of its ranks."""
     ax = style.axes(ax, height=1.1 + 0.5 * len(results))
     for row, result in enumerate(results.values()):
         whole, open_ms = result.value("communication"), result.value("exposed_communication")
         step_ms = result.value("profiled_step")
-        for start, length, colour, kind in ((0.0, open_ms, VERMILION, "exposed"), (open_ms, whole - open_ms, style.SKY,
-            "hidden behind compute")):  # fmt: skip
-            ax.barh(row, length, left=start, color=colour, height=0.6, label=kind if row == 0 else None)
+        kinds = ("exposed", "hidden behind compute") if row == 0 else (None, None)
+        ax.barh(row, open_ms, color=VERMILION, height=0.6, label=kinds[0])
+        ax.barh(row, whole - open_ms, left=open_ms, color=style.SKY, height=0.6, label=kinds[1])
         text = f"  {open_ms:.0f} of {whole:.0f} ms exposed, {open_ms / step_ms:.0%} of the step"
         ax.text(whole, row, text, va="center", fontsize=9)
     longest = max(result.value("communication") for result in results.values())
     ax.set(yticks=range(len(results)), yticklabels=list(results), xlim=(0, longest * 1.75))
     ax.set_xlabel("communication in one profiled step, ms (mean of the ranks)")
     ax.invert_yaxis()
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, fontsize=9)
-    style.stamp(ax, list(results.values()))
-    return ax
+    style.legend_above(ax, 2)
+    return style.stamp(ax, results.values())
 
 
 def _bars(result: RunResult) -> pandas.DataFrame:
-    """One row a bar: rank, lane, what, unit; start and length in ms."""
-    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].str.count("/").eq(2)]
-    bars = (
-        spans["name"].str.split("/", expand=True).reindex(columns=range(3)).set_axis(["lane", "what", "unit"], axis=1)
-    )
-    return bars.assign(rank=spans["rank"], start=spans["start_us"] / 1000, length=spans["dur_us"] / 1000).sort_values(
-        "start", kind="stable"
-    )
+    """One row a bar: rank, lane, phase, name; start and length in ms."""
+    bars = result.frame[result.frame["kind"] == "bar"]
+    bars = bars.assign(start=bars["start_us"] / 1000, length=bars["dur_us"] / 1000)
+    return bars.sort_values("start", kind="stable")
 
 
 def _slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
@@ -111,10 +97,10 @@ def _slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
 
 
 def _draw(ax: Axes, bar: Any, top: float, height: float) -> None:
-    """One bar, with the last part of its unit's name if it fits in."""
-    colour = COLOURS.get(bar.what, style.GREY)
+    """One bar, with the last part of its name if it fits in."""
+    colour = COLOURS.get(bar.phase, style.GREY)
     ax.broken_barh([(bar.start, bar.length)], (top, height), facecolors=colour, edgecolor="white", linewidth=0.4)
-    text = bar.unit.rpartition(".")[2]
+    text = bar.name.rpartition(".")[2]
     left, right = ax.get_xlim()
     points = ax.get_window_extent().width * 72 / ax.figure.dpi * bar.length / (right - left)
     if text and points > LETTER_POINTS * len(text) + 2:
@@ -123,12 +109,10 @@ def _draw(ax: Axes, bar: Any, top: float, height: float) -> None:
         ax.text(*middle, text, ha="center", va="center", fontsize=8, color=tint)
 
 
-def _legend(ax: Axes, kinds: set[str], result: RunResult) -> None:
-    patches = [Patch(color=colour, label=what.replace("_", "-")) for what, colour in COLOURS.items() if what in kinds]
-    patches += [Patch(color=style.GREY, label="other")] if kinds - COLOURS.keys() else []
+def _legend(ax: Axes, phases: set[str], result: RunResult) -> None:
+    shown = {phase.replace("_", "-"): colour for phase, colour in COLOURS.items() if phase in phases}
+    shown |= {"other": style.GREY} if phases - COLOURS.keys() else {}
+    patches = [Patch(color=colour, label=label) for label, colour in shown.items()]
     share = result.value("exposed_communication") / result.value("profiled_step")
     patches.append(Patch(color=VERMILION, label=f"exposed: {share:.0%} of the step"))
-    ax.legend(
-        handles=patches, loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=len(patches), frameon=False, fontsize=8,
-        handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
+    style.legend_above(ax, len(patches), patches, middle=0.45, fontsize=8, handlelength=1.2, columnspacing=1.2)

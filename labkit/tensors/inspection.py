@@ -1,6 +1,7 @@
-"""Look into a model with all-gather extensions: what its shards hold, what it gathers, what it leaves in memory."""
+"""Look into a model with all-gather extensions: what its shards hold, what it gathers, what it leaves in memory.
 
-from __future__ import annotations
+The model comes after ``fully_shard``; its units are left sharded.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,7 @@ def plain_shards(parameter: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def gathered_error(model: nn.Module) -> float:
-    """Largest error of a gathered weight, over the largest weight of its parameter; NaN where one is. A collective.
-
-    Args:
-        model: after ``fully_shard``; its units are left sharded.
-    """
+    """Largest error of a gathered weight, over the largest weight of its parameter; NaN where one is. A collective."""
     errors = [torch.zeros(())]
     for name, unit in _units(model).items():
         unit.reshard()
@@ -48,9 +45,6 @@ def unfreed_bytes(model: nn.Module) -> dict[str, int]:
 
     None for hooks that are right. A ``fsdp_post_all_gather`` that makes new memory for the parameter, and does not
     name it to be freed, leaves a whole parameter on every rank.
-
-    Args:
-        model: after ``fully_shard``; its units are left sharded.
     """
     left: dict[str, int] = {}
     for name, unit in _units(model).items():

@@ -10,8 +10,6 @@ The optimizer updates the float32 rows, so only what computes is rounded. Gradie
 Shapes: P rows on every rank once padded, W ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +60,8 @@ def extend(parameter: Tensor, extension: str | Extension) -> None:
     if chosen is None:
         raise ValueError(f"extension {extension!r} is none of {', '.join(EXTENSIONS)}")
     rows = _padded_rows(parameter)
-    local = _local(parameter)
+    # what FSDP2 asks for hooks: ``to_local`` of a parameter gives a view of it, another object (2.13)
+    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
     hooks = _Hooks(chosen, local, torch.Size([rows, *parameter.shape[1:]]))
     local.fsdp_pre_all_gather = hooks.pre_all_gather  # type: ignore[attr-defined]
     local.fsdp_post_all_gather = hooks.post_all_gather  # type: ignore[attr-defined]
@@ -71,11 +70,8 @@ def extend(parameter: Tensor, extension: str | Extension) -> None:
 def extend_all(model: nn.Module, extension: str | Extension) -> int:
     """``extend`` every parameter of two or more dims, and return how many. Call it before the first forward pass.
 
-    Vectors stay as they are: they are few, and a scale for each row would send more than it saves.
-
-    Args:
-        model: after ``fully_shard`` and, if it was built on the meta device, ``to_empty``.
-        extension: see ``extend``.
+    And after ``fully_shard`` and, if the model was built on the meta device, ``to_empty``. Vectors stay as they are:
+    they are few, and a scale for each row would send more than it saves.
     """
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     for parameter in matrices:
@@ -119,7 +115,7 @@ class _Hooks:
                 f"decode gave {tuple(whole.shape)} in {whole.dtype}, not the contiguous parameter of {self._ranks} "
                 f"ranks, {wanted} in {dtype}: undo what encode did to a shard {tuple(self.padded)}"
             )
-        if _storage_bytes(whole) != whole.numel() * whole.element_size():
+        if whole.untyped_storage().nbytes() != whole.nbytes:
             raise ValueError("decode gave a view of a larger tensor, which cannot be freed by itself: clone it")
 
 
@@ -135,18 +131,8 @@ def _padded_rows(parameter: Tensor) -> int:
     return -(-shape[0] // parameter.device_mesh.size())
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """The tensor that FSDP2 asks for hooks; ``to_local`` of a parameter gives a view of it, another object (2.13)."""
-    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
-    return local
-
-
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 def _scaled(shard: Tensor, largest: Tensor, limit: float) -> tuple[Tensor, Tensor]:

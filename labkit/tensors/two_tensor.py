@@ -38,12 +38,9 @@ class TwoTensor(Tensor):
     gradients so: of two halves that differ, both are updated with the gradient of ``a``.
 
     Args:
-        a: the first half; its memory is shared, not copied, and autograd follows the wrapper instead of it.
-        b: the second.
-
-    Attributes:
-        a: the first half, a tensor without gradient.
-        b: the second.
+        a: the first half; its memory is shared, not copied, and autograd follows the wrapper instead of it. The
+            attribute of this name is a tensor without gradient.
+        b: the second, likewise.
 
     Raises:
         ValueError: the halves differ in shape, strides, offset, dtype or device.
@@ -76,9 +73,7 @@ class TwoTensor(Tensor):
         return TwoTensor(inner["a"], inner["b"])
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         _refuse_to_accumulate(func, args)
         b = func(*_halves("b", args), **_halves("b", kwargs))  # first, so that a plain out= keeps the result of a
@@ -100,15 +95,9 @@ class TwoTensor(Tensor):
         """What FSDP2 sends of this rank's shard: both halves, padded to the length of the longest shard.
 
         FSDP2 counts the parameters of this method. With ``(self, mesh)`` alone it is told only who shares the
-        parameter: enough for shards of equal length. With five it also learns the whole parameter's shape, which a
-        shorter last shard needs for its padding, the module, and the dtypes asked for. Any other number is refused.
-
-        Args:
-            mesh: the axis that the parameter is sharded over, W ranks.
-            outer_size: shape of the whole parameter.
-            outer_stride: its strides.
-            module: that holds it.
-            mp_policy: of its unit.
+        parameter, the W ranks of ``mesh``: enough for shards of equal length. With five it also learns the whole
+        parameter's shape and strides, which a shorter last shard needs for its padding, the module that holds it, and
+        the dtypes that its unit asks for. Any other number is refused.
 
         Returns:
             Two tensors of shape [P, ...], and what ``fsdp_post_all_gather`` shall be told about them: nothing.
@@ -148,10 +137,13 @@ class TwoTensor(Tensor):
             whole = TwoTensor(a.to(param_dtype), b.to(param_dtype))
             return whole, (whole.a, whole.b)
         for name, gathered, half in (("a", a, out.a), ("b", b, out.b)):
-            if gathered.dtype == half.dtype:
-                _check_shared(name, gathered, half)
-            else:
+            if gathered.dtype != half.dtype:
                 refill(half, gathered)
+            elif gathered.untyped_storage().data_ptr() != half.untyped_storage().data_ptr():
+                raise ValueError(
+                    f"the parameter's half {name} does not lie in the gathered tensor's memory and would keep its old "
+                    f"value: return a TwoTensor around the gathered tensors on the first call"
+                )
         return None
 
 
@@ -209,11 +201,3 @@ def _check_gathered(outputs: Sequence[Tensor]) -> None:
     shapes = [tuple(tensor.shape) for tensor in outputs]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the gathered halves differ in shape, {shapes[0]} and {shapes[1]}: send equal sizes")
-
-
-def _check_shared(name: str, gathered: Tensor, half: Tensor) -> None:
-    if gathered.untyped_storage().data_ptr() != half.untyped_storage().data_ptr():
-        raise ValueError(
-            f"the parameter's half {name} does not lie in the gathered tensor's memory and would keep its old value: "
-            f"return a TwoTensor around the gathered tensors on the first call"
-        )

@@ -5,13 +5,28 @@
 Source: Hockney, "The communication challenge for MPP", 1994.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from labkit.theory import message_s
+
+def all_reduce_bytes(elements: int, element_bytes: int = 4) -> int:
+    """Bytes that a rank hands to an all-reduce: the whole tensor, whatever the number of ranks."""
+    return elements * element_bytes
+
+
+def ring_all_reduce_bytes(payload_bytes: int, ranks: int) -> float:
+    """Bytes that a rank sends for an all-reduce done in a ring: 2 (ranks - 1) / ranks of the payload.
+
+    A reduce-scatter and an all-gather, each of ranks - 1 steps that send 1 / ranks of it. Source: Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    """
+    return 2 * (ranks - 1) / ranks * payload_bytes
+
+
+def message_s(payload_bytes: float, *, alpha_s: float, beta_s_per_byte: float) -> float:
+    """Time of one message: latency alpha plus size times beta, seconds. Source: Hockney, 1994."""
+    return alpha_s + payload_bytes * beta_s_per_byte
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/re
 - DDP sends everything in one bucket in its first backward pass, and follows the order of that pass from then on.
 - DDP's first bucket closes at 1 MiB only where the bucket size is left at 25 MiB; the compiler's always does.
 - The compiler's backward pass computes a layer's weight before its bias, autograd's the bias before the weight.
-"""
 
-from __future__ import annotations
+Everywhere ``dim`` is the width of a LinearChain, and a bucket is closed once it holds ``bucket_mb`` MiB. ``way`` is
+``eager``, ``compiled`` (forward and backward) or ``backward_only``, which keeps autograd's order.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -23,19 +24,15 @@ from typing import Literal
 MIB = 2**20
 DEFAULT_MB = 25.0
 FIRST_MB = 1.0
-LAYERS = ("fc4", "fc3", "fc2", "fc1")
 Way = Literal["eager", "compiled", "backward_only"]
 
 
 def bucket_plan(
     sizes_bytes: Sequence[int], bucket_mb: float = DEFAULT_MB, first_mb: float = FIRST_MB
 ) -> list[list[int]]:
-    """Which gradients share a bucket, as places in ``sizes_bytes``.
+    """Which gradients share a bucket, as places in ``sizes_bytes``; the first bucket is closed at ``first_mb`` MiB.
 
-    Args:
-        sizes_bytes: of the gradients, in the order in which they become ready, before any compression.
-        bucket_mb: a bucket is closed once it holds so many MiB.
-        first_mb: the same for the first bucket.
+    The sizes are in the order in which the gradients become ready, before any compression.
     """
     plan: list[list[int]] = []
     held, limit = 0.0, 0.0  # as if a bucket had just been closed
@@ -50,35 +47,21 @@ def bucket_plan(
 
 
 def chain_gradients(dim: int, way: Way = "eager") -> list[tuple[str, int]]:
-    """Name and bytes of LinearChain's gradients in the order in which they become ready.
-
-    Args:
-        dim: width.
-        way: ``compiled`` is forward and backward compiled; ``backward_only`` keeps autograd's order.
-    """
-    parts = {"bias": 4 * dim, "weight": 4 * dim * dim}
-    order = ("weight", "bias") if way == "compiled" else ("bias", "weight")
-    return [(f"{layer}.{part}", parts[part]) for layer in LAYERS for part in order]
+    """Name and bytes of LinearChain's gradients in the order in which they become ready."""
+    parts = [("bias", 4 * dim), ("weight", 4 * dim * dim)]
+    order = parts[::-1] if way == "compiled" else parts
+    return [(f"{layer}.{part}", size) for layer in ("fc4", "fc3", "fc2", "fc1") for part, size in order]
 
 
 def chain_buckets(
-    dim: int,
-    bucket_mb: float = DEFAULT_MB,
-    *,
-    way: Way = "eager",
-    fuse: bool = True,
-    compressed: bool = False,
+    dim: int, bucket_mb: float = DEFAULT_MB, *, way: Way = "eager", fuse: bool = True, compressed: bool = False
 ) -> list[dict[str, int]]:
     """LinearChain's buckets in the order in which they are sent: the bytes of each gradient on the wire, by name.
 
     DDP's own after its first backward pass.
 
-    Args:
-        dim: width.
-        bucket_mb: size of a bucket in MiB.
-        way: see ``chain_gradients``.
-        fuse: False where the compiler sends each gradient alone.
-        compressed: gradients travel in 16 bits. The compiler then fuses none of them.
+    ``fuse`` is False where the compiler sends each gradient alone. Where they are ``compressed``, gradients travel in
+    16 bits, and the compiler fuses none of them.
     """
     ready = chain_gradients(dim, way)
     alone = way != "eager" and (compressed or not fuse)

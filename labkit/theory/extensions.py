@@ -1,10 +1,9 @@
 """What FSDP's all-gather sends when the parameter decides how: bytes as formulas, without torch.
 
 A rank hands in its rows of every parameter, padded to the length of the longest shard: ceil(rows / ranks). Next to
-numbers of one byte travel their scales, float32: one a shard for float8, one a row for int8.
+numbers of one byte travel their scales, float32: one a shard for float8, one a row for int8. Everywhere an
+``extension`` is a key of ``BYTES``, and a parameter's ``shape`` is the whole one, of which ``ranks`` share the rows.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -22,11 +21,6 @@ FINAL_STEPS = 10
 def gather_bytes(shape: Sequence[int], ranks: int, extension: str) -> int:
     """Bytes that one rank hands to one all-gather of a float32 parameter.
 
-    Args:
-        shape: of the whole parameter; rows first, which are shared out.
-        ranks: how many share them.
-        extension: a key of ``BYTES``.
-
     Raises:
         ValueError: an extension that is none.
     """
@@ -38,16 +32,11 @@ def gather_bytes(shape: Sequence[int], ranks: int, extension: str) -> int:
 
 
 def step_bytes(shapes: Sequence[Sequence[int]], ranks: int, extension: str, *, reshard: bool = True) -> int:
-    """Bytes that one rank hands to the all-gathers of a training step.
+    """Bytes that one rank hands to the all-gathers of a training step, of parameters outside the root's own unit.
 
-    Args:
-        shapes: of all parameters, none of which belongs to the root's own unit.
-        ranks: how many share them.
-        extension: a key of ``BYTES``.
-        reshard: parameters are freed after the forward pass and gathered again in the backward pass.
+    With ``reshard`` they are freed after the forward pass and gathered again in the backward pass.
     """
-    gathers = 2 if reshard else 1
-    return gathers * sum(gather_bytes(shape, ranks, extension) for shape in shapes)
+    return (1 + reshard) * sum(gather_bytes(shape, ranks, extension) for shape in shapes)
 
 
 def rounding_error(extension: str) -> float:

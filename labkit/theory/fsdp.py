@@ -5,12 +5,10 @@ for each tensor. Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054) fo
 a step is that of PyTorch's ``fully_shard``, read from its code and held against measurements by the lab.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 FLOAT = 4
@@ -20,10 +18,7 @@ FLOAT = 4
 def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
     """Bytes that a rank holds between steps, float32 with Adam, when parameters divide evenly.
 
-    Args:
-        parameters: how many numbers the model has.
-        ranks: how many share.
-        stage: 0 (DDP: nothing is sharded), 1 (the optimizer's state), 2 (and gradients) or 3 (and parameters: FSDP).
+    Stages: 0 (DDP: nothing is sharded), 1 (the optimizer's state), 2 (and gradients) or 3 (and parameters: FSDP).
 
     Returns:
         Bytes of ``parameter``, ``gradient`` and ``optimizer``.
@@ -31,11 +26,8 @@ def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
     whole, share = FLOAT * parameters, FLOAT * parameters / ranks
-    return {
-        "parameter": share if stage >= 3 else whole,
-        "gradient": share if stage >= 2 else whole,
-        "optimizer": 2 * (share if stage >= 1 else whole),
-    }
+    optimizer, gradient, parameter = (share if stage >= first else whole for first in (1, 2, 3))
+    return {"parameter": parameter, "gradient": gradient, "optimizer": 2 * optimizer}
 
 
 def shard_elements(shape: Sequence[int], ranks: int) -> int:
@@ -130,24 +122,6 @@ def resident_bytes(layers: Sequence[Layer], ranks: int, *, frozen: Collection[st
     }
 
 
-@dataclass
-class Ledger:
-    """What is allocated at a moment, by category, and the moment when it was most."""
-
-    now: Counter[str] = field(default_factory=Counter)
-    peak: Counter[str] = field(default_factory=Counter)
-
-    def take(self, category: str, size: int) -> None:
-        """Allocate ``size`` bytes."""
-        self.now[category] += size
-        if self.now.total() > self.peak.total():
-            self.peak = Counter(self.now)
-
-    def free(self, category: str, size: int) -> None:
-        """Release ``size`` bytes."""
-        self.now[category] -= size
-
-
 def step_peak(
     layers: Sequence[Layer],
     samples: int,
@@ -158,38 +132,43 @@ def step_peak(
 ) -> dict[str, int]:
     """Bytes by category at the moment of a training step when a rank holds most, and their sum as ``total``.
 
-    It walks through one step and keeps a ledger. Categories: parameter, optstate and gradient (the rank's shards);
+    It walks through one step, event by event. Categories: parameter, optstate and gradient (the rank's shards);
     unsharded_parameter; all_gather and reduce_scatter (communication buffers); activation; temp.
 
-    Args:
-        layers: in the order of the forward pass.
-        samples: rows of a rank's input, batch x sequence.
-        ranks: over which parameters are sharded.
-        reshard_after_forward: see ``collectives``.
-        checkpointing: blocks keep their input only, and compute the rest again in the backward pass.
+    The layers are in the order of the forward pass; ``samples`` are the rows of a rank's input, batch x sequence. With
+    ``checkpointing`` blocks keep their input only, and compute the rest again in the backward pass.
     """
     walk = _Walk(layers, samples, ranks, reshard_after_forward, checkpointing)
     walk.forward()
     walk.backward()
-    peak = {category: size for category, size in walk.ledger.peak.items() if size}
+    peak = {category: size for category, size in walk.peak.items() if size}
     return peak | {"total": sum(peak.values())}
 
 
 class _Walk:
-    """One training step, event by event, as ``fully_shard`` orders them."""
+    """What one training step allocates and frees, event by event, as ``fully_shard`` orders them."""
 
     def __init__(self, layers: Sequence[Layer], samples: int, ranks: int, reshard: bool, checkpointing: bool):
         self.layers, self.samples, self.reshard, self.checkpointing = layers, samples, reshard, checkpointing
         self.units = units_of(layers, ranks)
-        self.ledger = Ledger()
+        self.now: Counter[str] = Counter()  # bytes that are allocated, by category
+        self.peak: Counter[str] = Counter()  # and when they were most
         self.gathered: set[str] = set()
         self.ahead: set[str] = set()  # gathered ahead of their use, still in the all-gather's buffer
         self.buffer = 0  # of the last all-gather of the forward pass
         self.reducing = 0  # input of the last reduce-scatter, kept until the next one starts
         held = resident_bytes(layers, ranks)
-        self.ledger.take("parameter", held["end_parameter_bytes"])
-        self.ledger.take("optstate", held["end_optstate_bytes"])
-        self.ledger.take("activation", self._size(layers[0].inputs))
+        self.take("parameter", held["end_parameter_bytes"])
+        self.take("optstate", held["end_optstate_bytes"])
+        self.take("activation", self._size(layers[0].inputs))
+
+    def take(self, category: str, size: int) -> None:
+        self.now[category] += size
+        if self.now.total() > self.peak.total():
+            self.peak = Counter(self.now)
+
+    def free(self, category: str, size: int) -> None:
+        self.now[category] -= size
 
     def _size(self, width: int) -> int:
         return FLOAT * self.samples * width
@@ -202,34 +181,30 @@ class _Walk:
             self._compute(layer)
             following = self.layers[index + 1] if index + 1 < len(self.layers) else None
             if self.checkpointing and layer.block and (following is None or following.block != layer.block):
-                self._forget(layer.block)
+                for inner in self._inner(layer.block):
+                    self.free("activation", self._size(inner.outputs))
             if self.reshard and layer.unit != "root" and (following is None or following.unit != layer.unit):
                 self._release(layer.unit)
-        self.ledger.free("all_gather", self.buffer)
-        self.ledger.take("activation", self._size(self.layers[-1].outputs))  # the loss keeps output - 1
-        self.ledger.take("temp", self._size(self.layers[-1].outputs))  # and squares it
-        self.ledger.free("temp", self._size(self.layers[-1].outputs))
+        self.free("all_gather", self.buffer)
+        self.take("activation", self._size(self.layers[-1].outputs))  # the loss keeps output - 1
+        self.take("temp", self._size(self.layers[-1].outputs))  # and squares it
+        self.free("temp", self._size(self.layers[-1].outputs))
 
     def _compute(self, layer: Layer, keep_as: str = "activation") -> None:
         out = self._size(layer.outputs)
-        self.ledger.take(keep_as, out)
+        self.take(keep_as, out)
         if layer.relu:  # its result is kept, its input is not
-            self.ledger.take(keep_as, out)
-            self.ledger.free(keep_as, out)
+            self.take(keep_as, out)
+            self.free(keep_as, out)
 
     def _inner(self, block: str) -> list[Layer]:
         return [layer for layer in self.layers if layer.block == block][:-1]
 
-    def _forget(self, block: str) -> None:
-        for layer in self._inner(block):
-            self.ledger.free("activation", self._size(layer.outputs))
-
     def backward(self) -> None:
-        self.ledger.take("temp", self._size(self.layers[-1].outputs))  # gradient of the output
-        self.ledger.free("activation", self._size(self.layers[-1].outputs))  # what the loss kept
+        self.take("temp", self._size(self.layers[-1].outputs))  # gradient of the output
+        self.free("activation", self._size(self.layers[-1].outputs))  # what the loss kept
         recomputed: set[str] = set()
-        for index in reversed(range(len(self.layers))):
-            layer = self.layers[index]
+        for index, layer in reversed(list(enumerate(self.layers))):
             self._gather_again(layer.unit, ahead=self._unit_before(index))
             if self.checkpointing and layer.block and layer.block not in recomputed:
                 recomputed.add(layer.block)
@@ -249,19 +224,19 @@ class _Walk:
     def _gradients(self, layer: Layer, first: bool, kept_as: str) -> None:
         out, before = self._size(layer.outputs), self._size(layer.inputs)
         if layer.relu:
-            self.ledger.take("temp", out)  # gradient before the ReLU
-            self.ledger.free("temp", out)
-        self.ledger.free(kept_as, out)
+            self.take("temp", out)  # gradient before the ReLU
+            self.free("temp", out)
+        self.free(kept_as, out)
         if not first:
-            self.ledger.take("temp", before)
-        self.ledger.take("temp", FLOAT * sum(math.prod(shape) for shape in layer.shapes))
-        self.ledger.free("temp", out)
+            self.take("temp", before)
+        self.take("temp", FLOAT * sum(math.prod(shape) for shape in layer.shapes))
+        self.free("temp", out)
 
     def _gather(self, unit: str) -> None:
         """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next one is filled."""
         if unit not in self.gathered:
-            self.ledger.take("all_gather", self.units[unit][1])
-            self.ledger.free("all_gather", self.buffer)
+            self.take("all_gather", self.units[unit][1])
+            self.free("all_gather", self.buffer)
             self._unshard(unit)
             self.buffer = self.units[unit][1]
 
@@ -269,27 +244,27 @@ class _Walk:
         """For the backward pass: the next unit's shards are under way while this one computes."""
         for needed in (unit, ahead):
             if needed and needed not in self.gathered | self.ahead:
-                self.ledger.take("all_gather", self.units[needed][1])
+                self.take("all_gather", self.units[needed][1])
                 self.ahead.add(needed)
             if needed == unit and unit not in self.gathered:
                 self._unshard(unit)
-                self.ledger.free("all_gather", self.units[unit][1])
+                self.free("all_gather", self.units[unit][1])
                 self.ahead.discard(unit)
 
     def _unshard(self, unit: str) -> None:
-        self.ledger.take("unsharded_parameter", self.units[unit][1])
+        self.take("unsharded_parameter", self.units[unit][1])
         self.gathered.add(unit)
 
     def _release(self, unit: str) -> None:
-        self.ledger.free("unsharded_parameter", self.units[unit][1])
+        self.free("unsharded_parameter", self.units[unit][1])
         self.gathered.discard(unit)
 
     def _reduce(self, unit: str) -> None:
         kept, full = self.units[unit]
         self._release(unit)
-        self.ledger.free("reduce_scatter", self.reducing)
-        self.ledger.take("reduce_scatter", full)
+        self.free("reduce_scatter", self.reducing)
+        self.take("reduce_scatter", full)
         gradients = FLOAT * sum(math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes)
-        self.ledger.free("temp", gradients)
-        self.ledger.take("gradient", kept)
+        self.free("temp", gradients)
+        self.take("gradient", kept)
         self.reducing = full

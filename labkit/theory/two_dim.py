@@ -1,22 +1,27 @@
 """What tensor parallelism sends and holds, alone and on a mesh with data parallelism: formulas, without torch.
 
 A pair is two linear layers with bias, ``width`` to ``inner`` and back. Its inner features are shared out over the axis
-``tp``. Samples are shared out over the axis ``dp``, and so are the parameters where FSDP does it. To FSDP and DDP, what
-a rank of ``tp`` holds is simply a thinner model: their formulas are those of ``theory.fsdp``.
+``tp``. Samples are shared out over the axis ``data``, and so are the parameters where FSDP does it. To FSDP and DDP,
+what a rank of ``tp`` holds is simply a thinner model: their formulas are those of ``theory.fsdp``. In all formulas:
+
+    pairs               width and inner features of every pair; all of one width where activations are counted
+    places              samples of a rank times their places
+    data, tp            lengths of these axes
+    plan                fsdp_tp or ddp_tp
+    sequence_parallel   places between the pairs are shared out, too
+    checkpointing       each pair keeps its input only
 
 Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198) for the sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
-from labkit.theory import even_share, fsdp
+from labkit.theory import fsdp
+from labkit.theory.sizes import even_share
 
 Pairs = Sequence[tuple[int, int]]
-"""Width and inner features of every pair."""
 
 
 def mlp_pairs(dim: int, multipliers: Sequence[int] = (3, 4, 3)) -> list[tuple[int, int]]:
@@ -58,13 +63,6 @@ def activations_sent(
     Backward, each becomes the other. At the two ends, where the whole sequence comes in and goes out, this takes two
     all-gathers more. A checkpointed pair repeats its forward pass, communication included.
 
-    Args:
-        pairs: see ``Pairs``, all of one width.
-        places: samples of a rank times their places.
-        tp: ranks that share a pair.
-        sequence_parallel: places between the pairs are shared out, too.
-        checkpointing: each pair keeps its input only.
-
     Raises:
         ValueError: the ranks cannot share the places evenly.
     """
@@ -83,39 +81,26 @@ def activations_sent(
     }
 
 
-def parameters_sent(pairs: Pairs, *, dp: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
-    """Collectives of one training step along ``dp``, and the bytes that a rank hands to them.
+def parameters_sent(pairs: Pairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+    """Collectives of one training step along ``data``, and the bytes that a rank hands to them.
 
     FSDP gathers each pair's thin parameters twice and reduce-scatters their gradients. DDP all-reduces the gradients;
     into how many messages it packs them is a matter of its buckets, so only bytes are given.
-
-    Args:
-        pairs: see ``Pairs``.
-        dp: ranks that share the samples.
-        tp: ranks that share a pair.
-        plan: ``fsdp_tp`` or ``ddp_tp``.
     """
     layers = rank_layers(pairs, tp)
-    if dp == 1:
+    if data == 1:
         return {}
     if plan == "fsdp_tp":
-        return {f"dp/{name}": value for name, value in fsdp.collectives(layers, dp).items()}
-    return {"dp/all_reduce_bytes": fsdp.FLOAT * parameters(layers)}
+        return {f"data/{name}": value for name, value in fsdp.collectives(layers, data).items()}
+    return {"data/all_reduce_bytes": fsdp.FLOAT * parameters(layers)}
 
 
-def collectives(
-    pairs: Pairs,
-    places: int,
-    *,
-    dp: int,
-    tp: int,
-    plan: str = "fsdp_tp",
-    sequence_parallel: bool = False,
-    checkpointing: bool = False,
-) -> dict[str, int]:
-    """All collectives of one training step by axis, by the names of ``result.value``: the two functions above."""
-    along_tp = activations_sent(pairs, places, tp, sequence_parallel=sequence_parallel, checkpointing=checkpointing)
-    return along_tp | parameters_sent(pairs, dp=dp, tp=tp, plan=plan)
+def collectives(pairs: Pairs, places: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool) -> dict[str, int]:
+    """All collectives of one training step by axis, by the names of ``result.value``: the two functions above.
+
+    ``how`` is ``sequence_parallel`` and ``checkpointing``, both False by default.
+    """
+    return activations_sent(pairs, places, tp, **how) | parameters_sent(pairs, data=data, tp=tp, plan=plan)
 
 
 def parameters(layers: Sequence[fsdp.Layer]) -> int:
@@ -123,24 +108,20 @@ def parameters(layers: Sequence[fsdp.Layer]) -> int:
     return sum(math.prod(shape) for layer in layers for shape in layer.shapes)
 
 
-def resident_bytes(pairs: Pairs, *, dp: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+def resident_bytes(pairs: Pairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
     """Bytes that the fullest rank holds after a step with Adam, by the names of ``result.value``."""
-    return fsdp.resident_bytes(rank_layers(pairs, tp), dp if plan == "fsdp_tp" else 1)
+    return fsdp.resident_bytes(rank_layers(pairs, tp), data if plan == "fsdp_tp" else 1)
 
 
-def wire_bytes(sent: Mapping[str, float], *, dp: int, tp: int) -> dict[str, float]:
+def wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, float]:
     """Bytes that one rank puts on the wire along each axis if every collective runs in a ring.
 
     Of n ranks' ring, a rank that hands s bytes to an all-gather sends (n - 1) s; to a reduce-scatter (n - 1) / n of
-    s; to an all-reduce, which is one of each, 2 (n - 1) / n of s. Source: see ``theory.ring_all_reduce_bytes``.
-
-    Args:
-        sent: by the names of ``result.value``, from ``collectives`` or measured; other names are left out.
-        dp: length of that axis.
-        tp: length of that axis.
+    s; to an all-reduce, which is one of each, 2 (n - 1) / n of s. Source: ``theory.collectives.ring_all_reduce_bytes``.
+    What was ``sent`` comes by the names of ``result.value``, from ``collectives`` or measured; others are left out.
     """
-    wire = {"tp": 0.0, "dp": 0.0}
-    for axis, ranks in (("tp", tp), ("dp", dp)):
+    wire = {}
+    for axis, ranks in (("tp", tp), ("data", data)):
         parts = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_reduce": 2 * (ranks - 1) / ranks}
         wire[axis] = sum(part * sent.get(f"{axis}/{name}_bytes", 0) for name, part in parts.items())
     return wire
@@ -158,13 +139,6 @@ def activation_bytes(
     With sequence parallelism a rank holds its places alone between the pairs. But torch's ColwiseParallel keeps the
     input that it has gathered, too, for the gradient of its weights: this saves memory only where the pairs are
     checkpointed, or where more than a ReLU lies between them. (Megatron-LM gathers again in the backward pass instead.)
-
-    Args:
-        pairs: see ``Pairs``, all of one width.
-        places: samples of a rank times their places.
-        tp: ranks that share a pair.
-        sequence_parallel: see ``activations_sent``.
-        checkpointing: see ``activations_sent``.
 
     Raises:
         ValueError: the ranks cannot share an inner width or the places evenly.

@@ -1,0 +1,50 @@
+"""Let the compiler write a model's passes: a block at a time, or the whole model with all that it sends.
+
+Every program applies techniques in one order, torchtitan's: tensor parallelism, checkpointing, compiling, data
+parallelism. So a compiled block holds its recomputation and what it sends along ``tp``; FSDP, which gathers before a
+block and frees behind it, stays outside. DDP is the exception: the compiler can fuse only all-reduces that it sees, so
+a model that DDP replicates is compiled last, as a whole.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.parallel.checkpointing import checkpointed, outer_blocks
+
+
+def apply_compile(model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True) -> int:
+    """Compile every block of these types in place, or without types the whole model. Names do not change.
+
+    It compiles when it is first called. Shapes are static: a DTensor's backward pass does not compile with dynamic ones
+    (torch 2.13). A block inside a compiled block is part of it.
+
+    Args:
+        model: any module.
+        block_types: class names of the blocks, such as ``("T5Block",)``.
+        inductor: write programs; else run the traced graphs as they are.
+
+    Returns:
+        How many modules are compiled.
+
+    Raises:
+        ValueError: the model has no block of these types.
+    """
+    how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
+    if not block_types:
+        model.compile(**how)
+        return 1
+    blocks, wrappers = outer_blocks(model, block_types), checkpointed(model)
+    for block in blocks:
+        outermost = wrappers.get(block, block)
+        outermost.forward = torch.compile(outermost.forward, **how)  # not its hooks, which FSDP will hang there
+    return len(blocks)
+
+
+def graphs_compiled() -> int:
+    """How many graphs this process has compiled so far: none means that what was to be compiled runs as it is."""
+    from torch._dynamo.utils import counters  # half a second for each rank
+
+    return int(counters["stats"]["unique_graphs"])
