@@ -7,8 +7,6 @@
 The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent twice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -19,10 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 
-from labkit import compiler, photo, rank
+from labkit import rank, requirements
+from labkit.config import PositiveInt
+from labkit.models import photo
 from labkit.models.mlp import MLP
+from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import apply_extension
-from labkit.parity.extensions import of_extension, of_loss, of_meta_device, of_wire
+from labkit.parity import extensions as parity
+from labkit.parity import seed_of
 from labkit.tensors import gathered_error, plain_tensors, refuse_leak
 from labkit.theory.extensions import FINAL_STEPS
 
@@ -37,11 +39,11 @@ class Config:
     """What a parameter sends: itself twice, or its numbers in this type."""
     check: Literal["none", "parity", "meta", "wire", "loss"] = "none"
     """parity: exactly plain training; meta: nothing left unset; wire, loss: bytes and final loss of each extension."""
-    dim: int = 128
+    dim: PositiveInt = 128
     """Width of the network."""
-    batch: int = 64
+    batch: PositiveInt = 64
     """Tiles of a rank in a step."""
-    steps: int = 10
+    steps: PositiveInt = 10
     """Timed steps, after one to warm up; with parity or meta, compared or trained steps."""
     reshard_after_forward: bool = True
     """Free a unit's parameters after its forward pass and gather them again; parity does both."""
@@ -55,11 +57,13 @@ class Config:
         if self.compile and self.check in ("parity", "meta"):
             raise ValueError(f"check {self.check} trains models that are not compiled: leave compile out")
         if self.compile:
-            compiler.refuse_if_missing()
+            requirements.refuse_without_compiler()
         if self.check == "parity" and self.extension not in ("two_tensor", "fp32"):
             raise ValueError(f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain")
         if self.check == "wire" and self.dim < 128:
             raise ValueError(f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale")
+        if self.check == "meta" and self.steps < 2:
+            raise ValueError(f"steps {self.steps}: check meta holds the last loss against the first: take 2 or more")
         if self.check == "loss" and self.steps < 2 * FINAL_STEPS:
             raise ValueError(f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take {2 * FINAL_STEPS}")
 
@@ -72,11 +76,13 @@ def main(config: Config) -> None:
         if config.check == "none":
             train(config, here, network(config.extension), here.steps)
         elif config.check == "wire":
-            here.verdict(**of_wire(mesh, network, partial(backward, config, here, 0), config.reshard_after_forward))
+            step = partial(backward, config, here, 0)
+            here.verdict(**parity.compare_bytes(mesh, network, step, config.reshard_after_forward))
         elif config.check == "loss":
-            here.verdict(**of_loss(mesh, lambda name: train(config, here, network(name), here.plain_steps)))
+            losses = partial(train, config, here, measure=here.plain_steps)
+            here.verdict(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
         else:
-            compare = {"parity": of_extension, "meta": of_meta_device}[config.check]
+            compare = {"parity": parity.compare_training, "meta": parity.train_from_meta_device}[config.check]
             here.verdict(**compare(mesh, here.device, config.extension, config.steps))
 
 
@@ -85,14 +91,15 @@ def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> 
     torch.manual_seed(0)
     first, last = nn.Linear(3 * TILE * TILE, config.dim, bias=False), nn.Linear(config.dim, CLASSES, bias=False)
     model = nn.Sequential(nn.Flatten(), first, MLP(config.dim, bias=False), MLP(config.dim, bias=False), last)
-    for layer in model.to(here.device):
-        layer.forward = torch.compile(layer.forward, disable=not config.compile)
+    model.to(here.device)
+    if config.compile:
+        apply_compile(model, ("Linear", "MLP"))
     return apply_extension(model, mesh, extension, reshard_after_forward=config.reshard_after_forward)
 
 
 def backward(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
     """Forward and backward pass on this rank's tiles of one step; the loss."""
-    images, labels = photo.batch("photo", config.batch, TILE, TILE, CLASSES, seed=1000 * index + here.rank)
+    images, labels = photo.batch("photo", config.batch, TILE, TILE, CLASSES, seed_of(index, here.rank))
     loss = cross_entropy(model(images.to(here.device)), labels.to(here.device))
     loss.backward()
     return plain_tensors(loss.detach())[0]

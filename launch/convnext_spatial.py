@@ -7,17 +7,20 @@
 Each rank holds one strip of every image and of every feature map; a convolution asks its neighbours for a few columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from labkit import parity, photo, rank, theory, upstream
+from labkit import parity, rank, requirements
+from labkit.config import Limits, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
 from labkit.parallel.spatial import apply_spatial, own_samples, shard_batch
+from labkit.parity.spatial import compare_training_step
+from labkit.theory import sizes, spatial
 
 
 @dataclass
@@ -34,29 +37,29 @@ class Config:
     """Ranks as 4 (all along the image) or 2x2 (data x space: samples are shared out as well); empty: all along it."""
     data: Literal["random", "photo"] = "random"
     """Random images and labels, or tiles of a photo: which of ten regions does each show?"""
-    batch: int = 2
+    batch: PositiveInt = 2
     """Images in a step, over all ranks."""
-    height: int = 128
+    height: PositiveInt = 128
     """Image height in pixels."""
-    width: int = 256
+    width: PositiveInt = 256
     """Image width in pixels."""
-    num_classes: int = 10
-    """Outputs of the classifier."""
-    depths: tuple[int, ...] = (1, 1)
+    num_classes: Annotated[int, Limits(at_least=2)] = 10
+    """Outputs of the classifier; the photo takes at least ten."""
+    depths: tuple[PositiveInt, ...] = (1, 1)
     """Blocks in each stage."""
-    dims: tuple[int, ...] = (32, 64)
+    dims: tuple[PositiveInt, ...] = (32, 64)
     """Channels in each stage."""
-    drop_path_rate: float = 0.0
+    drop_path_rate: Annotated[float, Limits(at_least=0, below=1)] = 0.0
     """Stochastic depth of the last block."""
-    layer_scale_init_value: float = 1e-6
+    layer_scale_init_value: NonNegativeFloat = 1e-6
     """Start of each block's layer scale; 0 for none."""
     init: Literal["trunc_normal", "ones"] = "trunc_normal"
     """How weights start. With ones every channel is equal, and the loss says nothing."""
-    learning_rate: float = 1e-4
+    learning_rate: PositiveFloat = 1e-4
     """Of Adam."""
-    steps: int = 5
+    steps: PositiveInt = 5
     """Timed steps, after one to warm up."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of weights and images."""
     check: Literal["none", "parity"] = "none"
     """parity: compare one step with one device instead of training."""
@@ -69,33 +72,44 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        upstream.refuse_if_broken(self.strategy)
-        ranks = theory.named_axes(self.mesh, world_size)
+        requirements.refuse_if_broken(self.strategy)
+        ranks = sizes.named_axes(self.mesh, world_size)
         if self.strategy == "plain" and world_size > 1:
             raise ValueError(f"strategy plain is one device's training: it takes 1 rank, not {world_size}")
-        theory.check_convnext(self.height, self.width, self.depths, self.dims)
-        theory.even_share(self.batch, ranks.get("data", 1), what="a batch of")
-        theory.check_strips((self.height, self.width)[self.tensor_dim - 2], ranks["space"], self.depths)
+        if self.data == "photo" and self.num_classes < 10:
+            raise ValueError(f"num_classes {self.num_classes} cannot label the photo's ten regions: take at least 10")
+        spatial.check_convnext(self.height, self.width, self.depths, self.dims)
+        sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
+        spatial.check_strips((self.height, self.width)[self.tensor_dim - 2], ranks["space"], self.depths)
 
 
 def main(config: Config) -> None:
     """Train and measure, or compare one step with one device's."""
     with rank.session() as here:
-        mesh = here.mesh(**theory.named_axes(config.mesh, here.world_size))
-        torch.manual_seed(config.seed)
-        model = ConvNeXt(3, config.num_classes, config.depths, config.dims, config.drop_path_rate,
-                         config.layer_scale_init_value, init=config.init)  # fmt: skip
-        model = model.to(here.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        batch = photo.batch(config.data, config.batch, config.height, config.width, config.num_classes, config.seed)
-        batch = whole = batch[0].to(here.device), batch[1].to(here.device)  # [N, 3, H, W], [N], equal on all ranks
+        mesh = here.mesh(**sizes.named_axes(config.mesh, here.world_size))
+        model = build(config, here.device)
+        images, labels = photo.batch(
+            config.data, config.batch, config.height, config.width, config.num_classes, config.seed
+        )
+        batch = whole = images.to(here.device), labels.to(here.device)  # [N, 3, H, W], [N], equal on all ranks
         reference = parity.seeded_copy(model, config.seed) if config.check == "parity" else model
         if config.strategy != "plain":
             apply_spatial(model, mesh, strategy=config.strategy, tensor_dim=config.tensor_dim)
-            batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=theory.total_stride(config.depths))
-        logits = train(config, here.steps if config.check == "none" else here.one_step, model, *batch)
+            batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=spatial.total_stride(config.depths))
+        one_step = partial(here.plain_steps, most=1)
+        logits = train(config, here.steps if config.check == "none" else one_step, model, *batch)
         if config.check == "parity":
-            expected = train(config, here.one_step, reference, *whole)[own_samples(mesh, config.batch)]
-            here.verdict(**parity.of_training_step(model, logits, reference, expected, limit=1e-5))
+            expected = train(config, one_step, reference, *whole)[own_samples(mesh, config.batch)]
+            drops = config.drop_path_rate > 0
+            here.verdict(**compare_training_step(model, logits, reference, expected, drops_samples=drops))
+
+
+def build(config: Config, device: torch.device) -> ConvNeXt:
+    """The model of one device, equal on all ranks."""
+    torch.manual_seed(config.seed)
+    layers = config.depths, config.dims, config.drop_path_rate, config.layer_scale_init_value
+    model = ConvNeXt(3, config.num_classes, *layers, init=config.init)
+    return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def train(config: Config, measure: rank.Measure, model: ConvNeXt, images: Tensor, labels: Tensor) -> Tensor:

@@ -6,20 +6,20 @@
 The compiler puts the backward pass and its all-reduces into one program: there one can read when it sends and waits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from labkit import compiler, rank
-from labkit.meter import Step
+from labkit import rank, requirements
+from labkit.config import PositiveFloat, PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
-from labkit.parity.ddp import of_buckets, of_case
-from labkit.wire import Wire
+from labkit.parity import samples_and_seed
+from labkit.parity.ddp import compare_buckets, compare_techniques
+from labkit.rank.meter import Step
+from labkit.rank.traffic import Wire
 
 
 @dataclass
@@ -32,17 +32,17 @@ class Config:
     """Who averages: DistributedDataParallel, replicate, or the compiler."""
     fuse: Literal["none", "coalesced", "concat"] = "coalesced"
     """How the compiler makes a bucket: not at all, several tensors in one call, or one flat tensor."""
-    bucket_mb: float = 25.0
+    bucket_mb: PositiveFloat = 25.0
     """A bucket is sent once it holds so many MiB."""
     late_waits: bool = True
     """Let the compiled program wait where a gradient is first used, rather than where it was sent."""
     inductor: bool = True
     """Write programs with inductor; else run the traced passes as they are, where nothing is fused."""
-    dim: int = 2000
+    dim: PositiveInt = 2000
     """Width of the four layers."""
-    batch: int = 64
+    batch: PositiveInt = 64
     """Samples of a rank in a batch."""
-    steps: int = 5
+    steps: PositiveInt = 5
     """Timed steps, after two to warm up, in which all is compiled; a check takes two."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
@@ -51,8 +51,6 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        if self.bucket_mb <= 0:
-            raise ValueError(f"bucket_mb {self.bucket_mb:g}: a bucket has to hold something; take a size above 0")
         if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
             raise ValueError(f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled")
         if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
@@ -60,7 +58,7 @@ class Config:
         if self.check == "buckets" and self.case in ("cpu_no_sync", "bf16", "fp16"):
             raise ValueError(f"check buckets looks at one float32 backward pass, not at case {self.case}: use case cpu")
         if self.inductor and (self.check != "none" or self.mode == "compiled"):
-            compiler.refuse_if_missing()
+            requirements.refuse_without_compiler()
         if self.case == "gpu":
             from torch.cuda import device_count  # takes seconds to import, which other cases need not wait for
 
@@ -71,20 +69,22 @@ class Config:
 def main(config: Config) -> None:
     """Train and measure, or check."""
     case = ddp.CASES[config.case]
-    how = {name: getattr(config, name) for name in ("dim", "bucket_mb", "fuse", "inductor", "late_waits")}
+    how = {name: getattr(config, name) for name in ("dim", "batch", "bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
         if config.case == "gpu" and here.device.type == "cpu":
             raise ValueError("case gpu was sent to device cpu: use case cpu")
         mesh = here.mesh(data=here.world_size)
         if config.check != "none":
-            check = of_case if config.check == "parity" else of_buckets
+            check = compare_techniques if config.check == "parity" else compare_buckets
             here.verdict(**check(mesh, here.device, case, **how), case=config.case)
         else:
             torch.manual_seed(0)
-            lab = LinearChain(how.pop("dim"), case.checkpoint, config.batch).to(here.device)
+            lab = LinearChain(how.pop("dim"), case.checkpoint, how.pop("batch")).to(here.device)
             with ddp.applied(lab, mesh, config.mode, case, **how) as (model, programs):
                 train(config, here, lab, model)
-            here.keep_code(programs)
+            sending = [program for program in programs if "_c10d_functional" in program]  # backward passes
+            if sending:
+                here.keep("code", sending[-1])
 
 
 def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None:
@@ -99,15 +99,14 @@ def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None
     lab.zero_grad()
     with Wire() as wire:
         backward(config, here, lab, model, 0, next(here.plain_steps(1)))
-    for index, bucket in enumerate(wire.buckets(lab.named_parameters())):
-        for name, size in bucket.items():
-            here.comm(f"bucket/{index}/{name}", size)
+    for index, gradients in enumerate(wire.buckets(lab.named_parameters())):
+        here.bucket(index, gradients)
 
 
 def backward(config: Config, here: rank.Here, lab: LinearChain, model: Any, index: int, step: Step) -> Tensor:
     """Forward and backward pass of each batch of a step; the last loss."""
     for batch, synced in enumerate(ddp.CASES[config.case].batches):
-        inputs = lab.get_input(here.device, 10_000 * index + 1000 * batch + here.rank)
+        inputs = samples_and_seed(lab, here.device, index, here.rank, batch)
         with ddp.gradient_sync(model, synced):
             with step.span("forward"):
                 loss = lab.get_loss(inputs, model(*inputs))

@@ -8,8 +8,6 @@ What is wrapped together is gathered together, just before it computes: one unit
 small units send many small messages.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -17,18 +15,22 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
 
-from labkit import compiler, parity, rank
+from labkit import parity, rank, requirements
+from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveInt
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
-from labkit.parallel.checkpointing import blocks_of, freeze_blocks
+from labkit.parallel.checkpointing import apply_activation_checkpointing, blocks_of, freeze_blocks
+from labkit.parallel.compiling import apply_compile, graphs_compiled
 from labkit.parallel.fsdp import apply_fsdp
 from labkit.parallel.units import Units
+from labkit.parity.fsdp import compare_training
 
-HOW = ("wrap", "fsdp", "blocks", "skip", "checkpointing", "precision", "offload", "reshard_after_forward",
-       "prefetch")  # fmt: skip
+FSDP = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -44,9 +46,9 @@ class Config:
     """Units: none (every rank holds all), the whole model, each block of the model, or each layer with parameters."""
     blocks: tuple[str, ...] = ()
     """Class names of the blocks, instead of the model's own."""
-    skip: tuple[int, ...] = ()
+    skip: tuple[NonNegativeInt, ...] = ()
     """Blocks that are left out of the wrapping by mistake, counted from 0: to see what that looks like."""
-    freeze: tuple[int, ...] = ()
+    freeze: tuple[NonNegativeInt, ...] = ()
     """Blocks whose parameters are not trained, counted from 0."""
     fsdp: Literal[1, 2] = 2
     """FullyShardedDataParallel (1) or fully_shard (2)."""
@@ -64,17 +66,17 @@ class Config:
     """Scale the loss, and skip a step whose gradients are not finite on any rank."""
     compile: bool = False
     """Compile each block with inductor."""
-    delay_ms: float = 0.0
+    delay_ms: NonNegativeFloat = 0.0
     """Make each block's forward and backward pass last longer by this."""
-    hidden: int | None = None
+    hidden: PositiveInt | None = None
     """Width of the toy model's wide layers."""
-    narrow: int | None = None
+    narrow: PositiveInt | None = None
     """Width of the toy model's narrow layers."""
-    dim: int | None = None
+    dim: PositiveInt | None = None
     """Width of mlp_stack."""
-    batch: int | None = None
+    batch: PositiveInt | None = None
     """Samples of a rank in a step, where the model can choose."""
-    steps: int = 5
+    steps: PositiveInt = 5
     """Timed steps, after one to warm up; with a check, compared steps."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
@@ -85,13 +87,15 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        catalog.check(self.model, self.blocks, self.sizes())
+        catalog.check(self.model, self.blocks, self.sizes(), skip=self.skip, freeze=self.freeze)
         if self.wrap == "none" and (self.precision != "fp32" or self.offload):
             raise ValueError("wrap none has no unit that could gather in bf16 or be offloaded: use wrap root or block")
         if self.skip and self.wrap != "block":
             raise ValueError(f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block")
         if self.compile:
-            compiler.refuse_if_missing()
+            requirements.refuse_without_compiler()
+        if self.compile and self.checkpointing and self.delay_ms:
+            raise ValueError("a checkpointed block that sleeps does not compile: leave out delay_ms or checkpointing")
 
     def sizes(self) -> dict[str, int]:
         """Those that were asked for; the model knows the rest."""
@@ -108,34 +112,49 @@ def main(config: Config) -> None:
 def run(config: Config, here: rank.Here) -> None:
     """The same within a session."""
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of a unit, which nobody changes in place
-
-    def build(index: int) -> LabModel:  # as rank ``index`` starts with it; only experts differ from rank to rank
-        lab = catalog.build(config.model, seed=0, expert_seed=index, **config.sizes()).to(here.device)
-        freeze_blocks(lab, config.blocks or lab.block_types, config.freeze)
-        return lab
-
-    lab, mesh = build(here.rank), here.mesh(data=here.world_size, alone=1)
+    lab = build(config, here.device, here.rank)
     for block in blocks_of(lab, config.blocks or lab.block_types):
         delay_compute(block, config.delay_ms)
-        block.forward = torch.compile(block.forward, disable=not config.compile)
-    model, units = apply_fsdp(lab, mesh, **{name: getattr(config, name) for name in HOW})
+    model, units = apply(config, here.mesh(data=here.world_size, alone=1), lab)
     if config.check == "none":
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
-        train(config, here, here.steps, model, lab, optimizer, units if config.timeline else {})
-    else:
-        one_device = parity.OneDevice(build, here.world_size, PRECISIONS[config.precision], here.device)
-        measure = partial(here.plain_steps, most=1 if config.precision == "bf16" else None)  # then rounding decides
-        losses = train(config, here, measure, model, lab, parity.optimizer_of(model), {})
-        here.verdict(**one_device.verdict(here.rank, losses, model))
+        train(config, here, lab, model, optimizer, partial(here.steps, units=units if config.timeline else None))
+        return
+    dtype = PRECISIONS[config.precision]
+    steps = config.steps if dtype == torch.float32 else min(config.steps, 1)  # from the second on rounding decides
+    losses = train(config, here, lab, model, parity.optimizer_of(model), partial(here.plain_steps, most=steps))
+    one_device = parity.OneDevice(partial(build, config, here.device), here.world_size, dtype, here.device)
+    verdict = compare_training(one_device, model, losses, rank=here.rank, steps=steps)
+    if config.compile:
+        verdict |= {"compiled_graphs": graphs_compiled(), "ok": verdict["ok"] and graphs_compiled() > 0}
+    here.verdict(**verdict)
 
 
-def train(config: Config, here: rank.Here, measure: rank.Measure, model: nn.Module, lab: LabModel, optimizer: Any,
-          units: Units) -> list[Tensor]:  # fmt: skip
+def build(config: Config, device: torch.device, index: int) -> LabModel:
+    """The model as rank ``index`` starts with it; only experts differ from rank to rank."""
+    lab = catalog.build(config.model, seed=0, expert_seed=index, **config.sizes()).to(device)
+    freeze_blocks(lab, config.blocks or lab.block_types, config.freeze)
+    return lab
+
+
+def apply(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, Units]:
+    """The model on the mesh, and its units."""
+    blocks = config.blocks or lab.block_types
+    if config.checkpointing:
+        apply_activation_checkpointing(lab, blocks)
+    if config.compile:
+        apply_compile(lab, blocks)
+    return apply_fsdp(lab, mesh, **{name: getattr(config, name) for name in FSDP})
+
+
+def train(
+    config: Config, here: rank.Here, lab: LabModel, model: nn.Module, optimizer: Optimizer, measure: rank.Measure
+) -> list[Tensor]:
     """Forward, backward and update in every measured step; this rank's losses."""
     losses: list[Tensor] = []
     scaler = ShardedGradScaler(here.device.type, enabled=config.scaler)
     tracked = [model, optimizer] if config.fsdp == 2 or config.wrap == "none" else []  # FSDP1's views elude a tracker
-    for index, step in enumerate(measure(config.steps, track=tracked, units=units)):
+    for index, step in enumerate(measure(config.steps, track=tracked)):
         inputs = parity.samples_and_seed(lab, here.device, index, here.rank)
         optimizer.zero_grad()
         with step.span("forward"):

@@ -1,4 +1,4 @@
-"""Train on a mesh of two axes: ranks along `tp` share every matrix, ranks along `dp` share the samples.
+"""Train on a mesh of two axes: ranks along `tp` share every matrix, ranks along `data` share the samples.
 
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim                                  # FSDP x TP, small
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity             # equal to one device?
@@ -6,8 +6,6 @@
 
 With `--tp 1` it is data parallelism alone, with `--tp 4` on four ranks tensor parallelism alone.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +15,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from labkit import compiler, rank
+from labkit import rank, requirements
+from labkit.config import PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
-from labkit.parallel.tensor import apply_replicated_tensor_parallel, apply_tensor_parallel
+from labkit.parallel.checkpointing import apply_activation_checkpointing
+from labkit.parallel.compiling import apply_compile
+from labkit.parallel.ddp import apply_replicate
+from labkit.parallel.fsdp import apply_fsdp2
+from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel
 from labkit.parity import samples_and_seed
-from labkit.parity.two_dim import of_two_dims
-from labkit.theory import even_share
+from labkit.parity.two_dim import compare_training
+from labkit.theory.sizes import even_share
 
 
 @dataclass
@@ -33,18 +36,18 @@ class Config:
     preset: Literal["small", "paper"] = "small"
     """Sizes: small runs on any machine, paper is the width of the test that ddp_tp comes from."""
     plan: Literal["fsdp_tp", "ddp_tp"] = "fsdp_tp"
-    """Along dp: fsdp_tp shards the parameters of a stack of MLPs, ddp_tp replicates those of four linear layers."""
+    """Along data: fsdp_tp shards the parameters of a stack of MLPs, ddp_tp replicates those of four linear layers."""
     seq: bool = False
     """Cut the sequence over tp between the MLPs, too (sequence parallel)."""
     checkpointing: bool = False
     """Recompute each MLP in the backward pass (fsdp_tp)."""
-    tp: int = 2
-    """Ranks that share a matrix; the others are along dp."""
-    dim: int = 64
+    tp: PositiveInt = 2
+    """Ranks that share a matrix; the others are along data."""
+    dim: PositiveInt = 64
     """Width of the network."""
-    batch: int = 8
+    batch: PositiveInt = 8
     """Samples of all ranks together in a step; a line of tp takes its part."""
-    steps: int = 3
+    steps: PositiveInt = 3
     """Timed steps, after one to warm up; with a check, compared steps."""
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
@@ -55,7 +58,7 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        if self.tp < 1 or world_size % self.tp:
+        if world_size % self.tp:
             raise ValueError(f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them")
         if (self.seq or self.checkpointing) and self.plan != "fsdp_tp":
             raise ValueError(f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan fsdp_tp")
@@ -64,13 +67,13 @@ class Config:
         even_share(self.batch, world_size // self.tp, "a batch of")
         even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")  # DDP cuts nothing
         if self.check == "parity" and self.compile:
-            compiler.refuse_if_missing()
+            requirements.refuse_without_compiler()
 
 
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
     with rank.session() as here:
-        mesh = here.mesh(dp=here.world_size // config.tp, tp=config.tp)
+        mesh = here.mesh(data=here.world_size // config.tp, tp=config.tp)
         if config.check == "none":
             train(config, here, mesh)
         else:
@@ -80,21 +83,32 @@ def main(config: Config) -> None:
 def compare(config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     """The verdict of ``--check parity``. A collective."""
     how = partial(build, config, mesh, device), partial(apply, config, mesh)
-    return of_two_dims(*how, mesh, device, config.steps, compile=config.compile)
+    return compare_training(*how, mesh, device, config.steps, compile=config.compile)
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPStack | LinearChain:
     """The model, equal on all ranks."""
     torch.manual_seed(0)
     model = MLPStack if config.plan == "fsdp_tp" else LinearChain
-    return model(config.dim, batch=config.batch // mesh["dp"].size()).to(device)
+    return model(config.dim, batch=config.batch // mesh["data"].size()).to(device)
 
 
-def apply(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain) -> nn.Module:
-    """The model on the mesh."""
-    if not isinstance(lab, MLPStack):
-        return apply_replicated_tensor_parallel(lab, mesh)
-    return apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, use_checkpointing=config.checkpointing)
+def apply(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False) -> nn.Module:
+    """The model on the mesh. DDP's all-reduces are compiled with the model, so there the compiler comes last."""
+    if isinstance(lab, LinearChain):
+        model = apply_plain_tensor_parallel(lab, mesh)
+        apply_replicate(model, mesh["data"])
+        if compile:
+            apply_compile(model)
+        return model
+    apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq)
+    if config.checkpointing:
+        apply_activation_checkpointing(lab, lab.block_types)
+    if compile:
+        apply_compile(lab, lab.block_types)
+    if mesh["data"].size() > 1:
+        apply_fsdp2(lab, mesh, block_types=lab.block_types)
+    return lab
 
 
 def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
@@ -104,7 +118,7 @@ def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     tracked = [model, optimizer] if config.plan == "fsdp_tp" else []  # a tracker wants parameters that are leaves
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
-        inputs = samples_and_seed(lab, here.device, index, mesh["dp"].get_local_rank())
+        inputs = samples_and_seed(lab, here.device, index, mesh["data"].get_local_rank())
         optimizer.zero_grad()
         with step.span("forward"):
             loss = lab.get_loss(inputs, model(*inputs))

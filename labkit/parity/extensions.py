@@ -1,16 +1,15 @@
 """Do parameters with all-gather extensions train as plain ones do, and send what theory says?
 
-``of_extension`` and ``of_meta_device`` train three MLPs of width 8 without bias, each a unit, as torch's test of these
-extensions does. The objective is another: the sum of ReLU outputs, minimised, is 0 from the third step on, and so are
-all gradients. The other two look at a network of the caller's.
+``compare_training`` and ``train_from_meta_device`` train three MLPs of width 8 without bias, each a unit, as torch's
+test of these extensions does. The objective is another: the sum of ReLU outputs, minimised, is 0 from the third step
+on, and so are all gradients. The other two look at a network of the caller's. All return what ``Here.verdict`` takes.
 """
-
-from __future__ import annotations
 
 import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,18 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from labkit import tensors
-from labkit.meter import CommunicationCounter
 from labkit.models.mlp import MLP
 from labkit.models.protocol import at_least_float32, seeded_normal
 from labkit.parallel.extensions import apply_extension
-from labkit.parity.training import Parity
+from labkit.parity.one_device import seed_of
+from labkit.parity.training import Parity, count_tensors, shard_of
+from labkit.rank.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
 
 DIM, BATCH = 8, 2
+adam = partial(torch.optim.Adam, lr=1e-2, foreach=True)
 
 
 def three_mlps(device: torch.device | str) -> nn.Sequential:
@@ -37,40 +38,41 @@ def three_mlps(device: torch.device | str) -> nn.Sequential:
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
-def of_extension(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
+def compare_training(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
     """Compare every loss, gradient and shard with plain training whose gradients are reduced by hand. A collective.
 
-    Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive.
-
-    Returns:
-        What ``Here.verdict`` takes.
+    Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive. So the
+    reference is not ``OneDevice``, which would add the ranks' gradients in another order than an all-reduce does.
     """
-    found, alive = Parity(), True
+    found, halves = Parity(), 2 if extension == "two_tensor" else 1
     for reshard in (True, False):
         torch.manual_seed(0)
         reference = three_mlps(device)
         model = apply_extension(copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard)
-        optimizer, expected_optimizer = _adam(model), _adam(reference)
+        optimizer, expected_optimizer = adam(model.parameters()), adam(reference.parameters())
         for step in range(steps):
             x = _samples(mesh, device, step)
             loss, expected = _backward(model, optimizer, x), _backward(reference, expected_optimizer, x)
-            alive &= _reduce_by_hand(reference, mesh)
+            for parameter in reference.parameters():
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad, group=mesh.get_group())
+                parameter.grad /= mesh.size()
+            found.watch(reference)
             optimizer.step()
             expected_optimizer.step()
             where = f"of step {step}, reshard {reshard}"
             for plain in tensors.plain_tensors(loss):
                 found.add(f"loss {where}", plain, expected)
             _compare_shards(found, where, model, reference)
-    verdict = found.verdict(limit=0.0)
-    return verdict | {"gradients_alive": alive, "ok": verdict["ok"] and alive}
+    a_step = halves * (1 + count_tensors(reference, "parameter")) + count_tensors(reference, "gradient")
+    return found.verdict(limit=0.0, expected=2 * steps * a_step)
 
 
-def of_meta_device(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
+def train_from_meta_device(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
     """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
 
-    Returns:
-        What ``Here.verdict`` takes: of how many parameters, how many were on the meta device, were poisoned, hold NaN
-        after training, and have changed in it; the first and the last loss.
+    Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN after training, and have
+    changed in it.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = apply_extension(three_mlps("meta"), mesh, extension, mp_policy=policy)
@@ -86,40 +88,34 @@ def of_meta_device(mesh: DeviceMesh, device: torch.device, extension: str, steps
     if extension != "two_tensor":
         tensors.extend_all(model, extension)
     start = [tensors.plain_shards(parameter)[0].clone() for parameter in parameters]
-    optimizer, x, losses = _adam(model), _samples(mesh, device, 0).bfloat16(), []
+    optimizer, x, losses = adam(parameters), _samples(mesh, device, 0).bfloat16(), []
     for _ in range(steps):
         losses.append(float(_backward(model, optimizer, x)))
         optimizer.step()
-    found: dict[str, Any] = {
+    nan_after = sum(map(_holds_nan, parameters))
+    trained = sum(not tensors.plain_shards(now)[0].equal(old) for now, old in zip(parameters, start, strict=True))
+    all_of_them = len(parameters) == on_meta == poisoned == trained
+    return {
+        "check": "meta",
+        "compared": len(parameters),
         "parameters": len(parameters),
         "on_meta": on_meta,
         "poisoned": poisoned,
-        "nan_after": sum(map(_holds_nan, parameters)),
-        "trained": sum(
-            not torch.equal(tensors.plain_shards(parameter)[0], old)
-            for parameter, old in zip(parameters, start, strict=True)
-        ),
+        "nan_after": nan_after,
+        "trained": trained,
         "first_loss": losses[0],
         "last_loss": losses[-1],
+        "ok": all_of_them and not nan_after and losses[-1] < losses[0],
     }
-    all_of_them = len(parameters) == on_meta == poisoned == found["trained"]
-    ok = all_of_them and not found["nan_after"] and losses[-1] < losses[0]
-    return {"check": "meta", **found, "ok": ok}
 
 
-def of_wire(
+def compare_bytes(
     mesh: DeviceMesh, build: Callable[[str], nn.Module], backward: Callable[[nn.Module], Any], reshard: bool
 ) -> dict[str, Any]:
     """Hold the bytes of each extension's all-gathers in one step against theory. A collective.
 
-    Args:
-        mesh: over which the networks are sharded.
-        build: makes the network with an extension; its root holds no parameters of its own.
-        backward: one forward and backward pass.
-        reshard: parameters are gathered in both passes.
-
-    Returns:
-        What ``Here.verdict`` takes.
+    ``build`` makes the network with an extension; its root holds no parameters of its own. ``backward`` is a forward
+    and a backward pass; with ``reshard``, parameters are gathered in both.
     """
     measured, predicted = {}, {}
     for name in theory.BYTES:
@@ -129,18 +125,14 @@ def of_wire(
         with CommunicationCounter() as counter:
             backward(model)
         measured[name] = counter.bytes["all_gather"]
-    return {"check": "wire", **measured, "theory": predicted, "ok": measured == predicted}
+    ok = measured == predicted and all(measured.values())
+    return {"check": "wire", "compared": len(measured), **measured, "theory": predicted, "ok": ok}
 
 
-def of_loss(mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]) -> dict[str, Any]:
+def compare_final_losses(mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]) -> dict[str, Any]:
     """Train with each extension, and hold the mean loss of all ranks at the end against that of fp32. A collective.
 
-    Args:
-        mesh: one axis.
-        train: trains with an extension, on the same samples whatever it is, and returns this rank's losses.
-
-    Returns:
-        What ``Here.verdict`` takes.
+    ``train`` takes an extension, the same samples whatever it is, and returns this rank's losses.
     """
     final = {}
     for name in theory.LOSS_LIMITS:
@@ -148,15 +140,11 @@ def of_loss(mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]) -> dict[
         dist.all_reduce(total, group=mesh.get_group())
         final[name] = float(total) / mesh.size()
     ok = all(abs(final[name] / final["fp32"] - 1) <= limit for name, limit in theory.LOSS_LIMITS.items())
-    return {"check": "loss", **final, "ok": ok}
-
-
-def _adam(model: nn.Module) -> Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+    return {"check": "loss", "compared": len(final), **final, "ok": ok}
 
 
 def _samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
-    return seeded_normal(BATCH, DIM, device=device, seed=1000 * step + mesh.get_local_rank())
+    return seeded_normal(BATCH, DIM, device=device, seed=seed_of(step, mesh.get_local_rank()))
 
 
 def _backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -167,25 +155,12 @@ def _backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _reduce_by_hand(model: nn.Module, mesh: DeviceMesh) -> bool:
-    """Average the gradients over the ranks, and say whether each of them is more than zeros."""
-    alive = True
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, group=mesh.get_group())
-        parameter.grad /= mesh.size()
-        alive &= bool(parameter.grad.abs().max() > 0)
-    return alive
-
-
 def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.Module) -> None:
     """Add this rank's shard of every gradient and parameter, and both halves where there are two."""
-    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-    for (name, parameter), expected in pairs:
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         for what, mine, whole in (("parameter", parameter, expected), ("gradient", parameter.grad, expected.grad)):
             assert isinstance(mine, DTensor) and whole is not None
-            # src_data_rank=None: cut this rank's own reference, else a wrong one would be replaced by rank 0's
-            part = distribute_tensor(whole.detach(), mine.device_mesh, mine.placements, src_data_rank=None).to_local()
+            part = shard_of(whole.detach(), mine)
             for index, plain in enumerate(tensors.plain_shards(mine)):
                 found.add(f"{what} {name}, half {index}, {where}", plain, part)
 

@@ -1,10 +1,8 @@
 """The tensors of a distributed model: are they right on each rank, are they equal on all, and how to move them.
 
-``check_sharded_parity`` compares shard by shard, and says which parameter is wrong on which rank. ``parity.Parity``
-gathers first, and gives one number over all.
+For tests, the kit's and your own: no lab calls them. ``check_sharded_parity`` compares shard by shard, and says which
+parameter is wrong on which rank; ``parity.Parity``, which the labs use, gathers first and gives one number over all.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement
 
 from labkit.parallel.checkpointing import plain_name
-from labkit.parity.training import whole
+from labkit.parity.one_device import to_dtype
+from labkit.parity.training import shard_of, whole
 
 
 def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()) -> int:
@@ -47,13 +45,13 @@ def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_
         if not isinstance(actual, DTensor):
             raise ValueError(f"{name} is a plain tensor, not a shard: shard the model before it is compared")
         _refuse_ambiguous(name, actual.placements)
-        _compare(f"parameter {name}", actual, expected.detach(), actual.device_mesh, actual.placements)
+        _compare(f"parameter {name}", actual, expected.detach(), actual)
         compared += 1
         if (actual.grad is None) != (expected.grad is None):
             missing = "sharded" if actual.grad is None else "replicated"
             raise AssertionError(f"{name}: only the {missing} module has no gradient")
         if expected.grad is not None:
-            _compare(f"gradient of {name}", actual.grad, expected.grad, actual.device_mesh, actual.placements)
+            _compare(f"gradient of {name}", actual.grad, expected.grad, actual)
             compared += 1
     return compared
 
@@ -63,15 +61,12 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
 
     ``_assert_module_states`` in torch's FSDP tests.
 
-    Args:
-        model: each rank's own copy.
-        group: the ranks; by default all.
-
     Raises:
         AssertionError: names the first tensor that differs, and which ranks agree.
         ValueError: the model holds shards, which differ by design, or no tensors at all.
     """
-    mine = {name: _digest(name, tensor) for name, tensor in _states(model).items()}
+    states = dict(model.named_parameters()) | dict(model.named_buffers())
+    mine = {name: _digest(name, tensor) for name, tensor in states.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
@@ -82,7 +77,8 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
         for rank, digests in enumerate(everyone):
             holders.setdefault(digests.get(name), []).append(rank)
         if len(holders) > 1:
-            raise AssertionError(f"{name} differs between ranks: " + _camps(holders))
+            camps = [f"{_who(ranks)} {'one value' if digest else 'none'}" for digest, ranks in holders.items()]
+            raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
 
 
 def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
@@ -99,10 +95,7 @@ def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
 def full_params(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all whole parameters by name, without what wrappers put into names. A collective for a sharded model.
 
-    ``get_full_params`` in torch's FSDP tests, which gives a list.
-
-    Args:
-        model: FSDP1's (with ``use_orig_params``), FSDP2's, or a plain one.
+    ``get_full_params`` in torch's FSDP tests, which gives a list. FSDP1 must have ``use_orig_params``.
     """
     _free_gathered(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
@@ -113,14 +106,9 @@ def full_params(model: nn.Module) -> dict[str, Tensor]:
 def broadcast_state_dict(
     state: Mapping[str, Tensor] | None, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Rank 0's state dict, on every rank. A collective.
+    """Rank 0's state dict, on every rank, on ``device``. A collective.
 
-    ``_broadcast_state_dict`` in torch's FSDP tests.
-
-    Args:
-        state: whole tensors on any device; looked at on the group's rank 0 only.
-        group: the ranks; by default all.
-        device: where the result is put.
+    ``_broadcast_state_dict`` in torch's FSDP tests. ``state``: whole tensors, looked at on the group's rank 0 only.
 
     Raises:
         ValueError: rank 0 has no state, or shards in it; every rank raises it.
@@ -141,16 +129,12 @@ def broadcast_state_dict(
 def state_dict_of(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Tensor]:
     """A copy of the model's state dict; the model itself stays as it is. FSDP2's gives shards, FSDP1's is a collective.
 
-    ``_get_state_dict`` in torch's FSDP tests, which changes the model instead.
-
-    Args:
-        model: any.
-        cpu_offload: put the copies into host memory.
-        half: turn floating-point tensors into float16.
+    ``_get_state_dict`` in torch's FSDP tests, which changes the model instead. ``cpu_offload`` puts the copies into
+    host memory, ``half`` makes float16 of those that are floating-point.
     """
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if half:
-        copies = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in copies.items()}
+        copies = {name: to_dtype(tensor, torch.float16) for name, tensor in copies.items()}
     return {name: tensor.cpu() for name, tensor in copies.items()} if cpu_offload else copies
 
 
@@ -187,24 +171,16 @@ def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
         )
 
 
-def _compare(
-    what: str, actual: Tensor | None, expected: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> None:
+def _compare(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
     """Raises AssertionError unless this rank's shard of ``actual`` is that which it would hold of ``expected``."""
     if not isinstance(actual, DTensor):
         raise ValueError(f"{what} is a plain tensor, not a shard")
-    if actual.placements != tuple(placements):
-        raise AssertionError(f"{what} is placed {actual.placements}, its parameter {tuple(placements)}")
+    if actual.placements != parameter.placements:
+        raise AssertionError(f"{what} is placed {actual.placements}, its parameter {parameter.placements}")
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
-    # src_data_rank=None: cut this rank's own reference, else a wrong one here would be replaced by rank 0's unseen
-    part = distribute_tensor(expected, mesh, placements, src_data_rank=None)
     where = f"{what}, the shard of rank {dist.get_rank()}"
-    torch.testing.assert_close(actual.to_local(), part.to_local(), msg=lambda text: f"{where}: {text}")
-
-
-def _states(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    torch.testing.assert_close(actual.to_local(), shard_of(expected, actual), msg=lambda text: f"{where}: {text}")
 
 
 def _digest(name: str, tensor: Tensor) -> bytes:
@@ -218,10 +194,5 @@ def _digest(name: str, tensor: Tensor) -> bytes:
     return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()
 
 
-def _camps(holders: Mapping[bytes | None, Sequence[int]]) -> str:
-    """Which ranks agree with each other, as text."""
-    said = []
-    for digest, ranks in holders.items():
-        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        said.append(f"{who} {'hold' if len(ranks) > 1 else 'holds'} {'none' if digest is None else 'one value'}")
-    return "; ".join(said)
+def _who(ranks: list[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"

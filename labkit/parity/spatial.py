@@ -1,0 +1,23 @@
+"""Does a model whose activations are sharded take the training step that one device takes?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parity.training import LIMITS, Parity, count_tensors
+
+
+def compare_training_step(
+    model: nn.Module, outputs: Tensor, reference: nn.Module, expected: Tensor, *, drops_samples: bool = False
+) -> dict[str, Any]:
+    """The verdict on outputs, gradients and parameters after one step of two models that started equal. A collective.
+
+    Outputs are for this rank's samples; ``reference`` is the single-device model, ``expected`` its outputs. Where it
+    ``drops_samples``, these may skip a block, whose gradients are zeros if all of them do.
+    """
+    found = Parity()
+    found.add("outputs", outputs, expected)
+    found.add_training(model, reference, "gradient", some_zeros=drops_samples)
+    found.add_training(model, reference, "parameter")
+    return found.verdict(LIMITS[torch.float32], 1 + count_tensors(reference, "gradient", "parameter"))
