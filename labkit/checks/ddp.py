@@ -1,15 +1,13 @@
 """Checks of lab 4, DDP with the compiler. Each calls the answer with cases of its own; none launches ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import isclose
-from numbers import Integral, Real
-from typing import Any
+from numbers import Integral
+from typing import Any, cast
 
-from labkit.checks.verdict import Verdict, check_values, is_empty, passed, wrong
-from labkit.generated import Line
-from labkit.theory.alpha_beta import AlphaBeta
+from labkit.checks.ask import Verdict, Wrong, call, check_values, exercise, name_of, passed, shown
+from labkit.inductor import Line
+from labkit.theory.collectives import AlphaBeta
 from labkit.theory.ddp import bucket_plan
 
 MIB = 2**20
@@ -25,91 +23,81 @@ PROGRAMS: tuple[tuple[str, list[int], str], ...] = (
 """Programs as kind and buffers of each line; the lines that use a buffer too early; a hint."""
 
 
+@exercise
 def alpha_beta(answer: Callable[..., tuple[float, float]]) -> Verdict:
     """Exercise 1: (alpha, beta) in seconds and seconds a byte, from (small_bytes, small_s, large_bytes, large_s)."""
-    if is_empty(answer):
-        return Verdict("not attempted")
     networks = [AlphaBeta(1e-4, 1e-9), AlphaBeta(2e-5, 4e-10), AlphaBeta(0.0, 1e-9)]
     for network, (small, large) in zip(networks, [(1000, 1_000_000), (4096, 4_194_304), (8, 80)], strict=True):
         arguments = (small, network.seconds(small), large, network.seconds(large))
-        call = f"{answer.__name__}({', '.join(f'{each:g}' for each in arguments)})"
+        asked = f"{name_of(answer)}({', '.join(f'{each:g}' for each in arguments)})"
+        found = call(answer, *arguments, in_words=asked)
         try:
-            found = answer(*arguments)
-        except Exception as error:
-            return wrong(f"{call} raised {type(error).__name__}: {error}")
-        if not _is_pair(found):
-            return wrong(f"{call} gave {found!r}, not two numbers: return alpha, beta")
-        if not (_near(found[0], network.alpha_s) and _near(found[1], network.beta_s_per_byte)):
-            expected = f"({network.alpha_s:g}, {network.beta_s_per_byte:g})"
-            return wrong(f"{call} gave ({found[0]:g}, {found[1]:g}), expected {expected}. {_hint(found, arguments)}")
+            alpha, beta = map(float, found)
+        except Exception:  # an integer of hundreds of digits is no float either
+            raise Wrong(f"{asked} gave {shown(found)}, not two numbers: return alpha, beta") from None
+        for got, right in ((alpha, network.alpha_s), (beta, network.beta_s_per_byte)):
+            if not isclose(got, right, rel_tol=1e-6, abs_tol=1e-12):
+                expected = f"({network.alpha_s:g}, {network.beta_s_per_byte:g})"
+                raise Wrong(f"{asked} gave ({alpha:g}, {beta:g}), expected {expected}. {_hint(alpha, beta, arguments)}")
     return passed(f"{len(networks)} networks agree")
 
 
-def _is_pair(found: object) -> bool:
-    return isinstance(found, Sequence) and len(found) == 2 and all(isinstance(each, Real) for each in found)
-
-
-def _near(found: float, expected: float) -> bool:
-    return isclose(found, expected, rel_tol=1e-6, abs_tol=1e-12)
-
-
-def _hint(found: Sequence[float], arguments: tuple[int, float, int, float]) -> str:
+def _hint(alpha: float, beta: float, arguments: tuple[int, float, int, float]) -> str:
     _, small_s, large, large_s = arguments
-    if found[0] > 0 and isclose(found[1], large_s / large):
+    if alpha > 0 and isclose(beta, large_s / large):
         return "The large message's time holds a latency too."
-    if isclose(found[0], small_s):
+    if isclose(alpha, small_s):
         return "The small message's time holds its bytes too."
-    if found[0] < found[1]:
+    if alpha < beta:
         return "Is the latency first?"
     return "Beta is what the additional bytes cost; alpha is what is left of a message without its bytes."
 
 
+@exercise
 def bucket_count(answer: Callable[..., int]) -> Verdict:
     """Exercise 2: the compiler's buckets, from (sizes, bucket_mb); sizes in bytes, in the order of readiness."""
     first = "The first bucket closes at 1 MiB already, whatever bucket_mb says."
     closes = "A bucket closes once it holds bucket_mb MiB, with the gradient that took it there inside."
     last = "What is left when the backward pass ends is a bucket too."
     cases = [
-        ([MIB // 2], 25, last),
-        ([MIB // 2, MIB, MIB], 25, first),
-        ([2 * MIB, 3 * MIB, 3 * MIB, 3 * MIB], 5, closes),
-        ([2 * MIB, 5 * MIB, 5 * MIB], 5, closes),
-        ([2 * MIB, 3 * MIB, 3 * MIB], 5, last),
-        ([8000, 16_000_000] * 4, 25, closes),
+        ([MIB // 2], 25),
+        ([MIB // 2, MIB, MIB], 25),
+        ([2 * MIB, 3 * MIB, 3 * MIB, 3 * MIB], 5),
+        ([2 * MIB, 5 * MIB, 5 * MIB], 5),
+        ([2 * MIB, 3 * MIB, 3 * MIB], 5),
+        ([8000, 16_000_000] * 4, 25),
     ]
-    return check_values(
-        answer,
-        [
-            ({"sizes": sizes, "bucket_mb": bucket_mb}, len(bucket_plan(sizes, bucket_mb=bucket_mb)), hint)
-            for sizes, bucket_mb, hint in cases
-        ],
-    )
+    hints = [last, first, closes, closes, last, closes]
+    return check_values(answer, lambda sizes, bucket_mb: len(bucket_plan(sizes, bucket_mb=bucket_mb)), cases, hints)
 
 
+@exercise
 def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
     """Exercise 3: the fewest buckets of at most so many bytes, from (sizes, limit); each a list of positions.
 
     Positions count from 0 and keep their order. A gradient that is larger than the limit has a bucket of its own.
     """
-    if is_empty(answer):
-        return Verdict("not attempted")
-    cases = [
-        ([], 10), ([4], 10), ([4, 4, 4], 10), ([5, 5, 5, 5], 10), ([10, 10], 10), ([6, 5, 4, 3], 10),
-        ([3, 12, 3], 10), ([12, 3, 7, 1], 10), ([1] * 7, 3),
-    ]  # fmt: skip
-    for sizes, limit in cases:
-        call = f"{answer.__name__}({sizes}, limit={limit})"
-        try:
-            found = answer(list(sizes), limit)
-        except Exception as error:
-            return wrong(f"{call} raised {type(error).__name__}: {error}")
-        problem = _problem_with_buckets(found, sizes, limit)
+    cases: list[tuple[list[int], int, int]] = [
+        ([], 10, 0),
+        ([4], 10, 1),
+        ([4, 4, 4], 10, 2),
+        ([5, 5, 5, 5], 10, 2),
+        ([10, 10], 10, 2),
+        ([6, 5, 4, 3], 10, 3),
+        ([3, 12, 3], 10, 3),
+        ([12, 3, 7, 1], 10, 3),
+        ([1] * 7, 3, 3),
+    ]
+    for sizes, limit, fewest in cases:
+        asked = f"{name_of(answer)}({sizes}, limit={limit})"
+        found = call(answer, list(sizes), limit, in_words=asked)
+        problem = _problem_with_buckets(found, sizes, limit, fewest)
         if problem:
-            return wrong(f"{call} gave {found!r}: {problem}")
+            raise Wrong(f"{asked} gave {shown(found)}: {problem}")
     return passed(f"{len(cases)} lists of gradients: order kept, bound met, no bucket too many")
 
 
-def _problem_with_buckets(found: object, sizes: Sequence[int], limit: int) -> str:
+def _problem_with_buckets(found: object, sizes: Sequence[int], limit: int, fewest: int) -> str:
     """What is wrong with buckets of these sizes, or ""."""
     if not isinstance(found, list) or not all(isinstance(bucket, list) for bucket in found):
         return "return a list of lists of positions"
@@ -126,44 +114,29 @@ def _problem_with_buckets(found: object, sizes: Sequence[int], limit: int) -> st
         held = sum(sizes[position] for position in bucket)
         if held > limit and len(bucket) > 1:
             return f"bucket {bucket} holds {held} bytes, more than {limit}"
-    fewest = _fewest(sizes, limit)
     return f"{len(found)} buckets, and {fewest} would do" if len(found) > fewest else ""
 
 
-def _fewest(sizes: Sequence[int], limit: int) -> int:
-    """The fewest buckets that keep order and bound: filling each as far as it goes is optimal."""
-    count, held = 0, limit + 1
-    for size in sizes:
-        if held + size > limit:
-            count, held = count + 1, 0
-        held += size
-    return count
-
-
+@exercise
 def early_uses(answer: Callable[..., list[int]]) -> Verdict:
     """Exercise 4: numbers of the lines that use a buffer between its collective and its wait, from (lines).
 
-    Each line is a ``generated.Line``, of which ``number``, ``kind`` and ``buffers`` are needed.
+    Each line is an ``inductor.Line``, of which ``number``, ``kind`` and ``buffers`` are needed.
     """
-    if is_empty(answer):
-        return Verdict("not attempted")
     for program, expected, hint in PROGRAMS:
-        lines = [_line(number, text) for number, text in enumerate(program.split(", "), start=1)]
-        shown = "; ".join(f"{line.number} {line.text}" for line in lines)
-        try:
-            found = answer(lines)
-        except Exception as error:
-            return wrong(f"for the program [{shown}] {answer.__name__} raised {type(error).__name__}: {error}")
-        if found != expected:
-            return wrong(f"for the program [{shown}] {answer.__name__} gave {found!r}, expected {expected}. {hint}")
+        lines = []
+        for number, line in enumerate(program.split(", "), start=1):
+            kind, *buffers = line.split()
+            lines.append(Line(number, cast(Any, kind), kind, tuple(buffers), line))
+        text = "; ".join(f"{line.number} {line.text}" for line in lines)
+        asked = f"for the program [{text}] {name_of(answer)}"
+        found = call(answer, lines, in_words=asked)
+        if not isinstance(found, list) or found != expected:
+            raise Wrong(f"{asked} gave {shown(found)}, expected {expected}. {hint}")
     return passed(f"{len(PROGRAMS)} programs agree")
 
 
-def _line(number: int, text: str) -> Line:
-    words: list[Any] = text.split()  # the first is a kind, of which Line's type knows a few alone
-    return Line(number, words[0], words[0], tuple(words[1:]), text)
-
-
+@exercise
 def wire_bytes(answer: Callable[..., int]) -> Verdict:
     """Exercise 5: bytes that a rank hands to all-reduces before a step of the optimizer.
 
@@ -173,14 +146,17 @@ def wire_bytes(answer: Callable[..., int]) -> Verdict:
     once = "With no_sync the gradients add up on the rank, and one message holds their sum."
     half = "The hook sends bfloat16, 2 bytes a number; without it a gradient has 4."
     cases = [
-        (1000, 1, False, False, half), (1000, 1, False, True, half), (1000, 4, False, False, every),
-        (1000, 4, True, False, once), (1000, 8, True, True, once), (500, 3, False, True, every),
-    ]  # fmt: skip
-    names = ("parameters", "micro_batches", "no_sync", "bf16")
-    return check_values(
-        answer,
-        [
-            (dict(zip(names, case, strict=True)), case[0] * (1 if case[2] else case[1]) * (2 if case[3] else 4), hint)
-            for *case, hint in cases
-        ],
-    )
+        (1000, 1, False, False),
+        (1000, 1, False, True),
+        (1000, 4, False, False),
+        (1000, 4, True, False),
+        (1000, 8, True, True),
+        (500, 3, False, True),
+    ]
+
+    hints = [half, half, every, once, once, every]
+
+    def right(parameters: int, micro_batches: int, no_sync: bool, bf16: bool) -> int:
+        return parameters * (1 if no_sync else micro_batches) * (2 if bf16 else 4)
+
+    return check_values(answer, right, cases, hints)

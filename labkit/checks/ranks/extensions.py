@@ -1,96 +1,93 @@
-"""On a rank: a small FSDP2 model that gathers with a learner's functions, held against one that gathers with labkit's.
+"""On a rank: a small FSDP2 model gathers with a learner's functions and trains a few steps.
 
-Everything here is a collective. ``Wrong`` is raised on every rank alike.
+The notebook's process trains the same model on one device: it imports what both need from here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labkit import tensors
-from labkit.meter import CommunicationCounter
+from labkit.checks.ask import Wrong, name_of
 from labkit.models.protocol import seeded_normal
+from labkit.rank.traffic import CommunicationCounter
 from labkit.tensors import Extension, TwoTensor
-from labkit.theory import extensions as theory
 
 Hook = Callable[..., Any]
-Losses = list[list[Tensor]]  # of each step: one, or those of both halves
-STEPS, BATCH = 3, 4
+STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
 HOOK_WIDTHS = (64, 51, 80, 33)  # weights [51, 64], [80, 51], [33, 80]: two of them do not divide by 2
 CODEC_WIDTHS = (128, 128, 129, 128)  # rows long enough to have a scale each and stay below 0.26 of float32
+DTYPES = {"two_tensor": (torch.float32, torch.bfloat16), "int8": (torch.float32,)}
+"""For each kind of hook, the dtypes to compute in."""
 
 
-class Wrong(Exception):
-    """The answer is wrong; the message is for the learner."""
-
-
-def try_hook(mesh: DeviceMesh, what: str, hook: Hook) -> None:
-    """Train with a learner's post-all-gather hook. Raises Wrong.
-
-    Args:
-        mesh: one axis.
-        what: "two_tensor", in float32 and with casting to bfloat16, or "int8", for what labkit's int8 gather sends.
-        hook: without ``self``.
-    """
-    put, wanted, dtypes = TRIALS[what]
-    for dtype in dtypes:
-        model, expected = put(mesh, dtype, observed(hook, wanted)), put(mesh, dtype)
-        where = str(dtype).removeprefix("torch.")
-        compare(train(model, STEPS), train(expected, STEPS), where)
-        refuse_leak(model, where)
-
-
-def try_codec(
-    mesh: DeviceMesh, encode: Hook, decode: Hook, *, most_bytes: float, most_error: float
-) -> tuple[float, float]:
-    """Train with a learner's gather: of weights that differ much in size, and with a row of zeros. Raises Wrong.
-
-    Args:
-        mesh: one axis.
-        encode: as for ``tensors.Extension``.
-        decode: likewise.
-        most_bytes: what may be sent, as a part of float32's bytes.
-        most_error: of a gathered weight, over the largest of its parameter.
+def feed(*answers: Hook, what: str) -> dict[str, Any]:
+    """Train with a post-all-gather hook without ``self`` ("two_tensor", "int8"), or with an encode and a decode.
 
     Returns:
-        The measured part of float32's bytes, and the measured error.
+        Of a hook, by dtype: ``losses`` of each step, and ``left``, bytes of full parameters that stay in memory, by
+        name. Of a codec, see ``try_codec``.
+
+    Raises:
+        Wrong: FSDP2 could not use what an answer gives.
     """
-    model = build(CODEC_WIDTHS)
-    first, second, third = model.parameters()
-    with torch.no_grad():
-        first[0] = 0
-        second.mul_(1e-4)
-        third[: len(third) // 2].mul_(3)
-        sent = encode(first.clone())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if what == "codec":
+        return try_codec(mesh, *answers)
+    found = {}
+    for dtype in DTYPES[what]:
+        model = with_hook(mesh, what, dtype, *answers)
+        losses = train(model, STEPS)
+        found[str(dtype).removeprefix("torch.")] = {"losses": losses, "left": tensors.unfreed_bytes(model)}
+    return found
+
+
+def try_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
+    """``weights`` as they were gathered before training, by name; then the ``loss`` and ``sent`` bytes of a step."""
+    model = codec_model()
+    sent = encode(next(model.parameters()).detach().clone())
     if not isinstance(sent, tuple) or not all(isinstance(tensor, Tensor) for tensor in sent):
-        raise Wrong(f"{encode.__name__} gave {type(sent).__name__}, not a tuple of tensors")
+        raise Wrong(f"{name_of(encode)} gave {type(sent).__name__}, not a tuple of tensors")
     shard(model, mesh, torch.float32)
-    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     tensors.extend_all(model, Extension(("tensor",) * len(sent), encode, decode))
-    error = tensors.gathered_error(model)  # before training makes the tiny weights larger
+    weights: dict[str, Any] = {}
+    unit: Any  # a linear layer that fully_shard has made an FSDPModule, too
+    for name, unit in model.named_children():
+        unit.unshard()
+        weights[name] = unit.weight.detach().clone()
+        unit.reshard()
     with CommunicationCounter() as counter:
         losses = train(model, steps=1)
-    if not losses[0][0].isfinite():
-        raise Wrong("the loss is not a finite number: is something divided by the largest of a row of zeros?")
-    if error > most_error:
-        raise Wrong(f"a gathered weight is off by {error:.2g} of its parameter's largest; {most_error:.2g} is allowed")
-    ratio = counter.bytes["all_gather"] / theory.step_bytes(shapes, mesh.size(), "fp32")
-    if ratio > most_bytes:
-        raise Wrong(f"it sends {ratio:.3f} of the bytes of float32; {most_bytes:g} is allowed")
-    return ratio, error
+    return {"weights": weights, "loss": losses[0][0], "sent": counter.bytes["all_gather"]}
 
 
 def build(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers without bias, equal on all ranks."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(widths)))
+    """Linear layers without bias, equal everywhere."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(widths)))
+
+
+@torch.no_grad()
+def codec_model() -> nn.Sequential:
+    """Weights that differ much in size, and a row of zeros."""
+    model = build(CODEC_WIDTHS)
+    first, second, third = model.parameters()
+    first[0] = 0
+    second.mul_(1e-4)
+    third[: len(third) // 2].mul_(3)
+    return model
+
+
+def sample(step: int, width: int) -> Tensor:
+    """[BATCH, width], the same everywhere."""
+    return seeded_normal(BATCH, width, device=torch.device("cpu"), seed=step)
 
 
 def shard(model: nn.Sequential, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Sequential:
@@ -100,71 +97,53 @@ def shard(model: nn.Sequential, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Sequ
     return model
 
 
-def with_two_tensors(mesh: DeviceMesh, dtype: torch.dtype, hook: Hook | None = None) -> nn.Sequential:
-    """A sharded model of TwoTensors whose second half is twice the first, with a hook of its own or labkit's."""
-    kind = type("Answered", (TwoTensor,), {"fsdp_post_all_gather": staticmethod(hook)}) if hook else TwoTensor
+def with_hook(mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook) -> nn.Sequential:
+    """A sharded model with a hook of its own: of int8 and scales, or of TwoTensors, the second half twice the first."""
     model = build(HOOK_WIDTHS)
+    if what == "int8":
+        watched = observed(hook, Tensor)
+        tensors.extend_all(shard(model, mesh, dtype), "int8")
+        for parameter in model.parameters():
+            parameter._local_tensor.fsdp_post_all_gather = watched  # type: ignore[attr-defined]  # see tensors.extend
+        return model
+    kind = type("Answered", (TwoTensor,), {"fsdp_post_all_gather": staticmethod(observed(hook, TwoTensor))})
     for module in model:
         assert isinstance(module, nn.Linear)
         module.weight = nn.Parameter(kind(module.weight, 2 * module.weight.detach()))
     return shard(model, mesh, dtype)
 
 
-def with_int8(mesh: DeviceMesh, dtype: torch.dtype, hook: Hook | None = None) -> nn.Sequential:
-    """A sharded model that sends int8 and a scale for each row, and decodes with a hook or as labkit does."""
-    model = shard(build(HOOK_WIDTHS), mesh, dtype)
-    tensors.extend_all(model, "int8")
-    for parameter in model.parameters() if hook else ():
-        parameter._local_tensor.fsdp_post_all_gather = hook  # type: ignore[attr-defined]  # see tensors.extend
-    return model
-
-
-TRIALS: dict[str, tuple[Callable[..., nn.Sequential], type[Tensor], tuple[torch.dtype, ...]]] = {
-    "two_tensor": (with_two_tensors, TwoTensor, (torch.float32, torch.bfloat16)),
-    "int8": (with_int8, torch.Tensor, (torch.float32,)),
-}
-"""For each kind of hook, who builds the model, what the hook must return, and the dtypes to compute in."""
-
-
 def observed(hook: Hook, kind: type[Tensor]) -> Hook:
     """A post-all-gather hook whose answers are looked at; raises Wrong for one that FSDP2 could not use."""
 
     def post_all_gather(gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None) -> Any:
-        if out is not None:
-            poison(out, gathered)
-            return hook(gathered, metadata, dtype, out=out)
-        answer = hook(gathered, metadata, dtype)
-        check_first(answer, gathered, dtype, kind)
-        return answer
+        if out is None:
+            answer = hook(gathered, metadata, dtype)
+            check_first(answer, gathered, dtype, kind)
+            return answer
+        if not storages([out]) & storages(gathered):  # just allocated again: the old values may happen to lie there
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
+                for plain in tensors.plain_tensors(out):
+                    plain.fill_(torch.nan)
+        return hook(gathered, metadata, dtype, out=out)
 
     return post_all_gather
 
 
 def check_first(answer: Any, gathered: Sequence[Tensor], dtype: torch.dtype, kind: type[Tensor]) -> None:
     """Raise Wrong unless this is what a hook must return on the first call."""
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], kind):
-        parts = [type(each).__name__ for each in answer] if isinstance(answer, tuple) else [type(answer).__name__]
-        seen = f"on the first call the hook gave {', '.join(parts)}"
-        raise Wrong(f"{seen}, not two things, a {kind.__name__} and a tuple of the tensors to free")
-    whole, to_free = answer
+    first, parts = "on the first call the", answer if isinstance(answer, tuple) else (answer,)
+    if answer is not parts or len(parts) != 2 or not isinstance(parts[0], kind):
+        seen = ", ".join(type(each).__name__ for each in parts)
+        raise Wrong(f"{first} hook gave {seen}, not two things, a {kind.__name__} and a tuple of the tensors to free")
+    whole, to_free = parts
     if not isinstance(to_free, tuple | list) or not all(isinstance(each, Tensor) for each in to_free):
-        raise Wrong("on the first call the second part of the answer must be a tuple of the tensors to free")
+        raise Wrong(f"{first} second part of the answer must be a tuple of the tensors to free")
     if whole.shape != gathered[0].shape or whole.dtype != dtype:
-        raise Wrong(
-            f"the parameter is {tuple(whole.shape)} in {whole.dtype}, not {tuple(gathered[0].shape)} in {dtype}: "
-            "all that was gathered, padding included"
-        )
+        right = f"{tuple(gathered[0].shape)} in {dtype}: all that was gathered, padding included"
+        raise Wrong(f"the parameter is {tuple(whole.shape)} in {whole.dtype}, not {right}")
     if all(each.dtype == dtype for each in gathered) and not storages([whole]) <= storages(gathered):
         raise Wrong("what was gathered has the right dtype already, and a copy of it needs the memory twice")
-
-
-def poison(out: Tensor, gathered: Sequence[Tensor]) -> None:
-    """Fill memory that FSDP2 has just allocated again with NaN; what happens to lie there may be the old values."""
-    if storages([out]) & storages(gathered):
-        return
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
-        for plain in tensors.plain_tensors(out):
-            plain.fill_(torch.nan)
 
 
 def storages(given: Sequence[Tensor]) -> set[int]:
@@ -172,37 +151,14 @@ def storages(given: Sequence[Tensor]) -> set[int]:
     return {plain.untyped_storage().data_ptr() for each in given for plain in tensors.plain_tensors(each)}
 
 
-def train(model: nn.Sequential, steps: int) -> Losses:
-    """A few steps on samples that all ranks share; the losses, both where there are two."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
+def train(model: nn.Sequential, steps: int) -> list[list[Tensor]]:
+    """A few steps on samples that all ranks share; of each the loss, both where there are two."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, foreach=True)
     width, losses = next(model.parameters()).shape[1], []
     for step in range(steps):
         optimizer.zero_grad()
-        x = seeded_normal(BATCH, width, device=torch.device("cpu"), seed=step)
-        loss = (model(x).float() - 1).square().mean()
+        loss = (model(sample(step, width)).float() - 1).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(tensors.plain_tensors(loss.detach()))
     return losses
-
-
-def compare(got: Losses, expected: Losses, where: str) -> None:
-    """Raise Wrong, naming the step, where losses differ by more than rounding."""
-    for step, (mine, right) in enumerate(zip(got, expected, strict=True)):
-        for half, (a, b) in enumerate(zip(mine, right, strict=True)):
-            if not torch.allclose(a, b, rtol=1e-5):
-                which = f"half {'ab'[half]} of the loss" if len(right) == 2 else "the loss"
-                call = "the first call already gives another parameter" if step == 0 else "what `out` holds is wrong"
-                seen = "is NaN" if a.isnan() else "is wrong"
-                raise Wrong(f"in {where}, {which} {seen} in step {step}: {call}")
-
-
-def refuse_leak(model: nn.Module, where: str) -> None:
-    """Raise Wrong where full parameters stay in memory, with what is left after each unit."""
-    left = tensors.unfreed_bytes(model)
-    if left:
-        growth = ", ".join(f"{size:,}" for size in accumulate(left.values()))
-        raise Wrong(
-            f"in {where}, memory grows with every unit: {growth} bytes are left after reshard, 0 should be. "
-            "Which memory did the hook make, and who was told to free it?"
-        )

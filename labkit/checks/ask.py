@@ -1,0 +1,205 @@
+"""How a check asks: it calls the learner's function, whatever that is and does, and ends in a verdict.
+
+@exercise
+def double(answer: Callable[..., int]) -> Verdict:
+    found = call(answer, 3)
+    if found != 6:
+        raise Wrong(f"double(3) gave {shown(found)}, expected 6")
+    return passed("one case agrees")
+"""
+
+import dis
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from html import escape
+from numbers import Integral, Real  # numpy's numbers are among them
+from typing import Any, ParamSpec
+from unittest import mock
+
+from torch import Tensor, allclose  # bound here: an answer may replace torch.allclose, and must not judge itself
+
+COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": "#5F5F5F"}
+LONGEST = 300
+NOTHING_DONE = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
+Parameters = ParamSpec("Parameters")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check.
+
+    Attributes:
+        state: "passed", "wrong" or "not attempted".
+        detail: what was seen, or what is wrong and where to look.
+    """
+
+    state: str
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the answer is right."""
+        return self.state == "passed"
+
+    def __repr__(self) -> str:
+        return f"{self.state}: {self.detail}" if self.detail else self.state
+
+    def _repr_html_(self) -> str:
+        colour = COLOURS[self.state]
+        return f'<p style="color:{colour}"><b>{self.state}</b> {escape(self.detail)}</p>'
+
+
+class Wrong(Exception):
+    """The answer is wrong; the message, for the learner, is what is wrong and a hint."""
+
+
+class NotAttempted(Exception):
+    """The answer's body is still empty."""
+
+
+def passed(detail: str) -> Verdict:
+    """A right answer, with what was seen."""
+    return Verdict("passed", detail)
+
+
+def wrong(detail: str) -> Verdict:
+    """A wrong answer, with what is wrong and a hint."""
+    return Verdict("wrong", detail)
+
+
+def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdict]:
+    """A check whose ``Wrong`` and ``NotAttempted`` become verdicts."""
+
+    @functools.wraps(check)
+    def judged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Verdict:
+        try:
+            return check(*args, **kwargs)
+        except NotAttempted:
+            return Verdict("not attempted")
+        except Wrong as reason:
+            return wrong(str(reason))
+
+    return judged
+
+
+def refuse_unless_attempted(answer: object) -> None:
+    """Raise NotAttempted for a function with nothing in it, Wrong for what cannot be called and give a value."""
+    if not callable(answer):
+        raise Wrong(f"{shown(answer)} is no function: hand over the function by its name, without calling it")
+    if inspect.iscoroutinefunction(answer):
+        raise Wrong(f"{name_of(answer)} is an async function, which gives a coroutine when called: write def alone")
+    code = getattr(answer, "__code__", None)
+    if code and all(each.opname in NOTHING_DONE and _is_nothing(each) for each in dis.get_instructions(code)):
+        raise NotAttempted
+
+
+def _is_nothing(instruction: dis.Instruction) -> bool:
+    return "CONST" not in instruction.opname or instruction.argval is None
+
+
+def call(answer: Callable[..., Any], *args: Any, in_words: str = "", hint: str = "", **kwargs: Any) -> Any:
+    """What an answer gives for these arguments.
+
+    Args:
+        answer: the learner's function.
+        *args: its arguments.
+        in_words: the call as a learner reads it; by default, with all arguments.
+        hint: for an answer that raises a RuntimeError.
+        **kwargs: more arguments.
+
+    Raises:
+        NotAttempted: the answer is empty.
+        Wrong: it is no function, or raised something.
+    """
+    refuse_unless_attempted(answer)
+    try:
+        with _kernel_stays():
+            return answer(*args, **kwargs)
+    except KeyboardInterrupt:  # the learner's own
+        raise
+    except BaseException as error:  # SystemExit, too, which would end the notebook's kernel
+        said = f"{in_words or call_in_words(answer, *args, **kwargs)} raised {in_short(error)}"
+        raise Wrong(f"{said}. {hint}" if hint and isinstance(error, RuntimeError) else said) from error
+
+
+def _kernel_stays() -> AbstractContextManager[Any]:
+    """Lets exit() of a notebook, which would ask its kernel to stop and return, raise SystemExit as elsewhere."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return mock.patch.object(shell, "ask_exit", side_effect=SystemExit) if shell else nullcontext()
+
+
+def check_values(
+    answer: Callable[..., Any],
+    right: Callable[..., float],
+    cases: Sequence[tuple[Any, ...]],
+    hints: str | Sequence[str],
+) -> Verdict:
+    """Call the answer with each case's arguments, by name, and hold its number against the right one.
+
+    Args:
+        answer: the learner's function.
+        right: gives the right number for the same arguments, and their names.
+        cases: arguments.
+        hints: for who gets a case wrong; one for each case, or one for all.
+
+    Raises:
+        NotAttempted: the answer is empty.
+        Wrong: at the first case that does not agree.
+    """
+    names = inspect.signature(right).parameters
+    each_hint = [hints] * len(cases) if isinstance(hints, str) else hints
+    for case, hint in zip(cases, each_hint, strict=True):
+        arguments, expected = dict(zip(names, case, strict=True)), right(*case)
+        in_words = call_in_words(answer, **arguments)
+        found = call(answer, in_words=in_words, **arguments)
+        if not isinstance(found, Real):
+            raise Wrong(f"{in_words} gave {shown(found)}, not a number: does every path return?")
+        if found != expected:
+            raise Wrong(f"{in_words} gave {shown(found)}, expected {expected:,}. {hint}")
+    return passed(f"{len(cases)} cases agree")
+
+
+def name_of(answer: object) -> str:
+    """What to call an answer: a function's name, or the type of another object."""
+    return getattr(answer, "__name__", type(answer).__name__)
+
+
+def call_in_words(answer: object, *args: Any, **kwargs: Any) -> str:
+    """A call as its learner would write it."""
+    given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+    return f"{name_of(answer)}({', '.join(given)})"
+
+
+def in_short(error: BaseException) -> str:
+    """An exception's type and message."""
+    try:
+        message = str(error)
+    except Exception:
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def shown(value: object) -> str:
+    """Any value in words: numbers with commas, nothing longer than a few lines, and never an error."""
+    try:
+        if isinstance(value, Integral) and abs(int(value)) >= 10**30:
+            return f"a number of {math.floor(math.log10(abs(int(value)))) + 1:,} digits"
+        if isinstance(value, Fraction):  # which knows no commas before Python 3.12
+            return str(value)
+        text = f"{value:,}" if isinstance(value, Real) else repr(value)
+    except Exception as error:
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+def same(got: Tensor | None, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+    """Whether there is a tensor that agrees with another in shape and, but for rounding, in its numbers."""
+    if got is None:
+        return False
+    return got.shape == expected.shape and allclose(got.to(expected.dtype), expected, rtol=rtol, atol=atol)

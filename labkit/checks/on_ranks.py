@@ -1,0 +1,144 @@
+"""Runs a learner's functions on real ranks, and brings home what came of them.
+
+The functions travel by value, with whatever they use of other cells. A rank that sends nothing home has not finished,
+however it ended: nothing passes that every rank has not sent.
+"""
+
+import contextlib
+import io
+import json
+import linecache
+import pickle
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+import labkit
+from labkit.checks.ask import Wrong, in_short, name_of, refuse_unless_attempted
+from labkit.checks.ranks.answers import ANSWERS, LEFT, sent_by
+from labkit.folder import RunFolder, read_json
+
+PROGRAM = Path(__file__).with_name("ranks") / "answers.py"
+FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+THREAD = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
+
+
+def on_ranks(
+    lab: str,
+    *answers: Callable[..., Any],
+    judge: Callable[[int, dict[str, Any]], None],
+    ranks: int,
+    timeout_s: float,
+    waiting: str,
+    hints: Mapping[str, str] | None = None,
+    **setup: Any,
+) -> None:
+    """Run answers on ranks, and judge here what each rank sends home.
+
+    Args:
+        lab: the module in checks/ranks whose ``feed`` calls the answers.
+        *answers: the learner's functions.
+        judge: called with each rank and what it sent; raises Wrong. What has come home is judged even if a rank failed.
+        ranks: how many, on the CPU.
+        timeout_s: they are stopped after this.
+        waiting: a question that helps when ranks wait for each other.
+        hints: for an error on a rank, what to do about it, by a part of its text.
+        **setup: arguments of ``feed`` beside the answers, such as JSON can hold.
+
+    Raises:
+        NotAttempted: an answer is empty.
+        Wrong: an answer cannot be sent, or a rank failed, ended early, did not end, or sent something wrong.
+    """
+    for answer in answers:
+        refuse_unless_attempted(answer)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / ANSWERS).write_bytes(packed(answers))
+        parameters = {"folder": name, "lab": lab, "setup": json.dumps(setup)}
+        problem = ""
+        try:
+            labkit.run(PROGRAM, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
+        except labkit.RankFailed as failure:
+            problem = _reason(failure, folder, ranks, waiting, hints or {})
+        except labkit.RunTimedOut as stopped:
+            waited = f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
+            loop = _endless_loop(stopped.stacks, answers)
+            problem = f"after {stopped.timeout_s:g} s {loop}" if loop else waited
+        done = _done(folder, ranks)
+        if not problem and len(done) < ranks:
+            problem = f"rank {min(set(range(ranks)) - set(done))} {LEFT}"
+        for index in done if LEFT not in problem else ():
+            judge(index, torch.load(sent_by(folder, index), weights_only=True))
+        if problem:
+            raise Wrong(problem)
+
+
+def _done(folder: Path, ranks: int) -> list[int]:
+    """The ranks that have sent something home."""
+    return [index for index in range(ranks) if sent_by(folder, index).exists()]
+
+
+def packed(answers: Sequence[Callable[..., Any]]) -> bytes:
+    """Functions as ``answers.load_answers`` reads them: by value, with the globals that they use.
+
+    Raises:
+        Wrong: they use something that cannot leave this process.
+    """
+    file = io.BytesIO()
+    pickle.dump([path for path in sys.path if path], file)
+    known = {*sys.stdlib_module_names, *cloudpickle.list_registry_pickle_by_value()}
+    with contextlib.ExitStack() as afterwards:
+        for module in {sys.modules.get(getattr(answer, "__module__", None) or "") for answer in answers}:
+            # a rank may not find the notebook's own modules, or run too much; it has the installed packages
+            if module and not module.__package__ and module.__name__ not in known:
+                cloudpickle.register_pickle_by_value(module)
+                afterwards.callback(cloudpickle.unregister_pickle_by_value, module)
+        try:
+            cloudpickle.dump(tuple(answers), file)
+        except Exception as error:
+            names = " and ".join(map(name_of, answers))
+            said = f"{names} cannot be sent to the ranks with what is used there: {in_short(error)}"
+            used = {name for answer in answers if hasattr(answer, "__code__") for name in answer.__code__.co_names}
+            # a notebook's exit holds all of the notebook
+            raise Wrong(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
+    return file.getvalue()
+
+
+def _reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]) -> str:
+    """What made a rank fail: its own error, or another rank that was no longer there."""
+    if failure.exc_type == "Wrong":
+        return failure.message
+    run = RunFolder(failure.log.parent)
+    if read_json(run.error(failure.rank)).get("echo"):
+        done, failures = _done(folder, ranks), read_json(run.exit_json).get("failures")
+        # a rank that torchrun ended is among its failures; without them nobody knows who left by itself
+        ended = {*done, *(end["rank"] for end in failures)} if failures else set(range(ranks))
+        gone = [index for index in range(ranks) if index not in ended and not run.error(index).exists()]
+        if gone:
+            return f"rank {' or '.join(map(str, gone))} {LEFT}"
+        if done:
+            return f"rank {failure.rank} waited for rank {done[0]}, which was done: {waiting}"
+    error = f"{failure.exc_type}: {failure.message}" if failure.message else failure.exc_type
+    hint = next((hint for part, hint in hints.items() if part in error), "")
+    return f"{hint} ({error})" if hint else f"on rank {failure.rank}, {error}"
+
+
+def _endless_loop(stacks: Mapping[int, str], answers: Sequence[Callable[..., Any]]) -> str:
+    """Which rank was busy in an answer's own line when it was stopped; "" where all wait in a collective."""
+    own = {(code.co_filename, code.co_name): code for each in answers if (code := getattr(each, "__code__", None))}
+    for index, stack in sorted(stacks.items()):
+        for thread in THREAD.split(stack):
+            for file, line, name in FRAME.findall(thread):  # the innermost first
+                text = linecache.getline(file, int(line)).strip()
+                if "torch/distributed" in file or re.search(r"\bwait\(", text):  # a request has no frame of its own
+                    break
+                if (file, name) in own:
+                    number = int(line) - own[file, name].co_firstlineno + 1
+                    return f"rank {index} was still in line {number} of {name}, `{text}`: when does its loop end?"
+    return ""
