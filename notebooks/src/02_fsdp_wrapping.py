@@ -15,27 +15,35 @@
 
 # %% tags=["nbval-ignore-output"]
 import pandas
+import torch
 from torch import distributed as dist
 from torch import nn
 
 import labkit
 from labkit import doctor, plots
 from labkit.checks import fsdp as checks
+from labkit.config import require
 from labkit.theory import fsdp as theory
 
 doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. The network is a stack of three multilayer perceptrons: linear, ReLU, linear, ReLU, with
-# an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*.
+# an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. Change the values if you like: the next cell
+# refuses those that cannot work. The text speaks of the values below.
 
 # %% tags=["parameters"]
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
 BATCH: int = 32  # samples of a rank in a step, of 8 places each
-STEPS: int = 2  # timed training steps in each run
+STEPS: int = 10  # timed training steps in each run
 
 # %%
+require("RANKS", RANKS, at_least=2, because="one rank has nobody to share parameters with")
+require("DIM", DIM, at_least=1, because="a layer needs a width")
+require("BATCH", BATCH, at_least=1, because="a step needs a sample")
+require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+
 SETUP = {"nproc": RANKS, "model": "mlp_stack", "dim": DIM, "batch": BATCH, "steps": STEPS}
 SAMPLES = 8 * BATCH
 
@@ -163,7 +171,8 @@ names = {"block": "block", "block,\ncheckpointing": "block, checkpointing"}
 ax = plots.latency({names[label]: runs[label] for label in names})
 
 # %% [markdown]
-# *The forward pass lasts as long as before, the backward pass longer. On a busy machine the bars move; take several runs.*
+# *Time of a step without and with checkpointing. What is computed once more is computed in the backward pass, so that is
+# the bar that should grow. On a busy machine the bars move; take several runs.*
 
 # %%
 collectives = ("all_gather_count", "reduce_scatter_count")
@@ -356,7 +365,7 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 # ### Exercise 6: average, but not everything
 #
 # Average every gradient over the ranks, and leave those of `experts` alone. `dist.all_reduce(tensor)` adds a tensor up over
-# all ranks, in place. Your function runs on two real ranks.
+# all ranks, in place. Your function runs on two real ranks. Whatever it uses of this notebook is copied there.
 
 
 # %%

@@ -18,14 +18,16 @@
 import pandas
 
 import labkit
-from labkit import doctor, generated, plots
+from labkit import doctor, inductor, plots
 from labkit.checks import ddp as checks
+from labkit.config import require
 from labkit.theory import ddp as theory
 
 doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. The network is a chain of four linear layers, each `DIM` wide, with biases.
+# Change the values if you like: the next cell refuses those that cannot work. The text speaks of the values below.
 
 # %% tags=["parameters"]
 RANKS: int = 2  # ranks that share the samples
@@ -34,6 +36,11 @@ BUCKET_MB: float = 5.0  # size at which a bucket is sent, in MiB
 STEPS: int = 3  # timed training steps in each run
 
 # %%
+require("RANKS", RANKS, at_least=2, because="one rank has nobody to average with")
+require("DIM", DIM, at_least=1, because="a layer needs a width")
+require("BUCKET_MB", BUCKET_MB, float, above=0, because="a bucket has to hold something")
+require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+
 SETUP = {"nproc": RANKS, "dim": DIM, "bucket_mb": BUCKET_MB, "steps": STEPS}
 
 # %% [markdown]
@@ -224,7 +231,7 @@ _ = plots.compare(coalesced, predict("compiled"))
 # the fold below them for the whole program.
 
 # %% tags=["nbval-ignore-output"]
-coalesced.ranks[0].code()
+inductor.Listing(coalesced.ranks[0].kept("code"))
 
 # %% [markdown]
 # Read it from the top. `extern` lines are products of matrices, `kernel` lines are loops that inductor wrote itself:
@@ -245,7 +252,7 @@ concat = labkit.run("ddp_compile", fuse="concat", **SETUP)
 plots.table(concat, predict("compiled"))
 
 # %% tags=["nbval-ignore-output"]
-concat.ranks[0].code()
+inductor.Listing(concat.ranks[0].kept("code"))
 
 # %% [markdown]
 # The same buckets and the same bytes. There is one buffer and one wait for each bucket, and more kernels: they copy
@@ -270,7 +277,7 @@ concat.ranks[0].code()
 
 
 # %%
-def early_uses(lines: list[generated.Line]) -> list[int]:
+def early_uses(lines: list[inductor.Line]) -> list[int]:
     ### BEGIN SOLUTION
     in_flight, found = set(), []
     for line in lines:
@@ -291,7 +298,7 @@ checks.early_uses(early_uses)
 # Try it on the real program, as it is and without its first wait. The line that it names is the `return`.
 
 # %% tags=["nbval-ignore-output"]
-lines = generated.read(coalesced.ranks[0].code().code)
+lines = inductor.read(coalesced.ranks[0].kept("code"))
 first_wait = next(line for line in lines if line.kind == "wait")
 print("as it is:             ", early_uses(lines))
 print("without its first wait", early_uses([line for line in lines if line is not first_wait]))
@@ -306,8 +313,8 @@ ax = plots.timeline(eager)
 
 # %% [markdown]
 # *A backward pass with the reducer. Bucket 0 leaves when half of the layers are done and travels while the others
-# compute. A bucket may outlast the layers, so that its end is exposed, too. Bucket 1 leaves last: nothing is left to
-# hide it, so it is exposed.*
+# compute. A bucket may outlast the layers, so that its end is exposed, too. Bucket 1 leaves last, when little or nothing
+# is left to hide it.*
 #
 # Now the compiled program.
 
@@ -357,8 +364,8 @@ ax = plots.latency(latencies)
 # On a busy machine the bars move; take several runs.*
 #
 # Four of our gradients have 4 MB, above alpha / beta even alone; the four biases add a latency each. So eight messages
-# cost little more than two. A network of many small layers is another matter. The default of 25 MiB is far above
-# alpha / beta on most networks, and far below most models.
+# cost little more than two: six times alpha, which the noise of these bars may hide. A network of many small layers is another
+# matter. The default of 25 MiB is far above alpha / beta on most networks, and far below most models.
 
 # %% [markdown]
 # ## Fewer bytes: a compression hook

@@ -24,32 +24,40 @@ from torch.nn.functional import relu, softmax
 
 import labkit
 from labkit import doctor, plots
-from labkit.checks import plan_ranks
-from labkit.checks import tensor as checks
+from labkit.checks import two_dim as checks
+from labkit.checks.ranks import two_dim
+from labkit.config import require
 from labkit.theory import fsdp
-from labkit.theory import tensor as theory
+from labkit.theory import two_dim as theory
 
 doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. The network is lab 2's stack of three MLPs: linear, ReLU, linear, ReLU, with an inner width
 # of 3, 4 and 3 times `DIM`. A sample is a sequence of 8 places, as a text is a sequence of words. Each place has `DIM`
-# numbers. A linear layer treats every place alike.
+# numbers. A linear layer treats every place alike. Change the values if you like: the next cell refuses those that cannot
+# work. The text speaks of the values below.
 
 # %% tags=["parameters"]
-RANKS: int = 4  # ranks of the mesh; the text counts on 4
+RANKS: int = 4  # ranks of the mesh
 DIM: int = 64  # width of the network
 BATCH: int = 48  # samples of all ranks together in a step, of 8 places each
 STEPS: int = 1  # timed training steps in each run
 
 # %%
+require("RANKS", RANKS, at_least=4, multiple_of=4, because="the meshes have 1, 2 and 4 ranks along tp")
+require("DIM", DIM, at_least=1, multiple_of=RANKS, because="the ranks share each layer's features evenly")
+require("BATCH", BATCH, at_least=1, multiple_of=RANKS, because="the ranks share the samples evenly")
+require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
+
 SETUP = {"nproc": RANKS, "dim": DIM, "batch": BATCH, "steps": STEPS}
 PAIRS = theory.mlp_pairs(DIM)
+MESHES = {tp: {"data": RANKS // tp, "tp": tp} for tp in (1, 2, 4)}  # lengths of the two axes
 
 
-def places(dp):
-    """Places of the samples that one rank works on."""
-    return 8 * BATCH // dp
+def places(tp):
+    """Places of the samples that one rank works on, if `tp` ranks share each matrix."""
+    return 8 * BATCH // MESHES[tp]["data"]
 
 
 # %% [markdown]
@@ -160,14 +168,14 @@ checks.tp_bytes(tp_bytes)
 # TP sends whole activations, several times for each layer. That is too much for many ranks. So ranks get a second axis.
 
 # %%
-ax = plots.mesh(dp=2, tp=2)
+ax = plots.mesh(data=2, tp=2)
 
 # %% [markdown]
-# *Four ranks, 2 × 2. A row is a group along the axis `tp`: same samples, different features. A column is a group along `dp`:
-# same features, different samples.*
+# *Four ranks, 2 × 2. A row is a group along the axis `tp`: its ranks have the same samples and different features. A column is
+# a group along the axis `data`: the same features, different samples.*
 #
-# Along `dp` we use FSDP. It shards what a rank of `tp` holds. To FSDP that is simply a thinner model: each inner width is
-# divided by `tp`, and all of lab 2's formulas hold.
+# Along the axis `data` we use FSDP. It shards what tensor parallelism leaves to a rank. To FSDP that is simply a thinner
+# model: each inner width is divided by the number of ranks along `tp`, and all of lab 2's formulas hold.
 #
 # A **plan** says how each layer is cut. PyTorch puts in the messages.
 #
@@ -175,7 +183,7 @@ ax = plots.mesh(dp=2, tp=2)
 # plan = {"layers.0.in_proj": ColwiseParallel(), "layers.0.out_proj": RowwiseParallel(), ...}
 # parallelize_module(model, mesh["tp"], plan)
 # for layer in model.layers:
-#     fully_shard(layer, mesh=mesh["dp"])
+#     fully_shard(layer, mesh=mesh["data"])
 # ```
 #
 # Let us train the stack on the mesh. The traced step notes along which axis each collective ran.
@@ -187,13 +195,13 @@ square = labkit.run("two_dim", tp=2, **SETUP)
 # ### Exercise 3: which axis does it run on?
 #
 # How often does each collective run in a step, and along which axis? Return a dict. Its keys are an axis and a collective:
-# `"tp/all_reduce"`, `"dp/all_gather"`, and so on. There are three MLPs, each a unit of FSDP. Leave out what does not happen.
+# `"tp/all_reduce"`, `"data/all_gather"`, and so on. There are three MLPs, each a unit of FSDP. Leave out what does not happen.
 
 
 # %%
 def collectives() -> dict[str, int]:
     ### BEGIN SOLUTION
-    return {"tp/all_reduce": 3 + 2, "dp/all_gather": 3 + 3, "dp/reduce_scatter": 3}
+    return {"tp/all_reduce": 3 + 2, "data/all_gather": 3 + 3, "data/reduce_scatter": 3}
     ### END SOLUTION
 
 
@@ -201,11 +209,11 @@ def collectives() -> dict[str, int]:
 checks.collectives(collectives, square)
 
 # %% [markdown]
-# Activations travel along `tp`, parameters and their gradients along `dp`. Now the bytes, and what a rank keeps.
+# Activations travel along `tp`, parameters and their gradients along `data`. Now the bytes, and what a rank keeps.
 
 # %%
-predicted = theory.collectives(PAIRS, places(2), dp=2, tp=2)
-predicted |= theory.resident_bytes(PAIRS, dp=2, tp=2)
+predicted = theory.collectives(PAIRS, places(2), **MESHES[2])
+predicted |= theory.resident_bytes(PAIRS, **MESHES[2])
 _ = plots.compare(square, predicted)
 
 # %% [markdown]
@@ -229,15 +237,15 @@ labels = {1: "FSDP alone", 2: "2 x 2", 4: "TP alone"}
 
 def wire(tp, ranks=RANKS, pairs=PAIRS, step_places=8 * BATCH):
     """Bytes that theory lets a rank send, by axis."""
-    dp = ranks // tp
-    sent = theory.collectives(pairs, step_places // dp, dp=dp, tp=tp)
-    return theory.wire_bytes(sent, dp=dp, tp=tp)
+    data = ranks // tp
+    sent = theory.collectives(pairs, step_places // data, data=data, tp=tp)
+    return theory.wire_bytes(sent, data=data, tp=tp)
 
 
 def measured_wire(tp, result):
     """The same from what was counted."""
     sent = {name: result.value(name) for name in result.summary() if "/" in name}
-    return theory.wire_bytes(sent, dp=RANKS // tp, tp=tp)
+    return theory.wire_bytes(sent, **MESHES[tp])
 
 
 by_theory = {labels[tp]: wire(tp) for tp in runs}
@@ -256,12 +264,12 @@ ax = plots.traffic(by_theory, by_count, results=list(runs.values()))
 expected = {}
 for tp in (1, 2):
     layers = theory.rank_layers(PAIRS, tp)
-    expected[labels[tp]] = fsdp.step_peak(layers, places(RANKS // tp), RANKS // tp)
-kept = theory.resident_bytes(PAIRS, dp=1, tp=4)
+    expected[labels[tp]] = fsdp.step_peak(layers, places(tp), MESHES[tp]["data"])
+kept = theory.resident_bytes(PAIRS, **MESHES[4])
 expected["TP alone"] = {
     "parameter": kept["end_parameter_bytes"],
     "optimizer": kept["end_optstate_bytes"],
-    "activation": theory.activation_bytes(PAIRS, places(1), 4),
+    "activation": theory.activation_bytes(PAIRS, places(4), 4),
 }
 ax = plots.breakdown(expected, {labels[tp]: result for tp, result in runs.items()})
 
@@ -278,13 +286,13 @@ ax = plots.breakdown(expected, {labels[tp]: result for tp, result in runs.items(
 # %%
 large = {"ranks": 64, "pairs": [(4096, 4 * 4096)] * 32, "step_places": 64 * 2048}
 splits = {f"{tp}": wire(tp, **large) for tp in (1, 2, 4, 8, 16)}
-ax = plots.traffic(splits, xlabel="ranks along tp, of 64; the others are along dp")
+ax = plots.traffic(splits, xlabel="ranks along tp; 64 divided by it are along data")
 
 # %% [markdown]
 # *Theory alone. Four ranks along `tp` halve the traffic; with sixteen it is larger than without.*
 #
-# There is one more reason for a second axis, and often the decisive one. Along `dp` each rank needs a sample of its own. A
-# batch of 64 cannot be shared out over 256 ranks.
+# There is one more reason for a second axis, and often the decisive one. Each rank along `data` needs a sample of its
+# own. A batch of 64 cannot be shared out over 256 ranks.
 
 # %%
 try:
@@ -304,8 +312,8 @@ except labkit.ParameterError as refused:
 
 # %%
 for name, cut in (("sequence whole", False), ("sequence cut", True)):
-    sent = theory.activations_sent(PAIRS, places(1), 4, sequence_parallel=cut)
-    wired = theory.wire_bytes(sent, dp=1, tp=4)["tp"]
+    sent = theory.activations_sent(PAIRS, places(4), 4, sequence_parallel=cut)
+    wired = theory.wire_bytes(sent, **MESHES[4])["tp"]
     counts = [
         f"{count} {key.removeprefix('tp/').removesuffix('_count')}"
         for key, count in sent.items()
@@ -326,7 +334,7 @@ for checkpointing in (False, True):
     for cut in (False, True):
         label = "checkpointing" if checkpointing else "everything kept"
         how = {"sequence_parallel": cut, "checkpointing": checkpointing}
-        held_bytes = theory.activation_bytes(PAIRS, places(1), 4, **how)
+        held_bytes = theory.activation_bytes(PAIRS, places(4), 4, **how)
         rows.setdefault(label, {})["cut" if cut else "whole"] = held_bytes
 pandas.DataFrame.from_dict(rows, orient="index").add_prefix("bytes, sequence ")
 
@@ -349,7 +357,7 @@ ax = plots.breakdown(forecast, sequence)
 
 # %%
 how = {"sequence_parallel": True, "checkpointing": True}
-predicted_cut = theory.collectives(PAIRS, places(1), dp=1, tp=4, **how)
+predicted_cut = theory.collectives(PAIRS, places(4), **MESHES[4], **how)
 plots.table(sequence["sequence cut"], predicted_cut)
 
 # %% [markdown]
@@ -358,24 +366,25 @@ plots.table(sequence["sequence cut"], predicted_cut)
 # ## DDP along the other axis
 #
 # Where memory is no concern, gradients can be averaged as in plain data parallelism: `replicate` instead of `fully_shard`.
-# Every rank keeps its thin model whole. Here with four linear layers, two pairs. Their samples have one place each, so a rank
-# has `BATCH // 2` places.
+# Every rank keeps its thin model whole. Here with four linear layers, two pairs. A sample has one place here, so on the 2 × 2
+# mesh a rank works on `BATCH / 2` places.
 
 # %%
 replicated = labkit.run("two_dim", plan="ddp_tp", **SETUP)
 chain = theory.chain_pairs(DIM)
-predicted_ddp = theory.collectives(chain, BATCH // 2, dp=2, tp=2, plan="ddp_tp")
-plots.table(replicated, predicted_ddp | {"dp/all_reduce_count": 1})
+predicted_ddp = theory.collectives(chain, BATCH // MESHES[2]["data"], **MESHES[2], plan="ddp_tp")
+plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 
 # %% [markdown]
-# All gradients travel in one all-reduce along `dp`: they fit into one bucket, as lab 4 explains. Along `tp` there are two
+# All gradients travel in one all-reduce along `data`: they fit into one bucket, as lab 4 explains. Along `tp` there are two
 # all-reduces forward and one backward.
 #
-# What does FSDP save against DDP on the same mesh? The states, divided by `dp`. By theory:
+# What does FSDP save against DDP on the same mesh? It divides parameters, gradients and Adam's means by the number of ranks
+# along `data`. By theory:
 
 # %%
 plans = ("ddp_tp", "fsdp_tp")
-states = {plan: theory.resident_bytes(PAIRS, dp=2, tp=2, plan=plan) for plan in plans}
+states = {plan: theory.resident_bytes(PAIRS, **MESHES[2], plan=plan) for plan in plans}
 pandas.DataFrame.from_dict(states, orient="index")
 
 # %% [markdown]
@@ -397,14 +406,14 @@ print(f"{compared} tensors equal one device's to 1 part in 100,000: {parity.ok}"
 # Language models use a gated MLP. Two layers read the input, and one opens and closes the other's features.
 
 # %%
-print(inspect.getsource(plan_ranks.GatedMLP.forward))
+print(inspect.getsource(two_dim.GatedMLP.forward))
 
 # %% [markdown]
 # Write its plan: a dict from the names `gate`, `up` and `down` to `ColwiseParallel()` or `RowwiseParallel()`. One all-reduce a
 # step is enough.
 #
-# Your plan runs on 2 × 2 ranks, in other processes. Of this notebook it sees only `torch`, PyTorch's parallel styles such as
-# `ColwiseParallel`, and the placements, such as `Replicate` and `Shard`.
+# Your plan runs on 2 × 2 ranks, in other processes. Whatever it uses of this notebook is copied there: imports, other
+# functions, values.
 
 
 # %%
@@ -442,8 +451,7 @@ checks.stack_plan(broken_plan)
 # The samples come in whole on every rank of `tp`. The plan says that they are cut. So PyTorch takes two copies of a sequence
 # for two halves of a longer one, computes everything twice, and adds up the gradients of both.
 #
-# Write a plan that is right. Between the MLPs the sequence may stay cut. Again it runs in other processes, which see only
-# `torch`, the parallel styles and the placements.
+# Write a plan that is right. Between the MLPs the sequence may stay cut. Again it runs in other processes, as above.
 
 
 # %%
@@ -470,7 +478,7 @@ checks.stack_plan(repaired_plan)
 # - The same program runs unchanged, over NCCL: `labkit.run("two_dim", nproc=4, preset="paper")`.
 #   Counts and bytes should be the same; no GPU run is recorded yet.
 # - Messages along `tp` cannot hide: the next layer waits for their sum. So `tp` belongs on the fastest links, inside one
-#   machine, and is seldom larger than 8. Along `dp`, FSDP gathers ahead and hides most of its messages.
+#   machine, and is seldom larger than 8. Along `data`, FSDP gathers ahead and hides most of its messages.
 # - With more ranks a third axis can follow, such as pipeline stages. The method stays: predict each axis by itself.
 #
 # Figures from named GPUs belong into the folder `results`. None is recorded there yet for this lab.
@@ -483,16 +491,16 @@ checks.stack_plan(repaired_plan)
 # %% tags=["summary"]
 tables = {"2 x 2": plots.table(square, predicted)}
 for tp, label in ((1, "FSDP alone"), (4, "TP alone")):
-    dp = RANKS // tp
-    traffic = theory.collectives(PAIRS, places(dp), dp=dp, tp=tp)
-    tables[label] = plots.table(runs[tp], traffic | theory.resident_bytes(PAIRS, dp=dp, tp=tp))
+    traffic = theory.collectives(PAIRS, places(tp), **MESHES[tp])
+    tables[label] = plots.table(runs[tp], traffic | theory.resident_bytes(PAIRS, **MESHES[tp]))
 tables["sequence cut"] = plots.table(sequence["sequence cut"], predicted_cut)
-tables["DDP x TP"] = plots.table(replicated, predicted_ddp | {"dp/all_reduce_count": 1})
+tables["DDP x TP"] = plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 pandas.concat(tables)
 
 # %% [markdown]
 # ## Where to go from here
 #
 # - Compile it: `labkit.run("two_dim", nproc=4, plan="ddp_tp", check="parity")`. It needs a C++ compiler.
-# - Read `labkit/parallel/tensor.py` (the plans), then `labkit/theory/tensor.py`, and `labkit/meter.py` on counting by axis.
+# - Read `labkit/parallel/tensor_parallel.py` (the plans), then `labkit/theory/two_dim.py`, and `labkit/rank/traffic.py` on
+#   counting by axis.
 # - For a model of your own: draw which tensors are whole, cut or partial between two layers. Then write the plan.

@@ -1,8 +1,8 @@
 """Make the notebooks from their sources.
 
-    python notebooks/build.py                          # all of notebooks/src
-    python notebooks/build.py 01_spatial_sharding      # one
-    python notebooks/build.py --check                  # is everything up to date? executes nothing
+    python -m notebooks.tools.build                          # all of notebooks/src
+    python -m notebooks.tools.build 01_spatial_sharding      # one
+    python -m notebooks.tools.build --check                  # is everything up to date? executes nothing
 
 `src/NN_topic.py` (jupytext's percent format) is the only form that is edited. It gives `NN_topic.ipynb` for learners,
 with the bodies between `### BEGIN SOLUTION` and `### END SOLUTION` taken out, and `solved/NN_topic.ipynb`, executed and
@@ -18,8 +18,8 @@ from pathlib import Path
 import nbformat
 import tyro
 
-from notebooks.pipeline.execute import CellFailed, execute, strip
-from notebooks.pipeline.source import (
+from notebooks.tools.execute import CellFailed, execute, strip
+from notebooks.tools.source import (
     Lab,
     Notebook,
     SourceError,
@@ -30,7 +30,7 @@ from notebooks.pipeline.source import (
     solved_notebook,
 )
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parents[1]
 MAX_BYTES = 1_000_000
 REGENERATE = "run: make notebooks"
 

@@ -15,7 +15,7 @@ import papermill
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from notebooks.pipeline.source import Notebook
+from notebooks.tools.source import Notebook
 
 CELL_TIMEOUT_S = 180
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"

@@ -1,6 +1,6 @@
 """Execute one lab with its solutions and leave pages and pictures: what `make run` does.
 
-    python notebooks/execute.py 01_spatial_sharding
+    python -m notebooks.tools.run 01_spatial_sharding
 
 Writes out/01_spatial_sharding.ipynb, .html and out/figures/01_*.png, prints the outputs of the cell tagged `summary`.
 """
@@ -17,10 +17,10 @@ import nbformat
 import tyro
 from nbconvert import HTMLExporter
 
-from notebooks.pipeline.execute import CellFailed, execute, sections, strip
-from notebooks.pipeline.source import Notebook, SourceError, find_labs, solved_notebook
+from notebooks.tools.execute import CellFailed, execute, sections, strip
+from notebooks.tools.source import Notebook, SourceError, find_labs, solved_notebook
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parents[1]
 
 
 def main(name: tyro.conf.Positional[str], /, folder: Path = FOLDER, out: Path = FOLDER.parent / "out") -> int:
