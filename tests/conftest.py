@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from fixture_answers import answer_to  # noqa: F401  (fixtures of all tests)
+from fixture_answers import answer_to, nothing_starts, ranks_at_hand  # noqa: F401  (fixtures of all tests)
 from fixture_ranks import rank_pool, ranks  # noqa: F401
 from fixture_threads import threads  # noqa: F401
 

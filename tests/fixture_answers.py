@@ -1,10 +1,20 @@
-"""The fixture ``answer_to``: a learner's function from the text of its body, as a cell of a notebook has it."""
+"""Fixtures for checks: ``answer_to`` makes a function from text, ``ranks_at_hand`` judges it without a launch.
+
+A check launches its ranks anew, which takes seconds. The processes of ``fixture_ranks`` are there already, and do the
+same: so many wrong answers can be judged, each by the check itself.
+"""
 
 import importlib.util
 import itertools
+import json
 import textwrap
+from pathlib import Path
 
 import pytest
+import torch
+
+import labkit
+from labkit.checks.ranks import answers
 
 
 @pytest.fixture
@@ -22,3 +32,33 @@ def answer_to(tmp_path):
         return getattr(module, head.split()[1].split("(")[0])
 
     return made
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    """Fails a test that starts a run."""
+    monkeypatch.setattr(labkit, "run", lambda *arguments, **parameters: pytest.fail("a run was started"))
+
+
+@pytest.fixture
+def ranks_at_hand(rank_pool, monkeypatch):
+    """Lets checks run their program on the processes of ``fixture_ranks``, as labkit.run would on new ones."""
+
+    def run(path, *, nproc, device, timeout_s, folder, lab, setup):
+        failures = rank_pool.run(nproc, be_a_rank, (folder, lab, setup), timeout_s)
+        for rank, failure in enumerate(failures):
+            if failure:
+                raise labkit.RankFailed(rank, *failure, "", Path(folder) / "run" / "log")
+
+    monkeypatch.setattr(labkit, "run", run)
+
+
+def be_a_rank(folder, lab, setup):
+    """What the program of the checks does in its session; the type and message of what it raises."""
+    allclose, answers.PATIENCE_S = torch.allclose, 0  # these processes stay anyway
+    try:
+        answers.feed_and_send(Path(folder), lab, json.loads(setup))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        torch.allclose = allclose  # which an answer may have replaced, and these processes judge no other by it

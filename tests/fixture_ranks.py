@@ -37,7 +37,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.process import cores, loopback_interface
+from labkit import requirements
+from labkit.launcher.process import loopback_interface
 
 TIMEOUT_S = 60.0
 START_LIMIT_S = 90.0  # importing torch, on a busy machine
@@ -204,7 +205,7 @@ def serve(pipe: connection.Connection, stack: Path) -> None:
 def answer_of(rank: int, count: int, rendezvous: Path, module: str, name: str, args: bytes, limit_s: float) -> Answer:
     """Run a body as this rank of a new gloo group."""
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{count}"}
-    torch.set_num_threads(max(1, cores() // count))
+    torch.set_num_threads(max(1, len(requirements.cores()) // count))
     torch.manual_seed(0)
     try:
         body = operator.attrgetter(name)(importlib.import_module(module))

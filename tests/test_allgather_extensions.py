@@ -6,13 +6,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from fixture_cells import run_cells
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
-from labkit import compiler
+from labkit import requirements
 from labkit.errors import ParameterError
 from labkit.models.protocol import seeded_normal
+from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import apply_extension
 from labkit.parity import extensions as parity
 from labkit.tensors import plain_tensors
@@ -20,15 +22,15 @@ from labkit.theory import extensions as theory
 
 STEPS = 10
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(bool(compiler.problem()), reason="torch.compile needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(bool(requirements.compiler_problem()), reason="torch.compile needs a C++ compiler")
 
 
 def compare(extension, steps):
-    return parity.of_extension(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, steps)
+    return parity.compare_training(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, steps)
 
 
 def from_meta(extension):
-    return parity.of_meta_device(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, STEPS)
+    return parity.train_from_meta_device(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, STEPS)
 
 
 @pytest.mark.parametrize(("extension", "halves", "nproc"), [("two_tensor", 2, 2), ("two_tensor", 2, 4), ("fp32", 1, 2)])
@@ -38,7 +40,7 @@ def test_ten_steps_are_exactly_those_of_plain_training(ranks, extension, halves,
         assert verdict["max_rel_error"] == 0
         assert verdict["gradients_alive"]
         # with and without resharding: the loss and 6 parameters of each half, and 6 gradients, which are plain
-        assert verdict["compared"] == 2 * STEPS * (7 * halves + 6)
+        assert verdict["compared"] == verdict["expected"] == 2 * STEPS * (7 * halves + 6)
 
 
 def test_the_comparison_sees_what_int8_rounds(ranks):
@@ -71,17 +73,31 @@ def test_a_parameter_that_was_never_set_is_found(ranks):
         assert not verdict["ok"]
 
 
+CELLS = {
+    "wire": {"check": "wire"},
+    "loss": {"check": "loss", "steps": 60},
+    "eager": {"extension": "int8", "steps": 3},
+    "compiled": {"extension": "int8", "steps": 3, "compile": True},
+}
+
+
 @pytest.fixture(scope="module")
-def wire():
-    result = labkit.run("allgather_extensions", nproc=2, device="cpu", check="wire")
-    return json.loads(result.ranks[0].log().splitlines()[-1])
+def runs():
+    """Of the cells by name, in one launch."""
+    cells = {name: cell for name, cell in CELLS.items() if name != "compiled" or not requirements.compiler_problem()}
+    return dict(zip(cells, run_cells("allgather_extensions", 2, list(cells.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def wire(runs):
+    return json.loads(runs["wire"].ranks[0].log().splitlines()[-1])
 
 
 def test_the_bytes_on_the_wire_are_those_of_theory(wire):
     dim = 128
     shapes = [(dim, 768), *[(4 * dim, dim), (dim, 4 * dim)] * 2, (10, dim)]
     expected = {name: theory.step_bytes(shapes, 2, name) for name in theory.BYTES}
-    assert wire == {"check": "wire", **expected, "theory": expected, "ok": True}
+    assert wire == {"check": "wire", "compared": len(theory.BYTES), **expected, "theory": expected, "ok": True}
 
 
 def wire_against_a_wrong_theory():
@@ -94,7 +110,7 @@ def wire_against_a_wrong_theory():
         def build(name):
             return apply_extension(torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)), mesh, name)
 
-        return parity.of_wire(mesh, build, lambda model: model(torch.ones(1, 8)), False)
+        return parity.compare_bytes(mesh, build, lambda model: model(torch.ones(1, 8)), False)
     finally:
         theory.step_bytes = original
 
@@ -120,7 +136,9 @@ def loss_limits(limits):
     ends = {"fp32": 0.5} | {name: 0.5 * (1 + part) for name, part in limits.items()}
     # a rank's own losses: high before the end, and apart from each other, so that only their mean is right
     apart = 0.1 * (2 * dist.get_rank() - 1)
-    verdict = parity.of_loss(mesh, lambda name: [torch.tensor(9.0)] + [torch.tensor(ends[name] + apart)] * 10)
+    verdict = parity.compare_final_losses(
+        mesh, lambda name: [torch.tensor(9.0)] + [torch.tensor(ends[name] + apart)] * 10
+    )
     return verdict["ok"], verdict["fp32"]
 
 
@@ -139,9 +157,8 @@ def test_the_final_loss_is_the_mean_of_all_ranks_and_has_a_limit(ranks, limits, 
         assert fp32 == pytest.approx(0.5)
 
 
-def test_fewer_bytes_train_as_well_on_a_photo():
-    result = labkit.run("allgather_extensions", nproc=2, device="cpu", check="loss", steps=60)
-    final = json.loads(result.ranks[0].log().splitlines()[-1])
+def test_fewer_bytes_train_as_well_on_a_photo(runs):
+    final = json.loads(runs["loss"].ranks[0].log().splitlines()[-1])
     assert final["ok"]
     assert final["fp32"] < 0.8 * math.log(10), "or nothing was learned, and any two are close"
     assert len({final[name] for name in ("fp32", "bf16", "float8", "int8")}) == 4, "or nothing was rounded"
@@ -159,8 +176,8 @@ def compiled_and_not():
     for compiled in (False, True):
         torch.manual_seed(0)
         model = parity.three_mlps(CPU)
-        for layer in model:
-            layer.forward = torch.compile(layer.forward, disable=not compiled)
+        if compiled:
+            apply_compile(model, ("MLP",))
         apply_extension(model, mesh, "two_tensor")
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
         for step in range(3):
@@ -180,9 +197,9 @@ def test_two_tensors_train_alike_when_their_layers_are_compiled(ranks):
         assert eager[2] < eager[0]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
-def test_training_records_losses_traffic_and_the_error_of_the_weights(compiled):
-    result = labkit.run("allgather_extensions", nproc=2, device="cpu", extension="int8", steps=3, compile=compiled)
+@pytest.mark.parametrize("name", ["eager", pytest.param("compiled", marks=needs_compiler)])
+def test_training_records_losses_traffic_and_the_error_of_the_weights(runs, name):
+    result = runs[name]
     losses = result.frame.query("kind == 'scalar' and name == 'loss' and rank == 0")["value"]
     assert len(losses) >= 3 and losses.iloc[-1] < losses.iloc[0]
     assert 0 < result.value("weight_error") <= theory.rounding_error("int8") + 1e-6

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def test_an_entry_says_what_is_in_the_model(name):
     assert isinstance(model, LabModel)
     assert type(model).__name__ == entry.class_name
     assert model.block_types == entry.block_types
-    assert entry.classes == tuple(sorted({type(module).__name__ for module in model.modules() if module is not model}))
+    inside = Counter(type(module).__name__ for module in model.modules() if module is not model)
+    assert list(entry.classes.items()) == sorted(inside.items())
     catalog.check(name, entry.block_types)
 
 
@@ -65,6 +67,14 @@ def test_the_expert_seed_reaches_the_expert():
         (
             lambda: catalog.build("mlp_stack", width=3),
             "model mlp_stack has no size width: it has dim, batch",
+        ),
+        (
+            lambda: catalog.check("toy", skip=(0, 8), freeze=(9,)),
+            "freeze (9,) counts blocks that are not there: model toy has 9 blocks, from 0 to 8",
+        ),
+        (
+            lambda: catalog.check("moe", ["Expert", "Shared"], skip=(2,)),
+            "skip (2,) counts blocks that are not there: model moe has 2 blocks, from 0 to 1",
         ),
     ],
 )

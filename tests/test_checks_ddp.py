@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import labkit
-from labkit import generated
+from labkit import inductor
 from labkit.checks import ddp as checks
 from labkit.theory import ddp as theory
 
@@ -162,13 +162,13 @@ def test_a_wrong_answer_fails_with_the_reason(check, body, reason, answer):
 @pytest.mark.parametrize("program", ["ddp_coalesced", "ddp_concat", "ddp_coalesced_again", "ddp_concat_again"])
 def test_the_reader_of_exercise_4_finds_each_missing_wait_in_programs_of_the_compiler(program, answer):
     early_uses, code = answer("early_uses", SOLUTIONS["early_uses"]), (DATA / f"{program}.py.txt").read_text()
-    lines = generated.read(code)
+    lines = inductor.read(code)
     waits = [line for line in lines if line.kind == "wait"]
-    assert early_uses(lines) == [] == generated.missing_waits(code)
+    assert early_uses(lines) == [] == inductor.missing_waits(code)
     assert waits
     for wait in waits:
         assert early_uses([line for line in lines if line is not wait]), wait
-        assert generated.missing_waits(code.replace(wait.text, "pass")), wait
+        assert inductor.missing_waits(code.replace(wait.text, "pass")), wait
 
 
 @pytest.mark.parametrize("bucket_mb", [1, 5, 25, 100])

@@ -1,17 +1,11 @@
 """labkit.checks.extensions: solutions pass, wrong answers fail with the reason, empty ones are not attempted."""
 
-import textwrap
-
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
 from labkit.checks import extensions as checks
-from labkit.checks.gather_trials import try_codec, try_hook
-from labkit.tensors.two_tensor import TwoTensor, refill
 
-NAMESPACE = {"torch": torch, "TwoTensor": TwoTensor, "refill": refill}
+IMPORTS = "import torch\nfrom labkit.tensors import TwoTensor, refill\n\n\n"
 HOOK = "def hook(all_gather_outputs, metadata, param_dtype, *, out=None):"
 HEADS = {
     "uneven_bytes": "def bytes_of(rows: int, columns: int, ranks: int, bytes_per_number: int) -> int:",
@@ -125,63 +119,39 @@ CODECS = {
 }  # fmt: skip
 
 
-def function(check, body):
-    """A function from the text of its body."""
-    namespace = dict(NAMESPACE)
-    exec(f"{HEADS[check]}\n{textwrap.indent(textwrap.dedent(body).strip(), '    ')}\n", namespace)
-    return namespace[HEADS[check].split()[1].split("(")[0]]
-
-
-def said(trial, *args, **limits):
-    """What a trial finds wrong, "" for nothing."""
-    try:
-        trial(*args, **limits)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def try_all():
-    """On a rank: what is said of each answer."""
-    mesh = init_device_mesh("cpu", (2,))
-    found = {}
-    for what, answers in HOOKS.items():
-        for name, (old, new, _) in answers.items():
-            body = changed({"two_tensor": TWO, "int8": INT8}[what], old, new)
-            found[what, name] = said(try_hook, mesh, what, function("mended", body))
-    for name, (limits, encode, decode, _) in CODECS.items():
-        most_bytes, most_error = checks.LIMITS[limits]
-        pair = function("encode", encode), function("decode", decode)
-        found["codec", name] = said(try_codec, mesh, *pair, most_bytes=most_bytes, most_error=most_error)
-    return found
-
-
-@pytest.fixture(scope="module")
-def judged(rank_pool):
-    """What each of two ranks says of each answer."""
-    return rank_pool.run(2, try_all, (), 100)
-
-
-EXPECTED = {(what, name): reason for what, answers in HOOKS.items() for name, (*_, reason) in answers.items()}
-EXPECTED |= {("codec", name): reason for name, (*_, reason) in CODECS.items()}
-
-
-@pytest.mark.parametrize(("what", "name"), EXPECTED)
-def test_an_answer_is_judged_by_what_it_does_and_on_both_ranks_alike(judged, what, name):
-    first, second = (each[what, name] for each in judged)
-    assert EXPECTED[what, name] in first
-    assert bool(EXPECTED[what, name]) == bool(first)
-    assert first == second
-
-
 @pytest.fixture
 def answer(answer_to):
     """A function from the text of its body, with the signature of a check's exercise."""
-    return lambda check, body: answer_to(HEADS[check], body, "import torch\n\n\n")
+    return lambda check, body: answer_to(HEADS[check], body, IMPORTS)
 
 
 def judge(check, *answers):
     return repr(getattr(checks, check)(*answers))
+
+
+HOOK_CASES = [(what, name) for what, answers in HOOKS.items() for name in answers]
+
+
+def verdict_of(judged, reason):
+    """Compare a verdict with a part of the reason, "" for a right answer."""
+    assert judged.startswith("wrong: " if reason else "passed: ")
+    assert reason in judged
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize(("what", "name"), HOOK_CASES)
+def test_a_hook_is_judged_by_what_it_does(what, name, answer):
+    old, new, reason = HOOKS[what][name]
+    check, solution = {"two_tensor": ("post_all_gather", TWO), "int8": ("mended", INT8)}[what]
+    verdict_of(judge(check, answer(check, changed(solution, old, new))), reason)
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize("name", CODECS)
+def test_a_gather_is_judged_by_what_it_does(name, answer):
+    limits, encode, decode, reason = CODECS[name]
+    check = {"bf16": "bf16_gather", "8 bits": "eight_bit_gather"}[limits]
+    verdict_of(judge(check, answer("encode", encode), answer("decode", decode)), reason)
 
 
 def test_right_answers_pass_through_a_launch(answer):
@@ -198,11 +168,6 @@ def test_what_is_wrong_on_the_ranks_becomes_the_verdict(answer):
         "wrong: in float32, memory grows with every unit: 13,312, 29,632, 40,512 bytes are left after reshard, "
         "0 should be. Which memory did the hook make, and who was told to free it?"
     )
-
-
-@pytest.fixture
-def nothing_starts(monkeypatch):
-    monkeypatch.setattr(labkit, "run", lambda *arguments, **parameters: pytest.fail("a run was started"))
 
 
 @pytest.mark.usefixtures("nothing_starts")

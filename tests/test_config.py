@@ -1,5 +1,7 @@
 """A program's Config: read without running it, checked, written as a command line and read back by the rank."""
 
+import concurrent.futures
+import math
 import subprocess
 import sys
 import textwrap
@@ -7,6 +9,7 @@ import textwrap
 import numpy
 import pytest
 
+import labkit
 from labkit import config
 from labkit.errors import ParameterError
 
@@ -14,10 +17,11 @@ PROGRAM = '''
 """A program that must not be run to read its Config."""
 from __future__ import annotations
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 import torch
 import nowhere_to_be_found
 from labkit import rank, errors
+from labkit.config import Limits, NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.nowhere import more
 
 SIZES = (32, 64)
@@ -43,6 +47,12 @@ class Config:
     shuffle: bool = True
     limit: int | None = None
     title: str = "strips"
+    steps: PositiveInt = 5
+    skip: tuple[NonNegativeInt, ...] = ()
+    hidden: PositiveInt | None = None
+    rate: PositiveFloat = 0.1
+    drop: Annotated[float, Limits(at_least=0, below=1)] = 0.0
+    """Share that is dropped."""
 
     def validate(self, world_size: int) -> None:
         if self.width % world_size:
@@ -91,16 +101,32 @@ def test_a_program_without_config(tmp_path):
         ("class Config:\n    width: int = 1", "must be a @dataclass"),
         (
             "from dataclasses import dataclass\nimport torch\n@dataclass\nclass Config:\n    kind: str = torch.float32",
-            "program.py:4: class Config: name 'torch' is not defined; it is read without running the program",
+            "program.py:5: class Config: NameError: name 'torch' is not defined; it is read without running",
         ),
         (
             "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: Missing = 1",
             "name 'Missing' is not defined",
         ),
-        ("from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: int", "no default for width"),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: int",
+            "program.py:4: class Config: no default for width; every field needs one",
+        ),
+        (
+            "import sys\nfrom dataclasses import dataclass\n@dataclass\nclass Config:\n    width: int = sys.exit(3)",
+            "program.py:5: class Config: SystemExit: 3; fields need plain defaults",
+        ),
+        (
+            "from dataclasses import dataclass, field\n@dataclass\nclass Config:\n    kind: str = ''\n"
+            "    dims: list[int] = field(default_factory=list)",
+            "program.py:5: class Config: field dims is list[int]; a field is int, float, bool, str, Literal, a tuple",
+        ),
+        (
+            "from labkit.theory.tensor import rank_layers\nclass Config:\n    width: int = 1",
+            "program.py:1: class Config: ModuleNotFoundError: No module named 'labkit.theory.tensor'",
+        ),
         (
             "from dataclasses import dataclass\n@dataclass\nclass Config:\n    dims: list = []",
-            "class Config: ValueError: mutable default",
+            "program.py:2: class Config: ValueError: mutable default",
         ),
     ],
 )
@@ -130,6 +156,18 @@ def test_defaults_presets_and_given_values(config_class):
         ("limit", 5, 5),
         ("strategy", "native", "native"),
         ("save", True, True),
+        ("save", numpy.bool_(True), True),
+        ("title", numpy.str_("wide"), "wide"),
+        ("dims", numpy.array([1, 2]), (1, 2)),
+        ("dims", [numpy.int64(1), 2], (1, 2)),
+        ("tile", (numpy.int32(7), numpy.float64(0.25)), (7, 0.25)),
+        ("width", numpy.array(3), 3),
+        ("limit", numpy.int64(5), 5),
+        ("steps", 1, 1),
+        ("skip", (0, 1), (0, 1)),
+        ("hidden", 1, 1),
+        ("drop", 0, 0.0),
+        ("drop", 0.99, 0.99),
     ],
 )
 def test_a_good_value_is_kept_as_its_type(config_class, name, given, kept):
@@ -156,6 +194,18 @@ def test_a_good_value_is_kept_as_its_type(config_class, name, given, kept):
         ("save", 1),
         ("title", 3),
         ("preset", "huge"),
+        ("width", 2**63),
+        ("width", numpy.float64(2.0)),
+        ("dims", numpy.array([1.0, 2.0])),
+        ("dims", numpy.array([[1], [2]])),
+        ("steps", 0),
+        ("skip", (0, -1)),
+        ("hidden", 0),
+        ("rate", 0),
+        ("rate", math.nan),
+        ("rate", math.inf),
+        ("drop", 1.0),
+        ("drop", -0.5),
     ],
 )
 def test_a_bad_value_is_refused_with_what_is_allowed(config_class, name, value):
@@ -165,6 +215,8 @@ def test_a_bad_value_is_refused_with_what_is_allowed(config_class, name, value):
     assert message.startswith(f"{name} = {value!r} is not ")
     assert "\n  width: int = 512  # Image width in pixels; a rank\n" in message
     assert "\n  strategy: one of 'native', 'local' = 'local'" in message
+    assert "\n  steps: int ≥ 1 = 5\n  skip: tuple[int ≥ 0, ...] = ()\n  hidden: int ≥ 1 | None = None\n" in message
+    assert message.endswith("\n  drop: float ≥ 0 and < 1 = 0.0  # Share that is dropped.")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one(config_class):
@@ -178,6 +230,147 @@ def test_the_programs_own_check(config_class):
     with pytest.raises(ParameterError, match="3 ranks cannot share width 512"):
         config.make(config_class, {}, world_size=3)
     assert config.make(config_class, {}, world_size=4).width == 512
+
+
+def test_a_value_too_long_to_read_is_cut(config_class):
+    with pytest.raises(ParameterError) as caught:
+        config.make(config_class, {"width": "w" * 10**6})
+    assert len(str(caught.value).splitlines()[0]) < 250
+
+
+def test_what_is_not_at_its_default_keeps_its_limits_on_a_rank(config_class):
+    with pytest.raises(ParameterError, match=r"^steps = 0 is not int ≥ 1$"):
+        config.validate(config_class(steps=0), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "limits", "message"),
+    [
+        (1, int, {"at_least": 2}, "N = 1, but must be int ≥ 2: two are a pair. Change it in the cell of parameters."),
+        (200, int, {"at_least": 1, "multiple_of": 32}, "N = 200, but must be int ≥ 1 and a multiple of 32: "),
+        (64, int, {"at_least": 70, "multiple_of": 32}, "N = 64, but must be int ≥ 70 and a multiple of 32: "),
+        (0, int, {"at_least": 2, "multiple_of": 2}, "N = 0, but must be int ≥ 2 and "),
+        (-2, int, {"at_least": 2, "multiple_of": 2}, "N = -2, but must be int ≥ 2 and "),
+        (0.0, float, {"above": 0}, "N = 0.0, but must be float > 0: "),
+        (math.nan, float, {"above": 0}, "N = nan, but must be float > 0: "),
+        (2.0, int, {"at_least": 2}, "N = 2.0, but must be int ≥ 2: "),
+        ("2", int, {"at_least": 2}, "N = '2', but must be int ≥ 2: "),
+        ("2", float, {"above": 0}, "N = '2', but must be float > 0: "),
+        (True, int, {"at_least": 1}, "N = True, but must be int ≥ 1: "),
+        (None, int, {"at_least": 1}, "N = None, but must be int ≥ 1: "),
+    ],
+)
+def test_a_notebooks_parameter_outside_its_limits_is_refused_with_reason_and_fix(value, kind, limits, message):
+    with pytest.raises(ParameterError) as caught:
+        config.require("N", value, kind, because="two are a pair", **limits)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "limits"),
+    [
+        (2, int, {"at_least": 2}),
+        (96, int, {"at_least": 70, "multiple_of": 32}),
+        (1, float, {"above": 0}),
+        (0.001, float, {"above": 0}),
+    ],
+)
+def test_a_notebooks_parameter_within_its_limits_goes_on(value, kind, limits):
+    config.require("N", value, kind, because="two are a pair", **limits)
+
+
+HOLD = "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: int = 4\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            "    def validate(self, world_size):\n        return self.width / (world_size - 2)\n",
+            "program.py:6: Config.validate: ZeroDivisionError: division by zero; to refuse a value, raise ValueError",
+        ),
+        (
+            "    def validate(self, world_size):\n        torch.zeros(1)\n",
+            "program.py:6: Config.validate: NameError: name 'torch' is not defined; it is read without running",
+        ),
+        (
+            "    def validate(self, world_size):\n        raise SystemExit(3)\n",
+            "program.py:6: Config.validate: SystemExit: 3",
+        ),
+        ("    def validate(self):\n        pass\n", "program.py:5: Config.validate: TypeError: "),
+        (
+            "    def __post_init__(self):\n        self.width / 0\n",
+            "program.py:6: Config.__post_init__: ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_mistake_in_a_method_is_told_with_its_line(tmp_path, method, message):
+    config_class = read(tmp_path, HOLD + method)
+    with pytest.raises(ParameterError) as caught:
+        config.make(config_class, {}, world_size=2)
+    assert message in str(caught.value)
+
+
+def test_validate_may_use_every_formula_and_what_it_imports_itself(tmp_path):
+    program = f"""
+from labkit.theory.two_dim import rank_layers
+import labkit.theory.collectives
+from labkit.models import catalog, mlp
+{HOLD}
+    def validate(self, world_size):
+        import torch
+        fit = labkit.theory.collectives.AlphaBeta
+        raise ValueError(f"{{rank_layers.__name__}} {{fit.__name__}} {{len(catalog.MODELS)}}")
+"""
+    with pytest.raises(ParameterError, match=r"^rank_layers AlphaBeta 7$"):
+        config.make(read(tmp_path, program), {}, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x00\x01\x02\xff" * 50, "not valid Python"),
+        (b"import os\0\n", "not valid Python: source code string cannot contain null bytes"),
+        (b"name = '\xe9'\n", "not valid Python: "),
+        (b"# coding: klingon\n", "not valid Python: "),
+        (b"(" * 5000, "not valid Python: "),
+        (b"-" * 100000 + b"1", "not valid Python: "),
+    ],
+)
+def test_a_file_that_is_not_python_is_refused(tmp_path, content, message):
+    path = tmp_path / "program.py"
+    path.write_bytes(content)
+    with pytest.raises(ParameterError) as caught:
+        config.read_config(path)
+    assert str(caught.value).startswith(str(path)) and message in str(caught.value)
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
+    with pytest.raises(ParameterError, match=r"cannot be read \(Is a directory\): give a file of Python"):
+        config.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf" + HOLD.encode() + b"print('caf\xc3\xa9')\n",
+        b"# -*- coding: latin-1 -*-\n" + HOLD.encode() + b"print('caf\xe9')\n",
+        HOLD.replace("\n", "\r\n").encode() + b"print('caf\xc3\xa9')\r\n",
+    ],
+    ids=["BOM", "latin-1", "CRLF"],
+)
+def test_what_python_runs_is_read_and_run(tmp_path, content):
+    path = tmp_path / "program.py"
+    path.write_bytes(content)
+    assert config.read_config(path)().width == 4
+    assert labkit.run(path, nproc=1).ranks[0].log() == "café\n"
+
+
+def test_threads_read_at_the_same_time(program):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        classes = list(pool.map(config.read_config, [program] * 200))
+    assert {config_class().width for config_class in classes} == {512}
+    assert not [name for name in sys.modules if "config of" in name]
 
 
 @pytest.mark.parametrize(
@@ -220,8 +413,10 @@ def test_a_preset_on_the_command_line(config_class, argv):
 def run_command_line(tmp_path, *argv):
     path = tmp_path / "shown.py"
     path.write_text(
-        "from dataclasses import dataclass\nfrom labkit.config import parse_argv\n@dataclass\nclass Config:\n"
-        '    width: int = 512\n    """Image width in pixels."""\nprint(parse_argv(Config).width)\n'
+        "from dataclasses import dataclass\nfrom labkit.config import PositiveInt, parse_argv\n\n"
+        "@dataclass\nclass Config:\n"
+        '    width: PositiveInt = 512\n    """Image width in pixels."""\n'
+        "    rows: tuple[int, ...] = ()\nprint(parse_argv(Config).width)\n"
     )
     return subprocess.run([sys.executable, str(path), *argv], capture_output=True, text=True, timeout=60)
 
@@ -229,7 +424,8 @@ def run_command_line(tmp_path, *argv):
 def test_help_shows_the_docstrings_of_the_fields(tmp_path):
     answer = run_command_line(tmp_path, "--help")
     assert answer.returncode == 0
-    assert "Image width in pixels." in answer.stdout
+    assert "Image width in pixels. (int ≥ 1) (default: 512)" in answer.stdout
+    assert "tuple[" not in answer.stdout, "tyro's own way to write a type is enough without limits"
 
 
 def test_a_command_line(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from labkit import theory
 from labkit.models.convnext import ChannelLayerNorm, ConvNeXt, ConvNeXtBlock, Downsample, GlobalMean, StochasticDepth
+from labkit.theory import spatial
 
 
 @pytest.fixture(autouse=True)
@@ -203,8 +203,9 @@ def test_builds_on_the_meta_device():
 )
 def test_number_of_parameters_is_what_theory_says(depths, dims, num_classes, in_chans):
     model = ConvNeXt(in_chans=in_chans, num_classes=num_classes, depths=depths, dims=dims)
-    assert sum(p.numel() for p in model.parameters()) == theory.convnext_parameters(depths, dims, num_classes, in_chans)
-    assert len(list(model.parameters())) == theory.convnext_parameter_tensors(depths)
+    predicted = spatial.convnext_parameters(depths, dims, num_classes, in_chans)
+    assert sum(p.numel() for p in model.parameters()) == predicted
+    assert len(list(model.parameters())) == spatial.convnext_parameter_tensors(depths)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""labkit.parallel.ddp and labkit.wire: one device's gradients, in the buckets that theory says, on real ranks."""
+"""labkit.parallel.ddp and rank.traffic: one device's gradients, in the buckets that theory says, on real ranks."""
 
 import contextlib
 import itertools
@@ -11,13 +11,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 from torch.distributed.device_mesh import init_device_mesh
 
-from labkit import generated
-from labkit.meter import CommunicationCounter
+from labkit import inductor
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
 from labkit.parity import ddp as parity
+from labkit.rank.traffic import CommunicationCounter, Wire, gradients_in
 from labkit.theory.ddp import chain_buckets, chain_gradients
-from labkit.wire import Wire, gradients_in
 
 CPU = torch.device("cpu")
 DIM, BUCKET_MB = 512, 1.6  # weights of 1 MiB: as many buckets as at width 2000 and 25 MiB
@@ -29,7 +28,7 @@ def mesh():
 
 
 def compare(case, inductor):
-    return parity.of_case(mesh(), CPU, ddp.CASES[case], dim=DIM, bucket_mb=BUCKET_MB, inductor=inductor)
+    return parity.compare_techniques(mesh(), CPU, ddp.CASES[case], dim=DIM, bucket_mb=BUCKET_MB, inductor=inductor)
 
 
 @pytest.mark.timeout(200)
@@ -39,7 +38,9 @@ def compare(case, inductor):
 def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor):
     for verdict in ranks(2, timeout_s=180)(compare, case, inductor):
         assert verdict["ok"], verdict
-        assert verdict["compared"] == 4 * (2 * 8 + 8), "8 gradients in 2 steps and 8 parameters, by 4 techniques"
+        assert verdict["compared"] == verdict["expected"] == 4 * (2 * 8 + 8), (
+            "8 gradients in 2 steps and 8 parameters, by 4 techniques"
+        )
         assert verdict["limit"] == {"bf16": 2e-2, "fp16": 2e-3}.get(case, 1e-5)
         assert verdict["gradients_alive"] and verdict["sent_without_sync"] == 0
         once = 4 * 4 * (DIM * DIM + DIM) // ON_THE_WIRE.get(case, 1)
@@ -53,7 +54,7 @@ def unaveraged():
     original = ddp.gradient_sync
     ddp.gradient_sync = lambda model, enabled: original(model, False)
     try:
-        return parity.of_case(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=False)
+        return parity.compare_techniques(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=False)
     finally:
         ddp.gradient_sync = original
 
@@ -68,7 +69,7 @@ def uncompiled(inductor):
     original = ddp.compiled_backward
     ddp.compiled_backward = eager_backward
     try:
-        return parity.of_case(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=inductor)
+        return parity.compare_techniques(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=inductor)
     finally:
         ddp.compiled_backward = original
 
@@ -85,7 +86,7 @@ def early_waits():
     original = ddp.fused
     ddp.fused = lambda mode, bucket_mb, late_waits: original(mode, bucket_mb, late_waits=False)
     try:
-        return parity.of_buckets(mesh(), CPU, ddp.CASES["cpu"], dim=DIM, bucket_mb=BUCKET_MB, fuse="coalesced")
+        return parity.compare_buckets(mesh(), CPU, ddp.CASES["cpu"], dim=DIM, bucket_mb=BUCKET_MB, fuse="coalesced")
     finally:
         ddp.fused = original
 
@@ -104,7 +105,7 @@ def test_the_comparison_sees_gradients_that_were_not_averaged(ranks):
 
 def eager_buckets(mode, case, bucket_mb):
     """What a rank sends in two backward passes."""
-    lab = parity.chain(DIM, ddp.CASES[case], CPU)
+    lab = parity.chain(DIM, ddp.CASES[case], CPU, batch=1)
     with ddp.applied(lab, mesh(), mode, ddp.CASES[case], bucket_mb=bucket_mb) as (model, _):
         return [watch(lab, model, step) for step in range(2)]
 
@@ -139,7 +140,7 @@ def test_gradients_become_ready_as_theory_says():
 def compiled_wire(fuse, late_waits, case):
     """What a compiled step sends, how often it was counted, and its program."""
     case = ddp.CASES[case]
-    lab, how = parity.chain(DIM, case, CPU), {"fuse": fuse, "bucket_mb": BUCKET_MB, "late_waits": late_waits}
+    lab, how = parity.chain(DIM, case, CPU, batch=1), {"fuse": fuse, "bucket_mb": BUCKET_MB, "late_waits": late_waits}
     with ddp.applied(lab, mesh(), "compiled", case, **how) as (model, programs):
         seen, counted = watch(lab, model, 0), ddp.buckets_counted()
         assert ddp.buckets_counted() == 0, "asked twice"
@@ -152,7 +153,7 @@ def test_unfused_gradients_travel_alone_and_waits_move(ranks, late_waits):
     for seen, counted, program in ranks(2)(compiled_wire, "none", late_waits, "cpu"):
         assert seen == [list(bucket.items()) for bucket in chain_buckets(DIM, way="compiled", fuse=False)]
         assert counted == 0
-        kinds = [line.kind for line in generated.read(program) if line.kind in ("collective", "wait")]
+        kinds = [line.kind for line in inductor.read(program) if line.kind in ("collective", "wait")]
         runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
         assert runs == ([("collective", 8), ("wait", 8)] if late_waits else [("collective", 1), ("wait", 1)] * 8)
 

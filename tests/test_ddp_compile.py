@@ -5,15 +5,16 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from fixture_cells import run_cells
 from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
-from labkit import compiler, doctor
+from labkit import doctor, inductor, requirements
 from labkit.config import make, read_config
 from labkit.errors import ParameterError
+from labkit.launcher.run import find_program
 from labkit.parallel import ddp
 from labkit.parity import ddp as parity
-from labkit.run import find_program
 from labkit.theory.ddp import chain_buckets
 
 GPUS = torch.cuda.device_count()
@@ -26,7 +27,7 @@ def last_line(result):
 def look(dim, bucket_mb, fuse, case="cpu"):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     how = {"dim": dim, "bucket_mb": bucket_mb, "fuse": fuse}
-    return parity.of_buckets(mesh, torch.device("cpu"), ddp.CASES[case], **how)
+    return parity.compare_buckets(mesh, torch.device("cpu"), ddp.CASES[case], **how)
 
 
 @pytest.mark.timeout(200)
@@ -68,11 +69,46 @@ def test_a_size_that_is_not_kept_is_seen(ranks):
         assert (verdict["predicted"], verdict["counted"]) == (3, [2, 2])
 
 
-def test_parity_prints_how_many_numbers_it_compared():
-    setup = {"nproc": 2, "device": "cpu", "dim": 64, "inductor": False}
-    verdict = last_line(labkit.run("ddp_compile", check="parity", case="cpu_no_sync", **setup))
+MEASURED = [("compiled", "cpu"), ("ddp", "cpu_no_sync"), ("replicate", "bf16")]
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Of MEASURED by mode, and "parity", in one launch."""
+    setup = {"dim": 512, "bucket_mb": 1.6, "steps": 2}
+    cells = {mode: setup | {"mode": mode, "case": case, "timeline": mode == "ddp"} for mode, case in MEASURED}
+    cells["parity"] = {"check": "parity", "case": "cpu_no_sync", "dim": 64, "inductor": False}
+    return dict(zip(cells, run_cells("ddp_compile", 2, list(cells.values())), strict=True))
+
+
+@pytest.mark.timeout(200)
+def test_parity_prints_how_many_numbers_it_compared(runs):
+    verdict = last_line(runs["parity"])
     assert verdict["ok"] and (verdict["check"], verdict["case"]) == ("parity", "cpu_no_sync")
     assert verdict["compared"] == 96 and verdict["max_rel_error"] <= verdict["limit"] == 1e-5
+
+
+SPY = """
+from labkit.models.chain import LinearChain
+from launch import ddp_compile
+
+original = LinearChain.get_input
+
+def told(self, *arguments, **named):
+    inputs = original(self, *arguments, **named)
+    print("samples:", len(inputs[0]))
+    return inputs
+
+LinearChain.get_input = told
+ddp_compile.main(ddp_compile.Config(dim=8, batch=7, steps=1, mode="ddp", inductor=False, check=CHECK))
+"""
+
+
+@pytest.mark.parametrize("check", ["none", "parity"])
+def test_a_check_takes_the_batch_that_is_trained(tmp_path, check):
+    (tmp_path / "spy.py").write_text(SPY.replace("CHECK", repr(check)))
+    log = labkit.run(tmp_path / "spy.py", nproc=2, device="cpu").ranks[0].log()
+    assert {line for line in log.splitlines() if line.startswith("samples:")} == {"samples: 7"}
 
 
 @pytest.mark.skipif(GPUS < 1, reason="case gpu needs a GPU; run this on a host with one")
@@ -83,43 +119,37 @@ def test_the_gpu_case_equals_one_gpu():
 
 def buckets_of(result):
     """Names and bytes of what rank 0 sent, by bucket, in order."""
-    sent = result.frame.query("kind == 'comm' and rank == 0")
-    found: dict[str, dict[str, int]] = {}
-    for name, size in zip(sent["name"], sent["bytes"], strict=True):
-        if name.startswith("bucket/"):
-            _, index, parameter = name.split("/")
-            found.setdefault(index, {})[parameter] = int(size)
-    assert list(found) == [str(index) for index in range(len(found))]
+    sent = result.frame.query("kind == 'bucket' and rank == 0")
+    found: dict[int, dict[str, int]] = {}
+    for index, name, size in zip(sent["index"], sent["name"], sent["bytes"], strict=True):
+        found.setdefault(index, {})[name] = int(size)
+    assert list(found) == list(range(len(found)))
     return list(found.values())
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("mode", "case", "way"),
-    [("compiled", "cpu", "compiled"), ("ddp", "cpu_no_sync", "eager"), ("replicate", "bf16", "eager")],
-)
-def test_a_measured_run_records_buckets_times_and_the_program(mode, case, way):
-    setup = {"dim": 512, "bucket_mb": 1.6, "mode": mode, "case": case}
-    result = labkit.run("ddp_compile", nproc=2, device="cpu", steps=2, timeline=mode == "ddp", **setup)
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("mode", "case"), MEASURED)
+def test_a_measured_run_records_buckets_times_and_the_program(runs, mode, case):
+    result = runs[mode]
+    way = "compiled" if mode == "compiled" else "eager"
     theory = chain_buckets(512, 1.6, way=way, compressed=case == "bf16")
     assert [list(bucket.items()) for bucket in buckets_of(result)] == [list(bucket.items()) for bucket in theory]
     assert result.value("all_reduce_count") == len(theory), "the traced step runs compiled code, and no batch too many"
     assert result.value("all_reduce_bytes") == sum(sum(bucket.values()) for bucket in theory)
     assert all(result.value(f"{part}_ms") > 0 for part in ("forward", "backward", "optimizer", "step"))
     if mode == "compiled":
-        assert repr(result.ranks[0].code()).count(" collective ") == 3
+        assert repr(inductor.Listing(result.ranks[0].kept("code"))).count(" collective ") == 3
     else:
         with pytest.raises(FileNotFoundError):
-            result.ranks[0].code()
+            result.ranks[0].kept("code")
     if mode == "ddp":
-        bars = set(result.frame["name"])
-        assert {"compute/backward/fc4", "communication/all_reduce/bucket 1"} <= bars
+        bars = result.frame.query("kind == 'bar'")[["lane", "phase", "name"]].itertuples(index=False, name=None)
+        assert {("compute", "backward", "fc4"), ("communication", "all_reduce", "bucket 1")} <= set(bars)
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"bucket_mb": 0.0}, "bucket_mb 0: a bucket has to hold something"),
         ({"mode": "ddp", "case": "backward_only"}, "mode ddp compiles nothing"),
         ({"check": "buckets", "fuse": "none"}, "use fuse coalesced or concat"),
         ({"check": "buckets", "inductor": False}, "and inductor"),
@@ -140,7 +170,7 @@ def test_more_ranks_than_gpus_are_refused_by_the_gpu_case():
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compiler.sys, "platform", "linux")
+    monkeypatch.setattr(requirements.sys, "platform", "linux")
     return tmp_path
 
 
@@ -156,7 +186,7 @@ def no_compiler(monkeypatch, tmp_path):
 def test_without_a_compiler_a_lab_says_so_before_a_launch(no_compiler, program, parameters):
     with pytest.raises(ParameterError, match=r"needs a C\+\+ compiler: no g\+\+; to get one: apt-get install g\+\+"):
         labkit.run(program, nproc=2, device="cpu", **parameters)
-    assert doctor.check_compiler().fix == compiler.FIX
+    assert doctor.check_compiler().fix == requirements.COMPILER_FIX
 
 
 def test_a_compiler_that_inductor_would_not_call_is_named(no_compiler):
@@ -164,16 +194,16 @@ def test_a_compiler_that_inductor_would_not_call_is_named(no_compiler):
     program.write_text("#!/bin/sh\necho clang 99\n")
     program.chmod(0o755)
     with pytest.raises(ValueError, match=r"no g\+\+; set CXX=clang\+\+ to use the compiler that is here"):
-        compiler.refuse_if_missing()
+        requirements.refuse_without_compiler()
 
 
 def test_cxx_decides(no_compiler, monkeypatch):
     monkeypatch.setenv("CXX", str(no_compiler / "mine"))
     with pytest.raises(ValueError, match="mine', which is no program"):
-        compiler.refuse_if_missing()
+        requirements.refuse_without_compiler()
     (no_compiler / "mine").write_text("#!/bin/sh\necho mine 1.0\n")
     (no_compiler / "mine").chmod(0o755)
-    compiler.refuse_if_missing()
+    requirements.refuse_without_compiler()
     assert doctor.check_compiler().detail == "mine 1.0"
 
 

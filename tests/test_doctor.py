@@ -9,7 +9,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from labkit import doctor
+from labkit import doctor, requirements
 from labkit.doctor import Finding, Report
 
 
@@ -37,7 +37,7 @@ def test_command_line_gives_text_and_json():
     [("2.13.0+cpu", (2, 13, 0)), ("2.14.0a0+git12ab", (2, 14, 0)), ("2.12.0.dev20261120", (2, 12, 0)), ("3.1", (3, 1))],
 )
 def test_release_reads_any_build(version, numbers):
-    assert doctor.release(version) == numbers
+    assert requirements.release(version) == numbers
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_unwritable_runs_folder_fails_and_names_the_variable(monkeypatch, tmp_pa
 
 
 def test_one_core_is_noted(monkeypatch):
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: {0}, raising=False)
+    monkeypatch.setattr(doctor.requirements, "cores", lambda: [0])
     assert doctor.check_cores().status == "NOTE"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fixture_cells import run_cells
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,6 +22,7 @@ from labkit.models.skip import SkipModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, freeze_blocks
 from labkit.parallel.fsdp import apply_fsdp1, init_model
 from labkit.parallel.units import fsdp_units, inner_first, layer_types
+from labkit.parity.fsdp import compare_training
 from labkit.theory import fsdp as theory
 from tests.programs import fsdp_grid
 
@@ -49,6 +51,7 @@ def test_every_cell_of_the_grid_equals_one_device(verdicts, fsdp):
         limit = 1e-5 if cell.get("precision", "fp32") == "fp32" else 2e-2
         assert verdict["ok"], verdict
         assert verdict["max_rel_error"] <= limit, verdict
+        assert verdict["compared"] == verdict["expected"], verdict
         assert verdict["compared"] >= 2 * COMPARED[cell["model"]] + 1, "gradients, parameters and losses"
 
 
@@ -77,6 +80,34 @@ SETUPS = [
     ("mlp_stack", "root", {"dim": 128, "batch": 64}),
     ("toy", "block", {"hidden": 256, "narrow": 64, "batch": 512}),
 ]
+HOW = [(2, True, False), (2, True, True), (2, False, False), (4, True, False)]
+SLOW = {"model": "mlp_stack", "dim": 512, "batch": 2, "delay_ms": 10.0, "timeline": True, "steps": 1}
+FROZEN = {"model": "mlp_stack", "dim": 64, "freeze": (1,)}
+CELLS = {
+    "skipped": {"skip": (3,), "steps": 1, "hidden": 256, "narrow": 64},
+    "waiting": SLOW | {"prefetch": False},
+    "ahead": SLOW | {"prefetch": True},
+    "frozen": FROZEN | {"steps": 1},
+    "frozen, checked": FROZEN | {"check": "parity", "steps": 2},
+}
+
+
+def cell_of(model, wrap, sizes, reshard, checkpointing):
+    how = {"reshard_after_forward": reshard, "checkpointing": checkpointing}
+    return {"model": model, "wrap": wrap, "steps": 1, **sizes, **how}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Results of all cells, by what they are called or by how they differ: one launch for each number of ranks."""
+    found = {}
+    for ranks in (2, 4):
+        cells = dict(CELLS) if ranks == 2 else {}
+        for (model, wrap, sizes), (count, *how) in itertools.product(SETUPS, HOW):
+            if count == ranks:
+                cells[model, wrap, ranks, *how] = cell_of(model, wrap, sizes, *how)
+        found |= dict(zip(cells, run_cells("fsdp_wrap", ranks, list(cells.values())), strict=True))
+    return found
 
 
 def layers_of(model, wrap, sizes):
@@ -87,12 +118,10 @@ def layers_of(model, wrap, sizes):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("model", "wrap", "sizes"), SETUPS)
-@pytest.mark.parametrize(
-    ("ranks", "reshard", "checkpointing"), [(2, True, False), (2, True, True), (2, False, False), (4, True, False)]
-)
-def test_traffic_and_memory_are_what_theory_says(model, wrap, sizes, ranks, reshard, checkpointing):
+@pytest.mark.parametrize(("ranks", "reshard", "checkpointing"), HOW)
+def test_traffic_and_memory_are_what_theory_says(runs, model, wrap, sizes, ranks, reshard, checkpointing):
     how = {"reshard_after_forward": reshard, "checkpointing": checkpointing}
-    result = labkit.run("fsdp_wrap", nproc=ranks, device="cpu", model=model, wrap=wrap, steps=1, **sizes, **how)
+    result = runs[model, wrap, ranks, reshard, checkpointing]
     layers, samples = layers_of(model, wrap, sizes)
     exact = theory.collectives(layers, ranks, reshard_after_forward=reshard) | theory.resident_bytes(layers, ranks)
     assert {name: result.value(name) for name in exact} == exact
@@ -102,51 +131,49 @@ def test_traffic_and_memory_are_what_theory_says(model, wrap, sizes, ranks, resh
     assert parts == peak["parameter"] + peak["optstate"]
 
 
-def test_a_skipped_block_costs_one_gather_less():
-    result = labkit.run("fsdp_wrap", nproc=2, device="cpu", skip=(3,), steps=1, hidden=256, narrow=64)
+def test_a_skipped_block_costs_one_gather_less(runs):
+    result = runs["skipped"]
     wrong = theory.collectives(theory.toy_layers("block", 256, 64, skip=(3,)), 2)
     right = theory.collectives(theory.toy_layers("block", 256, 64), 2)
     assert {name: result.value(name) for name in wrong} == wrong
     assert wrong["reduce_scatter_count"] == right["reduce_scatter_count"] - 1
 
 
-def test_gathering_ahead_hides_all_gathers_behind_compute():
-    setup = {"model": "mlp_stack", "dim": 512, "batch": 2, "delay_ms": 10.0, "timeline": True, "steps": 1}
-    runs = [labkit.run("fsdp_wrap", nproc=2, device="cpu", prefetch=ahead, **setup) for ahead in (False, True)]
-    waiting, ahead = (hidden_gathers(run) for run in runs)
+def test_gathering_ahead_hides_all_gathers_behind_compute(runs):
+    profiled = [runs["waiting"], runs["ahead"]]
+    waiting, ahead = (hidden_gathers(run) for run in profiled)
     assert not waiting, "each is waited for where it starts"
     assert {"layers.1", "layers.2"} <= ahead, "the next block's, while this one computes"
-    for run in runs:
+    for run in profiled:
         assert 0 < run.value("exposed_communication") <= run.value("communication") < run.value("profiled_step")
         assert run.value("all_gather_count") == 6, "the traced step counts what the profiled one shows"
-        bars = run.frame[run.frame["name"].str.startswith("communication/all_gather") & (run.frame["rank"] == 0)]
-        order = bars.sort_values("start_us")["name"].str.rpartition("/")[2].to_list()
+        bars = run.frame.query("lane == 'communication' and phase == 'all_gather' and rank == 0")
+        order = bars.sort_values("start_us")["name"].to_list()
         assert order == ["layers.0", "layers.1", "layers.2", "layers.2", "layers.1", "layers.0"]
         assert all(run.folder.joinpath(f"rank_0000{rank}.trace.json.gz").stat().st_size > 1000 for rank in (0, 1))
 
 
 def hidden_gathers(run):
     """Units with an all-gather of which most is covered by compute, on rank 0."""
-    spans = run.frame[(run.frame["kind"] == "span") & (run.frame["rank"] == 0)]
-    gathers = spans[spans["name"].str.startswith("communication/all_gather")]
-    compute = spans[spans["name"].str.startswith("compute/")]
+    bars = run.frame.query("kind == 'bar' and rank == 0")
+    gathers = bars.query("lane == 'communication' and phase == 'all_gather'")
+    compute = bars.query("lane == 'compute'")
     found = set()
     for _, bar in gathers.iterrows():
         start, end = bar["start_us"], bar["start_us"] + bar["dur_us"]
         covered = (compute["start_us"] + compute["dur_us"]).clip(upper=end) - compute["start_us"].clip(lower=start)
         if covered.clip(lower=0).sum() > 0.6 * bar["dur_us"]:
-            found.add(bar["name"].rpartition("/")[2])
+            found.add(bar["name"])
     return found
 
 
-def test_frozen_blocks_have_neither_gradient_nor_optimizer_state():
-    setup = {"nproc": 2, "device": "cpu", "model": "mlp_stack", "dim": 64, "freeze": (1,)}
-    result = labkit.run("fsdp_wrap", steps=1, **setup)
+def test_frozen_blocks_have_neither_gradient_nor_optimizer_state(runs):
+    result = runs["frozen"]
     expected = theory.resident_bytes(theory.mlp_stack_layers("block", 64), 2, frozen=("block 1",))
     assert {name: result.value(name) for name in expected} == expected
     assert result.value("reduce_scatter_count") == 2
-    checked = labkit.run("fsdp_wrap", check="parity", steps=2, **setup)
-    assert checked.ok and checked.value("compared") == 2 + 12 + 8, "losses, parameters, gradients"
+    checked = runs["frozen, checked"]
+    assert checked.value("ok") and checked.value("compared") == 2 + 12 + 8, "losses, parameters, gradients"
 
 
 def init_modes(fsdp_init, cuda_init, fsdp):
@@ -160,7 +187,7 @@ def init_modes(fsdp_init, cuda_init, fsdp):
     loss = model.get_loss(inputs, wrapped(*inputs))
     model.run_backward(loss)
     optimizer.step()
-    verdict = one_device.verdict(mine, [loss], wrapped)
+    verdict = compare_training(one_device, wrapped, [loss], rank=mine, steps=1)
     return verdict["ok"], verdict["compared"], len(units)
 
 
@@ -191,6 +218,10 @@ REFUSED = [
     ({"model": "moe", "dim": 8}, "model moe has no size dim"),
     ({"wrap": "none", "precision": "bf16"}, "wrap none has no unit"),
     ({"wrap": "root", "skip": (1,)}, "use wrap block"),
+    (
+        {"compile": True, "checkpointing": True, "delay_ms": 1.0},
+        "a checkpointed block that sleeps does not compile: leave out delay_ms or checkpointing",
+    ),
 ]
 
 
@@ -265,8 +296,8 @@ def test_fsdp1_does_not_offload_without_a_gpu():
 
 @pytest.mark.timeout(200)
 def test_compiled_compute_gives_the_losses_of_eager_compute():
-    how = {"model": "mlp_stack", "steps": 3, "nproc": 2, "device": "cpu", "timeout_s": 150}
-    runs = [labkit.run("fsdp_wrap", compile=compiled, **how) for compiled in (False, True)]
+    how = {"model": "mlp_stack", "steps": 3}
+    runs = run_cells("fsdp_wrap", 2, [how | {"compile": compiled} for compiled in (False, True)], timeout_s=150)
     losses = [run.frame.query("kind == 'scalar' and name == 'loss'")["value"].to_list() for run in runs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert len(losses[0]) == 2 * (1 + 3 + 1)

@@ -1,12 +1,10 @@
-"""labkit.generated: real programs that inductor wrote (tests/data), changed by hand where something is to be found."""
+"""labkit.inductor: real programs that inductor wrote (tests/data), changed by hand where something is to be found."""
 
 from pathlib import Path
 
 import pytest
 
-from labkit import generated
-from labkit.folder import RunFolder
-from labkit.result import RankOutput
+from labkit import inductor
 
 DATA = Path(__file__).parent / "data"
 SAMPLES = ("ddp_coalesced", "ddp_concat", "ddp_coalesced_again", "ddp_concat_again")
@@ -54,7 +52,7 @@ def sizes_of(bucket):
 
 
 def test_lines_are_told_apart_in_their_order():
-    lines = generated.read(sample("ddp_coalesced"))
+    lines = inductor.read(sample("ddp_coalesced"))
     assert [line.number for line in lines] == sorted({line.number for line in lines})
     assert [(line.number, line.kind, line.name) for line in lines[:11]] == [
         (2, "other", "="),
@@ -78,7 +76,7 @@ def test_lines_are_told_apart_in_their_order():
 
 
 def test_programs_for_a_gpu_are_read_as_well():
-    lines = generated.read(GPU)
+    lines = inductor.read(GPU)
     shown = [(line.number, line.kind, line.name) for line in lines if line.kind not in ("other", "allocation")]
     assert shown == [
         (9, "extern", "mm"),
@@ -92,16 +90,16 @@ def test_programs_for_a_gpu_are_read_as_well():
         (20, "free", "del"),
     ]
     assert next(line for line in lines if line.name == "mm").buffers == ("tangents_1", "primals_1", "buf0")
-    [bucket] = generated.buckets(GPU)
-    assert bucket.gradients == (generated.Gradient("buf0", (8, 8), "bfloat16", 128),)
+    [bucket] = inductor.buckets(GPU)
+    assert bucket.gradients == (inductor.Gradient("buf0", (8, 8), "bfloat16", 128),)
     assert [line.number for line in bucket.hidden_by] == [14, 18]
-    assert not generated.missing_waits(GPU)
+    assert not inductor.missing_waits(GPU)
 
 
 @pytest.mark.parametrize("mode", ["coalesced", "concat"])
 def test_three_buckets_of_four_linears_at_25_megabytes(mode):
     """What fuses the gradients does not change which of them travel together."""
-    found = generated.buckets(sample(f"ddp_{mode}"))
+    found = inductor.buckets(sample(f"ddp_{mode}"))
     assert [sizes_of(bucket) for bucket in found] == [EVEN[:1], EVEN[1:5], EVEN[5:]]
     assert [bucket.bytes for bucket in found] == [16_000_000, 32_016_000, 16_016_000]
     assert [bucket.index for bucket in found] == [0, 1, 2]
@@ -118,7 +116,7 @@ def test_three_buckets_of_four_linears_at_25_megabytes(mode):
     ],
 )
 def test_all_waits_come_last_and_what_lies_before_hides_the_bucket(mode, requests, waits, hidden):
-    found = generated.buckets(sample(f"ddp_{mode}"))
+    found = inductor.buckets(sample(f"ddp_{mode}"))
     assert [bucket.request.number for bucket in found] == requests
     assert [[wait.number for wait in bucket.waits] for bucket in found] == waits
     assert [len(bucket.hidden_by) for bucket in found] == hidden
@@ -129,15 +127,15 @@ def test_all_waits_come_last_and_what_lies_before_hides_the_bucket(mode, request
 def test_gradients_that_are_present_are_added_to_and_expose_the_bucket(mode):
     """Each parameter has a size of its own here, which proves the order."""
     sizes = [4 * WIDTHS[index] * columns for index in (4, 3, 2, 1) for columns in (WIDTHS[index - 1], 1)]
-    buckets = generated.buckets(sample(f"ddp_{mode}_again"))
+    buckets = inductor.buckets(sample(f"ddp_{mode}_again"))
     assert [sizes_of(bucket) for bucket in buckets] == [sizes[:3], sizes[3:]]
     assert [len(bucket.hidden_by) for bucket in buckets] == [0, 0], "the copy into .grad comes at once, and waits"
-    assert not generated.missing_waits(sample(f"ddp_{mode}_again"))
+    assert not inductor.missing_waits(sample(f"ddp_{mode}_again"))
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_program_of_inductor_waits_for_everything(name):
-    assert generated.missing_waits(sample(name)) == []
+    assert inductor.missing_waits(sample(name)) == []
 
 
 @pytest.mark.parametrize(
@@ -153,8 +151,8 @@ def test_a_program_of_inductor_waits_for_everything(name):
 )
 def test_a_wait_that_was_taken_out_is_found(name, wait, request_line):
     broken = without(sample(name), "wait_tensor", wait)
-    assert [line.number for line in generated.missing_waits(broken)] == [request_line]
-    assert len(generated.buckets(broken)) == len(generated.buckets(sample(name)))
+    assert [line.number for line in inductor.missing_waits(broken)] == [request_line]
+    assert len(inductor.buckets(broken)) == len(inductor.buckets(sample(name)))
 
 
 def test_a_wait_that_comes_after_the_first_use_is_too_late():
@@ -163,20 +161,20 @@ def test_a_wait_that_comes_after_the_first_use_is_too_late():
     wait = next(index for index, line in enumerate(lines) if "wait_tensor" in line)
     assert "cpp_fused_copy_" in lines[wait + 3]
     moved = [*lines[:wait], *lines[wait + 1 : wait + 4], lines[wait], *lines[wait + 4 :]]
-    [late] = generated.missing_waits("\n".join(moved))
+    [late] = inductor.missing_waits("\n".join(moved))
     assert late.name == "all_reduce_"
-    assert generated.buckets("\n".join(moved))[0].waits, "somebody waits, but too late"
+    assert inductor.buckets("\n".join(moved))[0].waits, "somebody waits, but too late"
 
 
 def test_a_result_that_is_only_freed_was_never_waited_for():
     lost = without(GPU, "wait_tensor", 1).replace("(buf0, buf3, )", "(buf3, )")
-    [line] = generated.missing_waits(lost)
+    [line] = inductor.missing_waits(lost)
     assert line.name == "all_reduce_"
-    assert generated.buckets(lost)[0].waits == ()
+    assert inductor.buckets(lost)[0].waits == ()
 
 
 def test_a_result_of_its_own_is_followed_under_all_its_names():
-    assert [line.name for line in generated.missing_waits(without(GPU, "wait_tensor", 0).replace("buf3", "buf2"))] == [
+    assert [line.name for line in inductor.missing_waits(without(GPU, "wait_tensor", 0).replace("buf3", "buf2"))] == [
         "all_gather_into_tensor"
     ]
 
@@ -190,18 +188,18 @@ def test_a_result_of_its_own_is_followed_under_all_its_names():
 )
 def test_other_text_is_refused(code, problem):
     with pytest.raises(ValueError, match=problem):
-        generated.read(code)
+        inductor.read(code)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("(s77, 8)", "bfloat16"), ("(8, 8)", "float8_e4m3fn")])
 def test_a_tensor_of_unknown_size_is_refused(shape, dtype):
     code = GPU.replace("((8, 8), (8, 1), torch.bfloat16)", f"({shape}, (8, 1), torch.{dtype})")
     with pytest.raises(ValueError, match=r"line 13 sends buf0 of shape.* dtype .*: .*compile with dynamic=False"):
-        generated.buckets(code)
+        inductor.buckets(code)
 
 
 def test_a_listing_shows_requests_waits_and_what_lies_between():
-    shown = repr(generated.Listing(sample("ddp_coalesced"))).splitlines()
+    shown = repr(inductor.Listing(sample("ddp_coalesced"))).splitlines()
     assert len(shown) == 22
     assert shown[3:6] == [
         "   21  kernel      cpp_fused_1(buf4)",
@@ -209,18 +207,18 @@ def test_a_listing_shows_requests_waits_and_what_lies_between():
         "   27  extern      mm(buf2, arg3_1, buf7)",
     ]
     assert shown[-1] == "   82  wait        wait_tensor(buf28)  waits for bucket 2"
-    many = repr(generated.Listing(sample("ddp_concat")))
+    many = repr(inductor.Listing(sample("ddp_concat")))
     assert "cpp_fused_3(buf13, buf15, buf18, buf20, ... 10 in all)" in many
     assert max(map(len, many.splitlines())) < 100
 
 
 def test_a_listing_in_a_notebook_has_the_same_lines_in_colours_and_the_whole_program_folded_away():
     code = sample("ddp_coalesced").replace("cpp_fused_1(buf4)", "cpp_fused_1(buf4 if 1 < 2 else 0)")
-    listing = generated.Listing(code)
+    listing = inductor.Listing(code)
     html = listing._repr_html_()
     short, _, whole = html.partition("<details>")
     assert short.count("<span") == 22
-    assert all(colour in short for colour in generated.COLOURS.values())
+    assert all(colour in short for colour in inductor.COLOURS.values())
     assert "asks for bucket 2" in short
     assert "overflow-x:auto" in short
     assert "   21          cpp_fused_1(buf4 if 1 &lt; 2 else 0)" in whole, "numbered as above"
@@ -231,16 +229,6 @@ def test_a_listing_in_a_notebook_has_the_same_lines_in_colours_and_the_whole_pro
 def test_a_listing_names_no_folder_of_this_machine():
     paths = '#include "/tmp/torchinductor_me/2r/c2rnilspx43.h"\n# kernel path: /tmp/torchinductor_me/gi/cgixx.py\n'
     code = paths + "# tmp0/tmp1 // a comment, /root/.cache/x.py\n" + sample("ddp_concat")
-    full = generated.Listing(code).full
+    full = inductor.Listing(code).full
     assert full.startswith('#include "c2rnilspx43.h"\n# tmp0/tmp1 // a comment, x.py\n')
     assert full.endswith(sample("ddp_concat"))
-
-
-def test_a_run_keeps_the_program_of_a_rank(tmp_path):
-    folder = RunFolder(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"rank 1 left no generated code .* such as ddp_compile"):
-        RankOutput(1, folder).code()
-    folder.code(1).write_text(sample("ddp_concat"))
-    listing = RankOutput(1, folder).code()
-    assert repr(listing) == repr(generated.Listing(sample("ddp_concat")))
-    assert generated.buckets(listing.code)[0].bytes == 16_000_000

@@ -1,21 +1,34 @@
-"""The command line: how it reads a program's own parameters, and its exit status."""
+"""The command line: a program's own options, what it refuses, how it is interrupted, and its exit status."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
 
-import labkit
-from labkit.__main__ import main, read_parameters
+from labkit import __main__ as command_line
+from labkit.__main__ import main, read_run
 
+MISBEHAVE = Path(__file__).parent / "programs" / "misbehave.py"
 PROGRAM = '''
 """Says what it was given."""
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
+import torch
+from labkit.config import PositiveInt
 
 @dataclass
 class Config:
-    steps: int = 3
+    PRESETS: ClassVar[dict[str, dict]] = {"large": {"steps": 9, "dims": (3, 4)}}
+    preset: Literal["small", "large"] = "small"
+    steps: PositiveInt = 3
+    """Timed steps,
+    after one to warm up."""
     rate: float = 0.1
     mesh: str = "2x2"
     dims: tuple[int, ...] = (1, 2)
@@ -48,43 +61,153 @@ def program(tmp_path):
         ("--names 1 b", {"names": ("1", "b")}),
         ("--limit None", {"limit": None}),
         ("--fast --strategy dtensor", {"fast": True, "strategy": "dtensor"}),
-        ("--no-fast", {"fast": False}),
+        ("--fast --no-fast", {}),
         ("--rate -1", {"rate": -1.0}),
-        ("--unknown-one 3", {"unknown_one": "3"}),
+        ("--steps 3", {}),
+        ("--preset large", {"preset": "large"}),
+        ("--preset=large --steps 3 --dims", {"preset": "large", "steps": 3, "dims": ()}),
     ],
 )
 def test_parameters_are_read_by_the_type_of_their_field(program, words, expected):
-    assert read_parameters(program, words.split()) == expected
+    command, parameters = read_run(program, [*words.split(), "--nproc", "3"])
+    assert parameters == expected
+    assert (command.program, command.nproc, command.device, command.timeout_s) == (program, 3, "auto", 300)
 
 
-def test_an_argument_without_a_name_is_refused(program):
-    with pytest.raises(labkit.ParameterError, match="7: a parameter is written --name value"):
-        read_parameters(program, ["7"])
+def status(*arguments):
+    """The exit status, whoever leaves: main or tyro."""
+    try:
+        return main(arguments)
+    except SystemExit as left:
+        return left.code
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--stepps 4", "did you mean 'steps'"),
-        ("--steps 4.5", "4.5"),
-        ("--strategy fast", "dtensor"),
+        ("--stepps 4", "Perhaps you meant: --steps INT Timed steps, after one to warm up. (int ≥ 1) (default: 3)"),
+        ("7", "Unrecognized options: 7"),
+        ("--steps 4.5", "Error parsing --steps: invalid literal for int() with base 10: '4.5'"),
+        ("--strategy fast", "invalid choice 'fast' for argument '--strategy'. Expected one of ('local', 'dtensor')"),
+        ("--steps 0", "says: steps = 0 is not int ≥ 1. Allowed:"),
         ("--nproc 0", "nproc = 0"),
+        ("--device gpu", "invalid choice 'gpu' for argument '--device'"),
     ],
 )
-def test_a_bad_parameter_gives_status_2_and_one_message(program, words, says, capsys):
-    assert main(["run", program, *words.split()]) == 2
-    error = capsys.readouterr().err
+def test_a_bad_parameter_gives_status_2_and_what_is_allowed(program, words, says, capsys):
+    assert status("run", program, *words.split()) == 2
+    error = " ".join(capsys.readouterr().err.replace("│", "").split())
     assert says in error and "Traceback" not in error
 
 
+def test_help_lists_the_options_of_run_and_of_the_program(program, capsys):
+    assert status("run", program, "--preset", "large", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert f"python -m labkit run {program}" in shown
+    assert "--nproc INT Number of ranks. (default: 2)" in shown
+    assert "--timeout-s FLOAT Seconds after which the run is stopped. (default: 300)" in shown
+    assert "says's own options" in shown
+    assert "--steps INT Timed steps, after one to warm up. (int ≥ 1) (default: 9)" in shown, "of this preset"
+    assert "--strategy {local,dtensor} (default: local)" in shown
+    assert "--fast, --no-fast (default: False)" in shown
+    assert "(default: 3 4)" in shown
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "convnext_spatial", "fsdp_wrap"])
+def test_help_of_a_lab_has_every_field_with_its_docstring_and_does_not_import_torch(name):
+    code = (
+        "import sys\nfrom labkit.__main__ import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as left:\n    print(left.code, 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, "run", name, "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert answer.stdout.splitlines()[-1] == "0 False", answer.stderr
+    shown = " ".join(answer.stdout.replace("│", "").split())
+    path, _ = command_line.find_program(name)
+    config_class = command_line.config.read_config(path)
+    assert config_class is not None
+    for field, doc in config_class.field_docs.items():
+        assert f"--{field.replace('_', '-')}" in shown
+        assert " ".join(doc.split()) in shown
+
+
+def test_a_program_without_config_takes_no_parameters(tmp_path, capsys):
+    path = tmp_path / "plain.py"
+    path.write_text("print('hello')\n")
+    assert status("run", str(path), "--help") == 0
+    assert "plain has no class Config, so it takes no parameters." in capsys.readouterr().out
+    assert status("run", str(path), "--width", "3") == 2
+    assert capsys.readouterr().err == "plain has no class Config, so it takes no parameters: omit --width 3\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "run, show, doctor"),
+        (["run"], "PROGRAM"),
+        (["run", "nothing_so_called"], "no program is called 'nothing_so_called'. Give the path of a .py file or one"),
+        (["show"], "The run's folder"),
+        (["doctor", "--steps", "3"], "Unrecognized options: --steps, 3"),
+    ],
+)
+def test_a_command_that_is_not_complete_gives_status_2(arguments, says, capsys):
+    assert status(*arguments) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_show_of_no_run_gives_status_1(tmp_path, capsys):
-    assert main(["show", str(tmp_path)]) == 1
+    assert status("show", str(tmp_path)) == 1
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def test_options_of_a_program_are_not_swallowed_elsewhere(tmp_path, capsys):
-    assert main(["show", str(tmp_path), "--steps", "3"]) == 2
-    assert "--steps 3" in capsys.readouterr().err
+def test_ctrl_c_ends_in_one_line_with_status_130(tmp_path):
+    pids, runs = tmp_path / "pids", tmp_path / "runs"
+    command = [
+        sys.executable,
+        "-m",
+        "labkit",
+        "run",
+        str(MISBEHAVE),
+        "--nproc",
+        "1",
+        "--rank",
+        "0",
+        "--pids",
+        str(pids),
+    ]
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # ignored in what a shell's & started
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"LABKIT_RUNS": str(runs), "LABKIT_PROGRESS": "off"},
+        preexec_fn=heed,
+    )
+    try:
+        give_up = time.monotonic() + 60
+        while not pids.exists() and time.monotonic() < give_up:
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert (running.returncode, output) == (130, "")
+    assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
+    left = [psutil.Process(pid) for pid in map(int, pids.read_text().split()) if psutil.pid_exists(pid)]
+    alive = [each for each in psutil.wait_procs(left, timeout=5)[1] if each.status() != psutil.STATUS_ZOMBIE]
+    assert alive == []
+
+
+def test_the_readme_and_the_docstring_give_the_same_exit_statuses(repository):
+    table = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in (repository / "README.md").read_text().split("| exit status |")[1].splitlines()[2:]
+        if line.startswith("|")
+    ]
+    told = (command_line.__doc__ or "").split("Exit status:")[1].strip().splitlines()
+    assert [line.split(maxsplit=1) for line in told] == table
+    assert [number for number, _ in table] == ["0", "1", "2", "130"]
 
 
 def test_run_hands_the_parameters_to_the_ranks_and_show_reads_the_run(program):

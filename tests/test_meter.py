@@ -1,4 +1,4 @@
-"""labkit.meter: what is counted, what is timed, and what is left to the traced step."""
+"""labkit.rank.meter and labkit.rank.traffic: what is counted, what is timed, and what is left to the traced step."""
 
 import time
 from functools import partial
@@ -11,7 +11,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from labkit.meter import CommunicationCounter, Meter, by_category, messages_of, resident_peak_bytes
+from labkit.rank.meter import Meter, by_category, resident_peak_bytes
+from labkit.rank.traffic import CommunicationCounter, messages_of
 from labkit.records import Writer
 
 RANKS = 4
@@ -167,16 +168,21 @@ def test_operations_on_dtensors_are_counted_as_the_collectives_that_they_need():
 
 @pytest.mark.usefixtures("group")
 def test_what_runs_along_a_mesh_axis_is_counted_for_that_axis_as_well():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = (mesh.get_group(axis) for axis in ("dp", "tp"))
-    with CommunicationCounter({dp.group_name: "dp", tp.group_name: "tp"}) as traffic:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    data, tp = (mesh.get_group(axis) for axis in ("data", "tp"))
+    with CommunicationCounter(mesh) as traffic:
         dist.all_reduce(ten(), group=tp)
-        dist.all_gather_into_tensor(torch.ones(4, 5), ten(), group=dp)
+        dist.all_gather_into_tensor(torch.ones(4, 5), ten(), group=data)
         wait_for(functional.all_reduce(ten(), "sum", (mesh, 1)), functional.all_reduce(ten(), "sum", (mesh, 0)))
         dist.all_reduce(ten())
-    along = {"tp/all_reduce": 2, "dp/all_reduce": 1, "dp/all_gather": 1}
-    assert dict(traffic.counts) == {"all_reduce": 4, "all_gather": 1} | along
-    assert traffic.bytes == {name: 40 * count for name, count in traffic.counts.items()}
+    assert {axis: dict(sent.counts) for axis, sent in traffic.along.items()} == {
+        "": {"all_reduce": 4, "all_gather": 1},
+        "data": {"all_reduce": 1, "all_gather": 1},
+        "tp": {"all_reduce": 2},
+    }
+    assert traffic.counts == traffic.along[""].counts
+    for sent in traffic.along.values():
+        assert sent.bytes == {name: 40 * count for name, count in sent.counts.items()}
 
 
 def train(meter, steps=3, warmup=2, track=True):
@@ -184,7 +190,7 @@ def train(meter, steps=3, warmup=2, track=True):
     model = nn.Linear(64, 64)
     optimizer = torch.optim.Adam(model.parameters())
     indices = []
-    for step in meter.steps(steps, warmup, [model, optimizer] if track else []):
+    for step in meter.steps(steps, warmup=warmup, track=[model, optimizer] if track else []):
         indices.append((step.index, step.timed))
         with step.span("forward"):
             loss = model(torch.ones(1000, 64)).square().mean()
@@ -248,7 +254,7 @@ def test_communication_and_memory_by_category_are_recorded_in_the_traced_step_al
 
 def test_timed_steps_carry_no_tracing(meter):
     modes = []
-    for step in meter.steps(1, 1, [nn.Linear(2, 2)]):
+    for step in meter.steps(1, track=[nn.Linear(2, 2)]):
         modes.append((step.index, torch.utils._python_dispatch._get_current_dispatch_mode() is not None))
     assert modes == [(-1, False), (0, False), (1, True)]
 
@@ -273,7 +279,7 @@ def test_in_the_traced_step_alone_every_wait_for_a_collective_ends_with_a_rest(m
     waits = [(dist.Work, "wait"), (functional.AsyncCollectiveTensor, "wait"),
              (functional.AsyncCollectiveTensor, "trigger_wait")]  # fmt: skip
     originals = [getattr(*wait) for wait in waits]
-    for step in meter.steps(1, 0, []):
+    for step in meter.steps(1, warmup=0):
         assert [getattr(*wait) is original for wait, original in zip(waits, originals, strict=True)] == [step.timed] * 3
         if not step.timed:
             assert rests(in_flight().wait)
@@ -282,7 +288,7 @@ def test_in_the_traced_step_alone_every_wait_for_a_collective_ends_with_a_rest(m
 
 
 def test_a_loop_that_is_left_early_leaves_no_tracing_behind(meter):
-    for step in meter.steps(1, 0, [nn.Linear(2, 2)]):
+    for step in meter.steps(1, warmup=0, track=[nn.Linear(2, 2)]):
         if step.index == 1:
             break
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

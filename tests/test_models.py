@@ -32,6 +32,15 @@ OTHERS = {  # models that the catalog does not offer
 EVERY = [*ALL, *OTHERS]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """For tensors as small as these a second thread is only waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def made(name, seed=0):
     torch.manual_seed(seed)
     return OTHERS[name]() if name in OTHERS else catalog.build(name)

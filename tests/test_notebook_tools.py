@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from notebooks.pipeline import execute, source
+from notebooks.tools import build, execute, run, source
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = """\
@@ -58,8 +58,21 @@ def folder(tmp_path):
 
 def run_script(name, *arguments):
     """Run notebooks/<name> from another folder."""
-    command = [sys.executable, str(ROOT / "notebooks" / name), *map(str, arguments)]
+    command = [sys.executable, "-m", f"notebooks.tools.{name}", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd="/")
+
+
+@pytest.fixture
+def called(monkeypatch, capsys):
+    """The same in this process, without its imports: exit status and what was written, from another folder."""
+    monkeypatch.chdir("/")
+
+    def call(main, *arguments, **options):
+        capsys.readouterr()
+        status = main(*arguments, **options)
+        return subprocess.CompletedProcess(main.__module__, status, *capsys.readouterr())
+
+    return call
 
 
 def test_learner_gets_a_placeholder_and_the_solved_one_no_markers(folder):
@@ -128,8 +141,8 @@ def test_streams_cut_by_chance_are_joined():
 
 
 @pytest.mark.notebook
-def test_build_gives_the_same_bytes_twice_and_notices_changes(folder):
-    first = run_script("build.py", "--folder", folder)
+def test_build_gives_the_same_bytes_twice_and_notices_changes(folder, called):
+    first = run_script("build", "--folder", folder)
     assert first.returncode == 0, first.stderr
     assert "1. Count the bytes" in first.stderr, "no progress was shown"
     solved = folder / "solved" / "07_sample.ipynb"
@@ -138,24 +151,24 @@ def test_build_gives_the_same_bytes_twice_and_notices_changes(folder):
     assert notebook.cells[4].outputs == [{"output_type": "stream", "name": "stdout", "text": "bytes 12 for 2\n"}]
     assert notebook.metadata.kernelspec.name == "python3"
     assert not any(word in text for word in ("papermill", "shell.execute_reply", str(folder), "execution_timing"))
-    assert run_script("build.py", "--folder", folder).returncode == 0
+    assert called(build.main, folder=folder).returncode == 0
     assert solved.read_text() == text
-    assert run_script("build.py", "--folder", folder, "--check").returncode == 0
+    assert called(build.main, folder=folder, check=True).returncode == 0
 
     path = folder / "src" / "07_sample.py"
     path.write_text(SAMPLE.replace("width = 4", "width = 8"))
-    check = run_script("build.py", "--folder", folder, "--check")
+    check = called(build.main, folder=folder, check=True)
     assert check.returncode == 1
     assert "solved/07_sample.ipynb is not what" in check.stdout and "make notebooks" in check.stdout
     assert "notebooks/07_sample.ipynb is not" not in check.stdout, "the learner's notebook has not changed"
     path.write_text(SAMPLE.replace("at last", "now"))
-    assert "notebooks/07_sample.ipynb is not" in run_script("build.py", "--folder", folder, "--check").stdout
+    assert "notebooks/07_sample.ipynb is not" in called(build.main, folder=folder, check=True).stdout
 
 
 @pytest.mark.notebook
-def test_build_refuses_outputs_that_name_this_machine(folder):
+def test_build_refuses_outputs_that_name_this_machine(folder, called):
     (folder / "src" / "07_sample.py").write_text(f"# %%\nprint({str(ROOT)!r})\n")
-    answer = run_script("build.py", "--folder", folder)
+    answer = called(build.main, folder=folder)
     assert answer.returncode == 1
     assert "cell 1 prints a folder of this machine" in answer.stderr
     assert not (folder / "solved" / "07_sample.ipynb").exists()
@@ -166,7 +179,7 @@ def test_execute_leaves_page_pictures_and_summary(folder, tmp_path):
     out = tmp_path / "out"
     (out / "figures").mkdir(parents=True)
     (out / "figures" / "07_09_of_an_earlier_run.png").write_bytes(b"")
-    answer = run_script("execute.py", "07_sample", "--folder", folder, "--out", out)
+    answer = run_script("run", "07_sample", "--folder", folder, "--out", out)
     assert answer.returncode == 0, answer.stderr
     assert "all well" in answer.stdout and "out/07_sample.html" in answer.stdout
     (picture,) = (out / "figures").iterdir()
@@ -179,10 +192,10 @@ def test_execute_leaves_page_pictures_and_summary(folder, tmp_path):
 
 
 @pytest.mark.notebook
-def test_a_failing_cell_is_shown_and_what_ran_is_kept(folder, tmp_path):
+def test_a_failing_cell_is_shown_and_what_ran_is_kept(folder, tmp_path, called):
     path = folder / "src" / "07_sample.py"
     path.write_text(SAMPLE.replace("rows * width", "rows / 0"))
-    answer = run_script("execute.py", "07_sample", "--folder", folder, "--out", tmp_path)
+    answer = called(run.main, "07_sample", folder=folder, out=tmp_path)
     assert answer.returncode == 1
     assert "ZeroDivisionError" in answer.stderr and "cell 3 of 5 (1. Count the bytes)" in answer.stderr
     assert "\x1b[" not in answer.stderr

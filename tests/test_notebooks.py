@@ -1,5 +1,7 @@
 """Every lab's notebooks: up to date, run from top to bottom, and say again what they said when they were made."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +10,50 @@ import nbformat
 import papermill
 import pytest
 
-from notebooks.build import FOLDER, MAX_BYTES, stale
-from notebooks.pipeline.source import BEGIN, find_labs
+import labkit
+from labkit import doctor
+from notebooks.tools.build import FOLDER, MAX_BYTES, stale
+from notebooks.tools.run import summary
+from notebooks.tools.source import BEGIN, find_labs
 
 LABS = find_labs(FOLDER)
 NBVAL_OPTIONS = [
     *("--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", "--nbval-kernel-startup-timeout=120"),
     # nothing of this project's own pytest settings
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
+]
+SMALL = [  # other numbers of ranks, too, where that costs little
+    ("01_spatial_sharding", {"RANKS": 2, "STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}),
+    ("01_spatial_sharding", {"STEPS": 1, "BATCH": 4, "HEIGHT": 32, "WIDTH": 192}),
+    ("02_fsdp_wrapping", {"RANKS": 3, "DIM": 20, "BATCH": 4, "STEPS": 1}),
+    ("03_allgather_extensions", {"RANKS": 3, "BATCH": 8, "STEPS": 20}),
+    ("04_compiler_bucketing", {"DIM": 256, "BUCKET_MB": 0.5, "STEPS": 1}),
+    ("05_two_dimensions", {"DIM": 16, "BATCH": 8}),
+]
+REFUSED = [
+    ("01_spatial_sharding", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: one rank has no neighbour. Change it"),
+    ("01_spatial_sharding", {"RANKS": "four"}, "RANKS = 'four', but must be int ≥ 2"),
+    ("01_spatial_sharding", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
+    ("01_spatial_sharding", {"BATCH": 5}, "BATCH = 5, but must be int ≥ 2 and a multiple of 2"),
+    ("01_spatial_sharding", {"HEIGHT": 60}, "HEIGHT = 60, but must be int ≥ 8 and a multiple of 8"),
+    ("01_spatial_sharding", {"WIDTH": 64}, "WIDTH = 64, but must be int ≥ 96 and a multiple of 32"),
+    ("01_spatial_sharding", {"WIDTH": 200, "RANKS": 3}, "WIDTH = 200, but must be int ≥ 72 and a multiple of 48"),
+    ("02_fsdp_wrapping", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2"),
+    ("02_fsdp_wrapping", {"DIM": 0}, "DIM = 0, but must be int ≥ 1"),
+    ("02_fsdp_wrapping", {"BATCH": -1}, "BATCH = -1, but must be int ≥ 1"),
+    ("02_fsdp_wrapping", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
+    ("03_allgather_extensions", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2"),
+    ("03_allgather_extensions", {"DIM": 64}, "DIM = 64, but must be int ≥ 128"),
+    ("03_allgather_extensions", {"BATCH": 0}, "BATCH = 0, but must be int ≥ 1"),
+    ("03_allgather_extensions", {"STEPS": 12}, "STEPS = 12, but must be int ≥ 20"),
+    ("04_compiler_bucketing", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2"),
+    ("04_compiler_bucketing", {"DIM": 0}, "DIM = 0, but must be int ≥ 1"),
+    ("04_compiler_bucketing", {"BUCKET_MB": 0}, "BUCKET_MB = 0, but must be float > 0"),
+    ("04_compiler_bucketing", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
+    ("05_two_dimensions", {"RANKS": 6}, "RANKS = 6, but must be int ≥ 4 and a multiple of 4"),
+    ("05_two_dimensions", {"DIM": 30}, "DIM = 30, but must be int ≥ 1 and a multiple of 4"),
+    ("05_two_dimensions", {"BATCH": 9, "RANKS": 8}, "BATCH = 9, but must be int ≥ 1 and a multiple of 8"),
+    ("05_two_dimensions", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
 ]
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
 
@@ -60,13 +98,68 @@ def test_learner_notebook_is_stored_without_outputs(lab):
     assert not any(cell.get("outputs") for cell in nbformat.read(lab.learner, as_version=4).cells)
 
 
-@each_lab
+def lab_of(name):
+    (lab,) = (lab for lab in LABS if lab.name == name)
+    return lab
+
+
+def test_every_lab_is_run_with_small_values_and_each_of_its_parameters_is_refused_somewhere():
+    assert {name for name, _ in SMALL} == {lab.name for lab in LABS}
+    refused = {(name, message.partition(" ")[0]) for name, _, message in REFUSED}
+    assert refused == {(lab.name, parameter) for lab in LABS for parameter in parameters_of(lab)}
+
+
+def parameters_of(lab):
+    notebook = nbformat.read(lab.learner, as_version=4)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    return re.findall(r"^(\w+):", cell.source, flags=re.MULTILINE)
+
+
 @pytest.mark.notebook
 @pytest.mark.timeout(300)
-def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder(lab, tmp_path):
+@pytest.mark.parametrize(("name", "values"), SMALL, ids=str)
+def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_other_values(name, values, tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
     papermill.execute_notebook(
-        lab.learner, tmp_path / "done.ipynb", cwd=tmp_path, progress_bar=False, execution_timeout=120
+        lab_of(name).learner, tmp_path / "done.ipynb", values, cwd=tmp_path, progress_bar=False, execution_timeout=120
     )
+    shown = summary(nbformat.read(tmp_path / "done.ipynb", as_version=4))
+    assert shown and "differs" not in "".join(shown), shown
+    infos = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/run.json")]
+    asked = [{"ranks": info["nproc"]} | info["params"] for info in infos]
+    for parameter, value in values.items():
+        assert value in [parameters.get(parameter.lower()) for parameters in asked], f"{parameter} was not used"
+
+
+def setup_of(lab):
+    """The learner's first cells of code: imports, parameters, and what follows the parameters."""
+    cells = [cell for cell in nbformat.read(lab.learner, as_version=4).cells if cell.cell_type == "code"]
+    imports, parameters, first_use = (cell.source for cell in cells[:3])
+    assert "parameters" in cells[1].metadata.tags
+    return imports, parameters, first_use
+
+
+@pytest.mark.parametrize(("name", "values", "message"), REFUSED, ids=str)
+def test_a_value_outside_its_range_is_refused_by_the_first_cell_that_uses_it(name, values, message, monkeypatch):
+    monkeypatch.setattr(doctor, "show", lambda: None)
+    imports, parameters, first_use = setup_of(lab_of(name))
+    kernel = {}
+    exec(f"{imports}\n{parameters}", kernel)
+    exec(first_use, dict(kernel))
+    with pytest.raises(labkit.ParameterError, match=message):
+        exec(first_use, kernel | values)
+
+
+@pytest.mark.notebook
+def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    with pytest.raises(
+        papermill.PapermillExecutionError, match="ParameterError: RANKS = 1, but must be int ≥ 2: one rank"
+    ):
+        papermill.execute_notebook(
+            lab_of("02_fsdp_wrapping").learner, tmp_path / "done.ipynb", {"RANKS": 1}, progress_bar=False
+        )
+    assert not any((tmp_path / "runs").iterdir())  # the folder itself is made by the doctor
 
 
 @each_lab

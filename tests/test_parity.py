@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from labkit import parity
-from labkit.parity import Parity, relative_error
+from labkit.models.mlp import MLPStack
+from labkit.parity import LIMITS, Parity, relative_error
+from labkit.parity.fsdp import compare_training
+from labkit.parity.spatial import compare_training_step
+from labkit.parity.training import count_tensors
 
 
 @pytest.mark.parametrize(
@@ -42,36 +46,82 @@ def test_the_error_does_not_depend_on_the_scale_of_a_tensor():
 
 
 def test_the_worst_tensor_is_named_and_every_tensor_counted():
-    found = Parity()
+    found = comparison()
     for name, error in (("first", 1e-7), ("second", 1e-3), ("third", 1e-5)):
         found.add(name, torch.tensor([1 + error], dtype=torch.float64), torch.ones(1, dtype=torch.float64))
     assert (found.compared, found.worst) == (3, "second")
     assert found.max_rel_error == pytest.approx(1e-3)
-    verdict = found.verdict(limit=1e-4)
+    verdict = found.verdict(limit=1e-4, expected=3)
     assert (verdict["compared"], verdict["worst"], verdict["ok"]) == (3, "second", False)
-    assert found.verdict(limit=1e-2)["ok"]
+    assert found.verdict(limit=1e-2, expected=3)["ok"]
+
+
+def comparison():
+    """One that has seen gradients which are alive."""
+    found, model = Parity(), nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    found.watch(model)
+    return found
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3])
+def test_another_number_of_tensors_than_there_were_is_not_ok(expected):
+    found = comparison()
+    for name in ("first", "second"):
+        found.add(name, torch.ones(1), torch.ones(1))
+    verdict = found.verdict(limit=1e-5, expected=expected)
+    assert (verdict["compared"], verdict["expected"], verdict["ok"]) == (2, expected, False)
+    assert found.verdict(limit=1e-5, expected=2)["ok"]
+
+
+def zero_all(model):
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "some_zeros", "ok"),
+    [
+        (lambda model: None, False, True),
+        (lambda model: model.bias.grad.zero_(), False, False),
+        (lambda model: setattr(model.bias, "grad", None), False, False),
+        (zero_all, False, False),
+        (lambda model: model.bias.grad.zero_(), True, True),
+        (zero_all, True, False),
+        (lambda model: model.requires_grad_(False), False, False),
+    ],
+)
+def test_equal_zeros_are_no_proof(change, some_zeros, ok):
+    model, found = nn.Linear(3, 2), Parity()
+    model(torch.ones(1, 3)).sum().backward()
+    change(model)
+    found.watch(model, some_zeros=some_zeros)
+    found.add("output", torch.ones(1), torch.ones(1))
+    verdict = found.verdict(limit=1e-5, expected=1)
+    assert verdict["ok"] is verdict["gradients_alive"] is ok
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_nan_anywhere_is_not_ok(place):
-    found = Parity()
+    found = comparison()
     for index in range(3):
         found.add(str(index), torch.tensor([math.nan if index == place else 1.0]), torch.ones(1))
-    verdict = found.verdict(limit=1e-5)
+    verdict = found.verdict(limit=1e-5, expected=3)
     assert math.isnan(verdict["max_rel_error"])
     assert (verdict["ok"], verdict["worst"], verdict["compared"]) == (False, str(place), 3)
 
 
 def test_nothing_compared_is_not_ok():
-    verdict = Parity().verdict(limit=1e-5)
+    verdict = comparison().verdict(limit=1e-5, expected=0)
     assert (verdict["compared"], verdict["max_rel_error"], verdict["ok"]) == (0, 0.0, False)
 
 
 def test_a_verdict_is_one_json_object_as_promised():
-    found = Parity()
+    found = comparison()
     found.add("only", torch.ones(2), torch.ones(2))
-    verdict = json.loads(json.dumps(found.verdict(limit=1e-5)))
-    assert verdict == {"check": "parity", "compared": 1, "max_rel_error": 0.0, "worst": "", "ok": True}
+    verdict = json.loads(json.dumps(found.verdict(limit=1e-5, expected=1)))
+    numbers = {"compared": 1, "expected": 1, "max_rel_error": 0.0, "limit": 1e-5}
+    assert verdict == {"check": "parity", **numbers, "worst": "", "gradients_alive": True, "ok": True}
 
 
 @pytest.mark.parametrize(
@@ -118,16 +168,90 @@ def test_a_training_step_compares_outputs_gradients_and_parameters():
         out = one(torch.ones(1, 3))
         out.square().sum().backward()
         outputs.append(out.detach())
-    assert parity.of_training_step(model, outputs[0], other, outputs[1], limit=1e-5)["ok"]
-    assert parity.of_training_step(model, outputs[0], other, outputs[1], limit=1e-5)["compared"] == 5
+    assert compare_training_step(model, outputs[0], other, outputs[1])["ok"]
+    assert compare_training_step(model, outputs[0], other, outputs[1])["compared"] == 5
     for change, worst in (
         (lambda: outputs[0].mul_(1.001), "outputs"),
         (lambda: model.weight.grad.mul_(1.01), "gradient weight"),
         (lambda: model.bias.data.mul_(1.1), "parameter bias"),
     ):
         change()
-        verdict = parity.of_training_step(model, outputs[0], other, outputs[1], limit=1e-5)
+        verdict = compare_training_step(model, outputs[0], other, outputs[1])
         assert (verdict["ok"], verdict["worst"]) == (False, worst)
+
+
+def trained(steps):
+    """A model that has taken some steps as the only rank, one device that has not, and the losses."""
+    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1)
+    model, losses = seeded_stack(), []
+    optimizer = parity.optimizer_of(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = parity.samples_and_seed(model, torch.device("cpu"), step, rank=0)
+        losses.append(model.get_loss(inputs, model(*inputs)))
+        losses[-1].backward()
+        optimizer.step()
+    return one_device, model, losses
+
+
+def seeded_stack():
+    torch.manual_seed(0)
+    return MLPStack(8)
+
+
+def test_a_model_that_trains_as_one_device_is_ok():
+    verdict = compare_training(*trained(2), rank=0, steps=2)
+    assert verdict["ok"] and verdict["compared"] == verdict["expected"] == 2 + 12 + 12
+    assert verdict["limit"] == LIMITS[torch.float32] == 1e-5
+
+
+def test_losses_of_no_step_are_an_error():
+    with pytest.raises(
+        ValueError, match="no loss, so nothing was trained that could be compared: train 1 step or more"
+    ):
+        compare_training(*trained(0), rank=0, steps=0)
+
+
+def test_fewer_steps_than_were_asked_for_are_not_ok():
+    verdict = compare_training(*trained(1), rank=0, steps=2)
+    assert (verdict["compared"], verdict["expected"], verdict["ok"]) == (25, 26, False)
+
+
+def test_a_model_that_has_lost_its_gradients_is_an_error():
+    one_device, model, losses = trained(2)
+    model.layers[1].out_proj.bias.grad = None
+    with pytest.raises(ValueError, match=r"gradient layers.1.out_proj.bias: the distributed side has none to compare"):
+        compare_training(one_device, model, losses, rank=0, steps=2)
+
+
+def test_a_model_that_lacks_a_parameter_is_an_error():
+    one_device, model, losses = trained(2)
+    model.layers[1].out_proj.bias = None
+    with pytest.raises(ValueError, match=r"gradient: only on one side: \['layers.1.out_proj.bias'\]"):
+        compare_training(one_device, model, losses, rank=0, steps=2)
+
+
+def test_frozen_parameters_are_compared_without_gradients():
+    model = MLPStack(8)
+    model.layers[0].requires_grad_(False)
+    assert count_tensors(model, "gradient", "parameter", "buffer") == 8 + 12
+
+
+def test_every_batch_has_a_seed_of_its_own():
+    seeds = {parity.seed_of(step, rank, batch) for step in (0, 1, 9998) for rank in (0, 1, 9999) for batch in (0, 1, 2)}
+    assert len(seeds) == 27
+
+
+def test_gradients_of_several_batches_add_up():
+    """Two batches a step are, with a loss that is a sum, one batch of both."""
+    one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=2, batches=2)
+    one_device.step(0)
+    whole = seeded_stack()
+    for rank, batch in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        inputs = parity.samples_and_seed(whole, torch.device("cpu"), 0, rank, batch)
+        (whole.get_loss(inputs, whole(*inputs)) / 2).backward()
+    for mine, other in zip(one_device.copies[1].parameters(), whole.parameters(), strict=True):
+        assert relative_error(mine.grad, other.grad) < 1e-6
 
 
 def test_seeded_parameters_are_not_degenerate():

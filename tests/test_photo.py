@@ -1,10 +1,10 @@
-"""labkit.photo: images to train on, the same for the same seed."""
+"""labkit.models.photo: images to train on, the same for the same seed."""
 
 import numpy
 import pytest
 import torch
 
-from labkit import photo
+from labkit.models import photo
 
 
 @pytest.mark.parametrize("kind", ["random", "photo"])

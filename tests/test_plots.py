@@ -22,7 +22,7 @@ def closed_figures():
 
 
 def line(kind, name, step, rank=0, **fields):
-    return {"v": 1, "rank": rank, "step": step, "kind": kind, "name": name, **fields}
+    return {"v": 2, "rank": rank, "step": step, "kind": kind, "name": name, **fields}
 
 
 def run(nproc=2, factor=1.0, **session):
@@ -37,7 +37,7 @@ def run(nproc=2, factor=1.0, **session):
         lines.append(line("scalar", "loss", -1, rank, value=100.0, unit=""))
         for name, megabytes in (("activation", 8), ("parameter", 4), ("optstate", 2), ("gradient", 1), ("temp", 3)):
             lines.append(line("memory", f"peak_{name}", 3, rank, bytes=int(1e6 * megabytes * share)))
-        lines.append(line("comm", "send", 3, rank, count=4, bytes=1536))
+        lines.append(line("comm", "send", 3, rank, axis="", count=4, bytes=1536))
     info = {"program": "made up", "nproc": nproc, "exit": "ok", "params": {}, "session": SESSION | session}
     return RunResult(Path("nowhere"), info, lines, [])
 
@@ -251,14 +251,6 @@ def test_shards_draw_on_given_axes():
     assert list(plots.shards({"a": {0: numpy.ones((2, 2))}}, grids={"a": [[0]]}, axes=[panel])) == [panel]
     assert panel.has_data()
     assert not other.has_data()
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1536, "1.54 kB"), (4_000_000, "4 MB"), (121.4e6, "121 MB"), (2.5e9, "2.5 GB")],
-)
-def test_bytes_are_read_in_powers_of_1000(count, text):
-    assert style.readable_bytes(count) == text
 
 
 def test_every_public_plot_is_covered_here():

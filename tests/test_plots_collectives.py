@@ -1,4 +1,4 @@
-"""labkit.plots.alpha_beta: fastest rounds, the fitted line and predictions stand where the numbers say."""
+"""labkit.plots.collectives: fastest rounds, the fitted line and predictions stand where the numbers say."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_rgba
 
-from labkit.plots import alpha_beta as figures
+from labkit.plots import collectives as figures
 from labkit.result import RunResult
-from labkit.theory.alpha_beta import AlphaBeta
+from labkit.theory.collectives import AlphaBeta
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
 NETWORK = AlphaBeta(1e-4, 1e-9)
@@ -25,7 +25,7 @@ def run(program="all_reduce"):
     """Two ranks, three rounds, of which two were disturbed; rank 0 has less to wait than rank 1."""
     times = {f"message_{size}": NETWORK.seconds(size) for size in SIZES}
     times |= {f"pieces_{count}": NETWORK.seconds(TOTAL, messages=count) for count in COUNTS}
-    span = {"v": 1, "kind": "span", "start_us": 0}
+    span = {"v": 2, "kind": "span", "start_us": 0}
     lines = [
         span | {"rank": rank, "step": step, "name": name, "dur_us": 1e6 * time * factor * (0.5, 1)[rank]}
         for name, time in (times if program == "all_reduce" else {"forward": 1.0}).items()

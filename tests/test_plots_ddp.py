@@ -5,16 +5,22 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from labkit import generated, plots
+from labkit import inductor, plots
 from labkit.folder import RunFolder
 from labkit.result import RunResult
 
 CODE = (Path(__file__).parent / "data" / "ddp_coalesced.py.txt").read_text()
 WEIGHT, BIAS = 16_000_000, 8000
 TRAVELLED = [
-    ("0/fc4.weight", WEIGHT), ("1/fc4.bias", BIAS), ("1/fc3.weight", WEIGHT), ("1/fc3.bias", BIAS),
-    ("1/fc2.weight", WEIGHT), ("2/fc2.bias", BIAS), ("2/fc1.weight", WEIGHT), ("2/fc1.bias", BIAS),
-]  # fmt: skip
+    (0, "fc4.weight", WEIGHT),
+    (1, "fc4.bias", BIAS),
+    (1, "fc3.weight", WEIGHT),
+    (1, "fc3.bias", BIAS),
+    (1, "fc2.weight", WEIGHT),
+    (2, "fc2.bias", BIAS),
+    (2, "fc1.weight", WEIGHT),
+    (2, "fc1.bias", BIAS),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +32,13 @@ def closed_figures():
 def run(folder, travelled=TRAVELLED, code=CODE):
     """A run of two ranks that recorded what travels in each of two steps."""
     if code:
-        RunFolder(folder).code(0).write_text(code)
+        RunFolder(folder).kept(0, "code").write_text(code)
     lines = [
-        {"v": 1, "rank": rank, "step": step, "kind": "comm", "name": f"bucket/{name}", "count": 1, "bytes": size}
-        for rank in range(2) for step in range(2) for name, size in travelled
-    ]  # fmt: skip
+        {"v": 2, "rank": rank, "step": step, "kind": "bucket", "name": name, "index": index, "bytes": size}
+        for rank in range(2)
+        for step in range(2)
+        for index, name, size in travelled
+    ]
     session = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
     info = {"program": "made up", "nproc": 2, "exit": "ok", "params": {}, "session": session}
     return RunResult(folder, info, lines, [])
@@ -84,25 +92,25 @@ def test_a_bar_reaches_from_the_request_to_the_last_wait_over_what_runs_between(
 
 def test_a_figure_of_a_run_is_stamped_and_one_of_a_program_is_not(tmp_path):
     assert plots.buckets(run(tmp_path)).figure.get_supxlabel() == "CPU · 2 ranks on 2 cores · torch 9.9"
-    ax = plots.buckets(generated.buckets(CODE))
+    ax = plots.buckets(inductor.buckets(CODE))
     assert ax.figure.get_supxlabel() == ""
     assert texts(ax)[0] == "buf4", "a program knows no names"
 
 
 def test_a_bucket_that_is_never_waited_for_is_said_to_be_so():
     code = CODE.replace("torch.ops._c10d_functional.wait_tensor.default(buf4)", "pass")
-    order = order_of(plots.buckets(generated.buckets(code)))
+    order = order_of(plots.buckets(inductor.buckets(code)))
     assert texts(order)[0] == "never waited for"
     assert boxes(order)[0] == (0, 23, 65)
 
 
 def test_small_gradients_are_drawn_in_kilobytes_and_many_are_counted():
     code = CODE.replace("2000", "20")
-    ax = plots.buckets(generated.buckets(code))
+    ax = plots.buckets(inductor.buckets(code))
     assert ax.get_xlabel().endswith("kB")
     assert boxes(ax)[0] == (0, 0, pytest.approx(1.6))
-    [first, second, _] = generated.buckets(CODE)
-    many = generated.Bucket(0, first.gradients + 20 * second.gradients[:1], first.request, (), ())
+    [first, second, _] = inductor.buckets(CODE)
+    many = inductor.Bucket(0, first.gradients + 20 * second.gradients[:1], first.request, (), ())
     assert texts(plots.buckets([many]))[-1] == "also here: 20 gradients"
 
 
@@ -128,9 +136,10 @@ def test_axes_that_were_given_are_used(tmp_path):
 @pytest.mark.parametrize(
     ("travelled", "code", "error", "problem"),
     [
-        (TRAVELLED, "", FileNotFoundError, "rank 0 left no generated code"),
+        (TRAVELLED, "", FileNotFoundError, "rank 0 kept no 'code'"),
         (TRAVELLED[:-1], CODE, ValueError, "sends 8 gradients in 3 buckets, the run recorded 7"),
-        ([*TRAVELLED[:-1], ("2/fc1.bias", 4000)], CODE, ValueError, "of other sizes: records bucket/<index>"),
+        ([*TRAVELLED[:-1], (2, "fc1.bias", 4000)], CODE, ValueError, "of other sizes: its records of buckets"),
+        ([*TRAVELLED[:-1], (1, "fc1.bias", BIAS)], CODE, ValueError, "its records of buckets must follow"),
         ([], CODE.replace("all_reduce", "broadcast"), ValueError, "no bucket to draw: the program holds no"),
     ],
 )  # fmt: skip

@@ -128,9 +128,9 @@ def test_what_is_said_fits_into_its_block():
 
 
 def run(sent, error):
-    common = {"v": 1, "rank": 0}
+    common = {"v": 2, "rank": 0}
     lines = [
-        common | {"step": 3, "kind": "comm", "name": "all_gather", "count": 2, "bytes": sent},
+        common | {"step": 3, "kind": "comm", "name": "all_gather", "axis": "", "count": 2, "bytes": sent},
         common | {"step": -1, "kind": "scalar", "name": "weight_error", "value": error, "unit": ""},
     ]
     info = {"program": "made up", "nproc": 1, "exit": "ok", "params": {}, "session": SESSION}

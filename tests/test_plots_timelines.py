@@ -10,14 +10,14 @@ from labkit.plots import timelines as figures
 from labkit.result import RunResult
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
-BARS = [  # name, start and length in ms
-    ("compute/forward/layers.0", 0, 40),
-    ("compute/forward/a.quite.longish_name_of_a_unit", 40, 2),
-    ("compute/optimizer/", 90, 10),
-    ("communication/all_gather/layers.1", 30, 20),
-    ("communication/broadcast/", 60, 5),
-    ("exposed/all_gather/layers.1", 42, 8),
-    ("exposed/broadcast/", 60, 5),
+BARS = [  # lane, phase, name, start and length in ms
+    ("compute", "forward", "layers.0", 0, 40),
+    ("compute", "forward", "a.quite.longish_name_of_a_unit", 40, 2),
+    ("compute", "optimizer", "", 90, 10),
+    ("communication", "all_gather", "layers.1", 30, 20),
+    ("communication", "broadcast", "", 60, 5),
+    ("exposed", "all_gather", "layers.1", 42, 8),
+    ("exposed", "broadcast", "", 60, 5),
 ]
 
 
@@ -30,11 +30,11 @@ def closed_figures():
 def run(nproc=2, bars=BARS):
     lines = []
     for rank in range(nproc):
-        common = {"v": 1, "rank": rank}
+        common = {"v": 2, "rank": rank}
         lines.append(common | {"step": 0, "kind": "span", "name": "step", "start_us": 5e6, "dur_us": 1e5})
-        for name, start, length in bars:
-            span = {"kind": "span", "name": name, "start_us": start * 1e3, "dur_us": length * 1e3}
-            lines.append(common | {"step": 3} | span)
+        for lane, phase, name, start, length in bars:
+            times = {"start_us": start * 1e3, "dur_us": length * 1e3}
+            lines.append(common | {"step": 3, "kind": "bar", "lane": lane, "phase": phase, "name": name} | times)
         for name, value in (("profiled_step", 100), ("communication", 25), ("exposed_communication", 13 + 2 * rank)):
             lines.append(common | {"step": 3, "kind": "scalar", "name": name, "value": value, "unit": "ms"})
     info = {"program": "made up", "nproc": nproc, "exit": "ok", "params": {}, "session": SESSION}
@@ -82,7 +82,7 @@ def test_bars_have_their_place_and_the_colour_of_what_they_are():
 
 def test_what_runs_at_the_same_time_stands_one_above_the_other():
     buckets = [(0, 30), (20, 30), (40, 20), (60, 10), (69.995, 10)]
-    bars = [(f"communication/all_reduce/bucket {index}", *bucket) for index, bucket in enumerate(buckets)]
+    bars = [("communication", "all_reduce", f"bucket {index}", *bucket) for index, bucket in enumerate(buckets)]
     ax = figures.timeline(run(bars=bars), ranks=[0])
     heights = [path.get_extents().height for drawn in ax.collections for path in drawn.get_paths()]
     rows = [row for _, row, _, _ in rectangles(ax)]

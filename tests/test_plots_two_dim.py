@@ -20,20 +20,20 @@ def closed_figures():
     pyplot.close("all")
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (3, 4), (1, 2)])
-def test_every_rank_lies_in_one_group_of_each_axis(dp, tp):
-    ax = plots.mesh(dp, tp)
+@pytest.mark.parametrize(("data", "tp"), [(2, 2), (3, 4), (1, 2)])
+def test_every_rank_lies_in_one_group_of_each_axis(data, tp):
+    ax = plots.mesh(data, tp)
     frames = {axis: [] for axis in AXIS_COLOURS}
     for frame in ax.patches:
         colour = to_hex(frame.get_edgecolor()).upper()
         frames[next(axis for axis in AXIS_COLOURS if AXIS_COLOURS[axis] == colour)].append(frame.get_bbox())
-    assert {axis: len(found) for axis, found in frames.items()} == {"tp": dp, "dp": tp}
+    assert {axis: len(found) for axis, found in frames.items()} == {"tp": data, "data": tp}
     ranks = {text.get_text(): text.get_position() for text in ax.texts if text.get_text().startswith("rank ")}
-    assert set(ranks) == {f"rank {rank}" for rank in range(dp * tp)}
+    assert set(ranks) == {f"rank {rank}" for rank in range(data * tp)}
     for name, place in ranks.items():
         rank = int(name.split()[1])
         inside = {axis: [i for i, box in enumerate(found) if box.contains(*place)] for axis, found in frames.items()}
-        assert inside == {"tp": [rank // tp], "dp": [rank % tp]}, "a row is a tp group, a column a dp group"
+        assert inside == {"tp": [rank // tp], "data": [rank % tp]}, "a row is a tp group, a column a data group"
 
 
 def heights(ax):
@@ -44,20 +44,22 @@ def heights(ax):
 
 
 def test_traffic_is_stacked_by_axis_predicted_beside_measured():
-    tp, dp = AXIS_COLOURS["tp"], AXIS_COLOURS["dp"]
-    ax = plots.traffic({"a": {"tp": 2e6, "dp": 1e6}}, {"a": {"tp": 3e6}, "b": {"dp": 4e6}}, results=[RUN])
-    assert heights(ax) == [(tp, True, 2.0), (dp, True, 1.0), (tp, False, 3.0), (dp, False, 4.0)]
-    bottoms = {bar.get_y() for bar in ax.patches if to_hex(bar.get_facecolor()).upper() == dp and bar.get_height() == 1}
+    tp, data = AXIS_COLOURS["tp"], AXIS_COLOURS["data"]
+    ax = plots.traffic({"a": {"tp": 2e6, "data": 1e6}}, {"a": {"tp": 3e6}, "b": {"data": 4e6}}, results=[RUN])
+    assert heights(ax) == [(tp, True, 2.0), (data, True, 1.0), (tp, False, 3.0), (data, False, 4.0)]
+    bottoms = {
+        bar.get_y() for bar in ax.patches if to_hex(bar.get_facecolor()).upper() == data and bar.get_height() == 1
+    }
     assert bottoms == {2.0}, "on top of what goes along tp"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["a", "b"]
     assert ax.get_ylabel() == "sent by a rank in a step, MB"
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["along tp", "along dp", "predicted"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["along tp", "along data", "predicted"]
     assert ax.figure.get_supxlabel() == "CPU · 4 ranks on 2 cores · mechanism, not speed · torch 9.9"
 
 
 @pytest.mark.parametrize(("size", "unit"), [(5, "bytes"), (5e3, "kB"), (5e9, "GB"), (0, "bytes")])
 def test_traffic_of_theory_alone_has_no_stamp_and_the_unit_that_reads_best(size, unit):
-    ax = plots.traffic({"1": {"dp": size}}, xlabel="ranks along tp")
+    ax = plots.traffic({"1": {"data": size}}, xlabel="ranks along tp")
     assert ax.get_ylabel().endswith(unit) and ax.get_xlabel() == "ranks along tp"
-    assert heights(ax) == ([(AXIS_COLOURS["dp"], False, 5.0)] if size else [])
+    assert heights(ax) == ([(AXIS_COLOURS["data"], False, 5.0)] if size else [])
     assert ax.figure.get_supxlabel() == "" and len(ax.get_legend().get_texts()) == 2

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from labkit import progress
+import labkit
+from labkit import records
+from labkit.errors import ParameterError
 from labkit.folder import RunFolder
+from labkit.launcher import progress
 from labkit.records import Writer
 
 RECORDS = Path(__file__).parent / "programs" / "records.py"
@@ -31,7 +34,7 @@ def test_a_tail_gives_each_line_once_and_whole(tmp_path):
 def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "text")
     folder = RunFolder(tmp_path)
-    shown = progress.Progress(folder, "strips", 2)
+    shown = progress.Progress(folder, "strips", 2, progress.choose_display())
     shown.update()
     writer = Writer(tmp_path, 0)
     writer.write("scalar", "planned_steps", -1, value=8, unit="steps")
@@ -60,17 +63,73 @@ def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, m
 
 def test_off_shows_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "off")
-    shown = progress.Progress(RunFolder(tmp_path), "strips", 1)
+    shown = progress.Progress(RunFolder(tmp_path), "strips", 1, progress.choose_display())
     (tmp_path / "rank_00000.log").write_text("hello\n")
     shown.update()
     shown.close("ok")
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_unknown_display_is_refused(monkeypatch):
-    monkeypatch.setenv("LABKIT_PROGRESS", "loud")
-    with pytest.raises(ValueError, match="LABKIT_PROGRESS='loud' is none of off, text, notebook"):
-        progress.choose_display()
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("loud", "LABKIT_PROGRESS='loud' is none of off, text, notebook; unset it"),
+        ("notebook", "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off"),
+    ],
+)
+def test_a_display_that_there_is_not_is_refused_before_a_run(monkeypatch, tmp_path, wanted, message):
+    monkeypatch.setenv("LABKIT_PROGRESS", wanted)
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
+    with pytest.raises(ParameterError, match=message):
+        labkit.run(RECORDS)
+    assert not (tmp_path / "runs").exists()
+
+
+STRANGE_LINES = [
+    "5",
+    "[]",
+    "null",
+    '"text"',
+    '{"name": "planned_steps"}',
+    '{"name": "planned_steps", "value": []}',
+    '{"name": "planned_steps", "value": NaN}',
+    '{"name": "planned_steps", "value": Infinity}',
+    '{"name": ["step"], "kind": []}',
+    '{"name": "step", "kind": "span"}',
+    '{"name": "step", "kind": "span", "step": "many"}',
+    '{"name": "step", "kind": "span", "step": 1' + 400 * "0" + "}",
+    '{"name": "step", "kind": "span", "step": 1' + 5000 * "0" + "}",
+    10_000 * "[",
+]
+
+
+def test_strange_records_do_not_end_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LABKIT_PROGRESS", "text")
+    shown = progress.Progress(RunFolder(tmp_path), "strips", 1, progress.choose_display())
+    good = ['{"name": "planned_steps", "value": 8}', '{"name": "step", "kind": "span", "step": 3}']
+    for number in range(len(STRANGE_LINES) + 1):  # each of them also as the last
+        lines = good + STRANGE_LINES[:number]
+        records.path_of(tmp_path, 0).write_text("".join(f"{line}\n" for line in lines))
+        shown.state.done_steps = 0
+        shown._records = progress.Tail(records.path_of(tmp_path, 0))
+        shown.update()
+        assert shown.state.planned_steps == 8
+        assert shown.state.done_steps == (4 if number < 12 else 8), "no more than planned"
+    assert "step 4 of 8" in capsys.readouterr().err
+
+
+def test_a_long_line_is_cut_where_it_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LABKIT_PROGRESS", "text")
+    folder = RunFolder(tmp_path)
+    shown = progress.Progress(folder, "strips", 1, progress.choose_display())
+    folder.log(0).write_text("short\n" + 1_000_000 * "x" + "\n" + 2000 * "y")
+    shown.close("ok")
+    err = capsys.readouterr().err
+    for letter in "xy":
+        assert 1000 * letter in err
+        assert 1001 * letter not in err
+    assert f"... (1,000,000 characters; all are in {folder.log(0)})" in err
+    assert len(err) < 3000
 
 
 CELL = f"""

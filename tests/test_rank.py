@@ -1,11 +1,13 @@
 """labkit.rank: sessions begin and end in order, the device is the right one, a check ends as it must."""
 
+import gc
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from unittest import mock
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from labkit import rank, records
 from labkit.errors import ParameterError
 
+SESSION = sys.modules["labkit.rank.here"]
 OF_A_RUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -64,6 +67,16 @@ def comm_of(task):
         return comm.read()
 
 
+def test_a_process_group_outlives_its_session():
+    """Or a DDP model that is alive at the rank's end destroys it, and can hang."""
+    with rank.session() as here:
+        mesh = here.mesh(data=1, space=1)
+        groups = [weakref.ref(group) for group in (dist.group.WORLD, mesh.get_group("space"))]
+    del mesh
+    gc.collect()
+    assert all(group() is not None for group in groups)
+
+
 @pytest.mark.parametrize("error", [ValueError("widths differ"), KeyboardInterrupt(), SystemExit(1)])
 def test_a_session_is_left_in_order_whatever_happens(error, capsys):
     with pytest.raises(type(error)), rank.session() as here:
@@ -98,8 +111,8 @@ def test_a_program_alone_prints_its_table_last(capsys):
     assert lines[0] == "rank 0"
     shown = {line.split()[0]: line for line in lines[1:]}
     assert shown["forward"].endswith(" ms    mean of 3 steps")
-    assert shown["all_reduce"].split()[1:] == ["0.000", "MB", "in", "1", "calls", "a", "step"]
-    assert shown["peak_parameter"].endswith("0.0 MB")
+    assert shown["all_reduce"].split()[1:] == ["64", "bytes", "in", "1", "calls", "a", "step"]
+    assert shown["peak_parameter"].endswith(" 80 bytes")
     assert "loss" not in shown
 
 
@@ -130,7 +143,7 @@ def test_a_rank_stays_on_its_share_of_the_cores(monkeypatch, cores, ranks, index
     chosen = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, wanted: chosen.append(wanted), raising=False)
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
-    rank.stay_on_own_cores(cores)
+    SESSION.stay_on_own_cores(cores)
     assert chosen == ([own] if own else []), "with fewer cores than ranks the scheduler decides"
 
 
@@ -150,7 +163,7 @@ def test_a_rank_stays_on_its_share_of_the_cores(monkeypatch, cores, ranks, index
 )
 def test_choice_of_the_device(monkeypatch, wish, gpus, ranks, index, device, note):
     set_machine(monkeypatch, wish, gpus, ranks, index)
-    assert rank.choose_device() == (torch.device(device), note)
+    assert SESSION.choose_device() == (torch.device(device), note)
 
 
 def set_machine(monkeypatch, wish, gpus, ranks, index=0):
@@ -172,10 +185,10 @@ def test_a_mesh_must_cover_the_ranks():
         here.mesh(data=2, space=2)
 
 
-def test_one_step_is_not_measured(tmp_path):
+def test_plain_steps_are_not_measured(tmp_path):
     os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
     with rank.session() as here:
-        for step in here.one_step(5, track=[]):
+        for step in here.plain_steps(5, track=[]):
             with step.span("forward"):
                 pass
             step.scalar("loss", 1.0)
@@ -202,6 +215,14 @@ def test_a_verdict_that_is_not_ok_ends_the_rank_with_status_1(tmp_path, capsys):
     assert math.isnan({line["name"]: line["value"] for line in records.read(tmp_path).lines}["max_rel_error"])
 
 
+@pytest.mark.parametrize("compared", [0, math.nan])
+def test_a_verdict_on_nothing_is_not_ok_whatever_it_says(compared, capsys):
+    with pytest.raises(SystemExit) as caught, rank.session() as here:
+        here.verdict(check="parity", compared=compared, ok=True)
+    assert caught.value.code == 1
+    assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_a_verdict_that_does_not_say_whether_it_is_ok_is_refused():
     with rank.session() as here, pytest.raises(ValueError, match="a verdict needs ok=True or ok=False"):
         here.verdict(compared=3)
@@ -220,7 +241,7 @@ class Config:
 def test_start_reads_the_command_line_and_leaves_with_status_0(monkeypatch):
     called = []
     monkeypatch.setattr(sys, "argv", ["program", "--width", "6"])
-    monkeypatch.setattr(os, "_exit", called.append)
+    monkeypatch.setattr(SESSION, "leave", called.append)  # which would run the exit functions of this process
     rank.start(called.append, Config)
     assert called == [Config(width=6), 0]
 
@@ -230,7 +251,7 @@ def test_an_error_of_the_program_passes_through_start(monkeypatch):
         raise ValueError("widths differ")
 
     monkeypatch.setattr(sys, "argv", ["program"])
-    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("the error was swallowed"))
+    monkeypatch.setattr(SESSION, "leave", lambda status: pytest.fail("the error was swallowed"))
     with pytest.raises(ValueError, match="widths differ"):
         rank.start(fail, Config)
 
@@ -245,7 +266,7 @@ def test_start_refuses_in_one_line_of_rank_0(monkeypatch, capsys):
 
 def test_other_ranks_wait_for_rank_0_to_say_it(monkeypatch, capsys):
     waits = []
-    monkeypatch.setattr(rank.time, "sleep", waits.append)
+    monkeypatch.setattr(SESSION.time, "sleep", waits.append)
     os.environ["RANK"] = "2"
     with pytest.raises(SystemExit) as caught:
         rank.refuse("width 3 is odd")

@@ -1,16 +1,27 @@
 """A result: numbers by name from records written by hand, what it shows, and reading it again later."""
 
 import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 
 import labkit
-from labkit.errors import RecordError
+from labkit import inductor, plots
+from labkit.__main__ import main
+from labkit.errors import ParameterError, RecordError
+from labkit.folder import RunFolder
 from labkit.records import Writer, path_of
 
-COLUMNS = ["rank", "step", "kind", "name", "start_us", "dur_us", "value", "unit", "bytes", "count"]
+OLD_RUNS = Path(__file__).parent / "data" / "version_1"
+
+COLUMNS = [
+    *("rank", "step", "kind", "name", "start_us", "dur_us", "lane", "phase", "index", "bytes", "value", "unit"),
+    *("axis", "count"),
+]
 
 
 @pytest.fixture
@@ -26,9 +37,12 @@ def folder(tmp_path):
         writer.write("span", "setup", -1, start_us=0.0, dur_us=7000.0)
         writer.write("memory", "peak", -1, bytes=500 - rank)
         writer.write("memory", "peak", 2, bytes=400)
-        writer.write("comm", "all_reduce", -1, count=50, bytes=5000)
-        writer.write("comm", "all_reduce", 2, count=1, bytes=64)
-        writer.write("comm", "all_reduce", 2, count=2, bytes=36 + rank)
+        writer.write("comm", "all_reduce", -1, axis="", count=50, bytes=5000)
+        writer.write("comm", "all_reduce", 2, axis="", count=1, bytes=64)
+        writer.write("comm", "all_reduce", 2, axis="", count=2, bytes=36 + rank)
+        writer.write("comm", "all_reduce", 2, axis="tp", count=1, bytes=36 + rank)
+        writer.write("bar", "layers.0", 2, lane="compute", phase="forward", start_us=0.0, dur_us=5e6)
+        writer.write("bucket", "fc4.weight", -1, index=0, bytes=7)
         writer.close()
     session = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "2.13.0", "note": ""}
     info = {"program": "strips", "params": {"width": 8}, "nproc": 2, "exit": "ok", "session": session}
@@ -53,6 +67,8 @@ def change(folder, **changed):
         ("peak_bytes", 500),
         ("all_reduce_count", 3),
         ("all_reduce_bytes", 101),
+        ("tp/all_reduce_count", 1),
+        ("tp/all_reduce_bytes", 37),
         ("loss", 4.5),
         ("planned_steps", 2),
     ],
@@ -65,7 +81,9 @@ def test_an_unknown_value_lists_the_known_ones(folder):
     with pytest.raises(KeyError) as caught:
         labkit.load(folder).value("forward")
     known = "all_reduce_bytes, all_reduce_count, forward_ms, loss, peak_bytes, planned_steps, setup_ms"
-    assert str(caught.value) == f"this run has no value 'forward'; it has: {known}"
+    assert str(caught.value) == (
+        f"this run has no value 'forward'; it has: {known}, tp/all_reduce_bytes, tp/all_reduce_count"
+    )
     assert isinstance(caught.value, labkit.LabError)
 
 
@@ -78,6 +96,8 @@ def test_the_summary_has_a_row_a_rank(folder):
         "peak_bytes",
         "all_reduce_count",
         "all_reduce_bytes",
+        "tp/all_reduce_count",
+        "tp/all_reduce_bytes",
         "loss",
     }
     assert list(table["forward_ms"]) == [15.0, 30.0]
@@ -89,8 +109,9 @@ def test_the_summary_has_a_row_a_rank(folder):
 def test_the_frame_has_a_row_a_record(folder):
     frame = labkit.load(folder).frame
     assert list(frame.columns) == COLUMNS
-    assert len(frame) == 25
-    assert frame["bytes"].sum() == 500 + 499 + 2 * (400 + 5000 + 64 + 36) + 1
+    assert len(frame) == 31
+    assert frame["bytes"].sum() == 500 + 499 + 2 * (400 + 5000 + 64 + 36) + 1 + 36 + 37 + 2 * 7
+    assert frame.loc[frame["kind"] == "bucket", "index"].to_list() == [0, 0]
 
 
 def test_what_a_result_says_of_itself(folder):
@@ -150,8 +171,24 @@ def test_cut_off_record_files_are_named(folder):
 def test_a_malformed_record_is_an_error(folder):
     with path_of(folder, 1).open("a") as file:
         file.write("oops\n")
-    with pytest.raises(RecordError, match=r"rank_00001\.jsonl:13: not JSON"):
+    with pytest.raises(RecordError, match=r"rank_00001\.jsonl:16: not JSON"):
         labkit.load(folder)
+
+
+def test_a_file_that_cannot_be_read_is_named(folder):
+    path_of(folder, 7).mkdir()
+    with pytest.raises(RecordError, match=r"rank_00007\.jsonl: cannot be read \(Is a directory\)"):
+        labkit.load(folder)
+    path_of(folder, 7).rmdir()
+    (folder / "run.json").rename(folder / "elsewhere.json")
+    (folder / "run.json").mkdir()
+    with pytest.raises(RecordError, match=r"run\.json: cannot be read \(Is a directory\)"):
+        labkit.load(folder)
+
+
+def test_what_is_not_needed_may_be_damaged(folder):
+    (folder / "session.json").write_text("half of it")
+    assert labkit.load(folder).device == "cpu", "run.json has the session of a run that ended"
 
 
 def test_a_run_that_never_ended_takes_its_session_from_the_ranks(folder):
@@ -163,8 +200,109 @@ def test_a_run_that_never_ended_takes_its_session_from_the_ranks(folder):
 
 
 def test_a_folder_that_is_not_a_run(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no run\.json: give the folder of a run"):
+    with pytest.raises(FileNotFoundError, match=r"holds no run\.json: give the folder of a run") as caught:
         labkit.load(tmp_path)
+    assert isinstance(caught.value, labkit.LabError)
+
+
+SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "2.13.0", "note": ""}
+INFO = {"version": 2, "program": "strips", "params": {}, "nproc": 2, "exit": "ok", "session": SESSION}
+RECORD = {"v": 2, "rank": 0, "step": 0, "kind": "scalar", "name": "loss", "value": 1.0, "unit": ""}
+
+
+def without(content, *names):
+    return {name: value for name, value in content.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("run.json", b"", "not JSON"),
+        ("run.json", b'{"program": "str', "not JSON"),
+        ("run.json", b"\xff\xfe", "not JSON"),
+        ("run.json", b"[" * 100_000, "not JSON"),
+        ("run.json", [], "a JSON list, not an object"),
+        ("run.json", {}, "holds no 'program'"),
+        *(("run.json", without(INFO, name), f"holds no {name!r}") for name in ("program", "params", "nproc", "exit")),
+        ("run.json", INFO | {"nproc": "two"}, "nproc = 'two' is not int"),
+        ("run.json", INFO | {"nproc": 10**22}, "nproc = 10000000000000000000000 is not between 1 and"),
+        ("run.json", INFO | {"nproc": -1}, "nproc = -1 is not between 1 and 1000000"),
+        ("run.json", INFO | {"params": []}, "params = [] is not dict"),
+        ("run.json", INFO | {"session": []}, "session = [] is not dict"),
+        ("run.json", INFO | {"session": without(SESSION, "cores")}, "holds no 'cores'"),
+        ("run.json", {"version": 3}, "version 3 is not known here: update labkit, this one reads 1 and 2"),
+        ("run.json", INFO | {"version": []}, "version [] is not known here"),
+        ("session.json", b'{"device": "cp', "not JSON"),
+        ("session.json", b"7", "a JSON int, not an object"),
+        ("session.json", SESSION | {"cores": "two"}, "cores = 'two' is not int"),
+        ("rank_00001.jsonl:1", RECORD | {"kind": []}, "kind [] is none of span"),
+        ("rank_00001.jsonl:1", RECORD | {"value": 10**22}, "value has 23 digits, more than 64 bits hold"),
+        ("rank_00001.jsonl:1", b"5", "not a JSON object"),
+        ("rank_00001.jsonl:1", {"name": "planned_steps"}, "version None is none of 1, 2"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_with_the_rule_and_the_fix(tmp_path, capsys, file, content, problem):
+    texts = {"run.json": json.dumps(without(INFO, "session" if file == "session.json" else "")).encode()}
+    name, _, line = file.partition(":")
+    texts[name] = (content if isinstance(content, bytes) else json.dumps(content).encode()) + b"\n" * bool(line)
+    for each, text in texts.items():
+        (tmp_path / each).write_bytes(text)
+    with pytest.raises(RecordError) as caught:
+        labkit.load(tmp_path)
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path / file}: {problem}")
+    assert said.endswith(("run again", "reads 1 and 2"))
+    assert main(["show", str(tmp_path)]) == 1
+    assert capsys.readouterr() == ("", f"{said}\n")
+
+
+@pytest.mark.parametrize("program", ["two_dim", "fsdp_wrap", "ddp_compile"])
+def test_a_run_of_version_1_has_the_summary_that_it_had(program):
+    """``summary.json`` is what the labkit that wrote these runs said of them."""
+    said = json.loads((OLD_RUNS / program / "summary.json").read_text())
+    result = labkit.load(OLD_RUNS / program)
+    table = result.summary()
+    assert list(table.columns) == said["columns"]
+    assert [list(row) for row in table.to_numpy(dtype=float)] == [pytest.approx(row, rel=1e-12) for row in said["rows"]]
+    assert not any(math.isnan(value) for row in said["rows"] for value in row)
+    assert result.stamp == said["stamp"]
+
+
+def test_figures_of_runs_of_version_1_can_still_be_drawn():
+    compiled = labkit.load(OLD_RUNS / "ddp_compile")
+    boxes = plots.buckets(compiled)
+    assert "fc4.weight" in [text.get_text().strip() for text in boxes.texts]
+    assert [tick.get_text().partition("\n")[0] for tick in boxes.get_yticklabels()] == [
+        "bucket 0",
+        "bucket 1",
+        "bucket 2",
+    ]
+    assert len(inductor.buckets(compiled.ranks[1].kept("code"))) == 3
+    for result in (compiled, labkit.load(OLD_RUNS / "fsdp_wrap")):
+        plots.timeline(result)
+    pyplot.close("all")
+
+
+def test_a_text_is_kept_under_its_name(folder):
+    run = RunFolder(folder)
+    assert run.kept(1, "code").name == "rank_00001.code.txt", "as in runs of version 1"
+    run.kept(1, "code").write_bytes("a\r\né\n".encode())
+    run.kept(1, "my-plan_2").write_text("")
+    [first, second] = labkit.load(folder).ranks
+    assert second.kept("code") == "a\r\né\n"
+    assert second.kept("my-plan_2") == ""
+    with pytest.raises(FileNotFoundError) as caught:
+        second.kept("log")
+    assert str(caught.value).startswith(f"rank 1 kept no 'log' in {folder}, it kept code, my-plan_2: take one of these")
+    assert isinstance(caught.value, labkit.LabError)
+    with pytest.raises(FileNotFoundError, match=r"rank 0 kept no 'code' in .*, it kept nothing: "):
+        first.kept("code")
+
+
+@pytest.mark.parametrize("name", ["", "../code", "a/b", "a.b", "é", "a\n", "x" * 101])
+def test_a_name_that_is_no_part_of_a_files_name_is_refused(folder, name):
+    with pytest.raises(ParameterError, match="use letters, digits, - and _"):
+        labkit.load(folder).ranks[0].kept(name)
 
 
 def test_reading_a_result_needs_no_torch(folder):

@@ -1,19 +1,24 @@
 """labkit.run: what it refuses, what it gives back, and which failure it reports."""
 
+import importlib.util
+import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 
 import labkit
-from labkit import failure, process
-from labkit.errors import LabError, ParameterError, RankFailed
-from labkit.folder import RunFolder, write_json
-from labkit.worker import is_echo
+from labkit import requirements
+from labkit.errors import LabError, ParameterError, RankFailed, RunTimedOut
+from labkit.folder import RunFolder, read_json, write_json
+from labkit.launcher import failure, process, worker
+from labkit.launcher.worker import is_echo
 
 PROGRAMS = Path(__file__).parent / "programs"
 MISBEHAVE, RECORDS, SMALL = (PROGRAMS / f"{name}.py" for name in ("misbehave", "records", "small"))
@@ -34,6 +39,12 @@ BAD_ARGUMENTS = [
     ({"nproc": 2.0}, "nproc = 2.0"),
     ({"nproc": True}, "nproc = True"),
     ({"nproc": "2"}, "nproc = '2'"),
+    ({"nproc": numpy.float64(2)}, "nproc = "),
+    ({"nproc": numpy.array([2, 3])}, "nproc = array([2, 3]) is not a number of ranks"),
+    ({"nproc": 10**6}, "nproc = 1000000 is too many processes for this machine: 64 for each of "),
+    ({"device": ["cpu"]}, "device = ['cpu'] is none of"),
+    ({"timeout_s": True}, "timeout_s = True"),
+    ({"timeout_s": numpy.int64(-1)}, "is not a time limit"),
     ({"device": "gpu"}, "device = 'gpu' is none of auto, cpu, cuda"),
     ({"timeout_s": 0}, "timeout_s = 0 is not a time limit"),
     ({"timeout_s": float("nan")}, "timeout_s = nan"),
@@ -60,6 +71,9 @@ def test_a_bad_argument_is_refused_at_once(arguments, message):
         ("no_such_program", "no program is called 'no_such_program'. Give the path of a .py file or one of: "),
         ("../labkit/run", "no program is called '../labkit/run'"),
         ("nowhere/program.py", "there is no program /"),
+        ("~nosuchuser/program.py", "there is no program /"),
+        ("__init__", "no program is called '__init__'. Give the path of a .py file or one of: all_reduce, "),
+        (3, "no program is called '3'"),
     ],
 )
 def test_an_unknown_program_is_refused(program, message):
@@ -93,17 +107,108 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         labkit.run(RECORDS)
 
 
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_runs_folder_of_nobody(monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setenv("LABKIT_RUNS", "~nosuchuser/x")
+        with pytest.raises(LabError, match="LABKIT_RUNS=~nosuchuser/x: there is no such user; set it to a folder"):
+            labkit.run(RECORDS)
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    """A disk of one megabyte, on which runs are recorded."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    monkeypatch.setenv("LABKIT_RUNS", str(disk))
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
+    monkeypatch.setattr(process, "start", lambda *arguments: pytest.fail("a run was started"))
+    (small_disk / "other").write_bytes(bytes(1024 * 1024 - 4096))
+    with pytest.raises(
+        LabError, match=f"the disk of {small_disk} is full: delete old runs or other files, or set LABKIT"
+    ):
+        labkit.run(RECORDS)
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
+
+
+def test_a_disk_that_the_output_fills(small_disk, tmp_path):
+    program = tmp_path / "wordy.py"
+    program.write_text("while True:\n    print(1000 * 'word ')\n")
+    with pytest.raises(
+        LabError, match=f"the disk of {small_disk}/.* is full: delete old runs or other files"
+    ) as caught:
+        labkit.run(program, timeout_s=60)
+    assert not isinstance(caught.value, RunTimedOut)
+
+
+DELETES_ITS_FOLDER = """
+import os, shutil, time
+while os.path.isdir(os.environ["LABKIT_RUN_FOLDER"]):  # the other rank deletes and writes at the same time
+    shutil.rmtree(os.environ["LABKIT_RUN_FOLDER"], ignore_errors=True)
+if os.environ["RANK"] == "0":
+    raise ValueError("after the folder was deleted")
+time.sleep(600)
+"""
+
+
+def test_a_program_that_deletes_the_folder_of_its_run(tmp_path):
+    program = tmp_path / "deletes.py"
+    program.write_text(DELETES_ITS_FOLDER)
+    begun = time.monotonic()
+    with pytest.raises(
+        LabError, match="was deleted during the run, so its results are lost: delete a run's folder only"
+    ):
+        labkit.run(program, timeout_s=100)
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RunTimedOut(1, {}, {}), RankFailed(0, "ValueError", "theirs", "", Path("log"))]
+)
+def test_what_ended_a_run_is_raised_although_its_folder_is_gone(monkeypatch, error):
+    def end(plan, folder, display):
+        shutil.rmtree(folder.path)
+        raise error
+
+    monkeypatch.setattr(sys.modules["labkit.launcher.run"], "_run_ranks", end)
+    with pytest.raises(type(error)) as caught:
+        labkit.run(RECORDS)
+    assert caught.value is error
+
+
+def test_a_folder_that_is_gone_after_a_good_end(monkeypatch):
+    gone = lambda plan, folder, display: shutil.rmtree(folder.path)  # noqa: E731
+    monkeypatch.setattr(sys.modules["labkit.launcher.run"], "_run_ranks", gone)
+    with pytest.raises(LabError, match="was deleted during the run"):
+        labkit.run(RECORDS)
+
+
+def test_no_public_name_hides_a_module():
+    for name in labkit.__all__:
+        found = importlib.util.find_spec(f"labkit.{name}")
+        assert found is None or getattr(labkit, name) is sys.modules[found.name]
+    assert inspect.ismodule(labkit.launcher.run)
+
+
 def test_a_run_gives_back_what_its_ranks_measured(capsys):
-    result = labkit.run(RECORDS, nproc=2, steps=8)
+    result = labkit.run(RECORDS, nproc=numpy.int64(2), timeout_s=numpy.float32(300), steps=8)
     assert (result.ok, result.world_size, result.device, len(result.frame)) == (True, 2, "cpu", 23)
     assert result.value("step_ms") == 2.0  # the slower rank, without the warm-up
     assert result.params == {"steps": 8, "pause_s": 0.0, "cut": False}
-    threads = max(1, process.cores() // 2)
+    threads = max(1, len(requirements.cores()) // 2)
     assert [rank.log() for rank in result.ranks] == [f"<rank> {rank} has {threads} threads\n" for rank in range(2)]
     info = json.loads((result.folder / "run.json").read_text())
     assert info["exit"] == "ok"
     assert info["session"]["torch"] == "9.9"
     assert info["duration_s"] > 0
+    assert info["version"] == 2
     assert info.keys() >= {"program", "program_path", "python", "labkit", "git_revision", "start", "device", "nproc"}
     again = labkit.load(result.folder)
     assert again.frame.equals(result.frame)
@@ -119,7 +224,11 @@ def test_a_process_group_works_from_any_folder(tmp_path, monkeypatch):
     for name in ("random.py", "torch.py", "labkit.py"):  # the folder of a notebook may hold anything
         (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
     monkeypatch.chdir(tmp_path)
-    result = labkit.run(SMALL, nproc=2, steps=4)
+    program = tmp_path / f"{248 * 'n'}.py"  # with a long name
+    program.write_text(SMALL.read_text())
+    result = labkit.run(program, nproc=2, steps=4)
+    assert result.info["program"] == program.stem
+    assert result.folder.name[16:-7] == 100 * "n"
     assert [rank.log() for rank in result.ranks] == [f"rank {rank} of 2 has 16\n" for rank in range(2)]
     assert result.device == "unknown"
     with pytest.raises(KeyError, match="no value 'step_ms'; it has: no records at all"):
@@ -135,8 +244,8 @@ def test_a_truncated_record_file_is_reported():
 
 def test_sweep_runs_in_order_and_checks_everything_first(monkeypatch):
     called = []
-    monkeypatch.setattr(sys.modules["labkit.run"], "run", lambda program, **given: called.append(given))
-    labkit.sweep(RECORDS, over={"nproc": [1, 2], "steps": [3, 4]}, cut=True)
+    monkeypatch.setattr(sys.modules["labkit.launcher.run"], "run", lambda program, **given: called.append(given))
+    labkit.sweep(RECORDS, over={"nproc": numpy.array([1, 2]), "steps": [3, 4]}, cut=True)
     assert [(given["nproc"], given["steps"], given["cut"]) for given in called] == [
         (1, 3, True),
         (1, 4, True),
@@ -145,6 +254,10 @@ def test_sweep_runs_in_order_and_checks_everything_first(monkeypatch):
     ]
     with pytest.raises(ParameterError, match="nproc = 0"):
         labkit.sweep(RECORDS, over={"nproc": [1, 0]})
+    with pytest.raises(ParameterError, match=r"over: nproc = 2 is no list of values to take: give \[2\]"):
+        labkit.sweep(RECORDS, over={"nproc": 2})
+    with pytest.raises(ParameterError, match=r"over: device = 'cpu' is no list"):
+        labkit.sweep(RECORDS, over={"device": "cpu"})
     with pytest.raises(ParameterError, match="steps: given both in over= and as a fixed value"):
         labkit.sweep(RECORDS, over={"steps": [1]}, steps=3)
     assert len(called) == 4
@@ -167,6 +280,13 @@ def test_the_first_failure_is_reported_and_not_its_echo():
     assert "misbehave [failed]: " in repr(result)
 
 
+def test_a_rank_that_ends_well_while_another_waits_for_it():
+    with pytest.raises(RankFailed) as caught:
+        labkit.run(MISBEHAVE, how="finish", group=True)
+    assert caught.value.rank == 0
+    assert "(rank 1 had already ended, with status 0: every rank must take part to the end)" in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("how", "group", "exc_type", "message"),
     [
@@ -184,6 +304,43 @@ def test_a_rank_that_ends_in_another_way(how, group, exc_type, message):
     assert message in failed.message
     assert ("in misbehave" in failed.traceback) == (how in ("abort", "sys.exit"))
     assert "rank 1 is ready" in failed.log.read_text()
+
+
+def reported(tmp_path, monkeypatch, text):
+    """What the worker reports of a program, and its exit status."""
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["worker", str(program)])
+    status = worker._status_of_program(tmp_path / "error.json", 0)
+    return status, read_json(tmp_path / "error.json")
+
+
+def test_an_exception_whose_text_cannot_be_had_is_reported(tmp_path, monkeypatch):
+    silent = "class Silent(RuntimeError):\n    def __str__(self):\n        raise KeyError('text')\n\nraise Silent\n"
+    status, error = reported(tmp_path, monkeypatch, silent)
+    assert (status, error["exc_type"], error["message"]) == (1, "Silent", "(no text: its __str__ raises KeyError)")
+    assert 'program.py", line 5' in error["traceback"]
+
+
+def test_a_long_message_is_cut_and_its_whole_text_is_in_the_output(tmp_path, monkeypatch, capsys):
+    status, error = reported(tmp_path, monkeypatch, "raise ValueError('begin' + 5_000_000 * 'x' + 'end')\n")
+    assert status == 1
+    assert "... 4,980,008 characters left out here; they are in the output of the run ..." in error["message"]
+    assert error["message"].startswith("begin")
+    assert error["message"].endswith("end")
+    assert len(error["message"]) + len(error["traceback"]) < 50_000
+    assert capsys.readouterr().err.count("x") >= 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("leaving", "status"),
+    [("sys.exit()", 0), ("sys.exit(0)", 0), ("sys.exit(-1)", 255), ("sys.exit('so')", 1), ("sys.exit(256)", 0)],
+)
+def test_exit_statuses_are_those_that_python_gives(tmp_path, monkeypatch, leaving, status):
+    found, error = reported(tmp_path, monkeypatch, f"import sys\n{leaving}\n")
+    bare = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, check=False)
+    assert found == status == bare.returncode
+    assert bool(error) == bool(status)
 
 
 def test_a_run_whose_torchrun_fails_shows_its_log(monkeypatch):

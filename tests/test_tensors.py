@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labkit import tensors
-from labkit.meter import CommunicationCounter
 from labkit.parallel.extensions import apply_extension
+from labkit.rank.traffic import CommunicationCounter
 from labkit.tensors import Extension, TwoTensor
 from labkit.tensors.quantised import EXTENSIONS
 from labkit.theory import extensions as theory

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from labkit import theory
-from labkit.theory import Stage
+from labkit.theory import collectives, sizes, spatial
+from labkit.theory.spatial import Stage
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks", "multiple", "sizes"),
+    ("size", "ranks", "multiple", "expected"),
     [
         (16, 4, 1, [4, 4, 4, 4]),
         (17, 4, 1, [5, 5, 5, 2]),
@@ -20,8 +20,8 @@ from labkit.theory import Stage
         (5, 1, 5, [5]),
     ],
 )
-def test_shard_sizes(size, ranks, multiple, sizes):
-    assert theory.shard_sizes(size, ranks, multiple=multiple) == sizes
+def test_shard_sizes(size, ranks, multiple, expected):
+    assert sizes.shard_sizes(size, ranks, multiple=multiple) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_shard_sizes(size, ranks, multiple, sizes):
 )
 def test_shard_sizes_that_cannot_be(size, ranks, multiple, message):
     with pytest.raises(ValueError, match=message):
-        theory.shard_sizes(size, ranks, multiple=multiple)
+        sizes.shard_sizes(size, ranks, multiple=multiple)
 
 
 @pytest.mark.parametrize("size", range(1, 30))
@@ -47,16 +47,16 @@ def test_shards_are_those_of_dtensor(size, ranks):
 
     chunks = [len(chunk) for chunk in torch.arange(size).chunk(ranks)]
     if len(chunks) == ranks:
-        assert theory.shard_sizes(size, ranks) == chunks
+        assert sizes.shard_sizes(size, ranks) == chunks
     else:
         with pytest.raises(ValueError, match="leaves the last ones nothing"):
-            theory.shard_sizes(size, ranks)
+            sizes.shard_sizes(size, ranks)
 
 
 def test_even_share():
-    assert theory.even_share(12, 4) == 3
+    assert sizes.even_share(12, 4) == 3
     with pytest.raises(ValueError, match="4 ranks cannot share a batch of 7: 7 % 4 = 3"):
-        theory.even_share(7, 4, what="a batch of")
+        sizes.even_share(7, 4, what="a batch of")
 
 
 @pytest.mark.parametrize(
@@ -69,28 +69,28 @@ def test_even_share():
     ],
 )
 def test_named_axes(text, ranks, axes):
-    found = theory.named_axes(text, ranks)
+    found = sizes.named_axes(text, ranks)
     assert list(found.items()) == list(axes.items())
 
 
 @pytest.mark.parametrize("text", ["x", "2x", "2x2x1", "0x4", "four", "2 x 2", "-4", "4.0"])
 def test_a_mesh_of_another_form_is_refused(text):
     with pytest.raises(ValueError, match=f"mesh '{text}' is neither one number of ranks"):
-        theory.named_axes(text, 4)
+        sizes.named_axes(text, 4)
 
 
 def test_a_mesh_for_other_ranks_is_refused():
     with pytest.raises(ValueError, match="mesh 2x3 is for 6 ranks, but 4 are launched"):
-        theory.named_axes("2x3", 4)
+        sizes.named_axes("2x3", 4)
 
 
 def test_stages_of_a_network():
-    assert theory.convnext_stages(64, 128, (1, 2, 3), (8, 16, 32)) == [
+    assert spatial.convnext_stages(64, 128, (1, 2, 3), (8, 16, 32)) == [
         Stage(channels=8, height=16, width=32, depth=1),
         Stage(channels=16, height=8, width=16, depth=2),
         Stage(channels=32, height=4, width=8, depth=3),
     ]
-    assert [theory.total_stride((1,) * stages) for stages in (1, 2, 3, 4)] == [4, 8, 16, 32]
+    assert [spatial.total_stride((1,) * stages) for stages in (1, 2, 3, 4)] == [4, 8, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -106,24 +106,24 @@ def test_stages_of_a_network():
 )
 def test_a_network_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
-        theory.check_convnext(*arguments)
-    theory.check_convnext(64, 128, (1, 1), (8, 8))
+        spatial.check_convnext(*arguments)
+    spatial.check_convnext(64, 128, (1, 1), (8, 8))
 
 
 def test_strips_of_a_network():
-    assert theory.check_strips(96, 4, (1, 1)) == [24] * 4
-    assert theory.check_strips(8, 1, (1, 1)) == [8], "one rank needs no halo"
-    assert theory.check_strips(76, 5, (1,)) == [16, 16, 16, 16, 12]
+    assert spatial.check_strips(96, 4, (1, 1)) == [24] * 4
+    assert spatial.check_strips(8, 1, (1, 1)) == [8], "one rank needs no halo"
+    assert spatial.check_strips(76, 5, (1,)) == [16, 16, 16, 16, 12]
     message = r"4 ranks cannot share 64: in the last stage a rank holds 16 / 8 = 2, less than the halo of 3; use fewer"
     with pytest.raises(ValueError, match=message):
-        theory.check_strips(64, 4, (1, 1))
+        spatial.check_strips(64, 4, (1, 1))
 
 
 def test_halo_bytes():
     # 32 rows x 3 columns x 8 channels x 2 samples x 4 bytes
-    assert theory.halo_bytes(rows=32, halo=3, channels=8, batch=2) == 6144
-    assert theory.halo_bytes(rows=32, halo=3, channels=8, batch=2, element_bytes=2) == 3072
-    assert theory.halo_bytes(rows=32, halo=0, channels=8, batch=2) == 0
+    assert spatial.halo_bytes(rows=32, halo=3, channels=8, batch=2) == 6144
+    assert spatial.halo_bytes(rows=32, halo=3, channels=8, batch=2, element_bytes=2) == 3072
+    assert spatial.halo_bytes(rows=32, halo=0, channels=8, batch=2) == 0
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,18 @@ def test_halo_bytes():
 )
 @pytest.mark.parametrize("neighbours", [0, 1, 2])
 def test_bytes_that_a_rank_sends_in_a_step(tensor_dim, one_way, neighbours):
-    stages = theory.convnext_stages(64, 128, (1, 2), (8, 16))  # 16 x 32 in one block, then 8 x 16 in two
-    sent = theory.spatial_send_bytes(stages=stages, batch=2, neighbours=neighbours, tensor_dim=tensor_dim)
+    stages = spatial.convnext_stages(64, 128, (1, 2), (8, 16))  # 16 x 32 in one block, then 8 x 16 in two
+    sent = spatial.spatial_send_bytes(stages=stages, batch=2, neighbours=neighbours, tensor_dim=tensor_dim)
     assert sent == 4 * 2 * neighbours * one_way  # 4 bytes; forward and backward
 
 
 def test_number_of_parameters():
     # stem 3 x 2 x 16 + 2 and norm 4; block 49 x 2 + 2, norm 4, 2 x 8 + 8, 8 x 2 + 2, gamma 2; head 2 x 10 + 10
-    assert theory.convnext_parameters((1,), (2,), num_classes=10) == (98 + 4) + (100 + 4 + 24 + 18 + 2) + 30
+    assert spatial.convnext_parameters((1,), (2,), num_classes=10) == (98 + 4) + (100 + 4 + 24 + 18 + 2) + 30
     # a second stage: norm of 2, 2 x 4 x 4 + 4, block of 4: 49 x 4 + 4, 8, 4 x 16 + 16, 16 x 4 + 4, 4; head 4 x 10 + 10
     second = (4 + 36) + (200 + 8 + 80 + 68 + 4)
-    assert theory.convnext_parameters((1, 1), (2, 4), num_classes=10) == 102 + 148 + second + 50
-    assert theory.convnext_parameter_tensors((1, 1)) == 4 + 9 + 4 + 9 + 2
+    assert spatial.convnext_parameters((1, 1), (2, 4), num_classes=10) == 102 + 148 + second + 50
+    assert spatial.convnext_parameter_tensors((1, 1)) == 4 + 9 + 4 + 9 + 2
 
 
 def test_all_reduces_of_a_step():
@@ -152,7 +152,7 @@ def test_all_reduces_of_a_step():
         "num_classes": 10,
         "batch": 3,
     }  # 280 parameters in 15 tensors, 30 in the head
-    count = theory.spatial_all_reduces
+    count = spatial.spatial_all_reduces
     assert count(strategy="local", space_ranks=1, **network) == (0, 0)
     assert count(strategy="local", space_ranks=4, **network) == (2, 4 * (280 + 3 * 2))
     assert count(strategy="local", space_ranks=2, data_ranks=2, **network) == (3, 4 * (2 * 280 + 3 * 2))
@@ -163,13 +163,13 @@ def test_all_reduces_of_a_step():
 
 
 def test_bytes_of_an_all_reduce():
-    assert theory.all_reduce_bytes(10) == 40
-    assert theory.all_reduce_bytes(10, element_bytes=2) == 20
-    assert [theory.ring_all_reduce_bytes(1000, ranks) for ranks in (1, 2, 4)] == [0, 1000, 1500]
+    assert collectives.all_reduce_bytes(10) == 40
+    assert collectives.all_reduce_bytes(10, element_bytes=2) == 20
+    assert [collectives.ring_all_reduce_bytes(1000, ranks) for ranks in (1, 2, 4)] == [0, 1000, 1500]
 
 
 def test_time_of_a_message():
-    assert theory.message_s(1e6, alpha_s=1e-5, beta_s_per_byte=1e-9) == pytest.approx(1.01e-3)
+    assert collectives.message_s(1e6, alpha_s=1e-5, beta_s_per_byte=1e-9) == pytest.approx(1.01e-3)
 
 
 def test_activations_of_one_block():
@@ -177,12 +177,12 @@ def test_activations_of_one_block():
     pixels = 2 * 4 * 6
     # eleven maps and the norm's mean and deviation a pixel, then the stem's norm: its input, mean and deviation
     alone = 11 * 8 * pixels + 2 * pixels + 8 * pixels + 2 * pixels
-    assert theory.convnext_activation_bytes(stages=stage, batch=2) == 4 * alone
+    assert spatial.convnext_activation_bytes(stages=stage, batch=2) == 4 * alone
     by_width = alone + 2 * 4 * 2 * 3 * 8  # samples x rows x both halos x 3 columns x channels
     by_height = alone + 2 * 6 * 2 * 3 * 8
-    assert theory.convnext_activation_bytes(stages=stage, batch=2, ranks=2) == 4 * by_width
-    assert theory.convnext_activation_bytes(stages=stage, batch=2, ranks=4, tensor_dim=2) == 4 * by_height
-    assert theory.convnext_activation_bytes(stages=stage, batch=2, element_bytes=2) == 2 * alone
+    assert spatial.convnext_activation_bytes(stages=stage, batch=2, ranks=2) == 4 * by_width
+    assert spatial.convnext_activation_bytes(stages=stage, batch=2, ranks=4, tensor_dim=2) == 4 * by_height
+    assert spatial.convnext_activation_bytes(stages=stage, batch=2, element_bytes=2) == 2 * alone
 
 
 def test_activations_between_stages_include_the_downsampling():
@@ -190,7 +190,7 @@ def test_activations_between_stages_include_the_downsampling():
     first = (12 * 8 * 16 + 2 * 16) + (8 * 16 + 2 * 16)  # its block and the stem's norm
     norm = 2 * 8 * 16 + 2 * 16  # its input and output, its mean and deviation a pixel
     second = (12 * 16 * 4 + 2 * 4) + (11 * 16 * 4 + 2 * 4)  # the last block lacks one map when memory peaks
-    assert theory.convnext_activation_bytes(stages=stages, batch=1) == 4 * (first + norm + second)
+    assert spatial.convnext_activation_bytes(stages=stages, batch=1) == 4 * (first + norm + second)
 
 
 def test_formulas_need_no_torch():

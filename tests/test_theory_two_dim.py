@@ -1,4 +1,4 @@
-"""labkit.theory.tensor: against models on a fake group of four ranks, and by hand. Real ranks: test_two_dim."""
+"""labkit.theory.two_dim: against models on a fake group of four ranks, and by hand. Real ranks: test_two_dim."""
 
 import itertools
 import warnings
@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from labkit.meter import CommunicationCounter, by_category, tracker_of
 from labkit.models.mlp import MLPStack
-from labkit.parallel.tensor import apply_tensor_parallel
-from labkit.theory import fsdp, ring_all_reduce_bytes
-from labkit.theory import tensor as theory
+from labkit.rank.meter import by_category, tracker_of
+from labkit.rank.traffic import CommunicationCounter
+from labkit.theory import fsdp
+from labkit.theory import two_dim as theory
+from labkit.theory.collectives import ring_all_reduce_bytes
+from launch import two_dim
 
 DIM, BATCH = 16, 4
 PLACES, PAIRS = 8 * BATCH, theory.mlp_pairs(DIM)
@@ -23,7 +25,7 @@ CPU = torch.device("cpu")
 def meshes():
     """Meshes of four ranks by their length along tp; this process is the first rank, the others do not exist."""
     dist.init_process_group("fake", rank=0, world_size=4)
-    yield {tp: init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp")) for tp in (1, 2, 4)}
+    yield {tp: init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("data", "tp")) for tp in (1, 2, 4)}
     dist.destroy_process_group()
 
 
@@ -32,18 +34,18 @@ def test_a_step_sends_and_keeps_what_the_formulas_say(meshes, tp, cut, again):
     mesh = meshes[tp]
     model = MLPStack(DIM, batch=BATCH)
     inputs = model.get_input(CPU)
-    apply_tensor_parallel(model, mesh, sequence_parallel=bool(cut), use_checkpointing=bool(again))
-    axes = {str(mesh.get_group(axis).group_name): axis for axis in ("dp", "tp")}
+    two_dim.apply(two_dim.Config(seq=bool(cut), checkpointing=bool(again)), mesh, model)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     model.run_backward(model.get_loss(inputs, model(*inputs)))  # FSDP prepares in the first step
-    with CommunicationCounter(axes) as counter, tracker_of([model]) as tracker:
+    with CommunicationCounter(mesh) as counter, tracker_of([model]) as tracker:
         loss = model.get_loss(inputs, model(*inputs))
         activations = by_category(tracker, "current", CPU)["activation"]
         model.run_backward(loss)
     how = {"sequence_parallel": bool(cut), "checkpointing": bool(again)}
-    sent = {f"{name}_count": count for name, count in counter.counts.items() if "/" in name}
-    sent |= {f"{name}_bytes": size for name, size in counter.bytes.items() if "/" in name}
-    assert sent == theory.collectives(PAIRS, PLACES, dp=4 // tp, tp=tp, **how)
+    along = {axis: sent for axis, sent in counter.along.items() if axis}
+    sent = {f"{axis}/{name}_count": count for axis, part in along.items() for name, count in part.counts.items()}
+    sent |= {f"{axis}/{name}_bytes": size for axis, part in along.items() for name, size in part.bytes.items()}
+    assert sent == theory.collectives(PAIRS, PLACES, data=4 // tp, tp=tp, **how)
     assert activations == theory.activation_bytes(PAIRS, PLACES, tp, **how) + 4, "and the loss"
 
 
@@ -62,23 +64,23 @@ def test_one_pair_by_hand():
 
 def test_along_dp_a_rank_sends_what_its_thin_model_has():
     half = theory.parameters(theory.rank_layers(PAIRS, 2))
-    fsdp_sent = theory.parameters_sent(PAIRS, dp=2, tp=2)
-    assert fsdp_sent == {f"dp/{k}": v for k, v in fsdp.collectives(theory.rank_layers(PAIRS, 2), 2).items()}
-    assert fsdp_sent["dp/reduce_scatter_bytes"] == 4 * half
-    assert theory.parameters_sent(PAIRS, dp=2, tp=2, plan="ddp_tp") == {"dp/all_reduce_bytes": 4 * half}
-    assert theory.parameters_sent(PAIRS, dp=1, tp=4) == {}
+    fsdp_sent = theory.parameters_sent(PAIRS, data=2, tp=2)
+    assert fsdp_sent == {f"data/{k}": v for k, v in fsdp.collectives(theory.rank_layers(PAIRS, 2), 2).items()}
+    assert fsdp_sent["data/reduce_scatter_bytes"] == 4 * half
+    assert theory.parameters_sent(PAIRS, data=2, tp=2, plan="ddp_tp") == {"data/all_reduce_bytes": 4 * half}
+    assert theory.parameters_sent(PAIRS, data=1, tp=4) == {}
 
 
 def test_a_rank_of_ddp_keeps_its_thin_model_whole():
-    kept = {plan: theory.resident_bytes(PAIRS, dp=2, tp=2, plan=plan) for plan in ("ddp_tp", "fsdp_tp")}
+    kept = {plan: theory.resident_bytes(PAIRS, data=2, tp=2, plan=plan) for plan in ("ddp_tp", "fsdp_tp")}
     assert kept["ddp_tp"]["end_parameter_bytes"] == 2 * kept["fsdp_tp"]["end_parameter_bytes"]
     assert kept["ddp_tp"]["end_parameter_bytes"] == 4 * theory.parameters(theory.rank_layers(PAIRS, 2))
 
 
 def test_on_the_wire_a_cut_sequence_costs_one_all_gather_more_at_each_end():
     plain, cut = (theory.activations_sent(PAIRS, PLACES, 4, sequence_parallel=cut) for cut in (False, True))
-    wire = [theory.wire_bytes(sent, dp=1, tp=4) for sent in (plain, cut)]
-    assert wire[0] == {"dp": 0, "tp": ring_all_reduce_bytes(plain["tp/all_reduce_bytes"], 4)}
+    wire = [theory.wire_bytes(sent, data=1, tp=4) for sent in (plain, cut)]
+    assert wire[0] == {"data": 0, "tp": ring_all_reduce_bytes(plain["tp/all_reduce_bytes"], 4)}
     assert wire[1]["tp"] == wire[0]["tp"] * 12 / 10
 
 

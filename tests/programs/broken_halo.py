@@ -7,7 +7,7 @@ from launch import convnext_spatial
 
 
 def nothing_arrives(first, last, strip):
-    return halo._Inbox(None, None, [], [])
+    return lambda: [None, None]
 
 
 if __name__ == "__main__":

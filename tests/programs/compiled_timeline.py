@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 
-from labkit import rank, timeline
+from labkit import rank
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
+from labkit.rank import timeline
 
 
 @dataclass
 class Config:
     dim: int = 600
     """The first weight, of 1.44 MB, closes the first bucket; all else fits into the second."""
-    traces: Path | None = None
+    traces: str | None = None
     """Folder for the raw traces."""
 
 
@@ -32,7 +33,7 @@ def main(config: Config) -> None:
 
         step()
         step()
-        path = config.traces / f"trace_{here.rank}.json.gz" if config.traces else None
+        path = Path(config.traces) / f"trace_{here.rank}.json.gz" if config.traces else None
         with timeline.record(path, units={"chain": [model]}, device=here.device.type) as recording:
             step()
         timeline.write(recording, here._writer, 2)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from labkit import parity, rank, theory
+from labkit import parity, rank
 from labkit.parallel.buckets import GradientBuckets
 from labkit.parallel.halo import Strip, halo_of, spatial_mean
 from labkit.parallel.spatial import HaloConv2d
+from labkit.theory import sizes
 
 SAMPLES, CHANNELS, ACROSS = 4, 4, 6
 
@@ -79,9 +80,8 @@ def main(config: Config) -> None:
 
 
 def record(here: rank.Here, name: str, found: parity.Parity) -> None:
-    verdict = found.verdict(limit=0)
-    here.scalar(f"{name} error", verdict["max_rel_error"])
-    here.scalar(f"{name} compared", verdict["compared"])
+    here.scalar(f"{name} error", found.largest_error()[0])
+    here.scalar(f"{name} compared", found.compared)
 
 
 def seeded(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -102,11 +102,11 @@ class Cut:
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of an image or feature map."""
-        dim, sizes = self.strip.dim, theory.shard_sizes(whole.shape[self.strip.dim], self.strip.ranks)
+        dim, widths = self.strip.dim, sizes.shard_sizes(whole.shape[self.strip.dim], self.strip.ranks)
         samples = len(whole) * self.strip.ranks // self.mesh.size()
         first = self.mesh.get_local_rank(0) * samples if self.mesh.ndim == 2 else 0
-        start = sum(sizes[: self.strip.rank])
-        return whole[first : first + samples].narrow(dim, start, sizes[self.strip.rank])
+        start = sum(widths[: self.strip.rank])
+        return whole[first : first + samples].narrow(dim, start, widths[self.strip.rank])
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum over all ranks."""

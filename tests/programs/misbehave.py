@@ -17,7 +17,7 @@ from labkit.config import parse_argv
 
 @dataclass
 class Config:
-    how: Literal["wait", "raise", "exit", "sys.exit", "kill", "abort", "linger", "spawn", "finish"] = "wait"
+    how: Literal["wait", "raise", "exit", "sys.exit", "kill", "abort", "linger", "stay", "spawn", "finish"] = "wait"
     """What the rank does."""
     rank: int = 1
     """Which rank does it."""
@@ -94,6 +94,8 @@ def misbehave(config: Config) -> None:
     elif config.how == "linger":  # fails, but cannot leave
         threading.Thread(target=wait_for_godot).start()
         widths_must_agree()
+    elif config.how == "stay":  # comes to its end, but cannot leave
+        threading.Thread(target=wait_for_godot).start()
     elif config.how == "spawn":
         spawn_child(config.pids)
     elif config.how == "wait":

@@ -34,11 +34,11 @@ def main(config: Config) -> None:
         time.sleep(config.pause_s)
         writer.write("span", "step", step, start_us=0.0, dur_us=1e9 if step < 0 else 1000.0 * (rank + 1))
     writer.write("memory", "peak", config.steps, bytes=100 + rank)
-    writer.write("comm", "all_reduce", config.steps, count=2, bytes=64)
+    writer.write("comm", "all_reduce", config.steps, axis="", count=2, bytes=64)
     writer.close()
     if config.cut and rank == 1:
         with path_of(folder, rank).open("a") as file:
-            file.write('{"v": 1, "rank": 1, "st')
+            file.write('{"v": 2, "rank": 1, "st')
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy
 
-from labkit import parity, rank, theory
+from labkit import parity, rank
 from labkit.models.convnext import ConvNeXt
 from labkit.parallel.spatial import Strategy, apply_spatial, own_samples, shard_batch
+from labkit.theory import spatial
 
 DEPTHS, SAMPLES = (1, 2), 8
 
@@ -46,9 +47,9 @@ class Config:
 def main(config: Config) -> None:
     with rank.session() as here:
         for name, case in CASES.items():
-            verdict = train(here, case).verdict(limit=0)
-            here.scalar(f"{name} error", verdict["max_rel_error"])
-            here.scalar(f"{name} compared", verdict["compared"])
+            found = train(here, case)
+            here.scalar(f"{name} error", found.largest_error()[0])
+            here.scalar(f"{name} compared", found.compared)
 
 
 def made(seed: int) -> ConvNeXt:
@@ -69,7 +70,7 @@ def train(here: rank.Here, case: Case) -> parity.Parity:
     generator = torch.Generator().manual_seed(7)
     images = torch.randn(SAMPLES, 3, 96, 96, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 10, (SAMPLES,), generator=generator)
-    mine, own_labels = shard_batch(images, labels, mesh, **where, stride=theory.total_stride(DEPTHS))
+    mine, own_labels = shard_batch(images, labels, mesh, **where, stride=spatial.total_stride(DEPTHS))
     found = parity.Parity()
     for step in range(2):
         logits = model(mine)

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import parity, rank
 from labkit.models.mlp import MLPStack
-from labkit.parallel.tensor import apply_tensor_parallel
-from labkit.upstream import torch_version
+from labkit.parallel.checkpointing import apply_activation_checkpointing
+from labkit.parallel.fsdp import apply_fsdp2
+from labkit.parallel.tensor_parallel import apply_tensor_parallel
+from labkit.requirements import torch_version
 
 
 @dataclass
@@ -45,26 +47,23 @@ class Config:
 
 def main(config: Config) -> None:
     with rank.session() as here:
-        mesh = here.mesh(dp=2, tp=2)
+        mesh = here.mesh(data=2, tp=2)
         for name, case in CASES.items():
-            verdict = train(mesh, case).verdict(limit=0)
-            here.scalar(f"{name} error", verdict["max_rel_error"])
-            here.scalar(f"{name} compared", verdict["compared"])
+            found = train(mesh, case)
+            here.scalar(f"{name} error", found.largest_error()[0])
+            here.scalar(f"{name} compared", found.compared)
 
 
 def train(mesh: DeviceMesh, case: Case) -> parity.Parity:
     torch.manual_seed(0)
     reference = MLPStack(8, with_layer_norm=case.norm).double()
     model = parity.seeded_copy(reference, seed=1)
-    apply_tensor_parallel(
-        model,
-        mesh,
-        sequence_parallel=case.sequence_parallel,
-        use_checkpointing=case.use_checkpointing,
-        reshard_after_forward=case.reshard_after_forward,
-    )
+    apply_tensor_parallel(model, mesh, sequence_parallel=case.sequence_parallel)
+    if case.use_checkpointing:
+        apply_activation_checkpointing(model, model.block_types)
+    apply_fsdp2(model, mesh, block_types=model.block_types, reshard_after_forward=case.reshard_after_forward)
     samples = torch.randn(4, case.sequence, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    line = mesh["dp"].get_local_rank()
+    line = mesh["data"].get_local_rank()
     mine = slice(2 * line, 2 * line + 2)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     found = parity.Parity()
@@ -73,18 +72,12 @@ def train(mesh: DeviceMesh, case: Case) -> parity.Parity:
         for each, inputs, result in ((model, samples[mine], output), (reference, samples, expected)):
             each.run_backward(each.get_loss((inputs,), result))
         found.add(f"output {step}", output, expected[mine])
-        found.add_all("gradient", tensors(model, "grad"), tensors(reference, "grad"))
+        found.add_training(model, reference, "gradient")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        found.add_all("parameter", tensors(model, "data"), tensors(reference, "data"))
+        found.add_training(model, reference, "parameter")
     return found
-
-
-def tensors(model: MLPStack, what: str) -> list[tuple[str, torch.Tensor]]:
-    """A tensor of each parameter, by its name without checkpointing, which puts a wrapper into the path."""
-    parameters = model.named_parameters()
-    return [(name.replace("_checkpoint_wrapped_module.", ""), getattr(each, what)) for name, each in parameters]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import rank, timeline
+from labkit import rank
+from labkit.rank import timeline
 
 BLOCKS = 3
 
@@ -30,7 +31,7 @@ class Config:
     """Of the linear layers."""
     delay_ms: float = 10.0
     """Sleep in each block's forward and backward pass."""
-    traces: Path | None = None
+    traces: str | None = None
     """Folder for the raw traces."""
 
 
@@ -115,7 +116,7 @@ def main(config: Config) -> None:
         step = step_of(model, torch.randn(8, config.width))
         step()
         step()
-        path = config.traces / f"trace_{here.rank}.json.gz" if config.traces else None
+        path = Path(config.traces) / f"trace_{here.rank}.json.gz" if config.traces else None
         with timeline.record(path, units=units, device=here.device.type) as recording:
             step()
         timeline.write(recording, here._writer, 2)

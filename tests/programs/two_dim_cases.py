@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from labkit import rank
-from labkit.parallel.tensor import CHAIN_PAIRS, apply_replicated_tensor_parallel
+from labkit.parallel.tensor_parallel import CHAIN_PAIRS
 from labkit.parity import two_dim as parity
 from launch import two_dim
 
@@ -33,7 +33,7 @@ EAGER: dict[str, dict[str, Any]] = {
     "tp alone seq": {"tp": 4, "seq": True},
     "fsdp alone": {"tp": 1},
     "ddp_tp": {"plan": "ddp_tp"},
-    "ddp_tp, a width that dp does not divide": {"plan": "ddp_tp", "dim": 6},
+    "ddp_tp, a width that data does not divide": {"plan": "ddp_tp", "dim": 6},
     "chain, tp alone": {"plan": "ddp_tp", "tp": 4},
 }
 COMPILED: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ class Config:
 
 def main(config: Config) -> None:
     with rank.session() as here:
-        meshes = {tp: here.mesh(dp=4 // tp, tp=tp) for tp in (1, 2, 4)}
+        meshes = {tp: here.mesh(data=4 // tp, tp=tp) for tp in (1, 2, 4)}
         found: dict[str, Any] = {"levels": [LOGGER.level]}
         for name, case in (COMPILED if config.compile else EAGER).items():
             chosen = two_dim.Config(**case, compile=config.compile, steps=2)
@@ -70,7 +70,7 @@ def chain(mesh: DeviceMesh) -> Any:
 
 def nothing_compiled(mesh: DeviceMesh) -> dict[str, Any]:
     """The verdict on a compiled version that is none, after others that were compiled in this process."""
-    with patch.object(parity, "compiled", parity.Version):
+    with patch.object(two_dim, "apply_compile"):
         return two_dim.compare(two_dim.Config(steps=1), mesh, CPU)
 
 
@@ -78,25 +78,25 @@ def backward_not_compiled(mesh: DeviceMesh) -> dict[str, Any]:
     """The same for a chain compiled without its backward pass; and whose reducers are Python's, eager's first."""
     made = []
 
-    def apply(lab: Any) -> Any:
-        made.append(apply_replicated_tensor_parallel(lab, mesh))
+    def apply(lab: Any, **how: bool) -> Any:
+        made.append(two_dim.apply(CHAIN, mesh, lab, **how))
         return made[-1]
 
     with patch.object(parity, "compiled_backward", contextlib.nullcontext):
-        verdict = parity.of_two_dims(lambda: chain(mesh), apply, mesh, CPU, 1, compile=True)
+        verdict = parity.compare_training(lambda: chain(mesh), apply, mesh, CPU, 1, compile=True)
     return verdict | {"python_reducers": [replicate.state(model)._ddp._use_python_reducer for model in made]}
 
 
 def not_averaged(mesh: DeviceMesh) -> dict[str, Any]:
     """The verdict on a chain without DDP, whose gradients stay this line's own."""
-    with patch("labkit.parallel.tensor.apply_replicate"):
+    with patch.object(two_dim, "apply_replicate"):
         return two_dim.compare(CHAIN, mesh, CPU)
 
 
 def as_torch_does_it(mesh: DeviceMesh) -> list[int]:
     """How many parameters a replicated tensor-parallel chain has, before and after a forward pass."""
     model = chain(mesh)
-    replicate(parallelize_module(model, mesh["tp"], CHAIN_PAIRS), device_mesh=mesh["dp"])
+    replicate(parallelize_module(model, mesh["tp"], CHAIN_PAIRS), device_mesh=mesh["data"])
     before = len(list(model.parameters()))
     model(torch.ones(2, DIM))
     return [before, len(list(model.parameters()))]
@@ -104,7 +104,7 @@ def as_torch_does_it(mesh: DeviceMesh) -> list[int]:
 
 def kept_with_ddp(mesh: DeviceMesh) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and Adam's state after a step of ddp_tp, by the names of theory."""
-    model = apply_replicated_tensor_parallel(chain(mesh), mesh)
+    model = two_dim.apply(CHAIN, mesh, chain(mesh))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, DIM)).sum().backward()
     optimizer.step()

@@ -1,0 +1,177 @@
+"""labkit.checks.ask: whatever an answer is and does, its check ends in a verdict."""
+
+import functools
+from fractions import Fraction
+from types import SimpleNamespace
+
+import IPython
+import numpy
+import pytest
+import torch
+from IPython.core.autocall import ExitAutocall
+
+from labkit.checks import ask, ddp, extensions, fsdp, spatial, two_dim
+from labkit.result import RunResult
+
+IMPORTS = "import sys\nimport torch\n\n\n"
+COUNTED = [{"kind": "comm", "name": "tp/all_reduce", "rank": 0, "step": 3, "count": 5, "bytes": 20}]
+IN_THE_NOTEBOOK = [
+    (spatial.local_columns, ()),
+    (spatial.halo_bytes, ()),
+    (spatial.activation_bytes, ()),
+    (fsdp.zero_bytes, ()),
+    (fsdp.all_gathers, ()),
+    (fsdp.memory_plan, (1, 1)),
+    (fsdp.forgotten_block, "forgetful"),
+    (fsdp.tied_unit, ()),
+    (extensions.uneven_bytes, ()),
+    (ddp.alpha_beta, ()),
+    (ddp.bucket_count, ()),
+    (ddp.bounded_buckets, ()),
+    (ddp.early_uses, ()),
+    (ddp.wire_bytes, ()),
+    (two_dim.parts, ()),
+    (two_dim.tp_bytes, ()),
+    (two_dim.collectives, "counted"),
+]
+
+ODD = [None, Fraction(1, 3), 10**5000, [10**5000], (10**5000, 1), float("nan"), "many", object(), numpy.arange(3)]
+ODD += [numpy.float64(7.5), torch.arange(3), [torch.arange(3)], {"tp/all_reduce": numpy.arange(2)}, {1: 10**5000}]
+
+
+@pytest.fixture
+def judge(tmp_path, nothing_starts):
+    """Ask a check that runs no ranks."""
+
+    def judged(check, more, answer):
+        made = {
+            "forgetful": RunResult(tmp_path, {"params": {"skip": (1,)}}, [], []),
+            "counted": RunResult(tmp_path, {"nproc": 1}, COUNTED, []),
+        }
+        return check(answer, *([made[more]] if isinstance(more, str) else more))
+
+    return judged
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("exit()", "raised SystemExit"),
+        ("sys.exit(3)", "raised SystemExit: 3"),
+        ("raise SystemExit", "raised SystemExit"),
+        ("raise GeneratorExit", "raised GeneratorExit"),
+        ("class Silent(Exception):\n    def __str__(self):\n        1 / 0\nraise Silent", "raised Silent"),
+    ],
+)
+@pytest.mark.parametrize(("check", "more"), IN_THE_NOTEBOOK, ids=lambda each: getattr(each, "__name__", ""))
+def test_an_answer_that_would_end_the_kernel_is_wrong(check, more, body, said, judge, answer_to):
+    verdict = judge(check, more, answer_to("def leave(*args, **kwargs):", body, IMPORTS))
+    assert verdict.state == "wrong"
+    assert "leave" in verdict.detail and said in verdict.detail
+
+
+@pytest.mark.parametrize(("check", "more"), IN_THE_NOTEBOOK, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(
+    "value",
+    ODD,
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_an_answer_gives_there_is_a_verdict(check, more, value, judge):
+    verdict = judge(check, more, lambda *args, **kwargs: value)
+    assert verdict.state == "wrong"
+    assert verdict.detail
+    assert len(verdict.detail) < 800
+
+
+def test_an_interrupt_is_the_learners_own():
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        spatial.local_columns(interrupted)
+
+
+def test_a_result_judged_in_the_notebook_is_not_judged_by_what_the_answer_replaced(answer_to, monkeypatch):
+    monkeypatch.setattr(torch, "allclose", torch.allclose)  # which is put back
+    cheat = "torch.allclose = lambda *a, **k: True\nreturn [torch.zeros_like(x)] * ranks"
+    verdict = two_dim.parts(answer_to("def parts(x, first, second, ranks):", cheat, IMPORTS))
+    assert torch.allclose(torch.zeros(1), torch.ones(1))
+    assert verdict.state == "wrong" and "sum is not the result" in verdict.detail
+
+
+def columns(width, ranks, stage):
+    return width // 4 // 2**stage // ranks
+
+
+class Columns:
+    def __call__(self, width, ranks, stage):
+        return columns(width, ranks, stage)
+
+
+def without_source(body):
+    names = {}
+    exec(f"def made(width, ranks, stage): {body}", names)
+    return names["made"]
+
+
+async def later(width, ranks, stage):
+    return columns(width, ranks, stage)
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        (columns, "passed"),
+        (lambda width, ranks, stage: width // 4 // 2**stage // ranks, "passed"),
+        (lambda width, ranks, stage: 7, "wrong: <lambda>(width=256, ranks=1, stage=0) gave 7, expected 64."),
+        (lambda width, ranks, stage: None, "not attempted"),
+        (functools.partial(columns), "passed"),
+        (Columns(), "passed"),
+        (without_source("return width // 4 // 2**stage // ranks"), "passed"),
+        (without_source("return width"), "wrong: made(width=256, ranks=1, stage=0) gave 256, expected 64."),
+        (without_source("..."), "not attempted"),
+        (later, "wrong: later is an async function, which gives a coroutine when called: write def alone"),
+        (None, "wrong: None is no function: hand over the function by its name, without calling it"),
+        (64, "wrong: 64 is no function"),
+        (int, "wrong: int(width=256, ranks=1, stage=0) raised TypeError"),
+        (columns(256, 1, 0), "wrong: 64 is no function"),
+        (lambda: 64, "wrong: <lambda>(width=256, ranks=1, stage=0) raised TypeError: "),
+        (lambda width, ranks, stage: numpy.int64(columns(width, ranks, stage)), "passed"),
+        (lambda width, ranks, stage: Fraction(columns(width, ranks, stage)), "passed"),
+        (lambda width, ranks, stage: 10**5000, "wrong: <lambda>(width=256, ranks=1, stage=0) gave a number of 5,001 d"),
+        (lambda width, ranks, stage: Fraction(1, 3), "wrong: <lambda>(width=256, ranks=1, stage=0) gave 1/3, expected"),
+    ],
+)
+def test_an_answer_may_be_any_function(answer, verdict):
+    assert repr(spatial.local_columns(answer)).startswith(verdict)
+
+
+@pytest.mark.parametrize("body", ["...", "pass", "'''Not yet.'''", "'''Not yet.'''\n...", "return None", "1"])
+def test_a_body_that_does_nothing_is_empty(body, answer_to):
+    with pytest.raises(ask.NotAttempted):
+        ask.refuse_unless_attempted(answer_to("def nothing(width: int) -> int:", body))
+
+
+@pytest.mark.parametrize("body", ["return ...", "width", "size = 4", "return 0", "return 'many'", "print()", "yield"])
+def test_a_body_with_anything_in_it_is_not_empty(body, answer_to):
+    ask.refuse_unless_attempted(answer_to("def something(width: int) -> int:", body))
+
+
+def test_verdicts_show_themselves():
+    assert repr(ask.passed("4 cases agree")) == "passed: 4 cases agree"
+    shown = ask.wrong("gave <1>")._repr_html_()
+    assert "<b>wrong</b> gave &lt;1&gt;" in shown
+    colours = {ask.Verdict(state)._repr_html_().split("color:")[1][:7] for state in ask.COLOURS}
+    assert len(colours) == 3
+
+
+def test_exit_of_a_notebook_is_wrong_and_its_kernel_goes_on(monkeypatch):
+    asked = []
+    shell = SimpleNamespace(ask_exit=lambda: asked.append("stop"))
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    leave = ExitAutocall(shell)
+    verdict = spatial.local_columns(lambda width, ranks, stage: leave())
+    assert repr(verdict) == "wrong: <lambda>(width=256, ranks=1, stage=0) raised SystemExit"
+    assert not asked
+    leave()  # the learner's own, outside of a check
+    assert asked == ["stop"]

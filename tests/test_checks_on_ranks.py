@@ -1,0 +1,263 @@
+"""labkit.checks.on_ranks: answers travel with what they use, and only what every rank sends home can pass."""
+
+import functools
+import linecache
+import threading
+
+import pytest
+import torch
+
+import labkit
+from labkit.checks import extensions, fsdp, on_ranks, spatial, two_dim
+from labkit.checks.ranks import answers
+
+IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
+ON_RANKS = {
+    "halo_exchange": (spatial.halo_exchange, "strip, halo, rank, ranks", "strip.new_zeros(2, 3, 5, 14)"),
+    "halo_gradient": (spatial.halo_gradient, "grad, halo, rank, ranks", "grad.new_zeros(2, 3, 5, 8)"),
+    "expert_gradients": (fsdp.expert_gradients, "model, experts, ranks", "None"),
+    "post_all_gather": (extensions.post_all_gather, "given, metadata, dtype, *, out=None", None),
+    "mended": (
+        extensions.mended,
+        "given, metadata, dtype, *, out=None",
+        "((whole := given[0].to(dtype)), (whole,)) if out is None else out.data.copy_(given[0][: len(out)])",
+    ),
+    "bf16_gather": (
+        extensions.bf16_gather,
+        "given, dtype=None",
+        "(given * 2,) if dtype is None else given[0].to(dtype)",
+    ),
+    "eight_bit_gather": (
+        extensions.eight_bit_gather,
+        "given, dtype=None",
+        "(torch.zeros_like(given, dtype=torch.int8),) if dtype is None else given[0].to(dtype)",
+    ),
+    "gated_plan": (two_dim.gated_plan, "", "{}"),
+    "stack_plan": (two_dim.stack_plan, "", "{}"),
+}
+"""Checks on ranks: the parameters of their exercise, and a wrong answer that runs; None where there is none."""
+
+
+@pytest.fixture
+def verdict_on(answer_to):
+    """The verdict on a body, which a check that takes two answers gets twice."""
+
+    def judged(name, body, **more):
+        check, parameters, _ = ON_RANKS[name]
+        answer = answer_to(f"def answer({parameters}):", body, IMPORTS)
+        return check(*[answer] * (2 if "gather" in name and name != "post_all_gather" else 1), **more)
+
+    return judged
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("body", ["exit()", "sys.exit(0)", "raise SystemExit", "sys.exit(3)"])
+def test_an_answer_that_leaves_is_wrong(name, body, verdict_on):
+    said = "wrong: rank 0 ended before the function returned: does it call exit()?"
+    assert repr(verdict_on(name, body)) == said
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_run_that_ends_well_passes_nothing_without_what_the_ranks_send(name, verdict_on, monkeypatch):
+    monkeypatch.setattr(labkit, "run", lambda *args, **parameters: None)  # status 0, as os._exit(0) leaves it
+    said = "wrong: rank 0 ended before the function returned: does it call exit()?"
+    assert repr(verdict_on(name, "os._exit(0)")) == said
+
+
+def test_the_word_of_a_single_rank_is_missed(verdict_on, ranks_at_hand, monkeypatch):
+    run = labkit.run
+
+    def forgetful(path, *, folder, **parameters):
+        run(path, folder=folder, **parameters)
+        answers.sent_by(on_ranks.Path(folder), 3).unlink()
+
+    monkeypatch.setattr(labkit, "run", forgetful)
+    assert "rank 3 ended before" in verdict_on("halo_exchange", "return strip.new_zeros(2, 3, 5, 14)").detail
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("halo_exchange", "os._exit(0)"),
+        ("expert_gradients", "if dist.get_rank() == 1:\n    os._exit(0)\ndist.all_reduce(torch.ones(1))"),
+        ("stack_plan", "sys.exit(0)"),
+    ],
+)
+def test_ranks_that_really_leave_have_not_passed(name, body, verdict_on):
+    verdict = repr(verdict_on(name, body, timeout_s=60))
+    assert verdict.endswith(" ended before the function returned: does it call exit()?")
+    leaving = {1} if "== 1" in body else range(4)  # of several, any may be the first
+    assert verdict.split(" ended ")[0] in {f"wrong: rank {rank}" for rank in leaving}
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize("name", [name for name, (*_, value) in ON_RANKS.items() if value])
+def test_an_answer_cannot_judge_itself(name, verdict_on):
+    cheat = "torch.allclose = lambda *args, **kwargs: True\n"
+    assert verdict_on(name, f"{cheat}return {ON_RANKS[name][2]}").state == "wrong"
+
+
+HELPERS = """
+import numpy as np
+import torch
+from torch import distributed as dist
+
+WHAT = ["grad", "shared"]
+
+def is_shared(parameter, experts):
+    return parameter not in experts
+
+def mean_of(tensor, ranks):
+    dist.all_reduce(tensor)
+    return tensor.div_(np.int64(ranks))
+
+def average(model, experts, ranks):
+    for parameter in model.parameters():
+        if is_shared(parameter, experts):
+            mean_of(getattr(parameter, WHAT[0]), ranks)
+"""
+
+
+@pytest.fixture
+def cells():
+    """A function as a notebook has it, with what other cells define beside it."""
+    names = {"__name__": "__main__"}
+    exec(HELPERS, names)
+    return names
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_an_answer_uses_helpers_and_imports_of_other_cells(cells):
+    assert fsdp.expert_gradients(cells["average"]).ok
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_an_answer_may_be_a_lambda_or_a_partial_on_ranks_too(cells):
+    average = cells["average"]
+    assert fsdp.expert_gradients(lambda model, experts, ranks: average(model, experts, ranks)).ok
+    assert fsdp.expert_gradients(functools.partial(average)).ok
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_an_answer_of_a_module_that_a_rank_cannot_import_travels_whole(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text(HELPERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here
+
+    (tmp_path / "only_here.py").unlink()
+    assert fsdp.expert_gradients(only_here.average).ok
+    assert "only_here" not in on_ranks.cloudpickle.list_registry_pickle_by_value()
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+def test_an_answer_uses_a_module_beside_the_notebook(tmp_path, monkeypatch, cells):
+    (tmp_path / "beside.py").write_text(HELPERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    import beside
+
+    cells["beside"] = beside
+    exec("def average(model, experts, ranks):\n    beside.average(model, experts, ranks)", cells)
+    assert fsdp.expert_gradients(cells["average"]).ok
+
+
+LOCK = exit = threading.Lock()  # IPython's exit cannot travel either
+
+
+UNSENT = "<lambda> cannot be sent to the ranks with what is used there: TypeError: cannot pickle '_thread.lock' object"
+
+
+async def later(strip, halo, rank, ranks):
+    return strip
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "wrong: None is no function: hand over the function by its name, without calling it"),
+        (later, "wrong: later is an async function, which gives a coroutine when called: write def alone"),
+        (lambda strip, halo, rank, ranks: None, "not attempted"),
+        (
+            lambda strip, halo, rank, ranks: LOCK,
+            "wrong: UNSENT",
+        ),
+        (
+            lambda strip, halo, rank, ranks: exit(),
+            "wrong: UNSENT. Does it call exit()?",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_a_start(answer, said):
+    assert repr(spatial.halo_exchange(answer)) == said.replace("UNSENT", UNSENT)
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("strip.to('meta')", "a tensor without plain numbers: torch.strided, on meta"),
+        ("strip.to_sparse()", "a tensor without plain numbers: torch.sparse_coo, on cpu"),
+        (
+            "strip.new_zeros(2, 3, 5, 14, dtype=torch.float64)",
+            "on rank 0, the numbers are torch.float64, expected torch",
+        ),
+        ("strip.requires_grad_()[..., :1]", "the shape is (2, 3, 5, 1), expected (2, 3, 5, 14)"),
+        ("10**5000", "on rank 0, the function returned int, not a tensor"),
+        ("object()", "the function returned object, not a tensor"),
+    ],
+)
+def test_whatever_an_answer_gives_on_ranks_there_is_a_verdict(value, said, verdict_on):
+    verdict = verdict_on("halo_exchange", f"return {value}")
+    assert verdict.state == "wrong"
+    assert said in verdict.detail
+
+
+def test_a_loop_without_an_end_is_told_from_ranks_that_wait_for_each_other(verdict_on):
+    verdict = verdict_on("halo_exchange", "count = 0\nwhile True:\n    count += 1", timeout_s=15)
+    assert repr(verdict) in {
+        f"wrong: after 15 s rank 0 was still in line {line} of answer, `{text}`: when does its loop end?"
+        for line, text in ((3, "while True:"), (4, "count += 1"))
+    }
+
+
+STACKS = """Thread 0x00007f1 (most recent call first):
+  File "/torch/profiler.py", line 9 in run
+
+Current thread 0x00007f2 (most recent call first):
+{inner}  File "{file}", line {line} in answer
+  File "/labkit/checks/ranks/spatial.py", line 33 in feed
+"""
+BODY = "for handle in []:\n    handle.wait()\ntime.sleep(0)"
+
+
+@pytest.mark.parametrize(
+    ("line", "inner", "said"),
+    [
+        (4, "", "after 8 s rank 1 was still in line 4 of answer, `time.sleep(0)`: when does its loop end?"),
+        (3, "", "the ranks waited for each other for 8 s: does every send have its receive"),
+        (4, '  File "/x/torch/distributed/distributed_c10d.py", line 5 in recv\n', "the ranks waited for each other"),
+        (4, '  File "/x/helpers.py", line 5 in recv\n', "rank 1 was still in line 4 of answer"),
+        (4, '  File "{file}", line {wait} in helper\n', "the ranks waited for each other"),
+    ],
+)
+def test_the_stacks_of_a_run_without_an_end_say_why(line, inner, said, answer_to, monkeypatch):
+    answer = answer_to("def answer(strip, halo, rank, ranks):", BODY, IMPORTS)
+    file, first = answer.__code__.co_filename, answer.__code__.co_firstlineno
+    assert linecache.getline(file, first + 3).strip() == "time.sleep(0)"
+
+    def run(*args, **parameters):
+        stack = STACKS.format(file=file, line=first + line - 1, inner=inner.format(file=file, wait=first + 2))
+        raise labkit.RunTimedOut(8, {0: stack.replace("answer", "other"), 1: stack}, {})
+
+    monkeypatch.setattr(labkit, "run", run)
+    assert said in spatial.halo_exchange(answer).detail
+
+
+def test_what_is_sent_home_needs_no_code_of_a_rank(tmp_path):
+    values = {"a": torch.nn.Parameter(torch.ones(2)), "b": [None, 3, "x"], "c": (torch.arange(6).view(2, 3).T,)}
+    sent = answers.sendable(values)
+    torch.save(sent, tmp_path / "sent")
+    read = torch.load(tmp_path / "sent", weights_only=True)
+    assert type(read["a"]) is torch.Tensor and not read["a"].requires_grad
+    assert read["b"] == [None, 3, "x"] and read["c"][0].tolist() == [[0, 3], [1, 4], [2, 5]]

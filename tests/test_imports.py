@@ -1,0 +1,48 @@
+"""What importing labkit costs and needs. That nothing imports upward, import-linter holds (`make lint`)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PUBLIC = "__init__"
+JUPYTER = ("IPython", "ipywidgets", "ipykernel", "jupyter_client", "jupyterlab", "nbformat", "papermill", "nbval")
+PACKAGE = Path(__file__).resolve().parents[1] / "labkit"
+
+
+def modules():
+    """Dotted names of all modules of labkit, such as ``models.convnext``."""
+    paths = [path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py"))]
+    return [".".join(parts[:-1] if parts[-1] == PUBLIC and len(parts) > 1 else parts) for parts in paths]
+
+
+def fresh(code):
+    """Run code in a new interpreter, from another folder."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=Path(sys.executable).parent
+    )
+
+
+def test_importing_labkit_brings_neither_torch_nor_jupyter():
+    answer = fresh("import labkit, sys; print(*sorted({name.split('.')[0] for name in sys.modules}))")
+    assert answer.returncode == 0, answer.stderr
+    loaded = set(answer.stdout.split())
+    assert "labkit" in loaded
+    assert not loaded & {"torch", "torchvision", *JUPYTER}
+
+
+def test_every_module_imports_without_any_jupyter_package():
+    names = [f"labkit.{name}".removesuffix(f".{PUBLIC}") for name in modules()]
+    code = f"""
+import importlib, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {JUPYTER!r}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+sys.meta_path.insert(0, Blocked())
+for name in {names!r}:
+    importlib.import_module(name)
+print("imported", len({names!r}))
+"""
+    answer = fresh(code)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip().endswith(f"imported {len(names)}")
