@@ -13,13 +13,13 @@ help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
 run: $(INSTALLED) ## the main job: execute lab 1 and leave the notebook, HTML and figures in out/
-	@$(VENV_PYTHON) notebooks/execute.py $(LAB)
+	@$(VENV_PYTHON) -m notebooks.tools.run $(LAB)
 
 lab: $(INSTALLED) ## open JupyterLab on the notebooks
 	@$(RUN) jupyter lab --notebook-dir notebooks
 
 notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again from notebooks/src
-	@$(VENV_PYTHON) notebooks/build.py
+	@$(VENV_PYTHON) -m notebooks.tools.build
 
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
@@ -30,13 +30,14 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
 	@$(RUN) pytest
 
-lint: $(INSTALLED) ## style and types
+lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check
 	@$(RUN) ruff format --check
 	@$(RUN) mypy
+	@$(VENV_PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-logo
 
 clean: ## remove what was generated, except notebooks; .venv as well
-	rm -rf .venv out runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import labkit
-from labkit.process import cores
+from labkit import requirements
 
 PROGRAM = Path(__file__).resolve().parents[1] / "tests" / "programs" / "small.py"
 PAIRS = 5
@@ -39,7 +39,7 @@ def with_labkit() -> None:
 
 def with_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores() // 2))}
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(requirements.cores()) // 2))}
     subprocess.run(command, check=True, capture_output=True, env=environment)
 
 

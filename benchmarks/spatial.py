@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterator
 
 import labkit
-from labkit import upstream
+from labkit import requirements
 
 STRATEGIES = ("local", "dtensor", "native")
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each")
     options = parser.parse_args()
     os.environ.setdefault("LABKIT_PROGRESS", "off")
-    problem = upstream.native_convolution_problem()
+    problem = requirements.native_convolution_problem()
     strategies = [name for name in STRATEGIES if name != "native" or not problem]
     step_ms: dict[str, list[float]] = {name: [] for name in ("plain", *strategies)}
     for _ in range(options.rounds):
