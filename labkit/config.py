@@ -19,6 +19,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import math
@@ -239,8 +240,8 @@ def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str]
         if name not in without:
             limits = [f"({_type_name(field.type)})"] if "Limits(" in str(field.type) else []
             about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
-            default = itertools.repeat(chosen.get(name, _default(field)))
-            fields.append((name, Annotated[field.type, about], dataclasses.field(default_factory=default.__next__)))
+            default = dataclasses.field(default_factory=functools.partial(chosen.get, name, _default(field)))
+            fields.append((name, Annotated[field.type, about], default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
 
 

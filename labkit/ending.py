@@ -34,6 +34,17 @@ def leave(status: int) -> NoReturn:
         os._exit(status & 0xFF)  # of a larger number the system keeps these bits, and os._exit refuses some
 
 
+def status_after(error: BaseException) -> int:
+    """The exit status that Python gives a process which this ended; says of it on stderr what Python would."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if isinstance(error.code, int | None):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
 def write_out() -> None:
     """Write out what every open file of this process still holds back."""
     objects = gc.get_objects()

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 """Where labkit's checkout lies, or what stands in its place where labkit was installed."""
 VARIABLE = "LABKIT_RUN_FOLDER"
 """Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
+DEVICE = "LABKIT_DEVICE"
+"""Environment variable for the ranks: "auto", "cpu" or "cuda", as ``labkit.run(device=...)`` was asked."""
 NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
 """Environment variable for torchrun: the process with which the run is to end."""
 TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
@@ -49,14 +51,11 @@ class RunFolder:
         self.session_json = path / "session.json"
         self.exit_json = path / "exit.json"
         self.torchrun_log = path / "torchrun.log"
-        # only during the run: where torchrun meets itself, and what it keeps for each rank, which labkit does not use
-        self.rendezvous = path / "rendezvous"
+        # only during the run: what torchrun keeps for each rank, which labkit does not use
         self.torchrun_folder = path / "torchrun"
 
     def remove_torchruns_files(self) -> None:
         """Remove what nobody needs after the run."""
-        with contextlib.suppress(OSError):  # of a folder that can no longer be written; what ended the run says more
-            self.rendezvous.unlink()
         shutil.rmtree(self.torchrun_folder, ignore_errors=True)
 
     def _of_rank(self, rank: int, ending: str) -> Path:

@@ -35,6 +35,19 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_ranks() -> None:
+    """Ranks are forked from a process that has imported torch, except where a test asks for ``both_ways``."""
+    os.environ["LABKIT_WARM"] = "1"
+
+
+@pytest.fixture(params=["warm", "cold"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test is run twice: with ranks from a warm parent, and with those of a new Python."""
+    monkeypatch.setenv("LABKIT_WARM", "1" if request.param == "warm" else "0")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""

@@ -53,7 +53,7 @@ def test_the_comparison_sees_what_int8_rounds(ranks):
 def test_a_model_built_without_memory_is_set_and_trained_in_bfloat16(ranks, extension):
     for verdict in ranks(2)(from_meta, extension):
         assert verdict.pop("first_loss") > verdict.pop("last_loss")
-        counts = {"parameters": 6, "on_meta": 6, "poisoned": 6, "nan_after": 0, "trained": 6}
+        counts = {"parameters": 6, "compared": 6, "on_meta": 6, "poisoned": 6, "nan_after": 0, "trained": 6}
         assert verdict == {"check": "meta", **counts, "ok": True}
 
 

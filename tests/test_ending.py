@@ -13,7 +13,7 @@ import pytest
 import labkit
 from labkit.errors import RankFailed
 
-LEFTOVERS = Path(__file__).parent / "programs" / "leftovers.py"
+LEFTOVERS, LEAVING = (Path(__file__).parent / "programs" / name for name in ("leftovers.py", "leaving.py"))
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +92,14 @@ def test_a_forked_process_leaves_its_parents_end_to_the_parent(tmp_path):
     ]
     assert (tmp_path / "own").read_text() == "text of the child"
     assert (tmp_path / "file").read_text() == "once "
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [("well", 0, ""), ("raise", 1, "RuntimeError: the rank fails\n"), ("status", 3, ""), ("words", 1, "some words\n")],
+)
+def test_a_rank_without_labkits_worker_is_not_taken_apart_either(how, status, said, monkeypatch):
+    monkeypatch.delenv("LABKIT_RUN_FOLDER", raising=False)
+    done = subprocess.run([sys.executable, str(LEAVING), "--ends", how], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.endswith(said) and ("Traceback" in done.stderr) == (how == "raise")

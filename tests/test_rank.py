@@ -223,9 +223,12 @@ def test_a_verdict_on_nothing_is_not_ok_whatever_it_says(compared, capsys):
     assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_verdict_that_does_not_say_whether_it_is_ok_is_refused():
-    with rank.session() as here, pytest.raises(ValueError, match="a verdict needs ok=True or ok=False"):
-        here.verdict(compared=3)
+@pytest.mark.parametrize("missing", ["ok", "compared"])
+def test_a_verdict_that_does_not_say_whether_it_is_ok_or_what_it_compared_is_refused(missing):
+    result = {"ok": True, "compared": 3}
+    del result[missing]
+    with rank.session() as here, pytest.raises(ValueError, match=f"and {missing} is missing"):
+        here.verdict(**result)
 
 
 @dataclass
@@ -246,11 +249,12 @@ def test_start_reads_the_command_line_and_leaves_with_status_0(monkeypatch):
     assert called == [Config(width=6), 0]
 
 
-def test_an_error_of_the_program_passes_through_start(monkeypatch):
+def test_an_error_of_the_program_passes_through_start_to_labkits_worker(monkeypatch):
     def fail(config):
         raise ValueError("widths differ")
 
     monkeypatch.setattr(sys, "argv", ["program"])
+    monkeypatch.setenv("LABKIT_RUN_FOLDER", "anywhere")
     monkeypatch.setattr(SESSION, "leave", lambda status: pytest.fail("the error was swallowed"))
     with pytest.raises(ValueError, match="widths differ"):
         rank.start(fail, Config)

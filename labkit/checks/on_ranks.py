@@ -60,7 +60,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / ANSWERS).write_bytes(packed(answers))
-        parameters = {"folder": name, "lab": lab, "setup": json.dumps(setup)}
+        parameters: dict[str, Any] = {"folder": name, "lab": lab, "setup": json.dumps(setup)}
         problem = ""
         try:
             labkit.run(PROGRAM, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)

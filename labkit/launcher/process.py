@@ -18,23 +18,29 @@ from pathlib import Path
 import psutil
 
 from labkit import requirements
-from labkit.folder import NOTEBOOK_PID, ROOT, VARIABLE, RunFolder
+from labkit.folder import DEVICE, NOTEBOOK_PID, ROOT, VARIABLE, RunFolder
+from labkit.launcher import warm
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
+MONITOR_INTERVAL_S = 0.02
+RENDEZVOUS = "one-host"
+"""What rendezvous.py registers with torchrun."""
 STARTING_FRAMES = (
     "<frozen runpy>",
-    str(Path(__file__).with_name("worker.py")),
-    str(Path(__file__).with_name("torchrun.py")),
+    *(str(Path(__file__).with_name(name)) for name in ("worker.py", "torchrun.py", "parent.py")),
     "torch/distributed/elastic/",
     "torch/distributed/launcher/",
     "torch/distributed/run.py",
 )
 
 
+Running = subprocess.Popen[bytes] | warm.Torchrun
+
+
 def start(
-    folder: RunFolder, program: str, arguments: Sequence[str], nproc: int, device: str
-) -> subprocess.Popen[bytes]:
+    folder: RunFolder, program: str, arguments: Sequence[str], nproc: int, device: str, parent: warm.Parent | None
+) -> Running:
     """Start torchrun with ``nproc`` ranks of a program; returns at once.
 
     Args:
@@ -43,17 +49,23 @@ def start(
         arguments: the program's command line.
         nproc: number of ranks.
         device: "auto", "cpu" or "cuda", for the ranks' session.
+        parent: forks it, if it can; otherwise it begins as a new Python.
     """
-    # -P: a random.py in the notebook's folder must not shadow the real one
-    command = [sys.executable, "-P", "-m", "labkit.launcher.torchrun", str(folder.path)]
+    own = environment(folder, nproc, device)
+    words = [str(folder.path), *_torchrun_arguments(folder, nproc), program, *arguments]
+    if parent:
+        request = {"arguments": words, "environment": own, "log": str(folder.torchrun_log)}
+        with contextlib.suppress(warm.Gone):
+            return parent.fork(request | {"working_folder": os.getcwd()})
     with folder.torchrun_log.open("wb") as log:
         return subprocess.Popen(
-            [*command, *_torchrun_arguments(folder, nproc), program, *arguments],
+            # -P: a random.py in the notebook's folder must not shadow the real one
+            [sys.executable, "-P", "-m", "labkit.launcher.torchrun", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the interrupt key of a terminal or kernel is for the notebook's process alone
-            env=environment(folder, nproc, device),
+            env=own,
         )
 
 
@@ -65,7 +77,7 @@ def environment(folder: RunFolder, nproc: int, device: str) -> dict[str, str]:
     return inherited | {
         VARIABLE: str(folder.path),
         NOTEBOOK_PID: str(os.getpid()),
-        "LABKIT_DEVICE": device,
+        DEVICE: device,
         "OMP_NUM_THREADS": str(max(1, len(requirements.cores()) // nproc)),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
@@ -95,21 +107,21 @@ def processes_of(folder: Path, torchrun_pid: int | None = None) -> list[psutil.P
     return found
 
 
-def stop(folder: Path, torchrun_pid: int | None = None) -> None:
+def stop(folder: Path, torchrun_pid: int | None = None) -> list[int]:
     """Kill every process of the run, again until none is left, and touch no other.
 
-    Raises:
-        RuntimeError: some are still there after five seconds (the kernel cannot end one that waits for a device).
+    Returns:
+        The ids of those that are still there after five seconds: the system cannot end one that waits for a device.
     """
     give_up = time.monotonic() + STOP_LIMIT_S
     while alive := processes_of(folder, torchrun_pid):
         if time.monotonic() > give_up:
-            pids = sorted(process.pid for process in alive)
-            raise RuntimeError(f"processes {pids} of {folder} did not die of SIGKILL")
+            return sorted(process.pid for process in alive)
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()  # psutil compares the start time first: a process id that was reused is safe
         time.sleep(0.02)
+    return []
 
 
 def stack_of(folder: RunFolder, rank: int) -> str:
@@ -146,12 +158,9 @@ def pid_of(folder: RunFolder, rank: int) -> int:
 
 
 def _torchrun_arguments(folder: RunFolder, nproc: int) -> list[str]:
-    # torchrun itself meets in a file and does not listen; with --standalone it would, on every interface.
-    # The process group's TCPStore on rank 0 still does, without a login: torch offers no choice here.
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"]
-    rendezvous += ["--rdzv-endpoint", str(folder.rendezvous), "--rdzv-id", folder.path.name]
+    rendezvous = ["--rdzv-backend", RENDEZVOUS, "--rdzv-endpoint", "127.0.0.1", "--rdzv-id", folder.path.name]
     local = ["--nnodes", "1", "--nproc-per-node", str(nproc), "--local-addr", "127.0.0.1"]
-    local += ["--log-dir", str(folder.torchrun_folder)]
+    local += ["--log-dir", str(folder.torchrun_folder), "--monitor-interval", str(MONITOR_INTERVAL_S)]
     return [*rendezvous, *local, "--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker"]
 
 

@@ -174,20 +174,20 @@ def choose_display() -> Display:
     Raises:
         ParameterError: LABKIT_PROGRESS asks for one that there is not.
     """
-    wanted = os.environ.get("LABKIT_PROGRESS") or ("notebook" if _in_kernel() else "text")
+    wanted = os.environ.get("LABKIT_PROGRESS") or ("notebook" if in_kernel() else "text")
     displays = {"off": Display, "text": Text, "notebook": Notebook}
     if wanted not in displays:
         raise ParameterError(
             f"LABKIT_PROGRESS={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose"
         )
-    if wanted == "notebook" and not _in_kernel():
+    if wanted == "notebook" and not in_kernel():
         raise ParameterError(
             "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off"
         )
     return displays[wanted]()
 
 
-def _in_kernel() -> bool:
+def in_kernel() -> bool:
     """Whether this is a Jupyter kernel, told without importing IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None

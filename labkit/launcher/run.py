@@ -20,6 +20,7 @@ from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
 from labkit.launcher import failure, process
 from labkit.launcher.progress import Display, Progress, choose_display
+from labkit.launcher.warm import Parent, Torchrun, decide, keeper
 from labkit.records import VERSION
 from labkit.result import RunResult, load
 
@@ -31,7 +32,13 @@ NAME_IN_FOLDER = 100  # characters of a program's name; a file's name may have 2
 
 
 def run(
-    program: str | Path, *, nproc: int = 2, device: str = "auto", timeout_s: float = 300, **params: Any
+    program: str | Path,
+    *,
+    nproc: int = 2,
+    device: str = "auto",
+    timeout_s: float = 300,
+    warm: bool | None = None,
+    **params: Any,
 ) -> RunResult:
     """Run a rank program on ``nproc`` ranks of this machine and read what they measured.
 
@@ -40,6 +47,9 @@ def run(
         nproc: number of ranks.
         device: "auto" takes GPUs where there is one for each rank, else the CPU; or "cpu", or "cuda".
         timeout_s: the run is stopped after this many seconds.
+        warm: fork the ranks from a process that has imported torch already, on Linux. By default that is done in a
+            kernel, as soon as that process is there, and not elsewhere; LABKIT_WARM=0 or 1 sets another default.
+            ``result.info["warm"]`` says how it was.
         **params: parameters of the program, checked against its Config before anything starts.
 
     Returns:
@@ -51,13 +61,15 @@ def run(
         RunTimedOut: the limit passed; holds every rank's stacks.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = _plan(program, nproc=nproc, device=device, timeout_s=timeout_s, **params)
+    plan = _plan(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, **params)
     display = choose_display()
     info = _description(plan)
     folder = _new_folder(info)
     started = time.monotonic()
     try:
-        _run_ranks(plan, folder, display)
+        with keeper.during_a_run(plan.warm) as parent:
+            started = time.monotonic()
+            _run_ranks(plan, folder, display, parent, info)
     except BaseException as error:
         info |= {"exit": _outcome(error), "error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(LabError):  # what ended the run says more
@@ -105,9 +117,18 @@ class _Plan:
     nproc: int
     device: str
     timeout_s: float
+    warm: bool | None
 
 
-def _plan(program: str | Path, *, nproc: Any = 2, device: Any = "auto", timeout_s: Any = 300.0, **params: Any) -> _Plan:
+def _plan(
+    program: str | Path,
+    *,
+    nproc: Any = 2,
+    device: Any = "auto",
+    timeout_s: Any = 300.0,
+    warm: Any = None,
+    **params: Any,
+) -> _Plan:
     """Check everything that can be checked before a start; the arguments are those of ``run``."""
     nproc = _positive("nproc", nproc, int, "not a number of ranks: give an int of at least 1")
     timeout_s = _positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
@@ -117,8 +138,11 @@ def _plan(program: str | Path, *, nproc: Any = 2, device: Any = "auto", timeout_
         raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
     if not isinstance(device, str) or device not in DEVICES:
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
+    if not isinstance(warm, bool | None):
+        raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
     path, target = find_program(program)
-    return _Plan(path.stem, str(path), target, *_resolve(path, params, nproc), nproc, device, timeout_s)
+    resolved = _resolve(path, params, nproc)
+    return _Plan(path.stem, str(path), target, *resolved, nproc, device, timeout_s, decide(warm))
 
 
 def _positive(name: str, value: Any, wanted: type, rule: str) -> Any:
@@ -209,12 +233,13 @@ def _lost(folder: RunFolder) -> LabError:
     return LabError(disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again")
 
 
-def _run_ranks(plan: _Plan, folder: RunFolder, display: Display) -> None:
+def _run_ranks(plan: _Plan, folder: RunFolder, display: Display, parent: Parent | None, info: dict[str, Any]) -> None:
     """Start the ranks and wait for their end; raises what went wrong, and leaves no process behind."""
     progress = Progress(folder, plan.program, plan.nproc, display)
     outcome = "ok"
     try:
-        with _processes(plan, folder) as running:
+        with _processes(plan, folder, parent) as running:
+            info["warm"] = isinstance(running, Torchrun)
             status = _watch(running, folder, plan, progress)
         if not folder.path.is_dir():
             raise _lost(folder)
@@ -228,24 +253,28 @@ def _run_ranks(plan: _Plan, folder: RunFolder, display: Display) -> None:
 
 
 @contextlib.contextmanager
-def _processes(plan: _Plan, folder: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
-    """The run's torchrun; on leaving, every process of the run is gone."""
-    running = None
+def _processes(plan: _Plan, folder: RunFolder, parent: Parent | None) -> Iterator[process.Running]:
+    """The run's torchrun; on leaving, every process of the run is gone. Raises LabError if one does not die."""
+    running, immortal = None, []
     try:
-        running = process.start(folder, plan.target, plan.arguments, plan.nproc, plan.device)
+        running = process.start(folder, plan.target, plan.arguments, plan.nproc, plan.device, parent)
         yield running
     finally:
         # In a thread, which a second interrupt does not reach.
-        stopping = threading.Thread(target=process.stop, args=[folder.path, running.pid if running else None])
+        pid = running.pid if running else None
+        stopping = threading.Thread(target=lambda: immortal.extend(process.stop(folder.path, pid)))
         stopping.start()
         stopping.join()
-        if running:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that even SIGKILL does not end
-                running.wait(process.STOP_LIMIT_S)
+        if running and not immortal:
+            running.wait(process.STOP_LIMIT_S)
         folder.remove_torchruns_files()
+    if immortal:
+        raise LabError(
+            f"processes {immortal} of {folder.path} did not die of SIGKILL: they wait for a device; restart the machine"
+        )
 
 
-def _watch(running: subprocess.Popen[bytes], folder: RunFolder, plan: _Plan, progress: Progress) -> int:
+def _watch(running: process.Running, folder: RunFolder, plan: _Plan, progress: Progress) -> int:
     """Wait for torchrun's end and return its exit status."""
     limit = time.monotonic() + plan.timeout_s
     failed_at = 0.0

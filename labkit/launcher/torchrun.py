@@ -1,9 +1,10 @@
 """torchrun, as one run's process: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``, started by process.start.
 
-torch's own torchrun runs here unchanged. Two things are added: the run ends when the notebook's process is gone,
-however it went (torchrun alone would go on), and the way each failed rank ended is written to exit.json. Two things are
-shortened: once a rank has failed, the others have two seconds to obey SIGTERM, not thirty; and on Linux without a GPU
-ranks are forked from here, where torch is imported already, instead of each starting Python and importing it again.
+torch's own torchrun runs here unchanged. Three things are added: the run ends when the notebook's process is gone,
+however it went (torchrun alone would go on); the way each failed rank ended is written to exit.json; and it meets
+itself at once (rendezvous.py). Two are shortened: once a rank has failed, the others have two seconds to obey SIGTERM,
+not thirty; and on Linux ranks are forked from here, where torch is imported already, instead of each starting Python
+and importing it again. This process in its turn is a fork of the warm parent (parent.py) where there is one.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,13 +50,20 @@ def main() -> None:
     os._exit(status)  # Python takes 0.4 s to take torch apart, which has nothing left to do
 
 
-def _may_fork() -> bool:
-    """Whether ranks can be forked. Elsewhere each starts a Python of its own.
+def may_fork() -> bool:
+    """Whether ranks can be forked from this process. Otherwise each starts a Python of its own.
 
-    CUDA does not survive a fork, and nobody can promise that it is untouched. Outside Linux the systems' own libraries
-    do not survive it either: forking after they were loaded can crash (Python's own default there is spawn).
+    CUDA does not survive a fork: it is untouched as long as this process holds no file of the driver open. Outside
+    Linux the systems' own libraries do not survive it: forking after they were loaded can crash (Python's own default
+    there is spawn).
     """
-    return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+    return sys.platform == "linux" and not any(name.startswith("/dev/nvidia") for name in _open_files())
+
+
+def _open_files() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            yield os.readlink(f"/proc/self/fd/{number}")
 
 
 def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
@@ -62,9 +71,11 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     from torch.distributed import run  # after the watch has begun: this import takes a second
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from labkit.launcher import rendezvous
+
+    rendezvous.register()
     _shorten_shutdown()
-    if _may_fork():
-        _fork_ranks()
+    _fork_ranks()
     try:
         run.main(arguments)
     except ChildFailedError as error:
@@ -99,8 +110,12 @@ def _fork_ranks() -> None:
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-    def fork(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
-        return ForkedRank(command[command.index(WORKER) + 1 :], env)
+    start_anew = SubprocessHandler._popen
+
+    def fork(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
+        if may_fork():
+            return ForkedRank(command[command.index(WORKER) + 1 :], env)
+        return start_anew(handler, command, env)
 
     SubprocessHandler._popen = fork  # type: ignore[assignment, method-assign]
 
@@ -141,15 +156,22 @@ def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)  # torchrun has its own handlers
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        random.seed()  # as a new Python has it: not the same on all ranks
         os.environ.clear()
         os.environ.update(env)
+        _start_random_numbers_anew()
+        sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))  # a new one reads it when it imports torch
         sys.argv = [WORKER, *arguments]
         worker.main()
     except BaseException:  # before the program began
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _start_random_numbers_anew() -> None:
+    """As a new Python has them: not the same on all ranks. torch's begin with a fixed seed, which is not touched."""
+    random.seed()
+    sys.modules["numpy"].random.seed()
 
 
 def _end_with_notebook(folder: RunFolder) -> None:

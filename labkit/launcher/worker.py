@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from labkit.ending import leave
+from labkit.ending import leave, status_after
 from labkit.errors import shorten
 from labkit.folder import TORCHRUN_PID, VARIABLE, RunFolder, write_json
 
@@ -58,19 +58,12 @@ def _status_of_program(error_file: Path, rank: int) -> int:
     """Run the program; its exit status. What ended it, if anything did, is in the error file and printed."""
     try:
         _run_program(sys.argv[1], sys.argv[2:])
-    except SystemExit as error:
-        if isinstance(error.code, int | None):
-            status = (error.code or 0) & 0xFF
-        else:
-            status = 1
-            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        error.__traceback__ = _own_frames(error.__traceback__)
+        status = status_after(error)
         if status:
             _report(error_file, rank, error)
         return status
-    except BaseException as error:
-        _report(error_file, rank, error)
-        sys.excepthook(type(error), error, _own_frames(error.__traceback__))
-        return 1
     return 0
 
 
@@ -110,7 +103,6 @@ def _run_program(program: str, arguments: list[str]) -> None:
 
 
 def _report(path: Path, rank: int, error: BaseException) -> None:
-    error.__traceback__ = _own_frames(error.__traceback__)
     content = {
         "rank": rank,
         "time": time.time(),

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit import config as configs
 from labkit import requirements
-from labkit.ending import leave
+from labkit.ending import leave, status_after
 from labkit.errors import ParameterError
-from labkit.folder import VARIABLE, RunFolder, write_json
+from labkit.folder import DEVICE, VARIABLE, RunFolder, write_json
 from labkit.rank.meter import Meter, Step
 from labkit.records import Writer, name_along
 from labkit.theory.sizes import readable_bytes
@@ -103,12 +103,15 @@ class Here:
     def verdict(self, **result: Any) -> None:
         """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok.
 
-        A rank that has ``compared`` nothing is not ok, whatever it says.
+        Args:
+            **result: ``ok``, and ``compared``, how many values were compared; a rank that has compared nothing is not
+                ok, whatever it says. Other numbers as the check likes.
         """
-        if "ok" not in result:
-            raise ValueError(f"a verdict needs ok=True or ok=False, got {sorted(result)}")
+        missing = sorted({"ok", "compared"} - result.keys())
+        if missing:
+            raise ValueError(f"a verdict needs ok= and compared=, and {' and '.join(missing)} is missing")
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, bool(result["ok"]) and result.get("compared", 1) > 0)
+        dist.all_gather_object(everyone, bool(result["ok"]) and result["compared"] > 0)
         result["ok"] = all(everyone)
         for name, value in result.items():
             if isinstance(value, int | float):
@@ -157,7 +160,7 @@ def session() -> Iterator[Here]:
 
 def choose_device() -> tuple[torch.device, str]:
     """This rank's device, and a note where GPUs were there but not used."""
-    wish = os.environ.get("LABKIT_DEVICE", "auto")
+    wish = os.environ.get(DEVICE, "auto")
     ranks, index = ranks_of_this_host()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
@@ -242,14 +245,20 @@ def table_of(writer: Writer) -> str:
 def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
     """Run a rank program's ``main`` with the Config read from its command line and checked for this number of ranks.
 
-    A refused value ends all ranks with status 2 and one line from rank 0, before any communication.
+    A refused value ends all ranks with status 2 and one line from rank 0, before any communication. Under a bare
+    torchrun, too, no rank takes the interpreter apart, however it ends: see ``ending.py``.
     """
     try:
         config = configs.parse_argv(config_class)
         configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     except ParameterError as error:
         refuse(str(error))
-    main(config)
+    try:
+        main(config)
+    except BaseException as error:
+        if VARIABLE in os.environ:
+            raise  # labkit's worker is around this program, reports it and leaves
+        leave(status_after(error))
     leave(0)
 
 

@@ -1,0 +1,165 @@
+"""The warm parent: ``python -m labkit.launcher.parent FD``, started by warm.py. It forks torchrun for each run.
+
+It has imported what rank programs import, which is most of what a launch costs. Forking is right only while a process
+has one thread and no CUDA, so it starts none and trains nothing; both are looked at before every fork.
+
+FD is its end of a socket to the notebook's process. When the other end closes it waits for the runs that go on, and
+then leaves; when the notebook's process is gone it leaves at once, and every run's torchrun, which watches it, too.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import selectors
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from labkit.ending import begin_anew
+from labkit.folder import NOTEBOOK_PID, VARIABLE
+from labkit.launcher import torchrun
+from labkit.launcher.warm import FORK, GO_ON, LONGEST_PATH, NUMBER, READY, STAND_STILL
+
+IMPORTED = (
+    "torch.distributed.run",
+    "torch.distributed._tools.mem_tracker",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.profiler",
+    "torch._inductor.compile_fx",
+    "torch._dynamo.compiled_autograd",
+    "torch.utils.cpp_extension",
+    "tyro",
+    "labkit.rank",
+    "labkit.models.catalog",
+    "labkit.parity.spatial",
+    "labkit.parity.fsdp",
+    "labkit.parity.extensions",
+    "labkit.parity.ddp",
+    "labkit.parity.two_dim",
+    "labkit.launcher.rendezvous",
+)
+WATCH_PERIOD_S = 0.5
+
+
+def main() -> None:
+    """Import everything, say so, and serve until the notebook has no more need of this process."""
+    mark = Mark()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for name in IMPORTED:
+        stand_still_when_asked(control)
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a fork that collects garbage would copy the pages of all that was imported
+    control.sendall(READY)
+    serve(control, os.getppid(), mark)
+
+
+def stand_still_when_asked(control: socket.socket) -> None:
+    """While a cold run is measured, it shall have the machine for itself."""
+    word = GO_ON
+    while word == STAND_STILL or select.select([control], [], [], 0)[0]:
+        word = control.recv(1)
+        if not word:
+            sys.exit()
+
+
+class Mark:
+    """What the system shows as this process's $LABKIT_RUN_FOLDER, by which process.py finds the processes of a run.
+
+    The system shows the environment that a process began with, also of its forks, whatever they have set since. So this
+    process begins with as much room as a path can need, and writes into it what its next fork is to show.
+    """
+
+    def __init__(self) -> None:
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype = ctypes.c_void_p
+        self._address = getenv(VARIABLE.encode())
+        self.show("")
+
+    def show(self, folder: str) -> None:
+        """Show this folder, in this process and in those that it forks from now on."""
+        ctypes.memmove(self._address, os.fsencode(folder).ljust(LONGEST_PATH, b"\0"), LONGEST_PATH)
+
+
+def serve(control: socket.socket, notebook: int, mark: Mark) -> None:
+    """Fork for each request, and answer each with its process id and later its exit status."""
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    while os.getppid() == notebook and selector.get_map():
+        for key, _ in selector.select(WATCH_PERIOD_S):
+            if key.fileobj is not control:
+                _answer_end(selector, key)
+                continue
+            word, files, *_ = socket.recv_fds(control, 1, 2)
+            if word == FORK:
+                _fork(selector, mark, *files)
+            elif not word:  # the other end was closed
+                selector.unregister(control)
+
+
+def _fork(selector: selectors.BaseSelector, mark: Mark, request_file: int, answer_file: int) -> None:
+    """Fork torchrun for a request; 0 for its process id says that this cannot be done from here any more."""
+    answer = socket.socket(fileno=answer_file)
+    with open(request_file) as file:
+        request = json.load(file)
+    if not _may_fork():
+        answer.sendall(NUMBER.pack(0))
+        return
+    mark.show(request["environment"][VARIABLE])
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        _be_torchrun(selector, answer, request, parent)
+    mark.show("")
+    answer.sendall(NUMBER.pack(pid))
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answer))
+
+
+def _may_fork() -> bool:
+    return torchrun.may_fork() and len(os.listdir("/proc/self/task")) == 1
+
+
+def _answer_end(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    """A torchrun has ended: tell its exit status to whoever waits for it."""
+    pid, answer = key.data
+    selector.unregister(key.fileobj)
+    os.close(key.fd)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with answer, contextlib.suppress(OSError):  # nobody waits for it any more
+        answer.sendall(NUMBER.pack(status))
+
+
+def _be_torchrun(selector: selectors.BaseSelector, answer: socket.socket, request: Any, parent: int) -> NoReturn:
+    """In the fork: what Popen and a new Python would have done, then torchrun. Does not return."""
+    try:
+        for key in list(selector.get_map().values()):  # other runs' sockets must close when their owners close them
+            os.close(key.fd)
+            if key.data:
+                key.data[1].close()
+        selector.close()
+        if answer.recv(1) != GO_ON:  # whoever asked was interrupted
+            os._exit(1)
+        answer.close()
+        os.setsid()
+        with open(request["log"], "wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        begin_anew()
+        os.environ.clear()
+        os.environ.update(request["environment"] | {NOTEBOOK_PID: str(parent)})
+        os.chdir(request["working_folder"])
+        sys.argv = [torchrun.__name__, *request["arguments"]]
+        torchrun.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

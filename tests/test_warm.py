@@ -1,0 +1,249 @@
+"""Warm launching: every run is as fresh as a cold one, and nothing outlives the process that asked for it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import labkit
+from labkit.errors import ParameterError, RankFailed, RunTimedOut
+from labkit.launcher import process, warm
+
+PROGRAMS = Path(__file__).parent / "programs"
+MISBEHAVE = PROGRAMS / "misbehave.py"
+TELL = """
+import json, os, random, sys
+import numpy, torch
+from pathlib import Path
+rank = os.environ["RANK"]
+told = {told}
+Path(os.environ["LABKIT_RUN_FOLDER"], f"told_{{rank}}").write_text(json.dumps(told))
+"""
+
+
+def told(result, rank=0):
+    return json.loads((result.folder / f"told_{rank}").read_text())
+
+
+@pytest.fixture
+def tell(tmp_path):
+    """Writes a program that tells the value of an expression: ``tell("os.getpid()")`` is its path."""
+
+    def write(expression):
+        path = tmp_path / "tell.py"
+        path.write_text(TELL.format(told=expression))
+        return path
+
+    return write
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pids_of(result):
+    return {int(path.read_text()) for path in result.folder.glob("rank_*.pid")}
+
+
+def children():
+    return {child.pid for child in psutil.Process().children() if "labkit.launcher.parent" in child.cmdline()}
+
+
+def test_each_run_has_processes_of_its_own_all_from_one_parent(tell):
+    first, second = (labkit.run(tell("os.getppid()"), device="cpu") for _ in range(2))
+    assert first.info["warm"] and second.info["warm"]
+    assert len(pids_of(first) | pids_of(second)) == 4
+    assert told(first) != told(second)  # torchrun, too
+    assert warm.keeper._parent.process.pid in children()
+
+
+def test_an_edited_program_takes_effect(tell):
+    assert told(labkit.run(tell("'before'"))) == "before"
+    assert told(labkit.run(tell("'after'"))) == "after"
+
+
+def test_a_variable_of_the_notebook_arrives_by_the_same_parent(tell, monkeypatch):
+    program = tell("os.environ.get('OF_THE_NOTEBOOK')")
+    assert told(labkit.run(program)) is None
+    parent = warm.keeper._parent
+    monkeypatch.setenv("OF_THE_NOTEBOOK", "new \udcff")  # not UTF-8
+    assert told(labkit.run(program)) == "new \udcff"
+    assert warm.keeper._parent is parent
+
+
+def test_what_counts_when_torch_is_imported_renews_the_parent(tell, monkeypatch):
+    program = tell("torch._inductor.config.cpp.simdlen")
+    labkit.run(program)
+    parent = warm.keeper._parent
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    result = labkit.run(tell("hash('labkit')"))
+    assert warm.keeper._parent is not parent
+    bare = subprocess.run([sys.executable, "-c", "print(hash('labkit'))"], capture_output=True, check=True)
+    assert told(result) == int(bare.stdout)
+    parent.process.wait(5)
+
+
+def test_a_changed_file_of_labkit_renews_the_parent(monkeypatch):
+    before = warm.state_of_this_process()
+    assert before == warm.state_of_this_process()
+    path = Path(warm.__file__)
+    stat = path.stat()
+    try:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+        assert before != warm.state_of_this_process()
+    finally:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_the_working_folder_is_the_notebooks(tell, tmp_path, monkeypatch):
+    program = tell("os.getcwd()")
+    monkeypatch.chdir(tmp_path)
+    assert told(labkit.run(program)) == str(tmp_path)
+
+
+def test_ranks_have_the_threads_and_the_random_numbers_of_new_processes(tell, monkeypatch):
+    monkeypatch.setattr(process.requirements, "cores", lambda: list(range(6)))
+    program = tell("[torch.get_num_threads(), torch.rand(1).item(), random.random(), numpy.random.rand()]")
+    ranks = [told(result, rank) for result in (labkit.run(program), labkit.run(program)) for rank in range(2)]
+    threads, of_torch, of_python, of_numpy = zip(*ranks, strict=True)
+    assert threads == (3, 3, 3, 3)
+    assert len(set(of_torch)) == 1  # torch always begins with the same seed
+    assert len(set(of_python)) == len(set(of_numpy)) == 4
+
+
+def test_a_run_of_many_good_and_bad_ones_leaves_nothing(tmp_path):
+    labkit.run(PROGRAMS / "small.py", device="cpu")
+    us, parent = psutil.Process(), warm.keeper._parent.process.pid
+    files, memory = us.num_fds(), psutil.Process(parent).memory_info().rss
+    for number in range(12):
+        if number % 4 == 1:
+            with pytest.raises(RankFailed, match=r"widths|SIGKILL"):
+                labkit.run(MISBEHAVE, how="raise" if number % 8 == 1 else "kill", group=True)
+        elif number == 6:
+            with pytest.raises(RunTimedOut):
+                labkit.run(MISBEHAVE, how="wait", timeout_s=0.5)
+        else:
+            assert len(pids_of(labkit.run(PROGRAMS / "small.py", device="cpu"))) == 2
+    assert us.num_fds() == files
+    assert warm.keeper._parent.process.pid == parent
+    assert not psutil.Process(parent).children()
+    assert psutil.Process(parent).num_fds() < 10
+    assert psutil.Process(parent).memory_info().rss < memory + 20e6
+
+
+def test_a_parent_that_was_killed_is_replaced(tell):
+    program = tell("1")
+    labkit.run(program)
+    warm.keeper._parent.process.kill()
+    results = [labkit.run(program) for _ in range(2)]
+    assert [told(result) for result in results] == [1, 1]
+    assert results[1].info["warm"]
+
+
+def test_a_parent_that_is_killed_in_mid_run_takes_the_run_with_it(tmp_path):
+    ids, failures = tmp_path / "pids", []
+
+    def run():
+        try:
+            labkit.run(MISBEHAVE, how="wait", pids=str(ids))
+        except RankFailed as error:
+            failures.append(error.exc_type)
+
+    labkit.run(PROGRAMS / "small.py", device="cpu")
+    running = threading.Thread(target=run)
+    running.start()
+    while not ids.exists() or len(ids.read_text().split()) < 3:
+        time.sleep(0.02)
+    warm.keeper._parent.process.kill()
+    running.join(10)
+    assert failures == ["SIGKILL"]
+    assert not any(map(is_alive, map(int, ids.read_text().split())))
+
+
+def test_runs_of_several_threads_share_a_parent_and_one_that_is_renewed_ends_its_runs_first(tell, monkeypatch):
+    program, results = tell("[__import__('time').sleep(1), os.environ['RANK']][1]"), []
+    threads = [threading.Thread(target=lambda: results.append(labkit.run(program))) for _ in range(4)]
+    labkit.run(PROGRAMS / "small.py", device="cpu")
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    monkeypatch.setenv("TORCH_OF_A_TEST", "1")
+    assert labkit.run(PROGRAMS / "small.py", device="cpu").info["warm"]
+    for thread in threads:
+        thread.join()
+    assert [told(result) for result in results] == ["0"] * 4
+
+
+def test_nothing_is_forked_from_a_parent_with_two_threads(tmp_path, monkeypatch):
+    sleeper = "import threading, time\nthreading.Thread(target=time.sleep, args=[600], daemon=True).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(sleeper)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert [labkit.run(PROGRAMS / "small.py", device="cpu").info["warm"] for _ in range(2)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("said", "wish", "in_kernel", "expected"),
+    [
+        ("", None, True, None),
+        ("", None, False, False),
+        ("", True, False, True),
+        ("0", None, True, False),
+        ("0", True, False, True),
+        ("1", None, False, True),
+        ("1", False, True, False),
+    ],
+)
+def test_who_decides(monkeypatch, said, wish, in_kernel, expected):
+    monkeypatch.setenv(warm.SWITCH, said)
+    monkeypatch.setattr(warm, "in_kernel", lambda: in_kernel)
+    assert warm.decide(wish) is expected
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert warm.decide(wish) is False
+
+
+def test_a_wish_that_cannot_be_understood(monkeypatch):
+    with pytest.raises(ParameterError, match="warm = 1 is none of True, False and None"):
+        labkit.run("all_reduce", warm=1)
+    monkeypatch.setenv(warm.SWITCH, "yes")
+    with pytest.raises(ParameterError, match="LABKIT_WARM='yes' is neither 0"):
+        labkit.run("all_reduce")
+
+
+IN_A_KERNEL = """
+    import time, labkit
+    from labkit.launcher import warm
+    warm.in_kernel = lambda: True
+    for number in range(3):
+        print(labkit.run({program!r}, device="cpu").info["warm"])
+        if number == 0:
+            print(warm.keeper._parent.process.pid)
+    time.sleep({sleep})
+"""
+
+
+@pytest.mark.parametrize("end", ["by itself", "kill -9"])
+def test_in_a_kernel_the_first_run_is_cold_and_the_parent_ends_with_the_kernel(end, monkeypatch):
+    monkeypatch.delenv(warm.SWITCH)
+    monkeypatch.setenv("LABKIT_PROGRESS", "off")
+    code = textwrap.dedent(IN_A_KERNEL).format(program=str(PROGRAMS / "small.py"), sleep=600 if end == "kill -9" else 0)
+    with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True) as kernel:
+        first, parent, *others = (kernel.stdout.readline().strip() for _ in range(4))
+        assert (first, others) == ("False", ["True", "True"])
+        if end == "kill -9":
+            assert is_alive(int(parent))
+            kernel.send_signal(signal.SIGKILL)
+    give_up = time.monotonic() + 5
+    while is_alive(int(parent)):
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
