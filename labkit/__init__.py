@@ -22,6 +22,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 
 from labkit.errors import LabError, ParameterError, RankFailed, RecordError, RunTimedOut
 from labkit.launcher.run import run, sweep
+from labkit.launcher.warm import keeper
 from labkit.result import RunResult, load
 
 __all__ = [
@@ -35,3 +36,5 @@ __all__ = [
     "run",
     "sweep",
 ]
+
+keeper.begin_in_a_kernel()

@@ -240,7 +240,7 @@ def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str]
         if name not in without:
             limits = [f"({_type_name(field.type)})"] if "Limits(" in str(field.type) else []
             about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
-            default = dataclasses.field(default_factory=functools.partial(chosen.get, name, _default(field)))
+            default: Any = dataclasses.field(default_factory=functools.partial(chosen.get, name, _default(field)))
             fields.append((name, Annotated[field.type, about], default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
 

@@ -173,7 +173,7 @@ def test_a_program_that_deletes_the_folder_of_its_run(tmp_path):
     "error", [KeyboardInterrupt(), RunTimedOut(1, {}, {}), RankFailed(0, "ValueError", "theirs", "", Path("log"))]
 )
 def test_what_ended_a_run_is_raised_although_its_folder_is_gone(monkeypatch, error):
-    def end(plan, folder, display):
+    def end(plan, folder, *others):
         shutil.rmtree(folder.path)
         raise error
 
@@ -184,7 +184,7 @@ def test_what_ended_a_run_is_raised_although_its_folder_is_gone(monkeypatch, err
 
 
 def test_a_folder_that_is_gone_after_a_good_end(monkeypatch):
-    gone = lambda plan, folder, display: shutil.rmtree(folder.path)  # noqa: E731
+    gone = lambda plan, folder, *others: shutil.rmtree(folder.path)  # noqa: E731
     monkeypatch.setattr(sys.modules["labkit.launcher.run"], "_run_ranks", gone)
     with pytest.raises(LabError, match="was deleted during the run"):
         labkit.run(RECORDS)

@@ -30,7 +30,7 @@ class OneHost(RendezvousHandler):
         self._run_id = run_id
         listening = socket.create_server((ADDRESS, 0))
         self.port = listening.getsockname()[1]
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             ADDRESS, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
 
