@@ -20,7 +20,10 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | __main__                                        | the command line                                           |
 """
 
+from typing import Any
+
 from labkit.errors import LabError, ParameterError, RankFailed, RecordError, RunTimedOut
+from labkit.launcher.progress import in_kernel
 from labkit.launcher.run import run, sweep
 from labkit.launcher.warm import keeper
 from labkit.result import RunResult, load
@@ -37,4 +40,16 @@ __all__ = [
     "sweep",
 ]
 
-keeper.begin_in_a_kernel()
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext labkit``: the cell magic ``%%torchrun``. In a kernel, importing labkit does it."""
+    from labkit.launcher.magic import Torchrun
+
+    shell.register_magics(Torchrun)
+
+
+if in_kernel():
+    from IPython import get_ipython
+
+    load_ipython_extension(get_ipython())
+    keeper.begin()

@@ -85,6 +85,32 @@ PositiveFloat = Annotated[float, Limits(above=0)]
 NonNegativeFloat = Annotated[float, Limits(at_least=0)]
 
 
+def read_replaceable(program: Path) -> dict[str, inspect.Signature]:
+    """The functions of a rank program that a run can replace, see rank/given.py; none of it is run.
+
+    Raises:
+        ParameterError: the program is not Python.
+    """
+    functions = [node for node in _parse(program).body if isinstance(node, ast.FunctionDef)]
+    return {
+        function.name: _signature(function.args)
+        for function in functions
+        if any(ast.unparse(decorator).split(".")[-1] == "replaceable" for decorator in function.decorator_list)
+    }
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """The names of a function's arguments, without types and defaults."""
+    kinds = {
+        inspect.Parameter.POSITIONAL_ONLY: arguments.posonlyargs,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD: arguments.args,
+        inspect.Parameter.KEYWORD_ONLY: arguments.kwonlyargs,
+    }
+    return inspect.Signature(
+        [inspect.Parameter(each.arg, kind) for kind, each_one in kinds.items() for each in each_one]
+    )
+
+
 def read_config(program: Path) -> type[Any] | None:
     """The class Config of a rank program, or None where it has none.
 
@@ -94,14 +120,7 @@ def read_config(program: Path) -> type[Any] | None:
     Raises:
         ParameterError: the program is not Python, or its Config needs something else.
     """
-    try:
-        tree = ast.parse(program.read_bytes(), str(program))
-    except OSError as error:
-        raise ParameterError(f"{program}: cannot be read ({error.strerror}): give a file of Python") from None
-    except SyntaxError as error:
-        raise ParameterError(f"{program}:{error.lineno}: not valid Python: {error.msg}") from None
-    except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deeply
-        raise ParameterError(f"{program}: not valid Python: {error or type(error).__name__}") from None
+    tree = _parse(program)
     definition = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"), None)
     if definition is None:
         return None
@@ -112,6 +131,17 @@ def read_config(program: Path) -> type[Any] | None:
             _check_field(config_class, field.target.id, f"{program}:{field.lineno}: class Config")
     config_class.program_file, config_class.field_docs = str(program), _docs_in(definition)
     return config_class
+
+
+def _parse(program: Path) -> ast.Module:
+    try:
+        return ast.parse(program.read_bytes(), str(program))
+    except OSError as error:
+        raise ParameterError(f"{program}: cannot be read ({error.strerror}): give a file of Python") from None
+    except SyntaxError as error:
+        raise ParameterError(f"{program}:{error.lineno}: not valid Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deeply
+        raise ParameterError(f"{program}: not valid Python: {error or type(error).__name__}") from None
 
 
 def make(config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None) -> ConfigType:

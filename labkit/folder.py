@@ -11,6 +11,8 @@
 | rank_00003.error.json | each rank's worker     | the exception that ended it                                        |
 | rank_00003.trace.json.gz | each rank's session | its profiled step for ui.perfetto.dev, where asked for             |
 | rank_00003.NAME.txt | each rank's program      | a text that it kept under a name of its own                        |
+| given.pickle      | the notebook's side        | functions and values that the notebook gave to its ranks           |
+| rank_00003.gave.pt | each rank's program       | values that it gave back                                           |
 | exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it                     |
 | torchrun.log      | torchrun                   | its own messages, and whatever a rank printed before its worker ran |
 """
@@ -50,6 +52,7 @@ class RunFolder:
         self.run_json = path / "run.json"
         self.session_json = path / "session.json"
         self.exit_json = path / "exit.json"
+        self.given = path / "given.pickle"
         self.torchrun_log = path / "torchrun.log"
         # only during the run: what torchrun keeps for each rank, which labkit does not use
         self.torchrun_folder = path / "torchrun"
@@ -65,6 +68,7 @@ class RunFolder:
     pid = partialmethod(_of_rank, ending="pid")
     stack = partialmethod(_of_rank, ending="stack")
     error = partialmethod(_of_rank, ending="error.json")
+    gave = partialmethod(_of_rank, ending="gave.pt")
     trace = partialmethod(_of_rank, ending="trace.json.gz")
 
     def kept(self, rank: int, name: str) -> Path:

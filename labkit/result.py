@@ -48,6 +48,15 @@ class RankOutput:
         path = self.folder.log(self.rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
+    @cached_property
+    def gave(self) -> dict[str, Any]:
+        """What this rank's program gave to the notebook, by name, with ``labkit.rank.give``; {} for nothing."""
+        import torch
+
+        path = self.folder.gave(self.rank)
+        content: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {}
+        return content
+
     def kept(self, name: str) -> str:
         """The text that this rank's program kept under this name, with ``here.keep``.
 

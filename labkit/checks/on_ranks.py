@@ -4,25 +4,21 @@ The functions travel by value, with whatever they use of other cells. A rank tha
 however it ended: nothing passes that every rank has not sent.
 """
 
-import contextlib
-import io
 import json
 import linecache
-import pickle
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 import labkit
 from labkit.checks.ask import Wrong, in_short, name_of, refuse_unless_attempted
 from labkit.checks.ranks.answers import ANSWERS, LEFT, sent_by
 from labkit.folder import RunFolder, read_json
+from labkit.launcher import packet
 
 PROGRAM = Path(__file__).with_name("ranks") / "answers.py"
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
@@ -85,29 +81,19 @@ def _done(folder: Path, ranks: int) -> list[int]:
 
 
 def packed(answers: Sequence[Callable[..., Any]]) -> bytes:
-    """Functions as ``answers.load_answers`` reads them: by value, with the globals that they use.
+    """Functions as ``answers.load_answers`` reads them.
 
     Raises:
         Wrong: they use something that cannot leave this process.
     """
-    file = io.BytesIO()
-    pickle.dump([path for path in sys.path if path], file)
-    known = {*sys.stdlib_module_names, *cloudpickle.list_registry_pickle_by_value()}
-    with contextlib.ExitStack() as afterwards:
-        for module in {sys.modules.get(getattr(answer, "__module__", None) or "") for answer in answers}:
-            # a rank may not find the notebook's own modules, or run too much; it has the installed packages
-            if module and not module.__package__ and module.__name__ not in known:
-                cloudpickle.register_pickle_by_value(module)
-                afterwards.callback(cloudpickle.unregister_pickle_by_value, module)
-        try:
-            cloudpickle.dump(tuple(answers), file)
-        except Exception as error:
-            names = " and ".join(map(name_of, answers))
-            said = f"{names} cannot be sent to the ranks with what is used there: {in_short(error)}"
-            used = {name for answer in answers if hasattr(answer, "__code__") for name in answer.__code__.co_names}
-            # a notebook's exit holds all of the notebook
-            raise Wrong(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
-    return file.getvalue()
+    try:
+        return packet.pack({f"answer {number}": answer for number, answer in enumerate(answers)})
+    except packet.Unsendable as error:
+        names = " and ".join(map(name_of, answers))
+        said = f"{names} cannot be sent to the ranks with what is used there: {in_short(error.__cause__ or error)}"
+        used = {name for answer in answers if hasattr(answer, "__code__") for name in answer.__code__.co_names}
+        # a notebook's exit holds all of the notebook
+        raise Wrong(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
 
 
 def _reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from labkit import config, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
-from labkit.launcher import failure, process
+from labkit.launcher import failure, packet, process
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
 from labkit.records import VERSION
@@ -38,6 +38,7 @@ def run(
     device: str = "auto",
     timeout_s: float = 300,
     warm: bool | None = None,
+    use: Mapping[str, Any] | None = None,
     **params: Any,
 ) -> RunResult:
     """Run a rank program on ``nproc`` ranks of this machine and read what they measured.
@@ -50,6 +51,8 @@ def run(
         warm: fork the ranks from a process that has imported torch already, on Linux. By default that is done in a
             kernel, as soon as that process is there, and not elsewhere; LABKIT_WARM=0 or 1 sets another default.
             ``result.info["warm"]`` says how it was.
+        use: functions to take in place of the program's own of the same name, of those that it marks ``replaceable``.
+            They travel with whatever they use of other cells.
         **params: parameters of the program, checked against its Config before anything starts.
 
     Returns:
@@ -61,22 +64,13 @@ def run(
         RunTimedOut: the limit passed; holds every rank's stacks.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = _plan(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, **params)
-    display = choose_display()
-    info = _description(plan)
-    folder = _new_folder(info)
-    started = time.monotonic()
-    try:
-        with keeper.during_a_run(plan.warm) as parent:
-            started = time.monotonic()
-            _run_ranks(plan, folder, display, parent, info)
-    except BaseException as error:
-        info |= {"exit": _outcome(error), "error": f"{type(error).__name__}: {error}"}
-        with contextlib.suppress(LabError):  # what ended the run says more
-            _write_end(info, folder, started)
-        raise
-    _write_end(info | {"exit": "ok"}, folder, started)
-    return load(folder.path)
+    plan = _plan(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, **params)
+    return _execute(plan, b"" if use is None else packet.pack(use))
+
+
+def run_given(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
+    """``run`` for a program of labkit's own that takes whatever it is given, see rank/given.py."""
+    return _execute(_plan(program, **arguments), packet.pack(given))
 
 
 def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: Any) -> list[RunResult]:
@@ -118,6 +112,7 @@ class _Plan:
     device: str
     timeout_s: float
     warm: bool | None
+    use: dict[str, str]
 
 
 def _plan(
@@ -127,6 +122,7 @@ def _plan(
     device: Any = "auto",
     timeout_s: Any = 300.0,
     warm: Any = None,
+    use: Any = None,
     **params: Any,
 ) -> _Plan:
     """Check everything that can be checked before a start; the arguments are those of ``run``."""
@@ -141,8 +137,11 @@ def _plan(
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
     path, target = find_program(program)
+    if use is not None:
+        packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
+    sources = {name: packet.source_of(function) for name, function in (use or {}).items()}
     resolved = _resolve(path, params, nproc)
-    return _Plan(path.stem, str(path), target, *resolved, nproc, device, timeout_s, decide(warm))
+    return _Plan(path.stem, str(path), target, *resolved, nproc, device, timeout_s, decide(warm), sources)
 
 
 def _positive(name: str, value: Any, wanted: type, rule: str) -> Any:
@@ -153,6 +152,25 @@ def _positive(name: str, value: Any, wanted: type, rule: str) -> Any:
     if not number > 0:
         raise ParameterError(f"{name} = {value!r} is {rule}")
     return number
+
+
+def _execute(plan: _Plan, given: bytes) -> RunResult:
+    """Run what was checked; ``given`` goes to the ranks."""
+    display = choose_display()
+    info = _description(plan)
+    folder = _new_folder(info, given)
+    started = time.monotonic()
+    try:
+        with keeper.during_a_run(plan.warm) as parent:
+            started = time.monotonic()
+            _run_ranks(plan, folder, display, parent, info)
+    except BaseException as error:
+        info |= {"exit": _outcome(error), "error": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(LabError):  # what ended the run says more
+            _write_end(info, folder, started)
+        raise
+    _write_end(info | {"exit": "ok"}, folder, started)
+    return load(folder.path)
 
 
 def _description(plan: _Plan) -> dict[str, Any]:
@@ -198,7 +216,7 @@ def _resolve(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[st
     return asdict(made), config.to_argv(made)
 
 
-def _new_folder(info: dict[str, Any]) -> RunFolder:
+def _new_folder(info: dict[str, Any], given: bytes) -> RunFolder:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     parent = runs_folder()
     folder = RunFolder(parent / f"{stamp}-{info['program'][:NAME_IN_FOLDER]}-{secrets.token_hex(3)}")
@@ -208,6 +226,8 @@ def _new_folder(info: dict[str, Any]) -> RunFolder:
             raise LabError(problem)
         folder.path.mkdir()
         write_json(folder.run_json, info)
+        if given:
+            folder.given.write_bytes(given)
     except OSError as error:
         fix = "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error

@@ -165,14 +165,11 @@ class Keeper:
                     if choice is not False:
                         self.begin()
 
-    def begin_in_a_kernel(self) -> None:
-        """Start one as soon as labkit is imported where it will be of use, so that even a first run can be warm."""
-        if in_kernel() and sys.platform == "linux" and os.environ.get(SWITCH) != "0":
-            self.begin()
-
     def begin(self) -> None:
         """Start a parent in the background, unless one is there that stands for this process as it is now."""
         with self._lock:
+            if sys.platform != "linux" or os.environ.get(SWITCH) == "0":
+                return
             self._drop_if_stale()
             if not self._parent:
                 self._parent = Parent()

@@ -30,6 +30,7 @@ from labkit import requirements
 from labkit.ending import leave, status_after
 from labkit.errors import ParameterError
 from labkit.folder import DEVICE, VARIABLE, RunFolder, write_json
+from labkit.rank import given
 from labkit.rank.meter import Meter, Step
 from labkit.records import Writer, name_along
 from labkit.theory.sizes import readable_bytes
@@ -255,6 +256,7 @@ def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) ->
         refuse(str(error))
     try:
         main(config)
+        given.refuse_uncalled()
     except BaseException as error:
         if VARIABLE in os.environ:
             raise  # labkit's worker is around this program, reports it and leaves

@@ -1,0 +1,157 @@
+"""``%%torchrun``: a cell's code on real ranks.
+
+    %%torchrun -n 4
+    dist.init_process_group()
+    x = torch.ones(2) * dist.get_rank()
+    dist.all_reduce(x)
+    x
+
+Every rank runs the cell as a script of its own, in a new process: plain PyTorch is enough. What the ranks print appears
+while they run, and at the end once more, sorted by rank; so does the value of the last line.
+"""
+
+import ast
+import re
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+
+from labkit.errors import LabError, RankFailed, RunTimedOut
+from labkit.launcher.run import run_given
+from labkit.result import RunResult
+
+PROGRAM = Path(__file__).resolve().parents[1] / "rank" / "cell.py"
+CELL, VALUE = "<cell>", "value"  # as rank/cell.py has them, which imports torch
+FRAME = re.compile(rf'File "{CELL}", line (\d+)')
+CONTEXT_LINES = 2
+
+
+@magics_class
+class Torchrun(Magics):
+    """Holds the magic."""
+
+    @magic_arguments()
+    @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
+    @argument("--timeout", type=float, default=60, help="the ranks are stopped after so many seconds; 60 by default")
+    @argument("--name", default="", help="the notebook's name for the result, a labkit.RunResult")
+    @argument("--device", default="auto", help="auto, cpu or cuda")
+    @argument("--use", default="", help="names of the notebook that the cell uses, with commas; modules come anyway")
+    @cell_magic
+    def torchrun(self, line: str, cell: str) -> None:
+        """Run this cell on real ranks, each a new process that torchrun starts."""
+        options = parse_argstring(self.torchrun, line)
+        if options.name and not options.name.isidentifier():
+            raise UsageError(f"--name {options.name} is no name for a value: use letters, digits and _")
+        text = "\n" + cell  # so that lines are counted as in the cell, whose first is the magic's
+        tree = ast.parse(text, CELL)
+        assert self.shell
+        known = self.shell.user_ns
+        names = {**modules_in(tree, known), **chosen(options.use, known)}
+        arguments = {"nproc": options.nproc, "device": options.device, "timeout_s": options.timeout}
+        try:
+            result = run_given(PROGRAM, {"text": text, "names": names}, **arguments)
+        except RankFailed as failure:
+            show_output(failed_run(failure))
+            raise in_terms_of_the_cell(failure, told_of(failure, text, known)) from None
+        except RunTimedOut as late:
+            raise in_terms_of_the_cell(late, where_they_were(late, text)) from None
+        show_output({rank.rank: rank.log() for rank in result.ranks})
+        show_values(result)
+        if options.name:
+            known[options.name] = result
+
+
+def modules_in(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
+    """The modules of the notebook that code refers to, by the notebook's names for them."""
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {name: known[name] for name in sorted(used) if isinstance(known.get(name), types.ModuleType)}
+
+
+def chosen(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the names that --use lists."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in known]:
+        raise UsageError(f"--use {', '.join(unknown)}: the notebook has no such name; run the cell that makes it first")
+    return {name: known[name] for name in wanted}
+
+
+def show_output(logs: Mapping[int, str]) -> None:
+    """Print what ranks have printed: once where several have printed the same."""
+    for who, log in by_text(logs):
+        for line in log.splitlines():
+            print(f"[{who}] {line}")
+
+
+def show_values(result: RunResult) -> None:
+    """Print the values of the cell's last line."""
+    values = {rank.rank: rank.kept(VALUE) for rank in result.ranks if VALUE in rank.folder.names_kept(rank.rank)}
+    for who, value in by_text(values):
+        print(f"{who}:{chr(10) if chr(10) in value else ' '}{value}")
+
+
+def by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Each different text with who has it, such as ("ranks 0–3", "…"); empty ones are left out."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    return [(in_words(having), text) for text, having in ranks.items()]
+
+
+def in_words(ranks: list[int]) -> str:
+    """Ranks as a person lists them: "rank 2", "ranks 0–3", "ranks 0, 2–3"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    words = [f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts]
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(words)}"
+
+
+def failed_run(failure: RankFailed) -> dict[int, str]:
+    """The output of a failed run's ranks, without the traceback that the failing one printed at its end."""
+    logs = {int(path.stem.removeprefix("rank_")): path.read_text() for path in failure.log.parent.glob("rank_*.log")}
+    return {rank: log.partition("Traceback (most recent call last):")[0] for rank, log in sorted(logs.items())}
+
+
+def told_of(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
+    """What happened, on which rank, and the lines of the cell around it, marked."""
+    lines = [f"rank {failure.rank} failed: {failure.exc_type}: {failure.message}".rstrip(": ")]
+    numbers = [int(number) for number in FRAME.findall(failure.traceback)]
+    lines += [marked(text, numbers[-1])] if numbers else []
+    missing = re.match(r"name '(\w+)' is not defined", failure.message)
+    if failure.exc_type == "NameError" and missing and missing[1] in known:
+        lines.append(f"{missing[1]} is a name of the notebook: hand it to the ranks with --use {missing[1]}")
+    return "\n".join([*lines, f"its output: {failure.log}"])
+
+
+def where_they_were(late: RunTimedOut, text: str) -> str:
+    """The line of the cell in which every rank was when the time was over."""
+    lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
+    places = {rank: next(iter(FRAME.findall(stack)), None) for rank, stack in sorted(late.stacks.items())}
+    said = {
+        rank: marked(text, int(number)) if number else "not in the cell: " + late.stacks[rank].strip()
+        for rank, number in places.items()
+    }
+    return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in by_text(said))])
+
+
+def marked(text: str, number: int) -> str:
+    """Some lines of a cell with their numbers, and an arrow at one."""
+    numbered = list(enumerate(text.splitlines(), start=1))[1:]
+    near = [(each, line) for each, line in numbered if abs(each - number) <= CONTEXT_LINES]
+    return "\n".join(f"{'-->' if each == number else '   '} {each:3} | {line}" for each, line in near)
+
+
+def in_terms_of_the_cell(error: LabError, text: str) -> LabError:
+    """The same error, which IPython will show as this text and not as labkit's own frames."""
+    error.args = (text,)
+    error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
+    return error
