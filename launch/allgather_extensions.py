@@ -7,6 +7,7 @@
 The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent twice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -25,7 +26,7 @@ from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import apply_extension
 from labkit.parity import extensions as parity
 from labkit.parity import seed_of
-from labkit.tensors import gathered_error, plain_tensors, refuse_leak
+from labkit.tensors import Extension, gathered_error, plain_tensors, refuse_leak
 from labkit.theory.extensions import FINAL_STEPS
 
 TILE, CLASSES = 16, 10
@@ -35,8 +36,8 @@ TILE, CLASSES = 16, 10
 class Config:
     """What is sent, and what is looked at."""
 
-    extension: Literal["two_tensor", "fp32", "bf16", "float8", "int8"] = "two_tensor"
-    """What a parameter sends: itself twice, or its numbers in this type."""
+    extension: Literal["two_tensor", "fp32", "bf16", "float8", "int8", "yours"] = "two_tensor"
+    """What a parameter sends: itself twice, its numbers in this type, or what encode of use= makes of them."""
     check: Literal["none", "parity", "meta", "wire", "loss"] = "none"
     """parity: exactly plain training; meta: nothing left unset; wire, loss: bytes and final loss of each extension."""
     dim: PositiveInt = 128
@@ -58,7 +59,7 @@ class Config:
             raise ValueError(f"check {self.check} trains models that are not compiled: leave compile out")
         if self.compile:
             requirements.refuse_without_compiler()
-        if self.check == "parity" and self.extension not in ("two_tensor", "fp32"):
+        if self.check == "parity" and self.extension not in ("two_tensor", "fp32", "yours"):
             raise ValueError(f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain")
         if self.check == "wire" and self.dim < 128:
             raise ValueError(f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale")
@@ -66,6 +67,23 @@ class Config:
             raise ValueError(f"steps {self.steps}: check meta holds the last loss against the first: take 2 or more")
         if self.check == "loss" and self.steps < 2 * FINAL_STEPS:
             raise ValueError(f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take {2 * FINAL_STEPS}")
+
+
+@rank.replaceable
+def encode(shard: Tensor) -> tuple[Tensor, ...]:
+    """What is sent of this rank's rows of a parameter, padded to the longest shard: contiguous tensors [rows, ...]."""
+    return (shard,)
+
+
+@rank.replaceable
+def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The parameter [rows of all ranks, ...] in this dtype, from all that was gathered."""
+    return gathered[0].to(dtype)
+
+
+def yours() -> Extension:
+    """The extension of these two functions. Each tensor that encode gives is sent."""
+    return Extension(tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))), encode, decode)
 
 
 def main(config: Config) -> None:
@@ -83,7 +101,8 @@ def main(config: Config) -> None:
             here.verdict(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
         else:
             compare = {"parity": parity.compare_training, "meta": parity.train_from_meta_device}[config.check]
-            here.verdict(**compare(mesh, here.device, config.extension, config.steps))
+            extension = yours() if config.extension == "yours" else config.extension
+            here.verdict(**compare(mesh, here.device, extension, config.steps))
 
 
 def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> nn.Sequential:
@@ -94,7 +113,8 @@ def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> 
     model.to(here.device)
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
-    return apply_extension(model, mesh, extension, reshard_after_forward=config.reshard_after_forward)
+    chosen = yours() if extension == "yours" else extension
+    return apply_extension(model, mesh, chosen, reshard_after_forward=config.reshard_after_forward)
 
 
 def backward(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:

@@ -18,6 +18,7 @@ from labkit import parity, rank, requirements
 from labkit.config import Limits, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
+from labkit.parallel.halo import Exchange, Strip, send_home, with_halo
 from labkit.parallel.spatial import apply_spatial, own_samples, shard_batch
 from labkit.parity.spatial import compare_training_step
 from labkit.theory import sizes, spatial
@@ -29,8 +30,9 @@ class Config:
 
     preset: Literal["small", "bench", "paper"] = "small"
     """Defaults for everything below: small runs on any machine, bench is the benchmark's, paper needs four GPUs."""
-    strategy: Literal["plain", "native", "native_unguarded", "dtensor", "local"] = "local"
-    """Who exchanges the halo: nobody (one rank), PyTorch (unguarded: even where it is wrong), labkit in two ways."""
+    strategy: Literal["plain", "native", "native_unguarded", "dtensor", "local", "yours"] = "local"
+    """Who exchanges the halo: nobody (one rank), PyTorch (unguarded: even where it is wrong), labkit in two ways; yours
+    is local with the functions of use=."""
     tensor_dim: Literal[2, 3] = 3
     """The dimension of [N, C, H, W] that is cut: 2 is the height, 3 the width."""
     mesh: str = ""
@@ -76,11 +78,31 @@ class Config:
         ranks = sizes.named_axes(self.mesh, world_size)
         if self.strategy == "plain" and world_size > 1:
             raise ValueError(f"strategy plain is one device's training: it takes 1 rank, not {world_size}")
+        if self.strategy == "yours" and (self.tensor_dim != 3 or ranks["space"] != world_size):
+            raise ValueError("strategy yours cuts the width over all ranks: leave tensor_dim at 3 and mesh empty")
         if self.data == "photo" and self.num_classes < 10:
             raise ValueError(f"num_classes {self.num_classes} cannot label the photo's ten regions: take at least 10")
         spatial.check_convnext(self.height, self.width, self.depths, self.dims)
         sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
         spatial.check_strips((self.height, self.width)[self.tensor_dim - 2], ranks["space"], self.depths)
+
+
+@rank.replaceable
+def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
+    """A strip [N, C, H, W] with ``halo`` columns of each neighbour at its ends; zeros at the image's border."""
+    return with_halo(strip, halo, Strip(3, None, rank, ranks))
+
+
+@rank.replaceable
+def return_gradients(grad: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
+    """The strip's gradient from that of the padded strip: each halo's part goes to the rank that owns the columns."""
+    return send_home(grad, halo, Strip(3, None, rank, ranks))()
+
+
+YOURS = Exchange(
+    with_halo=lambda strip, halo, place: exchange_halo(strip, halo, place.rank, place.ranks),
+    send_home=lambda grad, halo, place: partial(return_gradients, grad, halo, place.rank, place.ranks),
+)
 
 
 def main(config: Config) -> None:
@@ -94,7 +116,12 @@ def main(config: Config) -> None:
         batch = whole = images.to(here.device), labels.to(here.device)  # [N, 3, H, W], [N], equal on all ranks
         reference = parity.seeded_copy(model, config.seed) if config.check == "parity" else model
         if config.strategy != "plain":
-            apply_spatial(model, mesh, strategy=config.strategy, tensor_dim=config.tensor_dim)
+            how = (
+                {"strategy": "local", "exchange": YOURS}
+                if config.strategy == "yours"
+                else {"strategy": config.strategy}
+            )
+            apply_spatial(model, mesh, tensor_dim=config.tensor_dim, **how)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=spatial.total_stride(config.depths))
         one_step = partial(here.plain_steps, most=1)
         logits = train(config, here.steps if config.check == "none" else one_step, model, *batch)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit import rank, requirements
 from labkit.config import PositiveFloat, PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
+from labkit.parallel.buckets import GradientBuckets, closed_when_full
 from labkit.parity import samples_and_seed
 from labkit.parity.ddp import compare_buckets, compare_techniques
 from labkit.rank.meter import Step
@@ -28,8 +31,8 @@ class Config:
 
     case: Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"] = "cpu"
     """gpu is cpu on GPUs; no_sync: two batches, sent once; bf16, fp16: what is sent; checkpoint: fc1 computed twice."""
-    mode: Literal["ddp", "replicate", "compiled"] = "compiled"
-    """Who averages: DistributedDataParallel, replicate, or the compiler."""
+    mode: Literal["ddp", "replicate", "compiled", "yours"] = "compiled"
+    """Who averages: DistributedDataParallel, replicate, the compiler, or data_parallel of use=."""
     fuse: Literal["none", "coalesced", "concat"] = "coalesced"
     """How the compiler makes a bucket: not at all, several tensors in one call, or one flat tensor."""
     bucket_mb: PositiveFloat = 25.0
@@ -51,19 +54,42 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
+        if self.mode == "yours" and (self.case != "cpu" or self.check == "buckets"):
+            raise ValueError("mode yours averages float32 after every batch: use case cpu, and check none or parity")
         if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
             raise ValueError(f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled")
         if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
             raise ValueError("check buckets looks for what inductor fuses: use fuse coalesced or concat, and inductor")
         if self.check == "buckets" and self.case in ("cpu_no_sync", "bf16", "fp16"):
             raise ValueError(f"check buckets looks at one float32 backward pass, not at case {self.case}: use case cpu")
-        if self.inductor and (self.check != "none" or self.mode == "compiled"):
+        if self.inductor and self.mode != "yours" and (self.check != "none" or self.mode == "compiled"):
             requirements.refuse_without_compiler()
         if self.case == "gpu":
             from torch.cuda import device_count  # takes seconds to import, which other cases need not wait for
 
             if device_count() < world_size:
                 raise ValueError(f"case gpu needs a GPU a rank: {device_count()} for {world_size} ranks; use case cpu")
+
+
+@rank.replaceable
+def bounded_buckets(sizes: list[int], limit: int) -> list[list[int]]:
+    """Which gradients travel together, as indices into their sizes in bytes, in the order of the backward pass."""
+    return closed_when_full(sizes, limit)
+
+
+@rank.replaceable
+def data_parallel(model: nn.Module, bucket_bytes: int) -> None:
+    """Let every backward pass leave the mean over all ranks in each parameter's ``grad``. The model is equal on all."""
+    device = next(model.parameters()).device.type
+    GradientBuckets(
+        model.parameters(), init_device_mesh(device, (dist.get_world_size(),)), bucket_bytes, bounded_buckets
+    )
+
+
+def apply_yours(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.Module:
+    """``data_parallel`` as the other techniques are called."""
+    data_parallel(model, round(bucket_mb * 2**20))
+    return model
 
 
 def main(config: Config) -> None:
@@ -75,12 +101,14 @@ def main(config: Config) -> None:
             raise ValueError("case gpu was sent to device cpu: use case cpu")
         mesh = here.mesh(data=here.world_size)
         if config.check != "none":
+            if config.mode == "yours":
+                how |= {"modes": ("yours",), "yours": apply_yours}
             check = compare_techniques if config.check == "parity" else compare_buckets
             here.verdict(**check(mesh, here.device, case, **how), case=config.case)
         else:
             torch.manual_seed(0)
             lab = LinearChain(how.pop("dim"), case.checkpoint, how.pop("batch")).to(here.device)
-            with ddp.applied(lab, mesh, config.mode, case, **how) as (model, programs):
+            with ddp.applied(lab, mesh, config.mode, case, yours=apply_yours, **how) as (model, programs):
                 train(config, here, lab, model)
             sending = [program for program in programs if "_c10d_functional" in program]  # backward passes
             if sending:

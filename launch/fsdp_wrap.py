@@ -42,8 +42,9 @@ class Config:
     """Sizes: small runs on any machine, paper is the toy model of the benchmark it comes from, for GPUs."""
     model: Literal["toy", "hf_bert", "hf_t5", "transformer", "nested", "moe", "mlp_stack"] = "toy"
     """What is trained; hf_bert and hf_t5 need transformers."""
-    wrap: Literal["none", "root", "block", "layer"] = "block"
-    """Units: none (every rank holds all), the whole model, each block of the model, or each layer with parameters."""
+    wrap: Literal["none", "root", "block", "layer", "yours"] = "block"
+    """Units: none (every rank holds all), the whole model, each block of the model, each layer with parameters; yours
+    are those that is_unit of use= chooses."""
     blocks: tuple[str, ...] = ()
     """Class names of the blocks, instead of the model's own."""
     skip: tuple[NonNegativeInt, ...] = ()
@@ -103,6 +104,12 @@ class Config:
         return {name: size for name, size in sizes.items() if size is not None}
 
 
+@rank.replaceable
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP gathers this module's parameters together, as a unit; asked of every module but the root."""
+    return type(module).__name__ == "Linear"
+
+
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
     with rank.session() as here:
@@ -144,7 +151,7 @@ def apply(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, U
         apply_activation_checkpointing(lab, blocks)
     if config.compile:
         apply_compile(lab, blocks)
-    return apply_fsdp(lab, mesh, **{name: getattr(config, name) for name in FSDP})
+    return apply_fsdp(lab, mesh, is_unit=is_unit, **{name: getattr(config, name) for name in FSDP})
 
 
 def train(

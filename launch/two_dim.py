@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from labkit import rank, requirements
 from labkit.config import PositiveInt
@@ -23,7 +24,7 @@ from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
-from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel
+from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel, stack_plan
 from labkit.parity import samples_and_seed
 from labkit.parity.two_dim import compare_training
 from labkit.theory.sizes import even_share
@@ -36,7 +37,8 @@ class Config:
     preset: Literal["small", "paper"] = "small"
     """Sizes: small runs on any machine, paper is the width of the test that ddp_tp comes from."""
     plan: Literal["fsdp_tp", "ddp_tp"] = "fsdp_tp"
-    """Along data: fsdp_tp shards the parameters of a stack of MLPs, ddp_tp replicates those of four linear layers."""
+    """Along data: fsdp_tp shards the parameters of a stack of MLPs, which tensor_parallel_plan of use= can cut; ddp_tp
+    replicates those of four linear layers."""
     seq: bool = False
     """Cut the sequence over tp between the MLPs, too (sequence parallel)."""
     checkpointing: bool = False
@@ -70,6 +72,12 @@ class Config:
             requirements.refuse_without_compiler()
 
 
+@rank.replaceable
+def tensor_parallel_plan(model: MLPStack) -> dict[str, ParallelStyle]:
+    """How the ranks along tp share a stack of MLPs: ColwiseParallel(), RowwiseParallel() … by names of its modules."""
+    return stack_plan(model, sequence_parallel=False)
+
+
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
     with rank.session() as here:
@@ -101,7 +109,8 @@ def apply(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, comp
         if compile:
             apply_compile(model)
         return model
-    apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq)
+    plan = tensor_parallel_plan(lab) if rank.is_given(tensor_parallel_plan) else None
+    apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
     if compile:

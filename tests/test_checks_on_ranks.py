@@ -10,6 +10,7 @@ import torch
 import labkit
 from labkit.checks import extensions, fsdp, on_ranks, spatial, two_dim
 from labkit.checks.ranks import answers
+from labkit.launcher import packet
 
 IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
 ON_RANKS = {
@@ -147,7 +148,7 @@ def test_an_answer_of_a_module_that_a_rank_cannot_import_travels_whole(tmp_path,
 
     (tmp_path / "only_here.py").unlink()
     assert fsdp.expert_gradients(only_here.average).ok
-    assert "only_here" not in on_ranks.cloudpickle.list_registry_pickle_by_value()
+    assert "only_here" not in packet.cloudpickle.list_registry_pickle_by_value()
 
 
 @pytest.mark.usefixtures("ranks_at_hand")

@@ -8,7 +8,7 @@ from programs.halo_cases import CASES
 from torch import nn
 
 import labkit
-from labkit.parallel.buckets import in_buckets
+from labkit.parallel.buckets import closed_when_full, in_buckets
 from labkit.parallel.halo import ConvolutionSettings, Strip, halo_conv2d, halo_of, with_halo
 
 ROUNDING = 1e-12  # float64
@@ -98,7 +98,7 @@ def test_a_convolution_that_cannot_be_cut_is_refused(settings, message, dim):
 
 def test_buckets_close_once_they_are_full():
     parameters = [nn.Parameter(torch.zeros(size)) for size in (10, 20, 30, 40)]
-    sizes = [[p.numel() for p in bucket] for bucket in in_buckets(parameters, bucket_bytes=4 * 45)]
+    sizes = [[p.numel() for p in bucket] for bucket in in_buckets(parameters, 4 * 45, closed_when_full)]
     assert sizes == [[40, 30], [20, 10]]  # the backward pass's order; the second one stays below the limit
-    assert in_buckets(parameters, 4 * 1000) == [parameters[::-1]]
-    assert in_buckets([], 100) == []
+    assert in_buckets(parameters, 4 * 1000, closed_when_full) == [parameters[::-1]]
+    assert in_buckets([], 100, closed_when_full) == []

@@ -5,7 +5,7 @@ in the order in which the backward pass makes gradients (last layer first), and 
 Source of the idea: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.models.protocol import LabModel
 
 BUCKET_BYTES = 25 * 2**20
+BucketRule = Callable[[list[int], int], list[list[int]]]
+"""From the sizes of gradients in bytes, in the order in which they come, and a limit: the indices in each bucket."""
 
 
 def apply_gradient_buckets(model: LabModel, mesh: DeviceMesh) -> None:
@@ -31,13 +33,21 @@ class GradientBuckets:
     Args:
         parameters: in the order of the forward pass; equal on all ranks.
         mesh: one all-reduce a bucket along each of its axes.
-        bucket_bytes: a bucket takes parameters until it holds this many bytes.
+        bucket_bytes: the rule's limit.
+        rule: which gradients travel together; by default ``closed_when_full``.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], mesh: DeviceMesh, bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: DeviceMesh,
+        bucket_bytes: int = BUCKET_BYTES,
+        rule: BucketRule | None = None,
+    ):
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self.ranks = mesh.size()
-        self.buckets = in_buckets([p for p in parameters if p.requires_grad], bucket_bytes)
+        trained = [p for p in parameters if p.requires_grad]
+        self.buckets = in_buckets(trained, bucket_bytes, rule or closed_when_full)
         self._waiting = [len(bucket) for bucket in self.buckets]
         self._flights: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         for index, bucket in enumerate(self.buckets):
@@ -70,14 +80,23 @@ class GradientBuckets:
         self._waiting = [len(bucket) for bucket in self.buckets]
 
 
-def in_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order, cut into buckets that close once they hold ``bucket_bytes`` or more."""
-    buckets: list[list[nn.Parameter]] = []
-    held = bucket_bytes
-    for parameter in reversed(parameters):
-        if held >= bucket_bytes:
+def closed_when_full(sizes: list[int], limit: int) -> list[list[int]]:
+    """Buckets that close once they hold ``limit`` bytes or more, as DDP's do."""
+    buckets: list[list[int]] = []
+    held = limit
+    for index, size in enumerate(sizes):
+        if held >= limit:
             buckets.append([])
             held = 0
-        buckets[-1].append(parameter)
-        held += parameter.numel() * parameter.element_size()
+        buckets[-1].append(index)
+        held += size
     return buckets
+
+
+def in_buckets(parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule) -> list[list[nn.Parameter]]:
+    """Parameters in reverse order, in the buckets of a rule. Raises ValueError unless each is in exactly one."""
+    coming = parameters[::-1]
+    buckets = rule([parameter.numel() * parameter.element_size() for parameter in coming], bucket_bytes)
+    if sorted(index for bucket in buckets for index in bucket) != list(range(len(coming))):
+        raise ValueError(f"the buckets {buckets} do not hold each of the gradients 0 to {len(coming) - 1} once")
+    return [[coming[index] for index in bucket] for bucket in buckets if bucket]

@@ -5,11 +5,14 @@ keeps its input only. That costs about a third of a step's arithmetic if every b
 "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174).
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+
+BlockTypes = Collection[str] | Callable[[nn.Module], bool]
+"""Which modules are blocks: those whose class has one of these names, or those for which a function says so."""
 
 
 def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str]) -> int:
@@ -33,9 +36,12 @@ def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str
     return len(chosen)
 
 
-def blocks_of(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
-    """Modules inside ``model`` whose class has one of these names, outer ones first; the checkpointed ones included."""
-    return [module for module in model.modules() if module is not model and type(module).__name__ in block_types]
+def blocks_of(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
+    """Modules inside ``model`` that are blocks, outer ones first; the checkpointed ones included."""
+    inner = [module for module in model.modules() if module is not model]
+    if callable(block_types):
+        return [module for module in inner if block_types(module)]
+    return [module for module in inner if type(module).__name__ in block_types]
 
 
 def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:

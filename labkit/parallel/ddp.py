@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.parallel.compiling import apply_compile
 
 Fuse = Literal["none", "coalesced", "concat"]
-Mode = Literal["ddp", "replicate", "compiled_ddp", "compiled"]
+Mode = Literal["ddp", "replicate", "compiled_ddp", "compiled", "yours"]
 DEFAULT_MB = 25.0
 HOOKS: dict[torch.dtype, Callable[..., Any]] = {
     torch.bfloat16: default_hooks.bf16_compress_hook,
@@ -85,19 +85,24 @@ def applied(
     bucket_mb: float = DEFAULT_MB,
     inductor: bool = True,
     late_waits: bool = True,
+    yours: Callable[..., nn.Module] | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
     """Apply one technique as a case says, and stay where its forward and backward passes have to run.
 
     The model is equal on all ranks, the mesh has one axis, and the mode is DDP's wrapper or ``replicate``, by
-    themselves or compiled (``compiled`` is ``replicate``). See ``fused`` for its fuse, bucket size and waits, and
-    ``compiled_backward`` for ``inductor``, which holds for the forward pass as well.
+    themselves or compiled (``compiled`` is ``replicate``), or the function ``yours``, which is called like
+    ``apply_ddp``. See ``fused`` for its fuse, bucket size and waits, and ``compiled_backward`` for ``inductor``, which
+    holds for the forward pass as well.
 
     Returns:
         A context manager that gives the model to call, and a list that fills with the programs of ``generated_code``.
     """
     programs: list[str] = []
     compiled = mode in ("compiled", "compiled_ddp")
-    apply = apply_ddp if mode in ("ddp", "compiled_ddp") else apply_replicate
+    apply: Callable[..., Any] = apply_ddp if mode in ("ddp", "compiled_ddp") else apply_replicate
+    if mode == "yours":
+        assert yours and case.dtype == torch.float32, "the program refuses other cases"
+        apply = yours
     with contextlib.ExitStack() as stack:
         if compiled:
             stack.enter_context(fused(fuse, bucket_mb, late_waits=late_waits))
@@ -153,7 +158,7 @@ def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
 
     The model is from ``apply_ddp`` or ``apply_replicate``, compiled or not.
     """
-    if hasattr(model, "no_sync"):
+    if hasattr(model, "no_sync") or not hasattr(model, "set_requires_gradient_sync"):
         with contextlib.nullcontext() if enabled else model.no_sync():
             yield
         return

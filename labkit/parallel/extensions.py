@@ -10,7 +10,12 @@ from labkit import tensors
 
 
 def apply_extension(
-    model: nn.Sequential, mesh: DeviceMesh, extension: str, *, reshard_after_forward: bool = True, **policies: Any
+    model: nn.Sequential,
+    mesh: DeviceMesh,
+    extension: str | tensors.Extension,
+    *,
+    reshard_after_forward: bool = True,
+    **policies: Any,
 ) -> nn.Sequential:
     """Shard a model, each child that has parameters a unit, and let its parameters send what the extension says.
 
@@ -20,7 +25,7 @@ def apply_extension(
     Args:
         model: equal on all ranks, on this rank's device or on the meta device.
         mesh: one axis.
-        extension: "two_tensor", or a key of ``tensors.EXTENSIONS``.
+        extension: "two_tensor", a key of ``tensors.EXTENSIONS``, or one's own.
         reshard_after_forward: free a unit's full parameters after its forward pass and gather them again.
         **policies: of ``fully_shard``.
 

@@ -11,7 +11,7 @@ small ones send many small messages.
 Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054); Zhao et al., "PyTorch FSDP", 2023 (arXiv:2304.11277).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -33,10 +33,10 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
 from labkit.parallel.buckets import apply_gradient_buckets
-from labkit.parallel.checkpointing import apply_activation_checkpointing, plain_name
+from labkit.parallel.checkpointing import BlockTypes, apply_activation_checkpointing, plain_name
 from labkit.parallel.units import ROOT, Units, fsdp_units, inner_first, layer_types
 
-Wrap = Literal["none", "root", "block", "layer"]
+Wrap = Literal["none", "root", "block", "layer", "yours"]
 
 
 def apply_fsdp(
@@ -51,6 +51,7 @@ def apply_fsdp(
     offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: bool = False,
+    is_unit: Callable[[nn.Module], bool] | None = None,
 ) -> tuple[nn.Module, Units]:
     """Distribute a model over the ranks of a mesh as the FSDP lab's command line says.
 
@@ -60,7 +61,8 @@ def apply_fsdp(
         model: with the same shared parameters on all ranks, on this rank's device.
         mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local modules.
         wrap: ``none`` leaves every rank all parameters and averages gradients in buckets (as DDP does); ``root`` makes
-            one unit, ``block`` one a block, ``layer`` one a module that holds parameters.
+            one unit, ``block`` one a block, ``layer`` one a module that holds parameters, ``yours`` what ``is_unit``
+            says.
         fsdp: 1 is FullyShardedDataParallel, 2 is fully_shard.
         blocks: class names of the blocks; the model's own by default.
         skip: blocks to forget when wrapping, counted from 0 in the order of the forward pass.
@@ -68,6 +70,7 @@ def apply_fsdp(
         offload: keep the shards in host memory.
         reshard_after_forward: gather parameters twice a step instead of keeping them.
         prefetch: see ``gather_ahead``; FSDP2 only.
+        is_unit: for ``yours``, whether a module becomes a unit.
 
     Returns:
         The model to call, and its units by name (see ``apply_fsdp2``).
@@ -80,7 +83,8 @@ def apply_fsdp(
             raise ValueError("wrap none has no unit that could gather in bf16 or be offloaded: use wrap root or block")
         apply_gradient_buckets(model, mesh["data"])
         return model, {}
-    types = {"root": (), "block": tuple(blocks) or model.block_types, "layer": layer_types(model)}[wrap]
+    named = {"root": (), "block": tuple(blocks) or model.block_types, "layer": layer_types(model)}
+    types = is_unit if wrap == "yours" and is_unit else named[wrap]
     compute, reduce = (torch.bfloat16, torch.float32) if precision == "bf16" else (None, None)
     shared: dict[str, Any] = {"block_types": types, "skip": skip, "local_modules": model.local_modules()}
     shared["reshard_after_forward"] = reshard_after_forward
@@ -138,7 +142,7 @@ def apply_fsdp2(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    block_types: Collection[str],
+    block_types: BlockTypes,
     skip: Collection[int] = (),
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -183,7 +187,7 @@ def apply_fsdp2(
 def apply_fsdp1(
     model: nn.Module,
     *,
-    block_types: Collection[str],
+    block_types: BlockTypes,
     use_checkpointing: bool = False,
     use_wrap_policy: bool = True,
     skip: Collection[int] = (),
@@ -210,6 +214,7 @@ def apply_fsdp1(
     if cpu_offload and not torch.cuda.is_available():
         raise ValueError("FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no offload")
     if use_checkpointing:
+        assert not callable(block_types)
         apply_activation_checkpointing(model, block_types)
     units = fsdp_units(model, block_types, local_modules, skip) if use_wrap_policy else {}
     single = {modules[0] for modules in units.values() if len(modules) == 1}

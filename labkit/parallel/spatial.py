@@ -31,7 +31,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from labkit import requirements
 from labkit.models.convnext import ConvNeXt, StochasticDepth
 from labkit.parallel.buckets import GradientBuckets
-from labkit.parallel.halo import ConvolutionSettings, Strip, halo_conv2d, halo_of, memory_format_of, spatial_mean
+from labkit.parallel.halo import (
+    ConvolutionSettings,
+    Exchange,
+    Strip,
+    halo_conv2d,
+    halo_of,
+    memory_format_of,
+    spatial_mean,
+)
 from labkit.theory import sizes
 
 Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
@@ -44,6 +52,7 @@ def apply_spatial(
     strategy: Strategy,
     tensor_dim: int = 3,
     mesh_dim: int | str | None = None,
+    exchange: Exchange | None = None,
 ) -> ConvNeXt:
     """Shard the activations of ``model`` along one dimension of its images, in place.
 
@@ -56,6 +65,7 @@ def apply_spatial(
         strategy: see the module's table.
         tensor_dim: 2 cuts the height, 3 the width.
         mesh_dim: the mesh axis along which strips lie, as an index or a name; by default the last.
+        exchange: how halos travel, if not in labkit's way.
 
     Returns:
         The same model.
@@ -69,7 +79,7 @@ def apply_spatial(
         raise ValueError(f"tensor_dim {tensor_dim} is neither 2 (height) nor 3 (width)")
     requirements.refuse_if_broken(strategy)
     axis = axis_index(mesh, mesh_dim)
-    strip = Strip.along(mesh, axis, tensor_dim)
+    strip = Strip.along(mesh, axis, tensor_dim, exchange)
     halos = {module: halo_of(module, tensor_dim) for module in model.modules() if isinstance(module, nn.Conv2d)}
     _agree_on_dropped_samples(model, mesh, axis)
     if strategy == "local":

@@ -43,7 +43,9 @@ CHAIN_PAIRS: dict[str, ParallelStyle] = {"fc[13]": ColwiseParallel(), "fc[24]": 
 """The two pairs of a LinearChain."""
 
 
-def apply_tensor_parallel(model: MLPStack, mesh: DeviceMesh, *, sequence_parallel: bool) -> MLPStack:
+def apply_tensor_parallel(
+    model: MLPStack, mesh: DeviceMesh, *, sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None = None
+) -> MLPStack:
     """Share a stack's matrices over the axis ``tp``, in place.
 
     Ranks of one ``tp`` line take the same samples and return the same result. A line of one rank shares nothing.
@@ -54,6 +56,7 @@ def apply_tensor_parallel(model: MLPStack, mesh: DeviceMesh, *, sequence_paralle
         mesh: with axes named ``data`` and ``tp``.
         sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm; evenly, or with torch 2.12 or
             later also unevenly.
+        plan: ways to cut by names of modules, instead of pairs of column- and row-parallel layers.
 
     Returns:
         ``model``; it takes and returns plain tensors [N, S, D]. Parameters are DTensors, plain on one rank.
@@ -65,7 +68,7 @@ def apply_tensor_parallel(model: MLPStack, mesh: DeviceMesh, *, sequence_paralle
     _check(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
     line = mesh["tp"]  # taken once: inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
     if line.size() > 1:
-        parallelize_module(model, line, _plan(model, sequence_parallel))
+        parallelize_module(model, line, dict(plan or stack_plan(model, sequence_parallel)))
         if sequence_parallel:
             whole = Replicate()
             parallelize_module(model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE))
@@ -124,7 +127,7 @@ class PlainParameters(nn.Module):
         }
 
 
-def _plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Every MLP as a pair. Where the sequence is cut between, it is a DTensor, which knows an uneven one's length."""
     columns, rows = ColwiseParallel(), RowwiseParallel()
     if sequence_parallel:

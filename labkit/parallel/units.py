@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 
 from torch import nn
 
-from labkit.parallel.checkpointing import blocks_of, checkpointed, plain_name
+from labkit.parallel.checkpointing import BlockTypes, blocks_of, checkpointed, plain_name
 
 ROOT = "root"
 Units = dict[str, list[nn.Module]]
@@ -29,7 +29,7 @@ def layer_types(model: nn.Module) -> tuple[str, ...]:
 
 def fsdp_units(
     model: nn.Module,
-    block_types: Collection[str],
+    block_types: BlockTypes,
     local_modules: Collection[nn.Module] = (),
     skip: Collection[int] = (),
 ) -> Units:
@@ -40,7 +40,7 @@ def fsdp_units(
 
     Args:
         model: any module.
-        block_types: class names of the blocks that become units.
+        block_types: which modules are blocks, and so become units: class names, or a function that says it of each.
         local_modules: modules that differ from rank to rank and stay out of all units.
         skip: blocks to leave to the root, counted from 0 in the order of the model.
 
@@ -50,6 +50,8 @@ def fsdp_units(
     outside = {part for module in local_modules for part in module.modules()}
     blocks = [block for block in blocks_of(model, block_types) if block not in outside and list(block.parameters())]
     if block_types and not blocks:
+        if callable(block_types):
+            raise ValueError(f"is_unit chose no module of {type(model).__name__} that has parameters: choose one")
         has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has {has}")
     if not set(skip) <= set(range(len(blocks))):

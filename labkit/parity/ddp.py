@@ -6,6 +6,7 @@ other, since two that are wrong in the same way would agree.
 
 import copy
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,15 @@ def chain(dim: int, case: Case, device: torch.device, batch: int) -> LinearChain
 
 
 def compare_techniques(
-    mesh: DeviceMesh, device: torch.device, case: Case, *, dim: int, batch: int = 1, steps: int = 2, **how: Any
+    mesh: DeviceMesh,
+    device: torch.device,
+    case: Case,
+    *,
+    dim: int,
+    batch: int = 1,
+    steps: int = 2,
+    modes: Sequence[ddp.Mode] = MODES,
+    **how: Any,
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
@@ -54,7 +63,7 @@ def compare_techniques(
         gradients.append(copy.deepcopy(tensors_of(reference, "gradient")))
     sent_bytes, backwards, without_sync = {}, {}, 0
     with_inductor = how.get("inductor", True)
-    for mode in MODES:
+    for mode in modes:
         lab, before = build(), ddp.backwards_traced()
         with ddp.applied(lab, mesh, mode, case, **how) as (model, programs):
             sent = _train(found, mode, lab, model, case, mesh.get_local_rank(), gradients)
@@ -64,8 +73,8 @@ def compare_techniques(
         backwards[mode] = sum("_c10d_functional" in program for program in programs) if with_inductor else traced
         without_sync += sent[False]
     each = steps * count_tensors(reference, "gradient") + count_tensors(reference, "parameter")
-    verdict = found.verdict(LIMITS[case.dtype], len(MODES) * each)
-    compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in MODES)
+    verdict = found.verdict(LIMITS[case.dtype], len(modes) * each)
+    compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in modes)
     return verdict | {
         "dtype": str(case.dtype).removeprefix("torch."),
         "sent_bytes": sent_bytes,

@@ -38,7 +38,9 @@ def three_mlps(device: torch.device | str) -> nn.Sequential:
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
-def compare_training(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
+def compare_training(
+    mesh: DeviceMesh, device: torch.device, extension: str | tensors.Extension, steps: int
+) -> dict[str, Any]:
     """Compare every loss, gradient and shard with plain training whose gradients are reduced by hand. A collective.
 
     Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive. So the
@@ -68,7 +70,9 @@ def compare_training(mesh: DeviceMesh, device: torch.device, extension: str, ste
     return found.verdict(limit=0.0, expected=2 * steps * a_step)
 
 
-def train_from_meta_device(mesh: DeviceMesh, device: torch.device, extension: str, steps: int) -> dict[str, Any]:
+def train_from_meta_device(
+    mesh: DeviceMesh, device: torch.device, extension: str | tensors.Extension, steps: int
+) -> dict[str, Any]:
     """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
 
     Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN after training, and have

@@ -45,14 +45,14 @@ BATCH: int = 48  # samples of all ranks together in a step, of 8 places each
 STEPS: int = 1  # timed training steps in each run
 
 # %%
-require("RANKS", RANKS, at_least=4, multiple_of=4, because="the meshes have 1, 2 and 4 ranks along tp")
+require("RANKS", RANKS, at_least=4, multiple_of=2, because="one of the meshes has 2 ranks along tp, and as many along data or more")
 require("DIM", DIM, at_least=1, multiple_of=RANKS, because="the ranks share each layer's features evenly")
 require("BATCH", BATCH, at_least=1, multiple_of=RANKS, because="the ranks share the samples evenly")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 
 SETUP = {"nproc": RANKS, "dim": DIM, "batch": BATCH, "steps": STEPS}
 PAIRS = theory.mlp_pairs(DIM)
-MESHES = {tp: {"data": RANKS // tp, "tp": tp} for tp in (1, 2, 4)}  # lengths of the two axes
+MESHES = {tp: {"data": RANKS // tp, "tp": tp} for tp in (1, 2, RANKS)}  # lengths of the two axes
 
 
 def places(tp):
@@ -168,7 +168,7 @@ checks.tp_bytes(tp_bytes)
 # TP sends whole activations, several times for each layer. That is too much for many ranks. So ranks get a second axis.
 
 # %%
-ax = plots.mesh(data=2, tp=2)
+ax = plots.mesh(**MESHES[2])
 
 # %% [markdown]
 # *Four ranks, 2 × 2. A row is a group along the axis `tp`: its ranks have the same samples and different features. A column is
@@ -230,9 +230,9 @@ _ = plots.compare(square, predicted)
 # an all-reduce.
 
 # %%
-runs = {tp: labkit.run("two_dim", tp=tp, **SETUP) for tp in (1, 4)}
-runs = {1: runs[1], 2: square, 4: runs[4]}
-labels = {1: "FSDP alone", 2: "2 x 2", 4: "TP alone"}
+runs = {tp: labkit.run("two_dim", tp=tp, **SETUP) for tp in (1, RANKS)}
+runs = {1: runs[1], 2: square, RANKS: runs[RANKS]}
+labels = {1: "FSDP alone", 2: f"{RANKS // 2} x 2", RANKS: "TP alone"}
 
 
 def wire(tp, ranks=RANKS, pairs=PAIRS, step_places=8 * BATCH):
@@ -265,11 +265,11 @@ expected = {}
 for tp in (1, 2):
     layers = theory.rank_layers(PAIRS, tp)
     expected[labels[tp]] = fsdp.step_peak(layers, places(tp), MESHES[tp]["data"])
-kept = theory.resident_bytes(PAIRS, **MESHES[4])
+kept = theory.resident_bytes(PAIRS, **MESHES[RANKS])
 expected["TP alone"] = {
     "parameter": kept["end_parameter_bytes"],
     "optimizer": kept["end_optstate_bytes"],
-    "activation": theory.activation_bytes(PAIRS, places(4), 4),
+    "activation": theory.activation_bytes(PAIRS, places(RANKS), RANKS),
 }
 ax = plots.breakdown(expected, {labels[tp]: result for tp, result in runs.items()})
 
@@ -312,8 +312,8 @@ except labkit.ParameterError as refused:
 
 # %%
 for name, cut in (("sequence whole", False), ("sequence cut", True)):
-    sent = theory.activations_sent(PAIRS, places(4), 4, sequence_parallel=cut)
-    wired = theory.wire_bytes(sent, **MESHES[4])["tp"]
+    sent = theory.activations_sent(PAIRS, places(RANKS), RANKS, sequence_parallel=cut)
+    wired = theory.wire_bytes(sent, **MESHES[RANKS])["tp"]
     counts = [
         f"{count} {key.removeprefix('tp/').removesuffix('_count')}"
         for key, count in sent.items()
@@ -334,7 +334,7 @@ for checkpointing in (False, True):
     for cut in (False, True):
         label = "checkpointing" if checkpointing else "everything kept"
         how = {"sequence_parallel": cut, "checkpointing": checkpointing}
-        held_bytes = theory.activation_bytes(PAIRS, places(4), 4, **how)
+        held_bytes = theory.activation_bytes(PAIRS, places(RANKS), RANKS, **how)
         rows.setdefault(label, {})["cut" if cut else "whole"] = held_bytes
 pandas.DataFrame.from_dict(rows, orient="index").add_prefix("bytes, sequence ")
 
@@ -357,7 +357,7 @@ ax = plots.breakdown(forecast, sequence)
 
 # %%
 how = {"sequence_parallel": True, "checkpointing": True}
-predicted_cut = theory.collectives(PAIRS, places(4), **MESHES[4], **how)
+predicted_cut = theory.collectives(PAIRS, places(RANKS), **MESHES[RANKS], **how)
 plots.table(sequence["sequence cut"], predicted_cut)
 
 # %% [markdown]
@@ -489,10 +489,10 @@ checks.stack_plan(repaired_plan)
 # Predicted beside measured, for the runs above that theory covers.
 
 # %% tags=["summary"]
-tables = {"2 x 2": plots.table(square, predicted)}
-for tp, label in ((1, "FSDP alone"), (4, "TP alone")):
+tables = {labels[2]: plots.table(square, predicted)}
+for tp in (1, RANKS):
     traffic = theory.collectives(PAIRS, places(tp), **MESHES[tp])
-    tables[label] = plots.table(runs[tp], traffic | theory.resident_bytes(PAIRS, **MESHES[tp]))
+    tables[labels[tp]] = plots.table(runs[tp], traffic | theory.resident_bytes(PAIRS, **MESHES[tp]))
 tables["sequence cut"] = plots.table(sequence["sequence cut"], predicted_cut)
 tables["DDP x TP"] = plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 pandas.concat(tables)

@@ -1,0 +1,230 @@
+"""labkit.run(..., use=...): the solved notebooks' own functions train the real networks, and wrong ones fail parity."""
+
+import ast
+import linecache
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import labkit
+from labkit.errors import ParameterError, RankFailed
+from labkit.launcher import run as launcher
+
+SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "src"
+
+
+def solved(lab, *names):
+    """Functions of a solved notebook, as its kernel has them: in no file that a rank could read."""
+    (path,) = SOURCES.glob(f"{lab}*.py")
+    tree = ast.parse(path.read_text())
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    known = in_a_cell(f"<{lab}>", "\n\n".join(map(ast.unparse, wanted)))
+    return {name: known[name] for name in names}
+
+
+def in_a_cell(file, text):
+    """What a cell of code defines."""
+    known = {"torch": torch, "dist": dist, "nn": nn, "__name__": "__main__"}
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), known)
+    return known
+
+
+def losses(result):
+    frame = result.frame
+    return list(frame[(frame["name"] == "loss") & (frame["rank"] == 0)]["value"])
+
+
+def parity(program, nproc=2, **arguments):
+    labkit.run(program, nproc=nproc, device="cpu", check="parity", **arguments)
+
+
+def fails_parity(program, **arguments):
+    with pytest.raises(RankFailed) as caught:
+        parity(program, **arguments)
+    assert caught.value.exc_type in ("SystemExit", "exit status 1"), caught.value
+    assert '"ok": false' in caught.value.log.parent.joinpath("rank_00000.log").read_text()
+
+
+SPATIAL = {"nproc": 4, "strategy": "yours"}
+
+
+def test_the_learners_halo_exchange_trains_convnext(monkeypatch):
+    use = solved("01", "exchange_halo", "return_gradients")
+    parity("convnext_spatial", use=use, **SPATIAL)
+    yours, ours = (
+        labkit.run("convnext_spatial", nproc=4, device="cpu", steps=5, learning_rate=1e-3, **how)
+        for how in ({"strategy": "yours", "use": use}, {"strategy": "local"})
+    )
+    assert losses(yours) == pytest.approx(losses(ours), rel=1e-5)
+    assert yours.value("send_bytes") == ours.value("send_bytes")
+    assert "def exchange_halo" in yours.info["use"]["exchange_halo"]
+
+
+def from_the_wrong_side(strip, halo, rank, ranks):
+    own = torch.nn.functional.pad(strip, (halo, halo))
+    edges = [torch.empty_like(strip[..., :halo].contiguous()) for _ in range(2)]
+    calls = []
+    for edge, outgoing, peer in ((0, strip[..., -halo:], rank - 1), (1, strip[..., :halo], rank + 1)):
+        if 0 <= peer < ranks:
+            calls += [dist.isend(outgoing.contiguous(), peer), dist.irecv(edges[edge], peer)]
+    for call in calls:
+        call.wait()
+    if rank > 0:
+        own[..., :halo] = edges[0]
+    if rank < ranks - 1:
+        own[..., -halo:] = edges[1]
+    return own
+
+
+def test_a_wrong_halo_exchange_fails_parity():
+    fails_parity("convnext_spatial", use={"exchange_halo": from_the_wrong_side}, **SPATIAL)
+    fails_parity(
+        "convnext_spatial", use={"return_gradients": lambda g, halo, rank, ranks: g[..., halo:-halo]}, **SPATIAL
+    )
+
+
+def test_a_policy_chooses_fsdps_units():
+    use = {"is_unit": lambda module: isinstance(module, nn.Linear) and module.out_features > 1}
+    parity("fsdp_wrap", wrap="yours", model="mlp_stack", use=use)
+    count = {
+        wrap: labkit.run("fsdp_wrap", device="cpu", model="mlp_stack", steps=1, wrap=wrap, **more).value(
+            "all_gather_count"
+        )
+        for wrap, more in (("yours", {"use": use}), ("layer", {}), ("block", {}))
+    }
+    assert count["yours"] == count["layer"] > count["block"]
+    with pytest.raises(RankFailed, match="is_unit chose no module of MLPStack"):
+        labkit.run("fsdp_wrap", model="mlp_stack", wrap="yours", use={"is_unit": lambda module: False})
+
+
+def test_encode_and_decode_decide_what_is_gathered():
+    first, second = solved("03", "encode_8bit", "decode_8bit").values()
+    yours = labkit.run(
+        "allgather_extensions", device="cpu", steps=3, extension="yours", use={"encode": first, "decode": second}
+    )
+    fp32 = labkit.run("allgather_extensions", device="cpu", steps=3, extension="fp32")
+    assert 0.25 < yours.value("all_gather_bytes") / fp32.value("all_gather_bytes") < 0.3
+    assert losses(yours) == pytest.approx(losses(fp32), rel=0.02) and losses(yours) != losses(fp32)
+    exact = {"encode": lambda shard: (shard[..., :4].contiguous(), shard[..., 4:].contiguous())}
+    parity(
+        "allgather_extensions", extension="yours", use=exact | {"decode": lambda sent, dtype: torch.cat([*sent], -1)}
+    )
+    fails_parity("allgather_extensions", extension="yours", use={"encode": lambda shard: (shard * 1.01,)})
+
+
+def test_a_rule_fills_the_buckets_of_a_ddp():
+    use = solved("04", "bounded_buckets")
+    parity("ddp_compile", mode="yours", dim=64, bucket_mb=0.01, use=use)
+    sizes = {"device": "cpu", "dim": 64, "bucket_mb": 0.03, "steps": 1, "mode": "yours"}
+    yours, ours = (labkit.run("ddp_compile", **sizes, **more) for more in ({"use": use}, {}))
+    assert yours.value("all_reduce_count") == 4 and ours.value("all_reduce_count") == 2
+    with pytest.raises(RankFailed, match=r"the buckets \[\[0\]\] do not hold each of the gradients 0 to 7 once"):
+        labkit.run("ddp_compile", **sizes, use={"bounded_buckets": lambda sizes, limit: [[0]]})
+
+
+def by_hooks(model, bucket_bytes):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def average(parameter):
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+
+
+def average_and_more(parameter):
+    average(parameter)
+    parameter.grad *= 1.01
+
+
+def slightly_off(model, bucket_bytes):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average_and_more)
+
+
+def test_a_ddp_of_ones_own():
+    parity("ddp_compile", mode="yours", dim=64, use={"data_parallel": by_hooks})
+    fails_parity("ddp_compile", mode="yours", dim=64, use={"data_parallel": slightly_off})
+
+
+def columns_only(model):
+    return {"layers.*.in_proj": ColwiseParallel(), "layers.*.out_proj": ColwiseParallel()}
+
+
+def test_a_plan_cuts_the_stack():
+    right = {"layers.*.in_proj": ColwiseParallel(), "layers.*.out_proj": RowwiseParallel()}
+    parity("two_dim", nproc=4, compile=False, use={"tensor_parallel_plan": lambda model: right})
+    with pytest.raises(RankFailed):
+        parity("two_dim", nproc=4, compile=False, use={"tensor_parallel_plan": columns_only})
+
+
+HELPER = 3
+
+
+def scaled(strip):
+    return strip * HELPER
+
+
+def uses_others(strip, halo, rank, ranks):
+    raise RuntimeError(f"helpers came along: {scaled(torch.ones(1)).item()}")
+
+
+def test_a_function_travels_with_its_helpers_and_its_lines():
+    with pytest.raises(RankFailed, match=r"helpers came along: 3\.0") as caught:
+        labkit.run("convnext_spatial", nproc=2, strategy="yours", use={"exchange_halo": uses_others})
+    assert 'raise RuntimeError(f"helpers came along' in caught.value.traceback
+    cell = in_a_cell("<cell 7>", "def broken(strip, halo, rank, ranks):\n    return strip[0, 0, 0, 0, 0]\n")
+    with pytest.raises(RankFailed) as caught:
+        labkit.run("convnext_spatial", strategy="yours", use={"exchange_halo": cell["broken"]})
+    assert 'File "<cell 7>", line 2, in broken\n    return strip[0, 0, 0, 0, 0]' in caught.value.traceback
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            {"exchange": print},
+            "use= gives 'exchange', and convnext_spatial lets replace exchange_halo(strip, halo, rank",
+        ),
+        ({"exchange_halo": 3}, "use= gives exchange_halo = 3, which is no function"),
+        ({"exchange_halo": lambda strip, halo: 0}, "use= gives exchange_halo(strip, halo), and convnext_spatial"),
+        ([print], "is no dict"),
+    ],
+)
+def test_a_function_that_does_not_fit_is_refused_before_a_start(use, message, monkeypatch):
+    monkeypatch.setattr(launcher.process, "start", lambda *arguments: pytest.fail("a run was started"))
+    with pytest.raises(ParameterError) as caught:
+        labkit.run("convnext_spatial", strategy="yours", use=use)
+    assert message in str(caught.value)
+
+
+def test_a_function_that_is_never_called_fails_the_run():
+    with pytest.raises(RankFailed, match="use= gave exchange_halo, and this run never called it"):
+        labkit.run("convnext_spatial", strategy="local", steps=1, use={"exchange_halo": from_the_wrong_side})
+
+
+def test_a_program_of_ones_own_declares_what_can_be_replaced(tmp_path):
+    program = tmp_path / "own.py"
+    program.write_text(
+        textwrap.dedent("""
+            from labkit import rank
+
+            @rank.replaceable
+            def greet(name, /, times, *, loud):
+                return name
+
+            print(greet("ada", 2, loud=True))
+        """)
+    )
+    result = labkit.run(program, use={"greet": lambda name, times, loud: f"{name} {times} {loud}"})
+    assert result.ranks[1].log() == "ada 2 True\n"
+    with pytest.raises(ParameterError, match="calls greet"):
+        labkit.run(program, use={"greet": lambda name, times: name})
+    with pytest.raises(ParameterError, match="lets replace no function"):
+        labkit.run("all_reduce", use={"greet": print})
