@@ -39,6 +39,7 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def warm_ranks() -> None:
     """Ranks are forked from a process that has imported torch, except where a test asks for ``both_ways``."""
     os.environ["LABKIT_WARM"] = "1"
+    os.environ["LABKIT_QUEUE"] = "0"  # some tests run two at once on purpose
 
 
 @pytest.fixture(params=["warm", "cold"])

@@ -76,6 +76,9 @@ class State:
 class Display:
     """Where progress is shown; this one shows nothing."""
 
+    def wait(self, text: str) -> None:
+        """Show why the run has not begun yet."""
+
     def show(self, state: State, lines: list[str]) -> None:
         """Show the state, and lines that ranks have printed since the last call."""
 
@@ -88,6 +91,12 @@ class Text(Display):
 
     def __init__(self) -> None:
         self._quarter = -1
+        self._waits_for = ""
+
+    def wait(self, text: str) -> None:
+        if text != self._waits_for:
+            self._waits_for = text
+            print(text, file=sys.stderr, flush=True)
 
     def show(self, state: State, lines: list[str]) -> None:
         for line in lines:
@@ -110,6 +119,11 @@ class Notebook(Display):
         self._lines: list[str] = []
         self._drawn = time.monotonic()
         self._handle: Any = display({"text/html": ""}, raw=True, display_id=True)
+
+    def wait(self, text: str) -> None:
+        if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
+            self._drawn = time.monotonic()
+            self._handle.update({"text/html": f"<div><progress></progress> {escape(text)}</div>"}, raw=True)
 
     def show(self, state: State, lines: list[str]) -> None:
         self._lines = [*self._lines, *lines][-SHOWN_LINES:]

@@ -18,7 +18,7 @@ from typing import Any
 from labkit import config, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
-from labkit.launcher import failure, packet, process
+from labkit.launcher import failure, packet, process, queue
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
 from labkit.records import VERSION
@@ -155,8 +155,18 @@ def _positive(name: str, value: Any, wanted: type, rule: str) -> Any:
 
 
 def _execute(plan: _Plan, given: bytes) -> RunResult:
-    """Run what was checked; ``given`` goes to the ranks."""
+    """Run what was checked when its turn has come; ``given`` goes to the ranks."""
     display = choose_display()
+
+    def waits(before: int) -> None:
+        runs = "1 run" if before == 1 else f"{before} runs"
+        display.wait(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
+
+    with queue.turn(queue.Need.of(plan.nproc, plan.device), waits):
+        return _run_now(plan, given, display)
+
+
+def _run_now(plan: _Plan, given: bytes, display: Display) -> RunResult:
     info = _description(plan)
     folder = _new_folder(info, given)
     started = time.monotonic()

@@ -45,7 +45,13 @@ BATCH: int = 48  # samples of all ranks together in a step, of 8 places each
 STEPS: int = 1  # timed training steps in each run
 
 # %%
-require("RANKS", RANKS, at_least=4, multiple_of=2, because="one of the meshes has 2 ranks along tp, and as many along data or more")
+require(
+    "RANKS",
+    RANKS,
+    at_least=4,
+    multiple_of=2,
+    because="one of the meshes has 2 ranks along tp, and as many along data or more",
+)
 require("DIM", DIM, at_least=1, multiple_of=RANKS, because="the ranks share each layer's features evenly")
 require("BATCH", BATCH, at_least=1, multiple_of=RANKS, because="the ranks share the samples evenly")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
@@ -342,7 +348,7 @@ pandas.DataFrame.from_dict(rows, orient="index").add_prefix("bytes, sequence ")
 # By theory: these are the activations of TP alone when the forward pass ends. Let us measure the second line.
 
 # %%
-checkpointed = SETUP | {"tp": 4, "checkpointing": True}
+checkpointed = SETUP | {"tp": RANKS, "checkpointing": True}
 sequence = {
     "sequence whole": labkit.run("two_dim", **checkpointed),
     "sequence cut": labkit.run("two_dim", seq=True, **checkpointed),

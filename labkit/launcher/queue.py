@@ -1,0 +1,148 @@
+"""Runs of one machine, whoever asks for them, take turns: as many at a time as cores and memory allow.
+
+There is no server. Every run holds a ticket, a file that it keeps locked, in a folder that all processes of this user
+share; the lock goes when the process goes, however it goes. Tickets are numbered in the order of arrival, and nobody
+overtakes. One lock on the folder makes each look at the tickets a step of its own.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from labkit import requirements
+from labkit.errors import LabError, ParameterError
+from labkit.folder import VARIABLE
+
+SWITCH = "LABKIT_QUEUE"
+POLL_PERIOD_S = 0.05
+RANK_BYTES = 400 * 2**20
+"""What a rank of the labs takes, or a little more: torch, and a small model."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run needs of the machine.
+
+    Attributes:
+        cores: one for each rank, but no more than there are.
+        memory: bytes.
+        gpus: whether it may use GPUs, which it then has to itself.
+    """
+
+    cores: int
+    memory: int
+    gpus: bool
+
+    @classmethod
+    def of(cls, nproc: int, device: str) -> "Need":
+        """That of a run on so many ranks."""
+        gpus = device != "cpu" and Path("/dev/nvidiactl").exists()
+        return cls(min(nproc, len(requirements.cores())), nproc * RANK_BYTES, gpus)
+
+
+@contextlib.contextmanager
+def turn(need: Need, tell: Callable[[int], None]) -> Iterator[None]:
+    """Wait until the machine has room for a run, and keep others out of that room while it lasts.
+
+    A run within a run does not wait: its room was taken by the outer one.
+
+    Args:
+        need: what the run needs.
+        tell: called again and again while this waits, with the number of runs that come before.
+
+    Raises:
+        ParameterError: LABKIT_QUEUE is neither 0 nor 1.
+        LabError: no place for the tickets.
+    """
+    switch = os.environ.get(SWITCH, "1")
+    if switch not in ("0", "1"):
+        raise ParameterError(f"{SWITCH}={switch!r} is neither 0 (do not wait for other runs) nor 1; unset it")
+    if switch == "0" or VARIABLE in os.environ:
+        yield
+        return
+    with _new_ticket(need) as ticket:
+        while before := ticket.runs_before():
+            tell(before)
+            time.sleep(POLL_PERIOD_S)
+        yield
+
+
+class Ticket:
+    """A place in the queue. The name of its file: number, cores, gpus, and whether it is running."""
+
+    def __init__(self, folder: Path, number: int, need: Need):
+        self.folder, self.need = folder, need
+        self.path = folder / f"{number:08d}-{need.cores}-{int(need.gpus)}-waiting"
+        self._lock: IO[bytes] = self.path.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def runs_before(self) -> int:
+        """How many runs this one has to wait for; 0: it has its turn, and keeps it until ``leave``."""
+        with _alone(self.folder):
+            others = [path for path in tickets(self.folder) if path != self.path]
+            waiting = [path for path in others if path.name.endswith("waiting") and path.name < self.path.name]
+            running = [path for path in others if path.name.endswith("running")]
+            if waiting or (running and not self._has_room_beside(running)):
+                return len(waiting) + len(running)
+            self.path = self.path.rename(self.path.with_name(self.path.name.replace("waiting", "running")))
+            return 0
+
+    def _has_room_beside(self, running: list[Path]) -> bool:
+        taken = [path.name.split("-") for path in running]
+        cores = sum(int(cores) for _, cores, _, _ in taken) + self.need.cores
+        gpus = self.need.gpus and any(gpus == "1" for _, _, gpus, _ in taken)
+        memory = psutil.virtual_memory().available >= self.need.memory
+        return cores <= len(requirements.cores()) and not gpus and memory
+
+    def leave(self) -> None:
+        """Give up the place."""
+        self.path.unlink(missing_ok=True)
+        self._lock.close()
+
+
+@contextlib.contextmanager
+def _new_ticket(need: Need) -> Iterator[Ticket]:
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"labkit-queue-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        with _alone(folder):
+            numbers = [int(path.name.split("-")[0]) for path in folder.glob("*-*-*-*")]
+            ticket = Ticket(folder, max(numbers, default=0) + 1, need)
+    except OSError as error:
+        raise LabError(f"no queue in {folder} ({error.strerror}): mend it, or set {SWITCH}=0") from error
+    try:
+        yield ticket
+    finally:
+        ticket.leave()
+
+
+def tickets(folder: Path) -> list[Path]:
+    """All tickets whose process is alive; those of the dead are removed."""
+    alive = []
+    for path in sorted(folder.glob("*-*-*-*")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                alive.append(path)
+            else:
+                path.unlink()
+    return alive
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with (folder / "lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

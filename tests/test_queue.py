@@ -1,0 +1,148 @@
+"""Runs of one machine take turns: in the order of arrival, as many at a time as there is room for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import labkit
+from labkit.errors import LabError, ParameterError
+from labkit.launcher import queue
+from labkit.launcher.queue import Need, Ticket
+
+PROGRAMS = Path(__file__).parent / "programs"
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A queue of this test's own, on a machine of four cores."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv(queue.SWITCH)
+    monkeypatch.setattr(queue.requirements, "cores", lambda: [0, 1, 2, 3])
+    return tmp_path / f"labkit-queue-{os.getuid()}"
+
+
+def ticket(place, cores, *, memory=0, gpus=False):
+    place.mkdir(exist_ok=True)
+    return Ticket(place, len(list(place.glob("*-*"))) + 1, Need(cores, memory, gpus))
+
+
+def test_as_many_run_as_there_are_cores_and_nobody_overtakes(place):
+    first, second, large, small = (ticket(place, cores) for cores in (2, 1, 4, 1))
+    assert [each.runs_before() for each in (first, second)] == [0, 0]
+    assert large.runs_before() == 2
+    assert small.runs_before() == 3, "there is a core, but the large one came first"
+    first.leave()
+    assert (large.runs_before(), small.runs_before()) == (1, 2)
+    second.leave()
+    assert (small.runs_before(), large.runs_before()) == (1, 0)
+    large.leave()
+    assert small.runs_before() == 0
+
+
+def test_a_run_that_is_larger_than_the_machine_runs_alone(place):
+    alone, other = ticket(place, Need.of(64, "cpu").cores, memory=2**60), ticket(place, 1)
+    assert (alone.runs_before(), other.runs_before()) == (0, 1)
+
+
+def test_memory_and_gpus_are_shared_out_too(place, monkeypatch):
+    free = {"available": 3 * GIB}
+    monkeypatch.setattr(queue.psutil, "virtual_memory", lambda: type("Memory", (), free))
+    first, second, third = ticket(place, 1), ticket(place, 1, memory=4 * GIB), ticket(place, 1)
+    assert (first.runs_before(), second.runs_before()) == (0, 1)
+    free["available"] = 5 * GIB
+    assert (second.runs_before(), third.runs_before()) == (0, 0)
+    for each in (first, second, third):
+        each.leave()
+    on_gpu, another, on_cpu = ticket(place, 1, gpus=True), ticket(place, 1, gpus=True), ticket(place, 1)
+    assert (on_gpu.runs_before(), another.runs_before(), on_cpu.runs_before()) == (0, 1, 2)
+    on_gpu.leave()
+    assert (another.runs_before(), on_cpu.runs_before()) == (0, 0)
+
+
+def test_a_place_of_a_process_that_was_killed_is_free(place):
+    code = (
+        "import sys, time; from pathlib import Path; from labkit.launcher.queue import Need, Ticket;"
+        "ticket = Ticket(Path(sys.argv[1]), 1, Need(4, 0, False));"
+        "print(ticket.runs_before(), flush=True); time.sleep(600)"
+    )
+    place.mkdir()
+    with subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "0\n"
+        mine = ticket(place, 1)
+        assert mine.runs_before() == 1
+        other.kill()
+        other.wait()
+        assert mine.runs_before() == 0
+    mine.leave()
+    assert [path.name for path in place.iterdir()] == ["lock"]
+
+
+def test_a_run_waits_says_so_and_leaves_no_trace_when_it_is_interrupted(place, tmp_path, monkeypatch, capsys):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    monkeypatch.setenv("LABKIT_RUNS", str(runs))
+    earlier = ticket(place, 4)
+    assert earlier.runs_before() == 0
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        labkit.run(PROGRAMS / "small.py", device="cpu")
+    assert "small: waits for 1 run of this machine to end (LABKIT_QUEUE=0 does not wait)" in capsys.readouterr().err
+    assert not list(runs.iterdir()) and len(list(place.glob("*-*"))) == 1
+    threading.Timer(1.0, earlier.leave).start()
+    begun = time.monotonic()
+    result = labkit.run(PROGRAMS / "small.py", device="cpu", timeout_s=60)
+    assert time.monotonic() - begun > 1.0 > result.info["duration_s"], "time counts from the run's start"
+
+
+def test_a_run_within_a_run_does_not_wait_for_it(place, monkeypatch):
+    earlier = ticket(place, 4)
+    assert earlier.runs_before() == 0
+    monkeypatch.setenv("LABKIT_RUN_FOLDER", "of the outer run")
+    with queue.turn(Need(1, 0, False), pytest.fail):
+        pass
+    monkeypatch.delenv("LABKIT_RUN_FOLDER")
+    monkeypatch.setenv(queue.SWITCH, "0")
+    with queue.turn(Need(1, 0, False), pytest.fail):
+        pass
+
+
+def test_what_stands_in_the_way_is_named(place, monkeypatch):
+    monkeypatch.setenv(queue.SWITCH, "no")
+    with pytest.raises(ParameterError, match="LABKIT_QUEUE='no' is neither 0"):
+        labkit.run(PROGRAMS / "small.py")
+    monkeypatch.delenv(queue.SWITCH)
+    place.parent.joinpath(place.name).write_text("a file")
+    with pytest.raises(LabError, match=r"no queue in .*set LABKIT_QUEUE=0"):
+        labkit.run(PROGRAMS / "small.py")
+
+
+CROWD = """
+import json, sys, time, labkit
+begun = time.time()
+result = labkit.run(sys.argv[1], device="cpu", warm=False)
+print(json.dumps({"asked": begun, "begun": result.info["start"], "logs": [rank.log() for rank in result.ranks]}))
+"""
+
+
+def test_processes_that_all_ask_at_once_are_served_one_by_one_in_order(place, monkeypatch):
+    monkeypatch.setenv("LABKIT_PROGRESS", "off")
+    monkeypatch.setattr(queue.requirements, "cores", lambda: [0, 1])
+    crowd = []
+    for _ in range(6):
+        command = [sys.executable, "-c", CROWD, str(PROGRAMS / "small.py")]
+        crowd.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    answers = [json.loads(each.communicate(timeout=100)[0]) for each in crowd]
+    assert all(len(answer["logs"]) == 2 and all(answer["logs"]) for answer in answers)
+    by_start = sorted(answers, key=lambda answer: answer["begun"])
+    late = [max(0.0, one["asked"] - next_one["asked"]) for one, next_one in pairwise(by_start)]
+    assert max(late) < 0.3, "in the order of arrival, but for the moment between asking and taking a ticket"
+    assert [path.name for path in place.iterdir()] == ["lock"]
