@@ -255,6 +255,27 @@ def test_the_stacks_of_a_run_without_an_end_say_why(line, inner, said, answer_to
     assert said in spatial.halo_exchange(answer).detail
 
 
+@pytest.mark.parametrize(
+    ("stack", "judged"),
+    [
+        ("(this rank had not started its program yet)", False),
+        ('Current thread 0x1 (most recent call first):\n  File "/torch/__init__.py", line 3 in <module>\n', False),
+        ("(this rank had ended already)", True),
+        ('Thread 0x1 (most recent call first):\n  File "/answers.py", line 3 in feed_and_send\n', True),
+    ],
+)
+def test_an_answer_on_a_machine_that_is_too_busy_is_not_called_wrong(stack, judged, answer_to, monkeypatch):
+    waits = 'Thread 0x2 (most recent call first):\n  File "/torch/distributed/c10d.py", line 3 in recv\n'
+
+    def run(*args, **parameters):
+        raise labkit.RunTimedOut(8, {0: waits, 1: stack}, {})
+
+    monkeypatch.setattr(labkit, "run", run)
+    verdict = spatial.halo_exchange(answer_to("def answer(strip, halo, rank, ranks):", BODY, IMPORTS))
+    assert (verdict.state, verdict.ok) == ("wrong" if judged else "not judged", False)
+    assert ("run the check again" in verdict.detail) == (not judged)
+
+
 def test_what_is_sent_home_needs_no_code_of_a_rank(tmp_path):
     values = {"a": torch.nn.Parameter(torch.ones(2)), "b": [None, 3, "x"], "c": (torch.arange(6).view(2, 3).T,)}
     sent = answers.sendable(values)

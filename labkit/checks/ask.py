@@ -24,7 +24,7 @@ from unittest import mock
 
 from torch import Tensor, allclose  # bound here: an answer may replace torch.allclose, and must not judge itself
 
-COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": "#5F5F5F"}
+COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": "#5F5F5F", "not judged": "#5F5F5F"}
 LONGEST = 300
 NOTHING_DONE = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
 Parameters = ParamSpec("Parameters")
@@ -35,7 +35,7 @@ class Verdict:
     """The outcome of a check.
 
     Attributes:
-        state: "passed", "wrong" or "not attempted".
+        state: "passed", "wrong", "not attempted", or "not judged" where the machine was too busy to tell.
         detail: what was seen, or what is wrong and where to look.
     """
 
@@ -63,6 +63,10 @@ class NotAttempted(Exception):
     """The answer's body is still empty."""
 
 
+class NotJudged(Exception):
+    """Nobody knows whether the answer is right; the message says why, and what to do."""
+
+
 def passed(detail: str) -> Verdict:
     """A right answer, with what was seen."""
     return Verdict("passed", detail)
@@ -74,7 +78,7 @@ def wrong(detail: str) -> Verdict:
 
 
 def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdict]:
-    """A check whose ``Wrong`` and ``NotAttempted`` become verdicts."""
+    """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts."""
 
     @functools.wraps(check)
     def judged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Verdict:
@@ -82,6 +86,8 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
             return check(*args, **kwargs)
         except NotAttempted:
             return Verdict("not attempted")
+        except NotJudged as reason:
+            return Verdict("not judged", str(reason))
         except Wrong as reason:
             return wrong(str(reason))
 

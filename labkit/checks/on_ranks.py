@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 import labkit
-from labkit.checks.ask import Wrong, in_short, name_of, refuse_unless_attempted
-from labkit.checks.ranks.answers import ANSWERS, LEFT, sent_by
+from labkit.checks.ask import NotJudged, Wrong, in_short, name_of, refuse_unless_attempted
+from labkit.checks.ranks.answers import ANSWERS, LEFT, feed_and_send, sent_by
 from labkit.folder import RunFolder, read_json
 from labkit.launcher import packet
 
+ENDED = "(this rank had ended"
 PROGRAM = Path(__file__).with_name("ranks") / "answers.py"
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 THREAD = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
@@ -49,6 +50,7 @@ def on_ranks(
 
     Raises:
         NotAttempted: an answer is empty.
+        NotJudged: the machine was too busy to tell.
         Wrong: an answer cannot be sent, or a rank failed, ended early, did not end, or sent something wrong.
     """
     for answer in answers:
@@ -63,9 +65,7 @@ def on_ranks(
         except labkit.RankFailed as failure:
             problem = _reason(failure, folder, ranks, waiting, hints or {})
         except labkit.RunTimedOut as stopped:
-            waited = f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
-            loop = _endless_loop(stopped.stacks, answers)
-            problem = f"after {stopped.timeout_s:g} s {loop}" if loop else waited
+            problem = _why_no_end(stopped, answers, waiting)
         done = _done(folder, ranks)
         if not problem and len(done) < ranks:
             problem = f"rank {min(set(range(ranks)) - set(done))} {LEFT}"
@@ -115,16 +115,33 @@ def _reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, 
     return f"{hint} ({error})" if hint else f"on rank {failure.rank}, {error}"
 
 
-def _endless_loop(stacks: Mapping[int, str], answers: Sequence[Callable[..., Any]]) -> str:
-    """Which rank was busy in an answer's own line when it was stopped; "" where all wait in a collective."""
+def _why_no_end(stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str) -> str:
+    """What the ranks did when they were stopped: one was in a loop of the answer, or they waited for each other.
+
+    Raises:
+        NotJudged: a rank did neither, but was still importing or computing something else.
+    """
     own = {(code.co_filename, code.co_name): code for each in answers if (code := getattr(each, "__code__", None))}
-    for index, stack in sorted(stacks.items()):
-        for thread in THREAD.split(stack):
-            for file, line, name in FRAME.findall(thread):  # the innermost first
-                text = linecache.getline(file, int(line)).strip()
-                if "torch/distributed" in file or re.search(r"\bwait\(", text):  # a request has no frame of its own
-                    break
-                if (file, name) in own:
-                    number = int(line) - own[file, name].co_firstlineno + 1
-                    return f"rank {index} was still in line {number} of {name}, `{text}`: when does its loop end?"
-    return ""
+    frames = {index: _innermost(stack, own) for index, stack in sorted(stopped.stacks.items())}
+    for index, (file, line, name, text) in frames.items():
+        if (file, name) in own:
+            number = line - own[file, name].co_firstlineno + 1
+            where = f"rank {index} was still in line {number} of {name}, `{text}`"
+            return f"after {stopped.timeout_s:g} s {where}: when does its loop end?"
+    for index, stack in stopped.stacks.items():
+        if not any(frames[index]) and not stack.startswith(ENDED):
+            where = f"rank {index} was outside your function and waited for nobody"
+            raise NotJudged(f"after {stopped.timeout_s:g} s {where}: this machine is busy; run the check again")
+    return f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
+
+
+def _innermost(stack: str, own: Mapping[tuple[str, str], Any]) -> tuple[str, int, str, str]:
+    """The innermost frame of a stack that waits or is an answer's: file, line, function, text; empty for none."""
+    for thread in THREAD.split(stack):
+        for file, line, name in FRAME.findall(thread):  # the innermost first
+            text = linecache.getline(file, int(line)).strip()
+            if "torch/distributed" in file or re.search(r"\bwait\(", text):  # a request has no frame of its own
+                return file, int(line), "", text
+            if (file, name) in own or name == feed_and_send.__name__:
+                return file, int(line), name, text
+    return "", 0, "", ""
