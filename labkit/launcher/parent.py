@@ -18,14 +18,17 @@ import selectors
 import socket
 import sys
 import traceback
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from labkit import config
 from labkit.ending import begin_anew
 from labkit.folder import NOTEBOOK_PID, VARIABLE
 from labkit.launcher import torchrun
 from labkit.launcher.warm import FORK, GO_ON, LONGEST_PATH, NUMBER, READY, STAND_STILL
 
 IMPORTED = (
+    "encodings.idna",
     "torch.distributed.run",
     "torch.distributed._tools.mem_tracker",
     "torch.distributed.fsdp",
@@ -54,10 +57,25 @@ def main() -> None:
     for name in IMPORTED:
         stand_still_when_asked(control)
         importlib.import_module(name)
+    rehearse()
     gc.collect()
     gc.freeze()  # a fork that collects garbage would copy the pages of all that was imported
     control.sendall(READY)
     serve(control, os.getppid(), mark)
+
+
+def rehearse() -> None:
+    """Read command lines as every torchrun and every rank will: some of what that needs is only made on first use."""
+    sys.modules["torch.distributed.run"].get_args_parser()
+    config.parse_argv(Rehearsal, ["--steps", "2"])
+
+
+@dataclass
+class Rehearsal:
+    """Parameters, as a rank program has them."""
+
+    steps: int = 1
+    """How many."""
 
 
 def stand_still_when_asked(control: socket.socket) -> None:

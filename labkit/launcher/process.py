@@ -23,7 +23,6 @@ from labkit.launcher import warm
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
-MONITOR_INTERVAL_S = 0.02
 RENDEZVOUS = "one-host"
 """What rendezvous.py registers with torchrun."""
 STARTING_FRAMES = (
@@ -160,7 +159,7 @@ def pid_of(folder: RunFolder, rank: int) -> int:
 def _torchrun_arguments(folder: RunFolder, nproc: int) -> list[str]:
     rendezvous = ["--rdzv-backend", RENDEZVOUS, "--rdzv-endpoint", "127.0.0.1", "--rdzv-id", folder.path.name]
     local = ["--nnodes", "1", "--nproc-per-node", str(nproc), "--local-addr", "127.0.0.1"]
-    local += ["--log-dir", str(folder.torchrun_folder), "--monitor-interval", str(MONITOR_INTERVAL_S)]
+    local += ["--log-dir", str(folder.torchrun_folder)]
     return [*rendezvous, *local, "--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker"]
 
 

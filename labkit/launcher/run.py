@@ -190,7 +190,6 @@ def _description(plan: _Plan) -> dict[str, Any]:
         **asdict(plan),
         "python": platform.python_version(),
         "labkit": next((found.version for found in metadata.distributions(name="labkit")), "unknown"),
-        "git_revision": _git_revision(),
         "start": datetime.datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "exit": "running",
     }
@@ -269,7 +268,7 @@ def _run_ranks(plan: _Plan, folder: RunFolder, display: Display, parent: Parent 
     outcome = "ok"
     try:
         with _processes(plan, folder, parent) as running:
-            info["warm"] = isinstance(running, Torchrun)
+            info |= {"warm": isinstance(running, Torchrun), "git_revision": _git_revision()}  # while the ranks start
             status = _watch(running, folder, plan, progress)
         if not folder.path.is_dir():
             raise _lost(folder)

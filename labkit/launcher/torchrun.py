@@ -10,6 +10,7 @@ and importing it again. This process in its turn is a fork of the warm parent (p
 import contextlib
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from labkit.ending import begin_anew
 from labkit.folder import NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
@@ -26,6 +27,7 @@ from labkit.launcher import process, worker
 
 WATCH_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
+POLL_PERIOD_S, PAUSE_S = 0.05, 0.001
 WORKER = "labkit.launcher.worker"
 
 
@@ -76,8 +78,9 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     rendezvous.register()
     _shorten_shutdown()
     _fork_ranks()
+    pause = PAUSE_S if may_fork() else POLL_PERIOD_S  # a forked rank's poll waits by itself
     try:
-        run.main(arguments)
+        run.main(["--monitor-interval", str(pause), *arguments])
     except ChildFailedError as error:
         write_json(folder.exit_json, {"failures": [_failure(rank, failed) for rank, failed in error.failures.items()]})
         return 1
@@ -121,7 +124,14 @@ def _fork_ranks() -> None:
 
 
 class ForkedRank:
-    """A rank that was forked, with what torchrun uses of subprocess.Popen: ``pid``, ``returncode``, poll and wait."""
+    """A rank that was forked, with what torchrun uses of subprocess.Popen: ``pid``, ``returncode``, poll and wait.
+
+    torchrun polls its ranks in turn, again and again. Here that is a wait until any rank ends, so that torchrun learns
+    of it at once and does not take time from the ranks meanwhile.
+    """
+
+    alive: ClassVar[dict[int, int]] = {}
+    """A file descriptor that becomes readable when the rank ends, by process id."""
 
     def __init__(self, arguments: tuple[str, ...], env: dict[str, str]):
         self.returncode: int | None = None
@@ -130,12 +140,16 @@ class ForkedRank:
         self.pid = os.fork()
         if self.pid == 0:
             _be_a_rank(arguments, env)
+        ForkedRank.alive[self.pid] = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         if self.returncode is None:
+            select.select([*ForkedRank.alive.values()], [], [], POLL_PERIOD_S / len(ForkedRank.alive))
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                os.close(ForkedRank.alive.pop(pid))
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -144,7 +158,6 @@ class ForkedRank:
         while (status := self.poll()) is None:
             if timeout is not None and time.monotonic() - begun > timeout:
                 raise subprocess.TimeoutExpired(WORKER, timeout)
-            time.sleep(0.01)
         return status
 
 
@@ -152,6 +165,8 @@ def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
     """What Popen and a new Python would have done, then the worker. Does not return."""
     try:
         os.setsid()
+        for descriptor in ForkedRank.alive.values():
+            os.close(descriptor)
         begin_anew()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)  # torchrun has its own handlers

@@ -162,7 +162,7 @@ class Keeper:
                     self._cold_runs -= 1
                 if not self._cold_runs:
                     self._tell(GO_ON)
-                    if choice is not False:
+                    if choice is not False and not self._parent:
                         self.begin()
 
     def begin(self) -> None:
@@ -185,8 +185,8 @@ class Keeper:
             return None
         self._drop_if_stale()
         wait = (choice or not self._is_first) and not self._cold_runs
-        if wait:
-            self.begin()
+        if wait and not self._parent:
+            self._parent = Parent()
         try:
             return self._parent if self._parent and self._parent.becomes_ready(READY_WITHIN_S if wait else 0) else None
         except Gone:
