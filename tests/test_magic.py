@@ -116,28 +116,29 @@ def test_what_cannot_be_sent_home_is_refused(cell):
         cell("", "from labkit import rank\nrank.give(x=lambda: 1)")
 
 
-def test_an_error_says_which_rank_and_marks_the_line(cell):
-    code = (
-        GATHER
-        + """
-        if dist.get_rank() == 2:
-            raise ValueError("widths differ")
-        dist.barrier()
-    """.replace("\n        ", "\n")
-    )
+FAILING = """\
+print("before")
+dist.init_process_group()
+if dist.get_rank() == 2:
+    raise ValueError("widths differ")
+dist.barrier()"""
+
+
+def test_an_error_says_which_rank_and_marks_the_line(cell, capsys):
     with pytest.raises(labkit.RankFailed) as caught:
-        cell("-n 3", code)
+        cell("-n 3", FAILING)
     assert caught.value.rank == 2
     lines = str(caught.value).splitlines()
-    assert lines[0] == "rank 2 failed: ValueError: widths differ"
-    assert lines[1:6] == [
-        "      6 | ",
-        "      7 | if dist.get_rank() == 2:",
-        '-->   8 |     raise ValueError("widths differ")',
-        "      9 | dist.barrier()",
-        lines[5],
+    assert lines[:5] == [
+        "rank 2 failed: ValueError: widths differ",
+        "      3 | dist.init_process_group()",
+        "      4 | if dist.get_rank() == 2:",
+        '-->   5 |     raise ValueError("widths differ")',
+        "      6 | dist.barrier()",
     ]
-    assert caught.value._render_traceback_() == lines
+    assert lines[5].startswith("its output: ") and caught.value._render_traceback_() == lines
+    shown = capsys.readouterr().out
+    assert shown.startswith("[ranks 0–2] before\n") and "Traceback" not in shown.partition("rank 2 failed")[0]
 
 
 def test_a_deadlock_shows_every_ranks_line(cell):
@@ -154,7 +155,8 @@ def test_a_deadlock_shows_every_ranks_line(cell):
 @pytest.mark.usefixtures("nothing_starts")
 def test_nothing_starts_with_a_syntax_error(cell, shell):
     outcome = shell.run_cell("%%torchrun\nx = 1\nfor in range(3)")
-    assert isinstance(outcome.error_in_exec, SyntaxError) and outcome.error_in_exec.lineno == 3
+    assert isinstance(outcome.error_in_exec, labkit.ParameterError)
+    assert "-->   3 | for in range(3)\nSyntaxError: invalid syntax. Nothing was started." in str(outcome.error_in_exec)
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -21,13 +21,14 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from labkit.errors import LabError, RankFailed, RunTimedOut
+from labkit.errors import LabError, ParameterError, RankFailed, RunTimedOut
 from labkit.launcher.run import run_given
 from labkit.result import RunResult
 
 PROGRAM = Path(__file__).resolve().parents[1] / "rank" / "cell.py"
 CELL, VALUE = "<cell>", "value"  # as rank/cell.py has them, which imports torch
 FRAME = re.compile(rf'File "{CELL}", line (\d+)')
+TRACEBACK = re.compile(r"^(?:\[rank\d+\]: ?)*Traceback \(most recent call last\):", re.MULTILINE)
 CONTEXT_LINES = 2
 
 
@@ -48,7 +49,7 @@ class Torchrun(Magics):
         if options.name and not options.name.isidentifier():
             raise UsageError(f"--name {options.name} is no name for a value: use letters, digits and _")
         text = "\n" + cell  # so that lines are counted as in the cell, whose first is the magic's
-        tree = ast.parse(text, CELL)
+        tree = parsed(text)
         assert self.shell
         known = self.shell.user_ns
         names = {**modules_in(tree, known), **chosen(options.use, known)}
@@ -64,6 +65,16 @@ class Torchrun(Magics):
         show_values(result)
         if options.name:
             known[options.name] = result
+
+
+def parsed(text: str) -> ast.Module:
+    """The code of a cell. Raises ParameterError for what is no Python, which IPython shows without labkit's frames."""
+    try:
+        return ast.parse(text, CELL)
+    except SyntaxError as error:
+        said = f"SyntaxError: {error.msg}. Nothing was started."
+        place = marked(text, error.lineno or 2)
+        raise in_terms_of_the_cell(ParameterError(), f"{place}\n{said}") from None
 
 
 def modules_in(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
@@ -118,7 +129,7 @@ def in_words(ranks: list[int]) -> str:
 def failed_run(failure: RankFailed) -> dict[int, str]:
     """The output of a failed run's ranks, without the traceback that the failing one printed at its end."""
     logs = {int(path.stem.removeprefix("rank_")): path.read_text() for path in failure.log.parent.glob("rank_*.log")}
-    return {rank: log.partition("Traceback (most recent call last):")[0] for rank, log in sorted(logs.items())}
+    return {rank: TRACEBACK.split(log)[0] for rank, log in sorted(logs.items())}
 
 
 def told_of(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:

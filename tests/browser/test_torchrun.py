@@ -1,0 +1,81 @@
+"""A person in JupyterLab writes rank code into cells: output, values, errors, an endless loop."""
+
+import re
+
+import nbformat
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'").expect
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+LONG_MS = 40_000
+
+CELLS = [
+    "import labkit\nimport torch\nfrom torch import distributed as dist",
+    """\
+%%torchrun -n 3 --name sums
+dist.init_process_group()
+print("rank", dist.get_rank(), "is here")
+x = torch.ones(2) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+labkit.rank.give(total=x)
+x""",
+    "[rank.gave['total'].tolist() for rank in sums.ranks]",
+    "%%torchrun -n 2\nx = 1\nfor rank in range(2)\n    x += rank",
+    """\
+%%torchrun -n 3
+dist.init_process_group()
+width = 4 - dist.get_rank() // 2
+if width != 4:
+    raise ValueError(f"width {width} is not 4")
+dist.barrier()""",
+    "%%torchrun -n 2 --timeout 3\nimport time\nwhile True:\n    time.sleep(0.1)",
+    "print('alive', 6 * 7)",
+]
+
+
+@pytest.fixture
+def notebook(lab, browser, screenshots):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, lab.folder / "rank_code.ipynb")
+    page = browser.new_page(viewport={"width": 1280, "height": 1900})
+    page.goto(lab.page_of("rank_code.ipynb"), timeout=LONG_MS)
+    page.locator(".jp-Notebook .jp-CodeCell").nth(len(CELLS) - 1).wait_for(timeout=LONG_MS)
+    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
+    yield page
+    page.close()
+
+
+def output_of(page, number):
+    """Press Shift+Enter in a cell until it is taken, and wait for its end; its output."""
+    cell = page.locator(".jp-Notebook .jp-CodeCell").nth(number)
+    for _ in range(10):
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+        try:
+            expect(cell.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[(\*|\d+)\]:"), timeout=2000)
+            break
+        except AssertionError:  # for a moment after its start the page loses keys
+            continue
+    expect(cell.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[\d+\]:"), timeout=LONG_MS)
+    page.wait_for_timeout(300)  # what the kernel has sent is drawn
+    return cell.locator(".jp-Cell-outputArea").inner_text()
+
+
+def test_cells_of_rank_code(notebook, screenshots):
+    output_of(notebook, 0)
+    shown = output_of(notebook, 1)
+    assert all(f"[rank {rank}] rank {rank} is here" in shown for rank in range(3))
+    assert "ranks 0–2: tensor([6., 6.])" in shown
+    assert "[[6.0, 6.0], [6.0, 6.0], [6.0, 6.0]]" in output_of(notebook, 2)
+    shown = output_of(notebook, 3)
+    assert "-->   3 | for rank in range(2)" in shown and "SyntaxError: expected ':'" in shown
+    assert "interactiveshell" not in shown
+    shown = output_of(notebook, 4)
+    assert "rank 2 failed: ValueError: width 3 is not 4" in shown
+    assert '-->   5 |     raise ValueError(f"width {width} is not 4")' in shown
+    assert "launcher" not in shown, "labkit's own frames are not the learner's"
+    shown = output_of(notebook, 5)
+    assert "no end after 3 s" in shown and "ranks 0–1:" in shown and "-->   4 |     time.sleep(0.1)" in shown
+    assert "alive 42" in output_of(notebook, 6)
+    notebook.screenshot(path=screenshots / "rank_code.png", full_page=True)
