@@ -125,7 +125,7 @@ def run(job: Job, ranks: int, device: str, limit_s: float) -> dict[str, Any]:
     try:
         result = labkit.run(job.program, nproc=ranks, device=device, timeout_s=limit_s, **job.params)
     except labkit.LabError as error:
-        return row | {"ok": False, "error": str(error)[-2000:], "seconds": round(time.perf_counter() - begun, 1)}
+        return row | {"ok": False, "error": str(error)[:2000], "seconds": round(time.perf_counter() - begun, 1)}
     row |= {"ok": True, "seconds": round(time.perf_counter() - begun, 1), "backend": result.session["backend"]}
     values = result._values()
     if job.checks:

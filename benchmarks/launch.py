@@ -217,7 +217,7 @@ def breakdown(warm: bool) -> dict[str, float]:
         "torchrun notices, labkit looks for leftovers": over - ended,
         "records are read": home - over,
     }
-    return {name: round(1000 * seconds, 1) for name, seconds in steps.items()}
+    return {name: max(0.0, round(1000 * seconds, 1)) for name, seconds in steps.items()}  # labkit notes whole ms
 
 
 def report(taken: dict[str, list[float]]) -> dict[str, Any]:

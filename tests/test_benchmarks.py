@@ -22,9 +22,8 @@ def bench(monkeypatch):
         spec.loader.exec_module(module)
         return module
 
-    for name in ("LABKIT_RUNS", "LABKIT_PROGRESS", "LABKIT_QUEUE"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("LABKIT_PROGRESS", "off")
+    for name, value in {"LABKIT_RUNS": "", "LABKIT_PROGRESS": "off", "LABKIT_QUEUE": "0"}.items():
+        monkeypatch.setenv(name, value)
     return load
 
 

@@ -34,8 +34,9 @@ def requirement_name(requirement):
 
 
 def declared(project):
-    """Every package that pyproject.toml names, in core and extras."""
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    """Every package that pyproject.toml names, in core and extras; other launchers are for a benchmark alone."""
+    extras = [group for name, group in project["optional-dependencies"].items() if name != "bench"]
+    groups = [project["dependencies"], *extras]
     return {requirement_name(entry) for group in groups for entry in group} - {"labkit"}
 
 

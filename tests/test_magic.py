@@ -142,14 +142,70 @@ def test_an_error_says_which_rank_and_marks_the_line(cell, capsys):
 
 
 def test_a_deadlock_shows_every_ranks_line(cell):
-    code = GATHER + "if dist.get_rank() == 0:\n    dist.all_reduce(x)\nelse:\n    while True:\n        pass"
+    code = GATHER + "if dist.get_rank() == 0:\n    dist.all_reduce(x)\nelse:\n    import time\n    time.sleep(60)"
     with pytest.raises(labkit.RunTimedOut) as caught:
         cell("-n 3 --timeout 2", code)
     text = str(caught.value)
     assert "no end after 2 s" in text
     first, others = text.split("ranks 1–2:")
     assert "rank 0:" in first and "-->   7 |     dist.all_reduce(x)" in first
-    assert "-->  10 |         pass" in others or "-->   9 |     while True:" in others
+    assert "-->  10 |     time.sleep(60)" in others
+
+
+def test_modules_beside_the_notebook_are_found_and_labkits_own_are_not(cell, shell, tmp_path, monkeypatch):
+    (tmp_path / "other_module.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "meter.py").write_text("NAME = 'mine'\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    assert cell("", "import other_module, meter\n(other_module.double(3), meter.NAME)") == "ranks 0–1: (6, 'mine')\n"
+
+
+def test_output_of_a_failed_cell_in_any_encoding_and_with_tracebacks_of_its_own(cell, capsys):
+    code = """
+        import sys, traceback
+        sys.stdout.buffer.write(b"\\xff\\n")
+        sys.stdout.flush()
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            traceback.print_exc(file=sys.stdout)
+        print("after that")
+        raise ValueError("the real one")
+    """
+    with pytest.raises(labkit.RankFailed, match="the real one"):
+        cell("", code)
+    shown = capsys.readouterr().out.partition("rank 0 failed")[0]
+    assert "[ranks 0–1] \ufffd\n" in shown and "[ranks 0–1] after that\n" in shown
+    assert shown.count("Traceback") == 1 and "the real one" not in shown.partition("after that")[2][:40]
+
+
+def test_a_timeout_shows_the_line_of_the_main_thread(cell):
+    code = """
+        import threading, time
+        threading.Thread(target=lambda: time.sleep(600), daemon=True).start()
+        time.sleep(100)
+    """
+    with pytest.raises(labkit.RunTimedOut) as caught:
+        cell("--timeout 2", code)
+    assert "-->   4 | time.sleep(100)" in str(caught.value)
+
+
+@pytest.mark.parametrize(("last", "shown"), [("x;  # quiet", ""), ("x  # see a;", "ranks 0–1: 2\n")])
+def test_a_semicolon_counts_and_one_in_a_comment_does_not(cell, last, shown):
+    assert cell("", f"x = 2\n{last}") == shown
+
+
+def test_a_cell_may_change_its_environment_and_hold_any_line_end(cell):
+    assert cell("", "import os\nos.environ.clear()\n5") == "ranks 0–1: 5\n"
+    with pytest.raises(labkit.RankFailed, match=r"-->   3 \| 1 / 0"):
+        cell("", 's = "a\u2028b\x0cc"\n1 / 0')
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("code", ["return 1", "await something()", "break"])
+def test_nothing_starts_with_what_cannot_be_compiled(cell, code):
+    with pytest.raises(labkit.ParameterError, match=r"SyntaxError: .*Nothing was started"):
+        cell("", code)
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -168,6 +224,7 @@ def test_nothing_starts_with_a_syntax_error(cell, shell):
         ("--device tpu", labkit.ParameterError, "'tpu' is none of"),
         ("--use nobody", UsageError, "--use nobody: the notebook has no such name"),
         ("--name 3x", UsageError, "--name 3x is no name"),
+        ("--name class", UsageError, "--name class is no name"),
         ("--nodes 3", UsageError, "unrecognized arguments: --nodes 3"),
     ],
 )
@@ -179,7 +236,7 @@ def test_wrong_options_are_refused_before_a_start(cell, options, error, message)
 @pytest.mark.usefixtures("nothing_starts")
 def test_what_cannot_leave_the_notebook_is_named(cell, shell):
     shell.run_cell("import threading\nlock = threading.Lock()")
-    with pytest.raises(labkit.ParameterError, match=r"cannot be sent to the ranks .*lock"):
+    with pytest.raises(labkit.ParameterError, match=r"^lock cannot be sent to the ranks"):
         cell("--use lock", "lock")
 
 

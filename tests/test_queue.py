@@ -125,6 +125,52 @@ def test_what_stands_in_the_way_is_named(place, monkeypatch):
         labkit.run(PROGRAMS / "small.py")
 
 
+def test_whoever_tidies_up_the_folder_stops_nobody(place):
+    earlier = ticket(place, 4)
+    assert earlier.runs_before() == 0
+    (place / "a-b-c-d").touch()
+    threading.Timer(0.3, lambda: [path.unlink() for path in place.iterdir()]).start()
+    with queue.turn(Need(4, 0, False), lambda before: None):
+        assert len(queue.tickets(place)) == 1
+
+
+def test_a_runtime_folder_that_is_not_there_is_not_used(place, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setattr(queue.tempfile, "gettempdir", lambda: str(place.parent))
+    with queue.turn(Need(1, 0, False), pytest.fail):
+        assert len(queue.tickets(place)) == 1
+
+
+def test_a_stopped_process_keeps_nobody_waiting_and_a_fork_no_place(place):
+    first, stopped, mine = ticket(place, 4), ticket(place, 4), ticket(place, 4)
+    assert first.runs_before() == 0
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        stopped.path = stopped.path.rename(
+            stopped.path.with_name(stopped.path.name.replace(str(os.getpid()), str(sleeper.pid)))
+        )
+        first.leave()
+        assert mine.runs_before() == 1
+        sleeper.send_signal(signal.SIGSTOP)
+        give_up = time.monotonic() + 5
+        while mine.runs_before():
+            assert time.monotonic() < give_up
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    stopped.leave()
+    child = os.fork()
+    if child == 0:
+        time.sleep(3)
+        os._exit(0)
+    mine._lock.close()  # as when this process is killed
+    after = ticket(place, 4)
+    give_up = time.monotonic() + 2  # the fork closes it as soon as it begins
+    while after.runs_before():
+        assert time.monotonic() < give_up, "the fork holds it"
+    os.waitpid(child, 0)
+
+
 CROWD = """
 import json, sys, time, labkit
 begun = time.time()

@@ -11,6 +11,7 @@ while they run, and at the end once more, sorted by rank; so does the value of t
 """
 
 import ast
+import keyword
 import re
 import types
 from collections.abc import Mapping
@@ -22,13 +23,14 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from labkit.errors import LabError, ParameterError, RankFailed, RunTimedOut
+from labkit.folder import RunFolder, read_json
 from labkit.launcher.run import run_given
 from labkit.result import RunResult
 
 PROGRAM = Path(__file__).resolve().parents[1] / "rank" / "cell.py"
 CELL, VALUE = "<cell>", "value"  # as rank/cell.py has them, which imports torch
 FRAME = re.compile(rf'File "{CELL}", line (\d+)')
-TRACEBACK = re.compile(r"^(?:\[rank\d+\]: ?)*Traceback \(most recent call last\):", re.MULTILINE)
+TRACEBACK = "Traceback (most recent call last):"
 CONTEXT_LINES = 2
 
 
@@ -46,7 +48,7 @@ class Torchrun(Magics):
     def torchrun(self, line: str, cell: str) -> None:
         """Run this cell on real ranks, each a new process that torchrun starts."""
         options = parse_argstring(self.torchrun, line)
-        if options.name and not options.name.isidentifier():
+        if options.name and (not options.name.isidentifier() or keyword.iskeyword(options.name)):
             raise UsageError(f"--name {options.name} is no name for a value: use letters, digits and _")
         text = "\n" + cell  # so that lines are counted as in the cell, whose first is the magic's
         tree = parsed(text)
@@ -55,7 +57,9 @@ class Torchrun(Magics):
         names = {**modules_in(tree, known), **chosen(options.use, known)}
         arguments = {"nproc": options.nproc, "device": options.device, "timeout_s": options.timeout}
         try:
-            result = run_given(PROGRAM, {"text": text, "names": names}, **arguments)
+            result = run_given(PROGRAM, {CELL: text, **names}, **arguments)
+        except ParameterError as refused:
+            raise in_terms_of_the_cell(refused, str(refused)) from None
         except RankFailed as failure:
             show_output(failed_run(failure))
             raise in_terms_of_the_cell(failure, told_of(failure, text, known)) from None
@@ -70,7 +74,9 @@ class Torchrun(Magics):
 def parsed(text: str) -> ast.Module:
     """The code of a cell. Raises ParameterError for what is no Python, which IPython shows without labkit's frames."""
     try:
-        return ast.parse(text, CELL)
+        tree = ast.parse(text, CELL)
+        compile(tree, CELL, "exec")  # return outside of a function, and the like
+        return tree
     except SyntaxError as error:
         said = f"SyntaxError: {error.msg}. Nothing was started."
         place = marked(text, error.lineno or 2)
@@ -128,8 +134,17 @@ def in_words(ranks: list[int]) -> str:
 
 def failed_run(failure: RankFailed) -> dict[int, str]:
     """The output of a failed run's ranks, without the traceback that the failing one printed at its end."""
-    logs = {int(path.stem.removeprefix("rank_")): path.read_text() for path in failure.log.parent.glob("rank_*.log")}
-    return {rank: TRACEBACK.split(log)[0] for rank, log in sorted(logs.items())}
+    folder = RunFolder(failure.log.parent)
+    paths = {int(path.stem.removeprefix("rank_")): path for path in folder.path.glob("rank_*.log")}
+    logs = {rank: path.read_text(errors="replace") for rank, path in paths.items()}
+    return {rank: without_end(log, folder.error(rank)) for rank, log in sorted(logs.items())}
+
+
+def without_end(log: str, error: Path) -> str:
+    """A rank's output without the tracebacks, one or a chain, of the error that ended it."""
+    chain = read_json(error).get("traceback", "").count(TRACEBACK)
+    parts = log.split(TRACEBACK)
+    return re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", TRACEBACK.join(parts[: max(1, len(parts) - chain)]))
 
 
 def told_of(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
@@ -146,7 +161,7 @@ def told_of(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
 def where_they_were(late: RunTimedOut, text: str) -> str:
     """The line of the cell in which every rank was when the time was over."""
     lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
-    places = {rank: next(iter(FRAME.findall(stack)), None) for rank, stack in sorted(late.stacks.items())}
+    places = {rank: line_of_main_thread(stack) for rank, stack in sorted(late.stacks.items())}
     said = {
         rank: marked(text, int(number)) if number else "not in the cell: " + late.stacks[rank].strip()
         for rank, number in places.items()
@@ -154,9 +169,15 @@ def where_they_were(late: RunTimedOut, text: str) -> str:
     return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in by_text(said))])
 
 
+def line_of_main_thread(stack: str) -> str | None:
+    """The innermost line of the cell in the oldest thread that is in it."""
+    threads = [FRAME.findall(thread) for thread in stack.split("\n\n")]
+    return next((lines[0] for lines in reversed(threads) if lines), None)
+
+
 def marked(text: str, number: int) -> str:
     """Some lines of a cell with their numbers, and an arrow at one."""
-    numbered = list(enumerate(text.splitlines(), start=1))[1:]
+    numbered = list(enumerate(text.rstrip().split("\n"), start=1))[1:]
     near = [(each, line) for each, line in numbered if abs(each - number) <= CONTEXT_LINES]
     return "\n".join(f"{'-->' if each == number else '   '} {each:3} | {line}" for each, line in near)
 

@@ -7,10 +7,10 @@ import contextlib
 import inspect
 import io
 import linecache
+import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -32,7 +32,8 @@ def pack(given: Mapping[str, Any]) -> bytes:
         Unsendable: one of them uses something that cannot leave this process.
     """
     file = io.BytesIO()
-    pickle.dump({"path": [path for path in sys.path if path], "sources": _sources()}, file)
+    here = os.getcwd()
+    pickle.dump({"path": [path or here for path in sys.path], "sources": _sources()}, file)
     known = {*sys.stdlib_module_names, *cloudpickle.list_registry_pickle_by_value()}
     with contextlib.ExitStack() as afterwards:
         for module in {sys.modules.get(getattr(value, "__module__", None) or "") for value in given.values()}:
@@ -43,16 +44,23 @@ def pack(given: Mapping[str, Any]) -> bytes:
             cloudpickle.dump(dict(given), file)
         except Exception as error:
             text = shorten(f"{type(error).__name__}: {error}", 300)
-            raise Unsendable(
-                f"{' and '.join(given)} cannot be sent to the ranks with what is used there: {text}"
-            ) from error
+            names = " and ".join(name for name, value in given.items() if not _is_sendable(value))
+            raise Unsendable(f"{names} cannot be sent to the ranks with what is used there: {text}") from error
     return file.getvalue()
+
+
+def _is_sendable(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def _sources() -> dict[str, list[str]]:
     """The lines of cells, which lie in no file, by the name that their code goes by."""
     cached = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) > 2}
-    return {name: lines for name, lines in cached.items() if lines and not Path(name).exists()}
+    return {name: lines for name, lines in cached.items() if lines and not os.path.exists(name)}
 
 
 def source_of(function: Callable[..., Any]) -> str:
@@ -85,9 +93,11 @@ def _takes(function: Callable[..., Any], wanted: inspect.Signature) -> bool:
     by_name = {name for name, each in wanted.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
     by_place = wanted.parameters.keys() - by_name
     try:
-        inspect.signature(function).bind(*by_place, **dict.fromkeys(by_name))
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):  # of native code, for example: nothing to look at
+        return True
+    try:
+        takes.bind(*by_place, **dict.fromkeys(by_name))
     except TypeError:
         return False
-    except ValueError:  # of native code, which has no signature to look at
-        return True
     return True

@@ -54,10 +54,12 @@ def main() -> None:
     """Import everything, say so, and serve until the notebook has no more need of this process."""
     mark = Mark()
     control = socket.socket(fileno=int(sys.argv[1]))
+    path = list(sys.path)
     for name in IMPORTED:
         stand_still_when_asked(control)
         importlib.import_module(name)
     rehearse()
+    sys.path[:] = path  # setuptools adds a folder of its own
     gc.collect()
     gc.freeze()  # a fork that collects garbage would copy the pages of all that was imported
     control.sendall(READY)
@@ -127,14 +129,13 @@ def _fork(selector: selectors.BaseSelector, mark: Mark, request_file: int, answe
     with open(request_file) as file:
         request = json.load(file)
     if not _may_fork():
-        answer.sendall(NUMBER.pack(0))
-        return
+        return _tell(answer, 0)
     mark.show(request["environment"][VARIABLE])
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         _be_torchrun(selector, answer, request, parent)
     mark.show("")
-    answer.sendall(NUMBER.pack(pid))
+    _tell(answer, pid)
     selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answer))
 
 
@@ -148,8 +149,13 @@ def _answer_end(selector: selectors.BaseSelector, key: selectors.SelectorKey) ->
     selector.unregister(key.fileobj)
     os.close(key.fd)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with answer, contextlib.suppress(OSError):  # nobody waits for it any more
-        answer.sendall(NUMBER.pack(status))
+    with answer:
+        _tell(answer, status)
+
+
+def _tell(answer: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # whoever asked was interrupted
+        answer.sendall(NUMBER.pack(number))
 
 
 def _be_torchrun(selector: selectors.BaseSelector, answer: socket.socket, request: Any, parent: int) -> NoReturn:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import psutil
 
@@ -23,6 +23,7 @@ from labkit.errors import LabError, ParameterError
 from labkit.folder import VARIABLE
 
 SWITCH = "LABKIT_QUEUE"
+TICKETS = "[0-9]*-[0-9]*-[01]-[0-9]*-[rw]*ing"
 POLL_PERIOD_S = 0.05
 RANK_BYTES = 400 * 2**20
 """What a rank of the labs takes, or a little more: torch, and a small model."""
@@ -69,27 +70,40 @@ def turn(need: Need, tell: Callable[[int], None]) -> Iterator[None]:
     if switch == "0" or VARIABLE in os.environ:
         yield
         return
-    with _new_ticket(need) as ticket:
+    ticket = _new_ticket(need)
+    try:
         while before := ticket.runs_before():
             tell(before)
             time.sleep(POLL_PERIOD_S)
+            if not ticket.path.exists():  # someone cleaned up
+                ticket.leave()
+                ticket = _new_ticket(need)
         yield
+    finally:
+        ticket.leave()
 
 
 class Ticket:
-    """A place in the queue. The name of its file: number, cores, gpus, and whether it is running."""
+    """A place in the queue. The name of its file: number, cores, gpus, process, and whether it is running."""
+
+    held: ClassVar[set[IO[bytes]]] = set()
+    """The locked files of this process."""
 
     def __init__(self, folder: Path, number: int, need: Need):
         self.folder, self.need = folder, need
-        self.path = folder / f"{number:08d}-{need.cores}-{int(need.gpus)}-waiting"
+        self.path = folder / f"{number:08d}-{need.cores}-{int(need.gpus)}-{os.getpid()}-waiting"
         self._lock: IO[bytes] = self.path.open("wb")
+        Ticket.held.add(self._lock)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def runs_before(self) -> int:
         """How many runs this one has to wait for; 0: it has its turn, and keeps it until ``leave``."""
         with _alone(self.folder):
+            if not self.path.exists():  # someone cleaned up
+                return 1
             others = [path for path in tickets(self.folder) if path != self.path]
-            waiting = [path for path in others if path.name.endswith("waiting") and path.name < self.path.name]
+            earlier = [path for path in others if path.name.endswith("waiting") and path.name < self.path.name]
+            waiting = [path for path in earlier if not _is_stopped(path)]
             running = [path for path in others if path.name.endswith("running")]
             if waiting or (running and not self._has_room_beside(running)):
                 return len(waiting) + len(running)
@@ -98,39 +112,53 @@ class Ticket:
 
     def _has_room_beside(self, running: list[Path]) -> bool:
         taken = [path.name.split("-") for path in running]
-        cores = sum(int(cores) for _, cores, _, _ in taken) + self.need.cores
-        gpus = self.need.gpus and any(gpus == "1" for _, _, gpus, _ in taken)
+        cores = sum(int(cores) for _, cores, *_ in taken) + self.need.cores
+        gpus = self.need.gpus and any(gpus == "1" for _, _, gpus, *_ in taken)
         memory = psutil.virtual_memory().available >= self.need.memory
         return cores <= len(requirements.cores()) and not gpus and memory
 
     def leave(self) -> None:
         """Give up the place."""
         self.path.unlink(missing_ok=True)
+        Ticket.held.discard(self._lock)
         self._lock.close()
 
 
-@contextlib.contextmanager
-def _new_ticket(need: Need) -> Iterator[Ticket]:
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"labkit-queue-{os.getuid()}"
+def _close_in_a_fork() -> None:
+    """A fork of this process has the files, too, and would keep them locked."""
+    for lock in Ticket.held:
+        lock.close()
+    Ticket.held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_a_fork)
+
+
+def _is_stopped(path: Path) -> bool:
+    """Whether a ticket's process stands still (Ctrl-Z), so that those behind it need not wait."""
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(int(path.name.split("-")[3])).status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def _new_ticket(need: Need) -> Ticket:
+    own = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(own if os.access(own, os.W_OK) else tempfile.gettempdir()) / f"labkit-queue-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         with _alone(folder):
-            numbers = [int(path.name.split("-")[0]) for path in folder.glob("*-*-*-*")]
-            ticket = Ticket(folder, max(numbers, default=0) + 1, need)
+            numbers = [int(path.name.split("-")[0]) for path in folder.glob(TICKETS)]
+            return Ticket(folder, max(numbers, default=0) + 1, need)
     except OSError as error:
         raise LabError(f"no queue in {folder} ({error.strerror}): mend it, or set {SWITCH}=0") from error
-    try:
-        yield ticket
-    finally:
-        ticket.leave()
 
 
 def tickets(folder: Path) -> list[Path]:
     """All tickets whose process is alive; those of the dead are removed."""
     alive = []
-    for path in sorted(folder.glob("*-*-*-*")):
+    for path in sorted(folder.glob(TICKETS)):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,6 +171,7 @@ def tickets(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
+    folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / "lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -201,7 +201,8 @@ def find_program(program: str | Path) -> tuple[Path, str]:
         path = Path(os.path.expanduser(program)).resolve()
         if not path.is_file():
             raise ParameterError(f"there is no program {path}")
-        return path, f"launch.{path.stem}" if path.parent == ROOT / "launch" else str(path)
+        ours = path.parent == ROOT / "launch" or path.is_relative_to(ROOT / "labkit")
+        return path, ".".join(path.relative_to(ROOT).with_suffix("").parts) if ours else str(path)
     found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
     if str(program) not in found:
         names = ", ".join(found)

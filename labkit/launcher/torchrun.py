@@ -184,9 +184,10 @@ def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
 
 
 def _start_random_numbers_anew() -> None:
-    """As a new Python has them: not the same on all ranks. torch's begin with a fixed seed, which is not touched."""
+    """As new Pythons have them: other ones in every rank and every run."""
     random.seed()
     sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
 
 
 def _end_with_notebook(folder: RunFolder) -> None:

@@ -28,11 +28,11 @@ SWITCH = "LABKIT_WARM"
 READY, STAND_STILL, GO_ON, FORK = b"r", b"s", b"g", b"f"
 NUMBER = struct.Struct("i")
 LONGEST_PATH = 4096
-READY_WITHIN_S = 60.0
+READY_WITHIN_S, ANSWERS_WITHIN_S = 60.0, 10.0
 READ_AT_IMPORT = (
     *("PYTHON", "TORCH", "PYTORCH", "TRITON", "INDUCTOR", "CUDA", "NVIDIA", "CXX", "CC"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS", "DNNL", "ONEDNN", "ATEN_", "NUMPY", "NPY_"),
-    *("LD_", "MALLOC_", "GLIBC", "LANG", "LC_", "TZ", "TMPDIR"),
+    *("LD_", "MALLOC_", "GLIBC", "LANG", "LC_", "TZ", "TMPDIR", "LOGLEVEL"),
 )
 """How the environment variables begin that count when a process begins or imports torch. All others arrive anyway."""
 
@@ -112,6 +112,7 @@ class Parent:
     def fork(self, request: dict[str, Any]) -> Torchrun:
         """Have it fork torchrun. Raises Gone if it cannot."""
         ours, theirs = socket.socketpair()
+        pid = 0
         with contextlib.ExitStack() as on_error:
             on_error.callback(ours.close)  # if this is interrupted, the fork learns by it that nobody wants it
             with theirs, open(os.memfd_create("labkit-request"), "w+") as file:
@@ -119,8 +120,9 @@ class Parent:
                 file.flush()
                 file.seek(0)
                 self.say(FORK, [file.fileno(), theirs.fileno()])
-            answer = ours.recv(NUMBER.size)
-            pid = NUMBER.unpack(answer)[0] if answer else 0
+            ours.settimeout(ANSWERS_WITHIN_S)
+            with contextlib.suppress(TimeoutError):
+                pid = NUMBER.unpack(ours.recv(NUMBER.size).ljust(NUMBER.size, b"\0"))[0]
             if not pid:
                 self.process.kill()
                 self.process.wait()
@@ -237,10 +239,26 @@ def decide(wish: bool | None) -> bool | None:
 def state_of_this_process() -> tuple[Any, ...]:
     """What a new Python would find that began now. A parent that began with another state must not stand for it."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
-    sources = {path: path.stat().st_mtime_ns for path in (ROOT / "labkit").rglob("*.py")}
-    installed = Path(sysconfig.get_path("purelib")).stat().st_mtime_ns
+    installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
-    return variables, sources, installed, limits, requirements.cores()
+    process = requirements.cores(), os.getpriority(os.PRIO_PROCESS, 0), _umask()
+    relative = not all(map(os.path.isabs, os.environ.get("PYTHONPATH", ROOT.anchor).split(os.pathsep)))
+    return variables, _times_of_sources(), installed, limits, process, os.getcwd() if relative else ""
+
+
+def _times_of_sources() -> dict[str, int]:
+    times = {}
+    for folder, _, names in os.walk(ROOT / "labkit"):
+        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
+            with contextlib.suppress(FileNotFoundError):  # an editor's link to nowhere
+                times[path] = os.stat(path).st_mtime_ns
+    return times
+
+
+def _umask() -> str:
+    """As the system tells it: asking by os.umask would set it for a moment, for all threads."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((line for line in lines if line.startswith("Umask")), "")
 
 
 keeper = Keeper()

@@ -8,15 +8,16 @@ stacks, and the rank dies when torchrun does. The worker imports neither torch n
 import contextlib
 import ctypes
 import faulthandler
+import importlib.util
 import os
-import runpy
 import signal
 import sys
 import time
 import traceback
+import types
+from importlib.abc import SourceLoader
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from labkit.ending import leave, status_after
 from labkit.errors import shorten
@@ -93,13 +94,37 @@ def _redirect_output(log: Path) -> None:
 
 
 def _run_program(program: str, arguments: list[str]) -> None:
-    """Run the program as ``python PROGRAM`` or ``python -m PROGRAM`` would."""
+    """Run the program as ``python PROGRAM`` or ``python -m PROGRAM`` would.
+
+    Unlike runpy's, its module stays ``__main__`` to the end: exit functions and threads may need it.
+    """
     sys.argv = [program, *arguments]
+    module = types.ModuleType("__main__")
     if program.endswith(".py"):
-        sys.path.insert(0, str(Path(program).parent))
-        runpy.run_path(program, run_name="__main__")
+        folder = Path(program).parent
+        sys.path.insert(0, str(folder))
+        _forget_what_is_shadowed_in(folder)
+        code: Any = compile(Path(program).read_bytes(), program, "exec")
+        vars(module).update(__file__=program, __cached__=None)
     else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        spec = importlib.util.find_spec(program)
+        assert spec and spec.origin and isinstance(spec.loader, SourceLoader)
+        sys.argv[0] = spec.origin
+        code = spec.loader.get_code(program)
+        vars(module).update(__file__=spec.origin, __spec__=spec, __package__=spec.parent, __loader__=spec.loader)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _forget_what_is_shadowed_in(folder: Path) -> None:
+    """Let the program import its own statistics.py, if it has one, and not the one that torch has imported before."""
+    own = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    for name in own & sys.modules.keys() - {"__main__"}:
+        spec = getattr(sys.modules[name], "__spec__", None)
+        origin = (spec and spec.origin) or ""
+        if origin not in ("", "frozen", "built-in") and not Path(origin).is_relative_to(folder):
+            for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+                del sys.modules[each]
 
 
 def _report(path: Path, rank: int, error: BaseException) -> None:
@@ -122,9 +147,9 @@ def _text_of(error: BaseException) -> str:
         return f"(no text: its __str__ raises {type(another).__name__})"
 
 
-def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without its leading frames in this file and in runpy, which are not the learner's."""
-    while frames and (frames.tb_frame.f_code.co_filename == __file__ or "runpy" in frames.tb_frame.f_code.co_filename):
+def _own_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without its leading frames in this file, which are not the learner's."""
+    while frames and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames
 

@@ -5,10 +5,12 @@ the cell's last expression, kept with the run as ``value``.
 """
 
 import ast
+import io
 import linecache
 import os
 import pprint
 import sys
+import tokenize
 import types
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,16 @@ WIDTH = 110
 
 def main() -> None:
     """Run the cell, and keep what its last expression gives."""
-    content = given()
-    text: str = content["text"]
-    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)
+    kept = RunFolder(Path(os.environ[VARIABLE])).kept(int(os.environ["RANK"]), VALUE)  # the cell may change these
+    names = {"torch": torch, "dist": dist} | given()
+    text = names.pop(NAME)
+    linecache.cache[NAME] = (len(text), None, [f"{line}\n" for line in text.split("\n")], NAME)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where pickle and dataclasses look for what the cell defines
-    names = vars(module) | {"torch": torch, "dist": dist} | content["names"]
     vars(module).update(names)
     value = execute(text, vars(module))
     if value is not None:
-        path = RunFolder(Path(os.environ[VARIABLE])).kept(int(os.environ["RANK"]), VALUE)
-        path.write_text(pprint.pformat(value, width=WIDTH, sort_dicts=False))
+        kept.write_text(pprint.pformat(value, width=WIDTH, sort_dicts=False))
 
 
 def execute(text: str, names: dict[str, Any]) -> Any:
@@ -48,7 +49,14 @@ def execute(text: str, names: dict[str, Any]) -> Any:
     if not isinstance(last, ast.Expr):
         return None
     value = eval(compile(ast.Expression(last.value), NAME, "eval"), names)
-    return None if text.rstrip().endswith(";") else value
+    return None if ends_in_semicolon(text) else value
+
+
+def ends_in_semicolon(text: str) -> bool:
+    """Whether the last thing before comments is a semicolon."""
+    empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in empty]
+    return bool(tokens) and tokens[-1].string == ";"
 
 
 if __name__ == "__main__":
