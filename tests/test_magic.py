@@ -144,9 +144,9 @@ def test_an_error_says_which_rank_and_marks_the_line(cell, capsys):
 def test_a_deadlock_shows_every_ranks_line(cell):
     code = GATHER + "if dist.get_rank() == 0:\n    dist.all_reduce(x)\nelse:\n    import time\n    time.sleep(60)"
     with pytest.raises(labkit.RunTimedOut) as caught:
-        cell("-n 3 --timeout 2", code)
+        cell("-n 3 --timeout 4", code)
     text = str(caught.value)
-    assert "no end after 2 s" in text
+    assert "no end after 4 s" in text
     first, others = text.split("ranks 1–2:")
     assert "rank 0:" in first and "-->   7 |     dist.all_reduce(x)" in first
     assert "-->  10 |     time.sleep(60)" in others
@@ -186,7 +186,7 @@ def test_a_timeout_shows_the_line_of_the_main_thread(cell):
         time.sleep(100)
     """
     with pytest.raises(labkit.RunTimedOut) as caught:
-        cell("--timeout 2", code)
+        cell("--timeout 3", code)
     assert "-->   4 | time.sleep(100)" in str(caught.value)
 
 

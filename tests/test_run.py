@@ -24,6 +24,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 MISBEHAVE, RECORDS, SMALL = (PROGRAMS / f"{name}.py" for name in ("misbehave", "records", "small"))
 
 
+@pytest.fixture(autouse=True)
+def main_stays(monkeypatch):
+    """Some tests run a program in this process, as a rank does, where it becomes ``__main__``."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
     """Fails the test that starts a process or makes a run's folder."""
@@ -158,6 +164,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_program_that_deletes_the_folder_of_its_run(tmp_path):
     program = tmp_path / "deletes.py"
     program.write_text(DELETES_ITS_FOLDER)
@@ -197,6 +204,7 @@ def test_no_public_name_hides_a_module():
     assert inspect.ismodule(labkit.launcher.run)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_run_gives_back_what_its_ranks_measured(capsys):
     result = labkit.run(RECORDS, nproc=numpy.int64(2), timeout_s=numpy.float32(300), steps=8)
     assert (result.ok, result.world_size, result.device, len(result.frame)) == (True, 2, "cpu", 23)
@@ -220,6 +228,7 @@ def test_a_run_gives_back_what_its_ranks_measured(capsys):
     assert shown.err.endswith(" s: ok\n")
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_process_group_works_from_any_folder(tmp_path, monkeypatch):
     for name in ("random.py", "torch.py", "labkit.py"):  # the folder of a notebook may hold anything
         (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
@@ -263,6 +272,7 @@ def test_sweep_runs_in_order_and_checks_everything_first(monkeypatch):
     assert len(called) == 4
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_the_first_failure_is_reported_and_not_its_echo():
     with pytest.raises(RankFailed) as caught:
         labkit.run(MISBEHAVE, how="raise", group=True)
@@ -280,6 +290,7 @@ def test_the_first_failure_is_reported_and_not_its_echo():
     assert "misbehave [failed]: " in repr(result)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_rank_that_ends_well_while_another_waits_for_it():
     with pytest.raises(RankFailed) as caught:
         labkit.run(MISBEHAVE, how="finish", group=True)
@@ -287,6 +298,7 @@ def test_a_rank_that_ends_well_while_another_waits_for_it():
     assert "(rank 1 had already ended, with status 0: every rank must take part to the end)" in caught.value.message
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("how", "group", "exc_type", "message"),
     [
@@ -332,6 +344,7 @@ def test_a_long_message_is_cut_and_its_whole_text_is_in_the_output(tmp_path, mon
     assert capsys.readouterr().err.count("x") >= 5_000_000
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("leaving", "status"),
     [("sys.exit()", 0), ("sys.exit(0)", 0), ("sys.exit(-1)", 255), ("sys.exit('so')", 1), ("sys.exit(256)", 0)],
@@ -352,6 +365,7 @@ def test_a_run_whose_torchrun_fails_shows_its_log(monkeypatch):
     assert "--no-such-option" in caught.value.traceback
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_child_of_a_rank_can_use_multiprocessing(tmp_path):
     labkit.run(MISBEHAVE, how="spawn", pids=str(tmp_path / "pids"))
     assert len((tmp_path / "pids").read_text().split()) == 5  # torchrun and rank, twice, and the child

@@ -117,9 +117,12 @@ def _run_program(program: str, arguments: list[str]) -> None:
 
 
 def _forget_what_is_shadowed_in(folder: Path) -> None:
-    """Let the program import its own statistics.py, if it has one, and not the one that torch has imported before."""
+    """Let the program import its own statistics.py, if it has one, and not the one that torch has imported before.
+
+    What a rank cannot do without stays: a torch.py beside the program is not PyTorch.
+    """
     own = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    for name in own & sys.modules.keys() - {"__main__"}:
+    for name in own & sys.modules.keys() - {"__main__", "labkit", "numpy", "torch"}:
         spec = getattr(sys.modules[name], "__spec__", None)
         origin = (spec and spec.origin) or ""
         if origin not in ("", "frozen", "built-in") and not Path(origin).is_relative_to(folder):
