@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fixture_processes import is_alive, wait_for
 
 import labkit
 from labkit.errors import RankFailed, RunTimedOut
@@ -22,22 +23,6 @@ from labkit.launcher import process, torchrun
 
 MISBEHAVE = Path(__file__).parent / "programs" / "misbehave.py"
 LIMIT_S = 5.0
-
-
-def wait_for(condition, limit_s=60.0):
-    """The first true value of condition(); fails the test after limit_s."""
-    give_up = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < give_up, f"still waiting after {limit_s} s"
-        time.sleep(0.02)
-    return value
-
-
-def is_alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Pids:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fixture_processes import wait_for
 
 import labkit
 from labkit.errors import LabError, ParameterError
@@ -152,9 +153,7 @@ def test_a_stopped_process_keeps_nobody_waiting_and_a_fork_no_place(place):
         first.leave()
         assert mine.runs_before() == 1
         sleeper.send_signal(signal.SIGSTOP)
-        give_up = time.monotonic() + 5
-        while mine.runs_before():
-            assert time.monotonic() < give_up
+        wait_for(lambda: not mine.runs_before(), 5)
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -165,9 +164,7 @@ def test_a_stopped_process_keeps_nobody_waiting_and_a_fork_no_place(place):
         os._exit(0)
     mine._lock.close()  # as when this process is killed
     after = ticket(place, 4)
-    give_up = time.monotonic() + 2  # the fork closes it as soon as it begins
-    while after.runs_before():
-        assert time.monotonic() < give_up, "the fork holds it"
+    wait_for(lambda: not after.runs_before(), 2)  # the fork closes it as soon as it begins, and lives for 3 s
     os.waitpid(child, 0)
 
 

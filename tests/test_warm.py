@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fixture_processes import is_alive, wait_for
 
 import labkit
 from labkit.errors import ParameterError, RankFailed, RunTimedOut
@@ -43,13 +44,6 @@ def tell(tmp_path):
         return path
 
     return write
-
-
-def is_alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def pids_of(result):
@@ -173,8 +167,7 @@ def test_a_parent_that_is_killed_in_mid_run_takes_the_run_with_it(tmp_path):
     labkit.run(PROGRAMS / "small.py", device="cpu")
     running = threading.Thread(target=run)
     running.start()
-    while not ids.exists() or len(ids.read_text().split()) < 3:
-        time.sleep(0.02)
+    wait_for(lambda: ids.exists() and len(ids.read_text().split()) >= 3)
     warm.keeper._parent.process.kill()
     running.join(10)
     assert failures == ["SIGKILL"]
@@ -310,7 +303,4 @@ def test_in_a_kernel_the_first_run_is_cold_and_the_parent_ends_with_the_kernel(e
         if end == "kill -9":
             assert is_alive(int(parent))
             kernel.send_signal(signal.SIGKILL)
-    give_up = time.monotonic() + 5
-    while is_alive(int(parent)):
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
+    wait_for(lambda: not is_alive(int(parent)), 5)

@@ -145,9 +145,6 @@ def _new_ticket(need: Need) -> Ticket:
     own = os.environ.get("XDG_RUNTIME_DIR", "")
     folder = Path(own if os.access(own, os.W_OK) else tempfile.gettempdir()) / f"labkit-queue-{os.getuid()}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "it belongs to another user")
         with _alone(folder):
             numbers = [int(path.name.split("-")[0]) for path in folder.glob(TICKETS)]
             return Ticket(folder, max(numbers, default=0) + 1, need)
@@ -171,7 +168,10 @@ def tickets(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time; the folder is made where it is not there, or no longer."""
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
     with (folder / "lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
