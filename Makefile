@@ -28,7 +28,8 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
-	@$(RUN) pytest
+	@$(RUN) pytest -n 2 --dist loadfile -m "not alone"
+	@$(RUN) pytest -m alone
 
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check

@@ -164,6 +164,7 @@ def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypa
 
 @each_lab
 @pytest.mark.notebook
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_solved_notebook_gives_its_outputs_again(lab, tmp_path):
     command = [sys.executable, "-m", "pytest", *NBVAL_OPTIONS, str(Path(lab.solved).parent), str(lab.solved)]

@@ -144,6 +144,7 @@ def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_disk_that_the_output_fills(small_disk, tmp_path):
     program = tmp_path / "wordy.py"
     program.write_text("while True:\n    print(1000 * 'word ')\n")
@@ -244,6 +245,7 @@ def test_a_process_group_works_from_any_folder(tmp_path, monkeypatch):
         result.value("step_ms")
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_truncated_record_file_is_reported():
     result = labkit.run(RECORDS, nproc=2, cut=True)
     assert [path.name for path in result.truncated] == ["rank_00001.jsonl"]
@@ -356,6 +358,7 @@ def test_exit_statuses_are_those_that_python_gives(tmp_path, monkeypatch, leavin
     assert bool(error) == bool(status)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_run_whose_torchrun_fails_shows_its_log(monkeypatch):
     monkeypatch.setattr(process, "_torchrun_arguments", lambda folder, nproc: ["--no-such-option"])
     with pytest.raises(RankFailed) as caught:

@@ -15,6 +15,7 @@ from labkit.records import Writer
 PROGRAM = "timeline_cases.py"
 UNITS = [f"layers.{index}" for index in range(BLOCKS)]
 DELAY_MS = 10.0
+pytestmark = pytest.mark.alone
 
 
 def compute(start, end, unit="1"):
