@@ -34,15 +34,20 @@ def leave(status: int) -> NoReturn:
         os._exit(status & 0xFF)  # of a larger number the system keeps these bits, and os._exit refuses some
 
 
+def status_of(error: BaseException) -> int:
+    """The exit status that Python gives a process which this ended."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        return (error.code or 0) & 0xFF
+    return 1
+
+
 def status_after(error: BaseException) -> int:
-    """The exit status that Python gives a process which this ended; says of it on stderr what Python would."""
+    """The same, once stderr has what Python would say of it."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    if isinstance(error.code, int | None):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
+    elif not isinstance(error.code, int | None):
+        print(error.code, file=sys.stderr)
+    return status_of(error)
 
 
 def write_out() -> None:

@@ -19,7 +19,7 @@ from importlib.abc import SourceLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from labkit.ending import leave, status_after
+from labkit.ending import leave, status_after, status_of
 from labkit.errors import shorten
 from labkit.folder import TORCHRUN_PID, VARIABLE, RunFolder, write_json
 
@@ -61,10 +61,9 @@ def _status_of_program(error_file: Path, rank: int) -> int:
         _run_program(sys.argv[1], sys.argv[2:])
     except BaseException as error:
         error.__traceback__ = _own_frames(error.__traceback__)
-        status = status_after(error)
-        if status:
-            _report(error_file, rank, error)
-        return status
+        if status_of(error):
+            _report(error_file, rank, error)  # before it is printed: torchrun may end this rank between the two
+        return status_after(error)
     return 0
 
 
