@@ -23,7 +23,10 @@ ALL = [pytest.param(name, marks=needs_extra(name)) for name in catalog.MODELS]
 
 
 def test_the_names_are_those_of_the_course():
-    assert list(catalog.MODELS) == ["toy", "hf_bert", "hf_t5", "transformer", "nested", "moe", "mlp_stack"]
+    assert list(catalog.MODELS) == [
+        *("toy", "hf_bert", "hf_t5", "transformer", "nested", "nonuniform", "delay", "moe", "mlp_stack"),
+        *("double_linear", "unused_linear", "skip"),
+    ]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -58,7 +61,8 @@ def test_the_expert_seed_reaches_the_expert():
     [
         (
             lambda: catalog.check("resnet"),
-            "model 'resnet' is none of toy, hf_bert, hf_t5, transformer, nested, moe, mlp_stack",
+            "model 'resnet' is none of toy, hf_bert, hf_t5, transformer, nested, nonuniform, delay, moe, mlp_stack, "
+            "double_linear, unused_linear, skip",
         ),
         (
             lambda: catalog.check("nested", ["NestedBlock", "MLP", "T5Block"]),
@@ -67,6 +71,14 @@ def test_the_expert_seed_reaches_the_expert():
         (
             lambda: catalog.build("mlp_stack", width=3),
             "model mlp_stack has no size width: it has dim, batch",
+        ),
+        (
+            lambda: catalog.check("hf_t5", sizes={"hidden": 33}),
+            "hidden 33 is no multiple of model hf_t5's 2 heads: 1 over",
+        ),
+        (
+            lambda: catalog.check("delay", sizes={"delay_after_loss_ms": -1}),
+            "delay_after_loss_ms -1 must be at least 0",
         ),
         (
             lambda: catalog.check("toy", skip=(0, 8), freeze=(9,)),
@@ -93,7 +105,7 @@ def test_a_missing_extra_is_named_with_the_models_that_do_without(monkeypatch, n
         function(name)
     assert str(caught.value) == (
         f"model {name} needs transformers: pip install 'labkit[hf]'; "
-        "without it: toy, transformer, nested, moe, mlp_stack"
+        "without it: toy, transformer, nested, nonuniform, delay, moe, mlp_stack, double_linear, unused_linear, skip"
     )
     for other in WITHOUT_EXTRA:
         catalog.check(other)

@@ -30,6 +30,12 @@ class Entry:
     """The optional dependency that it needs, as the name of a package."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """What a caller may choose, by the names of the constructor's arguments, and by default: a small model."""
+    paper: Mapping[str, int] = field(default_factory=dict)
+    """The sizes of the model that it stands for, where these are others."""
+    multiples: Mapping[str, int] = field(default_factory=dict)
+    """What must divide a size: the number of attention heads."""
+    takes_numbers: bool = True
+    """Whether the input is numbers, which can have a gradient, and not tokens."""
 
     @cached_property
     def classes(self) -> dict[str, int]:
@@ -44,6 +50,7 @@ MODELS: dict[str, Entry] = {
         ("MyModule",),
         "Linear 12, MyModule 9, ReLU 11, Sequential 10",
         sizes={"hidden": 256, "narrow": 64, "batch": 20},
+        paper={"hidden": 10000, "narrow": 1000},
     ),
     "hf_bert": Entry(
         "labkit.models.hf",
@@ -54,6 +61,10 @@ MODELS: dict[str, Entry] = {
         "BertPredictionHeadTransform 1, BertSelfAttention 2, BertSelfOutput 2, Dropout 7, Embedding 3, "
         "GELUActivation 3, LayerNorm 6, Linear 14, ModuleList 1",
         extra="transformers",
+        sizes={"vocab": 96, "hidden": 32, "layers": 2},
+        paper={"vocab": 30522, "hidden": 768, "layers": 12},
+        multiples={"hidden": 2},
+        takes_numbers=False,
     ),
     "hf_t5": Entry(
         "labkit.models.hf",
@@ -63,14 +74,19 @@ MODELS: dict[str, Entry] = {
         "T5ForConditionalGeneration 1, T5LayerCrossAttention 2, T5LayerFF 4, T5LayerNorm 12, "
         "T5LayerSelfAttention 4, T5Stack 2",
         extra="transformers",
+        sizes={"vocab": 96, "hidden": 32, "layers": 2},
+        paper={"vocab": 32128, "hidden": 512, "layers": 6},
+        multiples={"hidden": 2},
+        takes_numbers=False,
     ),
     "transformer": Entry(
         "labkit.models.transformer",
         "TransformerWithSharedParams",
         ("TransformerEncoderLayer", "TransformerDecoderLayer"),
-        "Dropout 14, Embedding 1, LayerNorm 12, Linear 9, ModuleList 2, MultiheadAttention 6, "
+        "BatchNorm1d 1, Dropout 14, Embedding 1, LayerNorm 12, Linear 9, ModuleList 2, MultiheadAttention 6, "
         "NonDynamicallyQuantizableLinear 6, Transformer 1, TransformerDecoder 1, TransformerDecoderLayer 2, "
         "TransformerEncoder 1, TransformerEncoderLayer 2",
+        takes_numbers=False,
     ),
     "nested": Entry(
         "labkit.models.nested",
@@ -78,11 +94,25 @@ MODELS: dict[str, Entry] = {
         ("NestedBlock",),
         "Linear 5, NestedBlock 3, Sequential 1",
     ),
+    "nonuniform": Entry(
+        "labkit.models.nested",
+        "NonUniformReqGradNWM",
+        ("NestedBlock",),
+        "Linear 5, NestedBlock 3, Sequential 1",
+    ),
+    "delay": Entry(
+        "labkit.models.delay",
+        "NestedWithDelay",
+        ("NestedBlock",),
+        "Linear 5, NestedBlock 3, NestedWrappedModule 1, Sequential 1",
+        sizes={"delay_after_loss_ms": 0, "delay_before_reduction_ms": 0},
+    ),
     "moe": Entry(
         "labkit.models.moe",
         "MixtureOfExperts",
         ("Shared",),
         "Expert 1, Linear 2, Sequential 1, Shared 1",
+        sizes={"delay_before_free_ms": 0},
     ),
     "mlp_stack": Entry(
         "labkit.models.mlp",
@@ -90,6 +120,15 @@ MODELS: dict[str, Entry] = {
         ("MLP",),
         "Linear 6, MLP 3, ModuleList 1",
         sizes={"dim": 16, "batch": 2},
+    ),
+    "double_linear": Entry("labkit.models.mlp", "DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
+    "unused_linear": Entry("labkit.models.mlp", "UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
+    "skip": Entry(
+        "labkit.models.skip",
+        "SkipModel",
+        ("NestedLinear",),
+        "Linear 3, NestedLinear 1, SkipModule 1",
+        sizes={"dim": 10},
     ),
 }
 
@@ -99,14 +138,17 @@ def check(
     block_types: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
     **counted: Sequence[int],
-) -> None:
-    """Raise ValueError, in one line, where ``model`` cannot be built here, or has no such block or no such size.
+) -> Entry:
+    """The model's entry, if it can be built here and has these blocks and sizes.
 
     Args:
         model: a key of ``MODELS``.
         block_types: class names of the blocks, instead of the model's own.
         sizes: those of ``Entry.sizes`` that shall differ.
         **counted: places of blocks, from 0, by what is done to them: ``skip=(0, 2)``.
+
+    Raises:
+        ValueError: it cannot, or has not; in one line.
     """
     if model not in MODELS:
         raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")
@@ -120,13 +162,19 @@ def check(
     for name, size in (sizes or {}).items():
         if name not in entry.sizes:
             raise ValueError(f"model {model} has no size {name}: it has {', '.join(entry.sizes) or 'none to choose'}")
-        if size < 1:
-            raise ValueError(f"{name} {size} must be at least 1")
+        least = min(1, entry.sizes[name])  # a delay may be 0
+        if size < least:
+            raise ValueError(f"{name} {size} must be at least {least}")
+        if rest := size % entry.multiples.get(name, 1):
+            raise ValueError(
+                f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads: {rest} over"
+            )
     blocks = sum(entry.classes[name] for name in set(block_types or entry.block_types))
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
             last = f"{blocks} blocks, from 0 to {blocks - 1}"
             raise ValueError(f"{name} {tuple(chosen)} counts blocks that are not there: model {model} has {last}")
+    return entry
 
 
 def build(model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int) -> LabModel:

@@ -96,3 +96,13 @@ class DoubleLinear(NumbersModel):
         results = output if isinstance(output, tuple) else (output,)
         losses = [super(DoubleLinear, self).get_loss(inputs, result) for result in results]
         return torch.stack(losses).sum()
+
+    def unused_modules(self) -> list[nn.Module]:
+        return [] if self.use_second_linear else [self.lin2]
+
+
+class UnusedLinear(DoubleLinear):
+    """The same with its second layer left out."""
+
+    def __init__(self, dim: int = 16):
+        super().__init__(dim, use_second_linear=False)

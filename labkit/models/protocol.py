@@ -67,6 +67,10 @@ class LabModel(nn.Module, ABC):
         """Submodules that are meant to differ from rank to rank: their gradients must not be averaged."""
         return []
 
+    def unused_modules(self) -> list[nn.Module]:
+        """Submodules that the forward pass leaves out on purpose, so that they get no gradient."""
+        return []
+
 
 class NumbersModel(LabModel):
     """A LabModel whose one input is a tensor of normal numbers.

@@ -16,6 +16,7 @@ class TransformerWithSharedParams(LabModel):
     """``nn.Transformer`` between one embedding, for source and target alike, and an output layer tied to it.
 
     Two buffers, one of floats and one of integers, are added to the source, because wrappers treat buffers apart.
+    Batch normalisation has buffers that every rank changes in its own way.
     Dropout draws from the global RNG.
 
     Args:
@@ -24,7 +25,8 @@ class TransformerWithSharedParams(LabModel):
         layers: of the encoder, and as many of the decoder.
         feedforward: width inside a layer's perceptron.
         dropout: rate.
-        add_bn: normalise the target's embedding over the batch, with nn.BatchNorm1d.
+        add_bn: normalise the target's embedding with nn.BatchNorm1d, which here takes the N samples for its channels:
+            each is normalised over its tokens and their features, and has a weight, a bias and running statistics.
     """
 
     block_types = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -38,7 +40,7 @@ class TransformerWithSharedParams(LabModel):
         layers: int = 2,
         feedforward: int = 8,
         dropout: float = 0.1,
-        add_bn: bool = False,
+        add_bn: bool = True,
     ):
         super().__init__()
         self.vocab = vocab
@@ -55,7 +57,7 @@ class TransformerWithSharedParams(LabModel):
         self.output_proj.weight = self.embed_tokens.weight
         self.register_buffer("vocab_bias", torch.ones(d_model))
         self.register_buffer("long_buffer", torch.zeros(d_model, dtype=torch.long))
-        self.norm = nn.BatchNorm1d(d_model) if add_bn else None
+        self.norm = nn.BatchNorm1d(BATCH) if add_bn else None
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Token ids [N, S] and [N, T] to logits [N, T, V]."""
@@ -64,7 +66,8 @@ class TransformerWithSharedParams(LabModel):
         source = source + self.vocab_bias.to(source.dtype) + self.long_buffer.to(source.dtype)
         target = self.embed_tokens(target)
         if self.norm is not None:
-            target = self.norm(target.transpose(1, 2)).transpose(1, 2)
+            normed = self.norm(target.transpose(0, 1)).transpose(0, 1)  # of [T, N, D]
+            target = normed.to(target.dtype)  # wrappers keep this norm in float32
         return self.output_proj(self.transformer(source, target))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
