@@ -133,8 +133,9 @@ def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None
 
 def backward(config: Config, here: rank.Here, lab: LinearChain, model: Any, index: int, step: Step) -> Tensor:
     """Forward and backward pass of each batch of a step; the last loss."""
-    for batch, synced in enumerate(ddp.CASES[config.case].batches):
-        inputs = samples_and_seed(lab, here.device, index, here.rank, batch)
+    batches = ddp.CASES[config.case].batches
+    for batch, synced in enumerate(batches):
+        inputs = samples_and_seed(lab, here.device, index, here.rank, batch, len(batches))
         with ddp.gradient_sync(model, synced):
             with step.span("forward"):
                 loss = lab.get_loss(inputs, model(*inputs))

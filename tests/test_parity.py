@@ -11,7 +11,7 @@ from torch import nn
 from labkit import parity
 from labkit.models.mlp import MLPStack
 from labkit.parity import LIMITS, Parity, relative_error
-from labkit.parity.fsdp import compare_training
+from labkit.parity.fsdp import Trained, compare_training
 from labkit.parity.spatial import compare_training_step
 from labkit.parity.training import count_tensors
 
@@ -181,17 +181,18 @@ def test_a_training_step_compares_outputs_gradients_and_parameters():
 
 
 def trained(steps):
-    """A model that has taken some steps as the only rank, one device that has not, and the losses."""
+    """A model that has taken some steps as the only rank, one device that has not, and what the steps left."""
     one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1)
-    model, losses = seeded_stack(), []
+    model, left = seeded_stack(), []
     optimizer = parity.optimizer_of(model)
     for step in range(steps):
         optimizer.zero_grad()
         inputs = parity.samples_and_seed(model, torch.device("cpu"), step, rank=0)
-        losses.append(model.get_loss(inputs, model(*inputs)))
-        losses[-1].backward()
+        output = model(*inputs)
+        left.append(Trained(model.get_loss(inputs, output), output, inputs))
+        left[-1].loss.backward()
         optimizer.step()
-    return one_device, model, losses
+    return one_device, model, left
 
 
 def seeded_stack():
@@ -201,7 +202,7 @@ def seeded_stack():
 
 def test_a_model_that_trains_as_one_device_is_ok():
     verdict = compare_training(*trained(2), rank=0, steps=2)
-    assert verdict["ok"] and verdict["compared"] == verdict["expected"] == 2 + 12 + 12
+    assert verdict["ok"] and verdict["compared"] == verdict["expected"] == 2 * 2 + 12 + 12
     assert verdict["limit"] == LIMITS[torch.float32] == 1e-5
 
 
@@ -214,7 +215,14 @@ def test_losses_of_no_step_are_an_error():
 
 def test_fewer_steps_than_were_asked_for_are_not_ok():
     verdict = compare_training(*trained(1), rank=0, steps=2)
-    assert (verdict["compared"], verdict["expected"], verdict["ok"]) == (25, 26, False)
+    assert (verdict["compared"], verdict["expected"], verdict["ok"]) == (26, 28, False)
+
+
+def test_an_output_that_differs_is_seen():
+    one_device, model, left = trained(2)
+    left[1] = left[1]._replace(output=left[1].output * 1.01)
+    verdict = compare_training(one_device, model, left, rank=0, steps=2)
+    assert (verdict["ok"], verdict["worst"]) == (False, "output of step 1")
 
 
 def test_a_model_that_has_lost_its_gradients_is_an_error():
@@ -238,8 +246,14 @@ def test_frozen_parameters_are_compared_without_gradients():
 
 
 def test_every_batch_has_a_seed_of_its_own():
-    seeds = {parity.seed_of(step, rank, batch) for step in (0, 1, 9998) for rank in (0, 1, 9999) for batch in (0, 1, 2)}
+    seeds = {
+        parity.seed_of(step, rank, batch, 3) for step in (0, 1, 9998) for rank in (0, 1, 3332) for batch in range(3)
+    }
     assert len(seeds) == 27
+
+
+def test_one_rank_with_four_batches_has_the_samples_of_four_ranks():
+    assert [parity.seed_of(5, 0, batch, 4) for batch in range(4)] == [parity.seed_of(5, rank) for rank in range(4)]
 
 
 def test_gradients_of_several_batches_add_up():
@@ -248,7 +262,7 @@ def test_gradients_of_several_batches_add_up():
     one_device.step(0)
     whole = seeded_stack()
     for rank, batch in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        inputs = parity.samples_and_seed(whole, torch.device("cpu"), 0, rank, batch)
+        inputs = parity.samples_and_seed(whole, torch.device("cpu"), 0, rank, batch, 2)
         (whole.get_loss(inputs, whole(*inputs)) / 2).backward()
     for mine, other in zip(one_device.copies[1].parameters(), whole.parameters(), strict=True):
         assert relative_error(mine.grad, other.grad) < 1e-6

@@ -5,6 +5,7 @@ other, since two that are wrong in the same way would agree.
 """
 
 import copy
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -45,7 +46,7 @@ def compare_techniques(
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
-    Compared are every gradient of every step and every parameter after the last. Each rank has samples of its own,
+    Compared are every step's output and gradients, and every parameter after the last. Each rank has its own samples,
     ``batch`` in a batch; the chain is ``dim`` wide; ``how`` is passed on to ``ddp.applied``.
 
     Returns:
@@ -56,23 +57,24 @@ def compare_techniques(
     """
     build = partial(chain, dim, case, device, batch)
     one_device = OneDevice(lambda rank: build(), mesh.size(), device=device, batches=len(case.batches))
-    reference, found, gradients = one_device.copies[0], Parity(), []
+    reference, found, expected = one_device.copies[0], Parity(), []
     for step in range(steps):
         one_device.step(step)
         found.watch(reference)
-        gradients.append(copy.deepcopy(tensors_of(reference, "gradient")))
+        output = one_device.outputs[mesh.get_local_rank()].detach()
+        expected.append((output, copy.deepcopy(tensors_of(reference, "gradient"))))
     sent_bytes, backwards, without_sync = {}, {}, 0
     with_inductor = how.get("inductor", True)
     for mode in modes:
         lab, before = build(), ddp.backwards_traced()
         with ddp.applied(lab, mesh, mode, case, **how) as (model, programs):
-            sent = _train(found, mode, lab, model, case, mesh.get_local_rank(), gradients)
+            sent = _train(found, mode, lab, model, case, mesh.get_local_rank(), expected)
         found.add_all(f"{mode}, parameter", tensors_of(lab, "parameter"), tensors_of(reference, "parameter"))
         sent_bytes[mode] = sent.total()
         traced = ddp.backwards_traced() - before
         backwards[mode] = sum("_c10d_functional" in program for program in programs) if with_inductor else traced
         without_sync += sent[False]
-    each = steps * count_tensors(reference, "gradient") + count_tensors(reference, "parameter")
+    each = steps * (1 + count_tensors(reference, "gradient")) + count_tensors(reference, "parameter")
     verdict = found.verdict(LIMITS[case.dtype], len(modes) * each)
     compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in modes)
     return verdict | {
@@ -85,24 +87,34 @@ def compare_techniques(
 
 
 def _train(
-    found: Parity, mode: str, lab: LinearChain, model: nn.Module, case: Case, rank: int, gradients: list[Named]
+    found: Parity,
+    mode: str,
+    lab: LinearChain,
+    model: nn.Module,
+    case: Case,
+    rank: int,
+    expected: list[tuple[Tensor, Named]],
 ) -> Counter[bool]:
-    """Train with one technique and compare each step's gradients; bytes sent in batches with and without sync."""
-    optimizer, sent = optimizer_of(lab), Counter[bool]()
-    for step, expected in enumerate(gradients):
+    """Train with one technique, and compare each step's last output and gradients; bytes sent, by whether synced."""
+    optimizer, sent, batches = optimizer_of(lab), Counter[bool](), len(case.batches)
+    for step, (expected_output, gradients) in enumerate(expected):
         optimizer.zero_grad()
         for batch, synced in enumerate(case.batches):
             with CommunicationCounter() as counter, ddp.gradient_sync(model, synced):
-                _loss(lab, model, step, batch, rank).backward()
+                output, loss = _forward(lab, model, step, rank, batch, batches)
+                loss.backward()
             sent[synced] += counter.bytes["all_reduce"]
-        found.add_all(f"{mode}, step {step}, gradient", tensors_of(lab, "gradient"), expected)
+        found.add(f"{mode}, step {step}, output", output.detach(), expected_output)
+        found.add_all(f"{mode}, step {step}, gradient", tensors_of(lab, "gradient"), gradients)
         optimizer.step()
     return sent
 
 
-def _loss(lab: LinearChain, model: nn.Module, step: int, batch: int, rank: int) -> Tensor:
-    inputs = samples_and_seed(lab, lab.fc1.weight.device, step, rank, batch)
-    return lab.get_loss(inputs, model(*inputs))
+def _forward(lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: int) -> tuple[Tensor, Tensor]:
+    """Output and loss of one of a rank's batches: its index, and how many there are."""
+    inputs = samples_and_seed(lab, lab.fc1.weight.device, step, rank, *batch)
+    output = model(*inputs)
+    return output, lab.get_loss(inputs, output)
 
 
 def compare_buckets(
@@ -123,7 +135,7 @@ def compare_buckets(
     with ddp.applied(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how) as (model, programs):
         for step in range(2):
             with Wire() as wire:
-                _loss(lab, model, step, 0, mesh.get_local_rank()).backward()
+                _forward(lab, model, step, mesh.get_local_rank())[1].backward()
             rounds.append((ddp.buckets_counted(), programs[-1], wire.buckets(lab.named_parameters())))
     counts, written, sent = zip(*rounds, strict=True)
     listed = [inductor.buckets(program) for program in written]
@@ -134,7 +146,8 @@ def compare_buckets(
         "listed_bytes": [[bucket.bytes for bucket in buckets] for buckets in listed],
         "wire_bytes": [[sum(bucket.values()) for bucket in buckets] for buckets in sent],
         "programs": len(set(written)),
-        "waits_last": list(map(_waits_last, listed)),
+        "orders": list(map(order_of, listed)),
+        "most_in_flight": list(map(_most_in_flight, listed)),
         "waits_missing": sum(len(inductor.missing_waits(program)) for program in written),
     }
     ok = (
@@ -142,12 +155,32 @@ def compare_buckets(
         and result["listed_bytes"] == result["wire_bytes"] == [predicted_bytes] * 2
         and all(list(map(OrderedDict, buckets)) == list(map(OrderedDict, expected)) for buckets in sent)
         and (result["programs"], result["waits_missing"]) == (2, 0)
-        and (result["waits_last"][0] or not how.get("late_waits", True))
+        and all(_in_turn(order, "request") for order in result["orders"])
+        and _in_turn(result["orders"][0], "wait")
+        and (result["most_in_flight"][0] >= min(2, len(expected)) or not how.get("late_waits", True))
     )
     return {"check": "buckets", "compared": len(expected), **result, "ok": ok}
 
 
-def _waits_last(buckets: list[inductor.Bucket]) -> bool:
-    """Whether a program asks for all buckets before it waits for any."""
-    waits = [wait.number for bucket in buckets for wait in bucket.waits]
-    return max(bucket.request.number for bucket in buckets) < min(waits)
+def order_of(buckets: Sequence[inductor.Bucket]) -> list[str]:
+    """Requests and waits of a program in its order, as "request 0" and "wait 0": each bucket once or more."""
+    events = [(bucket.request.number, f"request {index}") for index, bucket in enumerate(buckets)]
+    events += [(wait.number, f"wait {index}") for index, bucket in enumerate(buckets) for wait in bucket.waits]
+    return [event for event, _ in itertools.groupby(text for _, text in sorted(events))]
+
+
+def _in_turn(order: list[str], what: str) -> bool:
+    """Whether the first requests, or waits, of all buckets come in the order of the buckets."""
+    first = list(dict.fromkeys(int(event.split()[1]) for event in order if event.startswith(what)))
+    return first == sorted(first)
+
+
+def _most_in_flight(buckets: Sequence[inductor.Bucket]) -> int:
+    """How many buckets have been asked for and not been waited for yet, at most, in a program.
+
+    All of them where nobody needs a result before the end. A program that adds to older gradients has reason to wait
+    for some earlier: what has arrived is added to these at once.
+    """
+    sent = [(bucket.request.number, 1) for bucket in buckets]
+    arrived = [(min(wait.number for wait in bucket.waits), -1) for bucket in buckets]
+    return max(itertools.accumulate(change for _, change in sorted(sent + arrived)))

@@ -30,6 +30,7 @@ from labkit.rank.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
 
 DIM, BATCH = 8, 2
+COUNTED = ("parameters", "on_meta", "poisoned", "nan_after", "trained")
 adam = partial(torch.optim.Adam, lr=1e-2, foreach=True)
 
 
@@ -75,11 +76,23 @@ def train_from_meta_device(
 ) -> dict[str, Any]:
     """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
 
+    With and without resharding after the forward pass; the losses are those of the second.
+    """
+    first, second = (_from_meta(mesh, device, extension, steps, reshard) for reshard in (True, False))
+    counted = {name: first[name] + second[name] for name in ("compared", *COUNTED)}
+    return {"check": "meta"} | second | counted | {"ok": first["ok"] and second["ok"]}
+
+
+def _from_meta(
+    mesh: DeviceMesh, device: torch.device, extension: str | tensors.Extension, steps: int, reshard: bool
+) -> dict[str, Any]:
+    """The same, one way.
+
     Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN after training, and have
     changed in it.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = apply_extension(three_mlps("meta"), mesh, extension, mp_policy=policy)
+    model = apply_extension(three_mlps("meta"), mesh, extension, mp_policy=policy, reshard_after_forward=reshard)
     on_meta = sum(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device=device)
     parameters = list(model.parameters())
@@ -100,7 +113,6 @@ def train_from_meta_device(
     trained = sum(not tensors.plain_shards(now)[0].equal(old) for now, old in zip(parameters, start, strict=True))
     all_of_them = len(parameters) == on_meta == poisoned == trained
     return {
-        "check": "meta",
         "compared": len(parameters),
         "parameters": len(parameters),
         "on_meta": on_meta,

@@ -2,37 +2,61 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from labkit.parity.one_device import OneDevice
-from labkit.parity.training import LIMITS, Parity, What, count_tensors
+from labkit.parity.training import FLOORS, LIMITS, Parity, What, count_leaves, count_tensors
 
-KINDS: tuple[What, ...] = ("gradient", "parameter", "buffer")
+
+class Trained(NamedTuple):
+    """What one step of a rank leaves behind: of its last batch, where there are several."""
+
+    loss: Tensor
+    output: Any
+    """Of any structure."""
+    inputs: tuple[Tensor, ...]
 
 
 def compare_training(
-    one_device: OneDevice, model: nn.Module, losses: Sequence[Tensor], *, rank: int, steps: int
+    one_device: OneDevice, model: nn.Module, trained: Sequence[Trained], *, rank: int, steps: int
 ) -> dict[str, Any]:
-    """Let one device, not trained yet, train as many steps as there are losses of this rank, and compare. A collective.
+    """Let one device, not trained yet, train as many steps as this rank has, and compare. A collective.
 
     The model, FSDP2's, FSDP1's or a plain one, comes after its steps; it should have trained ``steps`` of them.
 
     Returns:
-        What ``Here.verdict`` takes, on the loss of every step, and the last step's gradients, parameters and buffers.
+        What ``Here.verdict`` takes, on the loss and output of every step, its input's gradient where it has one, and
+        the last step's gradients, parameters and buffers. FSDP1 shows gradients by name with ``use_orig_params`` only.
 
     Raises:
-        ValueError: there is no loss, or a trained parameter has no gradient.
+        ValueError: there is no step; a parameter that is used has no gradient; an output's structure is another.
     """
-    if not losses:
+    if not trained:
         raise ValueError("no loss, so nothing was trained that could be compared: train 1 step or more")
-    found, reference = Parity(), one_device.copies[rank]
-    for index, loss in enumerate(losses):
-        found.add(f"loss of step {index}", loss.detach(), one_device.step(index)[rank])
-    gather = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    floor = FLOORS.get(one_device.dtype, 0.0) if one_device.rounding == "everything" else 0.0
+    found, reference, kinds = Parity(floor=floor), one_device.copies[rank], kinds_of(model)
+    each = 0
+    for index, step in enumerate(trained):
+        found.add(f"loss of step {index}", step.loss.detach(), one_device.step(index)[rank])
+        found.add_leaves(f"output of step {index}", step.output, one_device.outputs[rank])
+        each = 1 + count_leaves(one_device.outputs[rank])
+        for place, (mine, expected) in enumerate(zip(step.inputs, one_device.inputs[rank], strict=True)):
+            if expected.requires_grad:
+                found.add(f"gradient of input {place} of step {index}", mine.grad, expected.grad)
+                each += 1
+    gather = FullyShardedDataParallel.summon_full_params(model, with_grads="gradient" in kinds)
     with gather if isinstance(model, FullyShardedDataParallel) else contextlib.nullcontext():
-        for what in KINDS:
+        for what in kinds:
             found.add_training(model, reference, what)
-    return found.verdict(LIMITS[one_device.dtype], steps + count_tensors(reference, *KINDS))
+    if "gradient" not in kinds:
+        found.watch(reference)
+    return found.verdict(LIMITS[one_device.dtype], steps * each + count_tensors(reference, *kinds))
+
+
+def kinds_of(model: nn.Module) -> tuple[What, ...]:
+    """What of a model's training can be compared by name."""
+    flat = isinstance(model, FullyShardedDataParallel) and not model._use_orig_params
+    return ("parameter", "buffer") if flat else ("gradient", "parameter", "buffer")

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import plain_name
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -28,12 +30,17 @@ on; bfloat16 rounds to 1 part in 256, float16 to 1 in 2048.
 """
 
 
+FLOORS = {torch.float16: 2.0**-23}
+"""What gradients kept in a type may differ by whatever their size: float16 knows no number between 0 and 2^-24, and a
+small gradient is rounded to such steps on both sides."""
+
+
 @dataclass
 class Parity:
     """A running comparison: how many tensors so far, the largest relative error, and the name of the worst tensor.
 
-    Gradients of the reference are counted as well, and how many of them are zeros: two zeros are equal whatever went
-    wrong before.
+    Differences up to ``floor`` count as none. Gradients of the reference are counted as well, and how many of them are
+    zeros: two zeros are equal whatever went wrong before.
     """
 
     compared: int = 0
@@ -41,6 +48,7 @@ class Parity:
     worst: str = ""
     gradients: int = 0
     zero_gradients: int = 0
+    floor: float = 0.0
 
     def add(self, name: str, actual: Tensor | None, expected: Tensor | None) -> None:
         """Compare one tensor. A DTensor is gathered, so every rank must add the same tensors in the same order.
@@ -54,10 +62,25 @@ class Parity:
             raise ValueError(f"{name}: the {missing} side has none to compare")
         if actual.shape != expected.shape:
             raise ValueError(f"{name}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
-        error = relative_error(actual, expected)
+        error = relative_error(actual, expected, self.floor)
         self.compared += 1
         if math.isnan(error) or error > self.max_rel_error:  # once nan, it stays nan
             self.max_rel_error, self.worst = error, name
+
+    def add_leaves(self, name: str, actual: Any, expected: Any) -> None:
+        """Compare two outputs of any structure, such as a tuple or a dict of tensors, leaf by leaf.
+
+        Raises:
+            ValueError: the structures differ, or one of them has no tensor.
+        """
+        (left, shape), (right, wanted) = tree_flatten_with_path(actual), tree_flatten_with_path(expected)
+        if shape != wanted:
+            raise ValueError(f"{name}: structure {shape} is not {wanted}")
+        if not count_leaves(expected):
+            raise ValueError(f"{name} holds no tensor to compare")
+        for (path, leaf), (_, other) in zip(left, right, strict=True):
+            if isinstance(other, Tensor):
+                self.add(f"{name}{keystr(path)}", leaf.detach(), other.detach())
 
     def add_all(self, prefix: str, actual: Iterable[tuple[str, Any]], expected: Iterable[tuple[str, Any]]) -> None:
         """Compare two lists of named tensors. Raises ValueError where the names differ."""
@@ -71,18 +94,27 @@ class Parity:
         """Compare the tensors of one kind of two models, see ``tensors_of``, and ``watch`` the gradients.
 
         Raises:
-            ValueError: the models differ in names, or a trained parameter has no gradient.
+            ValueError: the models differ in names; a parameter that is used has no gradient, or one that is not used
+                has one.
         """
-        self.add_all(what, tensors_of(actual, what), tensors_of(expected, what))
+        left, right = tensors_of(actual, what), tensors_of(expected, what)
         if what == "gradient":
+            unused = unused_names(expected)
+            touched = [name for name, tensor in left if name in unused and tensor is not None and bool(tensor.any())]
+            if touched:
+                raise ValueError(f"the model does not use {', '.join(touched)}, which must have no gradient")
+            left, right = ([pair for pair in pairs if pair[0] not in unused] for pairs in (left, right))
             self.watch(expected, some_zeros=some_zeros)
+        self.add_all(what, left, right)
 
     def watch(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
-        """Count the gradients of a single-device model, and those that are all zeros.
+        """Count the gradients of what a single-device model uses, and those that are all zeros.
 
         With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are zeros.
         """
-        zeros = [gradient is None or not bool(gradient.any()) for _, gradient in tensors_of(reference, "gradient")]
+        unused = unused_names(reference)
+        used = [gradient for name, gradient in tensors_of(reference, "gradient") if name not in unused]
+        zeros = [gradient is None or not bool(gradient.any()) for gradient in used]
         self.gradients += len(zeros)
         self.zero_gradients += sum(zeros) if all(zeros) or not some_zeros else 0
 
@@ -127,9 +159,22 @@ def tensors_of(model: nn.Module, what: What) -> Named:
     return [(name, parameter.grad) for name, parameter in named if parameter.requires_grad]
 
 
+def unused_names(model: nn.Module) -> set[str]:
+    """Names of the trained parameters that a LabModel leaves out of its forward pass on purpose."""
+    unused = model.unused_modules() if isinstance(model, LabModel) else []
+    numbers = {id(parameter) for module in unused for parameter in module.parameters()}
+    return {plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) in numbers}
+
+
 def count_tensors(model: nn.Module, *kinds: What) -> int:
     """How many tensors of these kinds a comparison of ``model`` has to look at."""
-    return sum(len(tensors_of(model, what)) for what in kinds)
+    unused = len(unused_names(model)) if "gradient" in kinds else 0
+    return sum(len(tensors_of(model, what)) for what in kinds) - unused
+
+
+def count_leaves(output: Any) -> int:
+    """How many tensors there are in an output of any structure."""
+    return sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
@@ -142,9 +187,9 @@ def shard_of(tensor: Tensor, like: DTensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference over largest absolute value expected; nan or inf stay visible."""
-    difference = (actual.double() - expected.double()).abs().max().item()
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest absolute difference beyond ``floor`` over largest absolute value expected; nan or inf stay visible."""
+    difference = ((actual.double() - expected.double()).abs().max() - floor).clamp(min=0).item()
     scale = expected.double().abs().max().item()
     if difference == 0 and not math.isnan(scale):
         return 0.0
