@@ -30,6 +30,10 @@ class RecordError(LabError, ValueError):
     """A file of a run cannot be read. The message starts with the file, for records with file:line."""
 
 
+class MemoryCapExceeded(LabError, MemoryError):
+    """A rank asked for more memory than the run allows each of its processes."""
+
+
 class RankFailed(LabError):
     """A rank of the run failed. Holds the first failure, not the errors that it caused on the other ranks.
 

@@ -63,6 +63,8 @@ class Config:
     """Timed steps, after one to warm up."""
     seed: NonNegativeInt = 0
     """Of weights and images."""
+    memory_cap_mib: PositiveInt | None = None
+    """End a rank that allocates more than this beyond what it holds before the model is made."""
     check: Literal["none", "parity"] = "none"
     """parity: compare one step with one device instead of training."""
 
@@ -107,7 +109,7 @@ YOURS = Exchange(
 
 def main(config: Config) -> None:
     """Train and measure, or compare one step with one device's."""
-    with rank.session() as here:
+    with rank.session() as here, here.memory_cap(config.memory_cap_mib):
         mesh = here.mesh(**sizes.named_axes(config.mesh, here.world_size))
         model = build(config, here.device)
         images, labels = photo.batch(

@@ -7,7 +7,7 @@
                 ...
 
 A program that uses this runs under labkit.run, under bare torchrun, and alone as one rank. Under labkit.run its records
-go into the folder of the run; otherwise they stay in memory and rank 0 prints a table of them when it is done.
+go into the folder of the run; otherwise they stay in memory, and at the end rank 0 prints a table of each rank's.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from labkit.ending import leave, status_after
 from labkit.errors import ParameterError
 from labkit.folder import DEVICE, VARIABLE, RunFolder, write_json
 from labkit.rank import given
+from labkit.rank.cap import memory_cap
 from labkit.rank.meter import Meter, Step
 from labkit.records import Writer, name_along
 from labkit.theory.sizes import readable_bytes
@@ -76,6 +77,10 @@ class Here:
             raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
         with threads_that_wait_their_turn(self.device):
             return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def memory_cap(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
+        """In here, this rank may hold so many MiB more than it does now; see ``cap.memory_cap``."""
+        return memory_cap(mib, self.device)
 
     def scalar(self, name: str, value: float, unit: str = "") -> None:
         """Record one number about the whole run."""
@@ -151,8 +156,11 @@ def session() -> Iterator[Here]:
         if folder and rank == 0:
             write_json(folder.session_json, describe(here, len(cores)))
         yield here
-        if not folder and rank == 0:
-            print(table_of(writer), end="", flush=True)
+        if not folder:
+            tables: list[Any] = [None] * world_size
+            dist.all_gather_object(tables, table_of(writer))
+            if any(tables):
+                here.print("\n".join(filter(None, tables)).rstrip("\n"))
     finally:
         writer.close()
         _groups_of_this_process.extend(dist.distributed_c10d._world.pg_map)

@@ -1,0 +1,72 @@
+"""labkit.rank.cap: what fits under a cap runs, what does not says so, and the cap ends with its block."""
+
+import resource
+import sys
+
+import pytest
+import torch
+
+import labkit
+from labkit.errors import MemoryCapExceeded
+from labkit.rank.cap import memory_cap
+
+CPU, MIB = torch.device("cpu"), 2**20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="a cap on CPU memory needs Linux")
+
+
+def held(mib):
+    return torch.zeros(mib * MIB // 4)
+
+
+@linux
+def test_what_fits_is_allocated_and_what_does_not_is_refused():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with memory_cap(300, CPU):
+        assert held(200).sum() == 0
+    refused = pytest.raises(
+        MemoryCapExceeded, match=r"more than its cap of 100 MiB was needed .*: shard over more ranks"
+    )
+    with refused, memory_cap(100, CPU):
+        held(200)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert held(200).sum() == 0
+
+
+@linux
+def test_other_errors_pass_and_no_cap_caps_nothing():
+    with pytest.raises(RuntimeError, match="mine"), memory_cap(100, CPU):
+        raise RuntimeError("mine")
+    with memory_cap(None, CPU):
+        assert held(200).sum() == 0
+
+
+@pytest.mark.skipif(sys.platform == "linux", reason="Linux can")
+def test_another_system_says_that_it_cannot():
+    with pytest.raises(ValueError, match="needs a GPU or Linux"), memory_cap(100, CPU):
+        pass
+
+
+@linux
+@pytest.mark.usefixtures("both_ways")
+def test_a_model_that_one_rank_cannot_hold_fits_where_it_is_sharded():
+    how = {
+        "device": "cpu",
+        "hidden": 3000,
+        "narrow": 16,
+        "batch": 1,
+        "steps": 1,
+        "wrap": "layer",
+        "memory_cap_mib": 320,
+    }
+    with pytest.raises(labkit.RankFailed, match="more than its cap of 320 MiB was needed") as caught:
+        labkit.run("fsdp_wrap", nproc=2, **how | {"wrap": "none"})
+    assert caught.value.exc_type == "MemoryCapExceeded"
+    assert labkit.run("fsdp_wrap", nproc=2, **how).ok
+
+
+@linux
+def test_an_image_that_fits_only_when_it_is_sharded():
+    how = {"device": "cpu", "height": 512, "width": 1024, "steps": 1, "memory_cap_mib": 250}
+    with pytest.raises(labkit.RankFailed, match="more than its cap of 250 MiB was needed"):
+        labkit.run("convnext_spatial", nproc=1, strategy="plain", **how)
+    assert labkit.run("convnext_spatial", nproc=2, strategy="local", **how).ok
