@@ -11,27 +11,51 @@ small units send many small messages.
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from labkit import parity, rank, requirements
-from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveInt
+from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, blocks_of, freeze_blocks
 from labkit.parallel.compiling import apply_compile, graphs_compiled
-from labkit.parallel.fsdp import apply_fsdp
+from labkit.parallel.fsdp import apply_fsdp, sharding_mesh
+from labkit.parallel.saving import load_training, save_training
 from labkit.parallel.units import Units
-from labkit.parity.fsdp import compare_training
+from labkit.parity.fsdp import Trained, compare_training
+from labkit.parity.one_device import Rounding, to_dtype, with_gradients
+from labkit.rank.meter import Step
 
-FSDP = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch")
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BOTH = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch", "ignore")
+FSDP1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+SIZES = (
+    "hidden",
+    "narrow",
+    "dim",
+    "layers",
+    "vocab",
+    "batch",
+    "delay_after_loss_ms",
+    "delay_before_reduction_ms",
+    "delay_before_free_ms",
+)
+PRECISIONS: dict[str, tuple[torch.dtype, Rounding]] = {
+    "fp32": (torch.float32, "parameters"),
+    "bf16": (torch.bfloat16, "parameters"),
+    "fp16": (torch.float16, "parameters"),
+    "pure_fp16": (torch.float16, "everything"),
+    "autocast": (torch.bfloat16, "autocast"),
+}
 
 
 @dataclass
@@ -39,69 +63,142 @@ class Config:
     """Which model, how it is wrapped, and what is measured."""
 
     preset: Literal["small", "paper"] = "small"
-    """Sizes: small runs on any machine, paper is the toy model of the benchmark it comes from, for GPUs."""
-    model: Literal["toy", "hf_bert", "hf_t5", "transformer", "nested", "moe", "mlp_stack"] = "toy"
+    """Sizes: small runs on any machine, paper is the model that the small one stands for, for GPUs."""
+    model: Literal[
+        "toy", "hf_bert", "hf_t5", "transformer", "nested", "nonuniform", "delay", "moe", "mlp_stack", "double_linear",
+        "unused_linear", "skip",
+    ] = "toy"  # fmt: skip
     """What is trained; hf_bert and hf_t5 need transformers."""
-    wrap: Literal["none", "root", "block", "layer", "yours"] = "block"
-    """Units: none (every rank holds all), the whole model, each block of the model, each layer with parameters; yours
-    are those that is_unit of use= chooses."""
+    wrap: Literal["none", "root", "block", "layer", "every", "size", "yours"] = "block"
+    """Units: none (every rank holds all), the whole model, each block of the model, each layer with parameters, every
+    module that holds any, those with min_numbers of them; yours are those that is_unit of use= chooses."""
     blocks: tuple[str, ...] = ()
     """Class names of the blocks, instead of the model's own."""
+    min_numbers: PositiveInt = 1000
+    """How many numbers make a unit where wrap is size."""
     skip: tuple[NonNegativeInt, ...] = ()
     """Blocks that are left out of the wrapping by mistake, counted from 0: to see what that looks like."""
     freeze: tuple[NonNegativeInt, ...] = ()
     """Blocks whose parameters are not trained, counted from 0."""
+    ignore: tuple[str, ...] = ()
+    """Class names of modules that FSDP leaves alone: whole on every rank, their gradients averaged by nobody."""
+    hybrid: PositiveInt | None = None
+    """Shard over groups of so many ranks, and replicate from group to group (HSDP)."""
     fsdp: Literal[1, 2] = 2
     """FullyShardedDataParallel (1) or fully_shard (2)."""
     reshard_after_forward: bool = True
     """Free a unit's full parameters after its forward pass, and gather them again in the backward pass."""
     prefetch: bool = False
     """Gather a unit while the one before it computes, on gloo as well (FSDP2 on NCCL does so anyway)."""
+    backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    """FSDP1: gather the next unit before this one's gradients are computed, after, or when it is needed."""
+    forward_prefetch: bool = False
+    """FSDP1: gather the next unit before this one computes."""
+    limit_all_gathers: bool = True
+    """FSDP1: let the CPU run ahead of a GPU by two gathers at most."""
+    use_orig_params: bool = True
+    """FSDP1: keep the parameters' names; else each unit is one flat parameter."""
     checkpointing: bool = False
     """Recompute the blocks' activations in the backward pass."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: parameters are gathered and used in bfloat16, gradients are reduced in float32."""
+    precision: Literal["fp32", "bf16", "fp16", "pure_fp16", "autocast"] = "fp32"
+    """bf16, fp16: parameters are gathered and used in it, gradients are reduced in float32; pure_fp16: all is in
+    float16, updates as well; autocast: each operation in bfloat16 or float32, as torch sees fit."""
     offload: bool = False
     """Keep the shards in host memory."""
     scaler: bool = False
     """Scale the loss, and skip a step whose gradients are not finite on any rank."""
+    scaler_init: PositiveFloat = 65536.0
+    """The scale to begin with."""
+    scaler_growth: PositiveInt = 2000
+    """Good steps after which the scale is doubled."""
+    accumulate: PositiveInt = 1
+    """Batches of a rank in a step, whose gradients are averaged; set to zero and to None before it in turn."""
     compile: bool = False
     """Compile each block with inductor."""
+    compile_only: tuple[str, ...] = ()
+    """Class names of what compile compiles, instead of the blocks."""
     delay_ms: NonNegativeFloat = 0.0
     """Make each block's forward and backward pass last longer by this."""
+    delay_after_loss_ms: NonNegativeInt | None = None
+    """Model delay: pause between loss and backward pass."""
+    delay_before_reduction_ms: NonNegativeInt | None = None
+    """Model delay: pause in each block's backward pass before its gradients are reduced."""
+    delay_before_free_ms: NonNegativeInt | None = None
+    """Model moe: pause before the gathered parameters of its expert and of the shared part are freed."""
     hidden: PositiveInt | None = None
-    """Width of the toy model's wide layers."""
+    """Width of the toy model's wide layers, or of hf_bert and hf_t5."""
     narrow: PositiveInt | None = None
     """Width of the toy model's narrow layers."""
     dim: PositiveInt | None = None
-    """Width of mlp_stack."""
+    """Width of mlp_stack, double_linear, unused_linear and skip."""
+    layers: PositiveInt | None = None
+    """Layers of hf_bert and hf_t5."""
+    vocab: PositiveInt | None = None
+    """Words that hf_bert and hf_t5 know."""
     batch: PositiveInt | None = None
     """Samples of a rank in a step, where the model can choose."""
     steps: PositiveInt = 5
     """Timed steps, after one to warm up; with a check, compared steps."""
+    memory_cap_mib: PositiveInt | None = None
+    """End a rank that allocates more than this beyond what it holds before the model is made."""
+    save: str = ""
+    """Where to save the training after the last step: a folder, or one plain file that ends in .pt."""
+    load: str = ""
+    """What to go on with: a folder or file that save wrote, on any number of ranks."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
+    input_grad: bool = False
+    """Let the input need a gradient; a check compares it."""
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
 
-    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"hidden": 10000, "narrow": 1000, "steps": 20}}
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"steps": 20}}
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        catalog.check(self.model, self.blocks, self.sizes(), skip=self.skip, freeze=self.freeze)
-        if self.wrap == "none" and (self.precision != "fp32" or self.offload):
-            raise ValueError("wrap none has no unit that could gather in bf16 or be offloaded: use wrap root or block")
+        entry = catalog.check(self.model, self.blocks, self.sizes(), skip=self.skip, freeze=self.freeze)
+        catalog.check(self.model, (*self.ignore, *self.compile_only))
+        if self.wrap == "none" and (self.precision in ("bf16", "fp16") or self.offload or self.hybrid):
+            raise ValueError(
+                "wrap none has no unit that could gather in a short type, be offloaded or be hybrid: "
+                "use wrap root or block"
+            )
         if self.skip and self.wrap != "block":
             raise ValueError(f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block")
+        if self.hybrid and world_size % self.hybrid:
+            raise ValueError(
+                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must divide them"
+            )
+        own = [name for name in FSDP1 if getattr(self, name) != getattr(Config, name)]
+        if own and self.fsdp == 2:
+            raise ValueError(f"{own[0]} is an option of FSDP1: use fsdp 1, or leave it out")
+        if self.fsdp == 1 and not self.use_orig_params and self.freeze:
+            raise ValueError(
+                "a flat parameter is trained or not as a whole: leave out freeze, or use_orig_params False"
+            )
+        if self.input_grad and (not entry.takes_numbers or self.scaler):
+            raise ValueError(
+                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use another model, "
+                "or no scaler"
+            )
+        if self.compile_only and not self.compile:
+            raise ValueError(f"compile_only {self.compile_only} says what compile compiles: set compile")
         if self.compile:
             requirements.refuse_without_compiler()
         if self.compile and self.checkpointing and self.delay_ms:
             raise ValueError("a checkpointed block that sleeps does not compile: leave out delay_ms or checkpointing")
+        if (self.save or self.load) and (self.model == "moe" or self.ignore or self.check != "none"):
+            raise ValueError("save and load are for training whose parameters all ranks share: no moe, ignore or check")
+        if self.save and (Path(self.save).exists() or not Path(self.save).absolute().parent.is_dir()):
+            raise ValueError(f"save {self.save!r} must be a new name in a folder that there is")
+        if self.load and not Path(self.load).exists():
+            raise ValueError(f"load {self.load!r} is not there: give what save wrote")
 
     def sizes(self) -> dict[str, int]:
         """Those that were asked for; the model knows the rest."""
-        sizes = {"hidden": self.hidden, "narrow": self.narrow, "dim": self.dim, "batch": self.batch}
-        return {name: size for name, size in sizes.items() if size is not None}
+        paper = catalog.MODELS[self.model].paper if self.preset == "paper" else {}
+        asked = {name: getattr(self, name) for name in SIZES}
+        return {**paper, **{name: size for name, size in asked.items() if size is not None}}
 
 
 @rank.replaceable
@@ -112,7 +209,7 @@ def is_unit(module: nn.Module) -> bool:
 
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
-    with rank.session() as here:
+    with rank.session() as here, here.memory_cap(config.memory_cap_mib):
         run(config, here)
 
 
@@ -122,19 +219,47 @@ def run(config: Config, here: rank.Here) -> None:
     lab = build(config, here.device, here.rank)
     for block in blocks_of(lab, config.blocks or lab.block_types):
         delay_compute(block, config.delay_ms)
-    model, units = apply(config, here.mesh(data=here.world_size, alone=1), lab)
+    mesh = mesh_of(config, here)
+    model, units = apply(config, mesh, lab)
+    scaler = ShardedGradScaler(
+        here.device.type,
+        enabled=config.scaler,
+        init_scale=config.scaler_init,
+        growth_interval=config.scaler_growth,
+    )
+    training = Training(config, here, lab, model, scaler)
     if config.check == "none":
-        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
-        train(config, here, lab, model, optimizer, partial(here.steps, units=units if config.timeline else None))
+        lines = sharding_mesh(mesh) if config.hybrid else None
+        measure = partial(here.steps, units=units if config.timeline else None, mesh=lines)
+        training.run(adam_of(model), measure)
         return
-    dtype = PRECISIONS[config.precision]
+    dtype, rounding = PRECISIONS[config.precision]
     steps = config.steps if dtype == torch.float32 else min(config.steps, 1)  # from the second on rounding decides
-    losses = train(config, here, lab, model, parity.optimizer_of(model), partial(here.plain_steps, most=steps))
-    one_device = parity.OneDevice(partial(build, config, here.device), here.world_size, dtype, here.device)
-    verdict = compare_training(one_device, model, losses, rank=here.rank, steps=steps)
+    trained = training.run(parity.optimizer_of(model), partial(here.plain_steps, most=steps))
+    one_device = parity.OneDevice(
+        partial(build, config, here.device),
+        here.world_size,
+        dtype,
+        here.device,
+        config.accumulate,
+        rounding=rounding,
+        mean=True,
+        local_types=config.ignore,
+        input_gradients=config.input_grad,
+    )
+    verdict = compare_training(one_device, model, trained, rank=here.rank, steps=steps)
+    if config.scaler:
+        verdict |= {"scale": scaler.get_scale(), "ok": verdict["ok"] and scaler.get_scale() > 1}
     if config.compile:
         verdict |= {"compiled_graphs": graphs_compiled(), "ok": verdict["ok"] and graphs_compiled() > 0}
     here.verdict(**verdict)
+
+
+def mesh_of(config: Config, here: rank.Here) -> DeviceMesh:
+    """Axes ``data`` and ``alone``, and ``replicate`` before them where groups of ranks replicate each other."""
+    if config.hybrid is None:
+        return here.mesh(data=here.world_size, alone=1)
+    return here.mesh(replicate=here.world_size // config.hybrid, data=config.hybrid, alone=1)
 
 
 def build(config: Config, device: torch.device, index: int) -> LabModel:
@@ -147,32 +272,72 @@ def build(config: Config, device: torch.device, index: int) -> LabModel:
 def apply(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, Units]:
     """The model on the mesh, and its units."""
     blocks = config.blocks or lab.block_types
+    if config.precision == "pure_fp16":
+        lab.half()
     if config.checkpointing:
         apply_activation_checkpointing(lab, blocks)
     if config.compile:
-        apply_compile(lab, blocks)
-    return apply_fsdp(lab, mesh, is_unit=is_unit, **{name: getattr(config, name) for name in FSDP})
+        apply_compile(lab, config.compile_only or blocks, eager_random=config.check == "parity")
+    own = {name: getattr(config, name) for name in (FSDP1 if config.fsdp == 1 else ())}
+    how = {name: getattr(config, name) for name in BOTH}
+    return apply_fsdp(lab, mesh, is_unit=is_unit, min_numbers=config.min_numbers, **how, **own)
 
 
-def train(
-    config: Config, here: rank.Here, lab: LabModel, model: nn.Module, optimizer: Optimizer, measure: rank.Measure
-) -> list[Tensor]:
-    """Forward, backward and update in every measured step; this rank's losses."""
-    losses: list[Tensor] = []
-    scaler = ShardedGradScaler(here.device.type, enabled=config.scaler)
-    tracked = [model, optimizer] if config.fsdp == 2 or config.wrap == "none" else []  # FSDP1's views elude a tracker
-    for index, step in enumerate(measure(config.steps, track=tracked)):
-        inputs = parity.samples_and_seed(lab, here.device, index, here.rank)
-        optimizer.zero_grad()
-        with step.span("forward"):
-            losses.append(lab.get_loss(inputs, model(*inputs)))
+def adam_of(model: nn.Module) -> Optimizer:
+    """Adam in one kernel for all shards, and one for what is no shard: it takes no mixture."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shards = [p for p in trained if isinstance(p, DTensor)]
+    plain = [p for p in trained if not isinstance(p, DTensor)]
+    return torch.optim.Adam([{"params": group} for group in (shards, plain) if group], lr=1e-3, fused=True)
+
+
+@dataclass
+class Training:
+    """What trains, and how."""
+
+    config: Config
+    here: rank.Here
+    lab: LabModel
+    model: nn.Module
+    scaler: ShardedGradScaler
+
+    def run(self, optimizer: Optimizer, measure: rank.Measure) -> list[Trained]:
+        """Forward, backward and update in every measured step; what each left behind."""
+        config, path = self.config, Path(self.config.load)
+        done = load_training(path, self.model, optimizer) if config.load else 0
+        # FSDP1's views elude a tracker
+        tracked = [self.model, optimizer] if config.fsdp == 2 or config.wrap == "none" else []
+        trained: list[Trained] = []
+        for index, step in enumerate(measure(config.steps, track=tracked), start=done):
+            optimizer.zero_grad(set_to_none=config.accumulate == 1 or bool(index % 2))
+            batches = [self.batch(index, batch, step) for batch in range(config.accumulate)]
+            with step.span("optimizer"):
+                self.scaler.step(optimizer)
+                self.scaler.update()
+            step.scalar("loss", torch.stack([batch.loss.detach() for batch in batches]).mean())
+            trained.append(batches[-1])
+            done = index + 1
+        if config.compile:
+            self.here.scalar("compiled_graphs", graphs_compiled())
+        if config.save:
+            save_training(Path(config.save), self.model, optimizer, done)
+        return trained
+
+    def batch(self, index: int, batch: int, step: Step) -> Trained:
+        """Forward and backward pass of one of a step's batches."""
+        config, here = self.config, self.here
+        inputs = parity.samples_and_seed(self.lab, here.device, index, here.rank, batch, config.accumulate)
+        if config.precision == "pure_fp16":
+            inputs = tuple(to_dtype(each, torch.float16) for each in inputs)
+        if config.input_grad:
+            inputs = with_gradients(inputs)
+        autocast = torch.autocast(here.device.type, torch.bfloat16, enabled=config.precision == "autocast")
+        with step.span("forward"), autocast:
+            output = self.model(*inputs)
+            loss = self.lab.get_loss(inputs, output)
         with step.span("backward"):
-            lab.run_backward(scaler.scale(losses[-1]))
-        with step.span("optimizer"):
-            scaler.step(optimizer)
-            scaler.update()
-        step.scalar("loss", losses[-1])
-    return losses
+            self.lab.run_backward(self.scaler.scale(loss / config.accumulate))
+        return Trained(loss, tree_map_only(Tensor, Tensor.detach, output), inputs)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,17 @@ BucketRule = Callable[[list[int], int], list[list[int]]]
 """From the sizes of gradients in bytes, in the order in which they come, and a limit: the indices in each bucket."""
 
 
-def apply_gradient_buckets(model: LabModel, mesh: DeviceMesh) -> None:
-    """Average a model's gradients over the ranks of a mesh, in place: all but those of its local modules."""
-    local = {id(parameter) for module in model.local_modules() for parameter in module.parameters()}
+def apply_gradient_buckets(model: LabModel, mesh: DeviceMesh, ignored: Iterable[nn.Module] = ()) -> None:
+    """Average a model's gradients over the ranks of a mesh, in place: all but those of local and ignored modules."""
+    local = {id(parameter) for module in [*model.local_modules(), *ignored] for parameter in module.parameters()}
     GradientBuckets([parameter for parameter in model.parameters() if id(parameter) not in local], mesh)
 
 
 class GradientBuckets:
     """Hooks that leave in every ``parameter.grad`` the mean over all ranks of a mesh once the backward pass ends.
 
-    Each backward pass must give a gradient to every parameter: the last one to arrive completes the exchange.
+    Each backward pass must give a gradient to every parameter: the last one to arrive completes the exchange. One that
+    ends without raises ValueError, on every rank, and no rank is left waiting.
 
     Args:
         parameters: in the order of the forward pass; equal on all ranks.
@@ -55,11 +56,23 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
 
     def _arrived(self, index: int) -> None:
+        if self._waiting == [len(bucket) for bucket in self.buckets]:
+            torch.autograd.Variable._execution_engine.queue_callback(self._refuse_unused)  # as torch's own DDP does
         self._waiting[index] -= 1
         if self._waiting[index] == 0:
             self._send(self.buckets[index])
         if not any(self._waiting):
             self._finish()
+
+    def _refuse_unused(self) -> None:
+        """At the end of a backward pass: nothing may be missing."""
+        missing = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
+        if any(self._flights) or self._waiting != [len(bucket) for bucket in self.buckets]:
+            shapes = ", ".join(map(str, missing)) or "some that older batches had used"
+            raise ValueError(
+                f"the backward pass gave no gradient to parameters of shape {shapes}, so their bucket never left: "
+                f"freeze what the model does not use (requires_grad_(False)), or wrap the model with FSDP"
+            )
 
     def _send(self, bucket: list[nn.Parameter]) -> None:
         flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])

@@ -15,7 +15,9 @@ from torch import nn
 from labkit.parallel.checkpointing import checkpointed, outer_blocks
 
 
-def apply_compile(model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True) -> int:
+def apply_compile(
+    model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True, eager_random: bool = False
+) -> int:
     """Compile every block of these types in place, or without types the whole model. Names do not change.
 
     It compiles when it is first called. Shapes are static: a DTensor's backward pass does not compile with dynamic ones
@@ -25,6 +27,7 @@ def apply_compile(model: nn.Module, block_types: Collection[str] = (), *, induct
         model: any module.
         block_types: class names of the blocks, such as ``("T5Block",)``.
         inductor: write programs; else run the traced graphs as they are.
+        eager_random: let dropout draw what it draws in eager code, which inductor's own generator does not.
 
     Returns:
         How many modules are compiled.
@@ -33,6 +36,8 @@ def apply_compile(model: nn.Module, block_types: Collection[str] = (), *, induct
         ValueError: the model has no block of these types.
     """
     how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
+    if inductor and eager_random:
+        how["options"] = {"fallback_random": True}
     if not block_types:
         model.compile(**how)
         return 1

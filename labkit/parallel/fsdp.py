@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -30,13 +31,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
 from labkit.parallel.buckets import apply_gradient_buckets
-from labkit.parallel.checkpointing import BlockTypes, apply_activation_checkpointing, plain_name
-from labkit.parallel.units import ROOT, Units, fsdp_units, inner_first, layer_types
+from labkit.parallel.checkpointing import BlockTypes, apply_activation_checkpointing, blocks_of, plain_name
+from labkit.parallel.units import ROOT, Units, every_module, fsdp_units, inner_first, larger_than, layer_types
 
-Wrap = Literal["none", "root", "block", "layer", "yours"]
+Wrap = Literal["none", "root", "block", "layer", "every", "size", "yours"]
+Precision = Literal["fp32", "bf16", "fp16", "pure_fp16", "autocast"]
+GATHERED_IN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What FSDP rounds parameters to; ``pure_fp16`` and ``autocast`` are not its business."""
 
 
 def apply_fsdp(
@@ -47,11 +52,14 @@ def apply_fsdp(
     fsdp: Literal[1, 2] = 2,
     blocks: Sequence[str] = (),
     skip: Collection[int] = (),
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Precision = "fp32",
     offload: bool = False,
     reshard_after_forward: bool = True,
     prefetch: bool = False,
     is_unit: Callable[[nn.Module], bool] | None = None,
+    min_numbers: int = 1,
+    ignore: Collection[str] = (),
+    **fsdp1_options: Any,
 ) -> tuple[nn.Module, Units]:
     """Distribute a model over the ranks of a mesh as the FSDP lab's command line says.
 
@@ -59,18 +67,22 @@ def apply_fsdp(
 
     Args:
         model: with the same shared parameters on all ranks, on this rank's device.
-        mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local modules.
+        mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local modules. With an
+            axis ``replicate`` before them, every line of ``data`` holds all parameters (hybrid sharding).
         wrap: ``none`` leaves every rank all parameters and averages gradients in buckets (as DDP does); ``root`` makes
-            one unit, ``block`` one a block, ``layer`` one a module that holds parameters, ``yours`` what ``is_unit``
-            says.
+            one unit, ``block`` one a block, ``layer`` one a module that holds parameters itself, ``every`` one a module
+            that holds any, ``size`` one a module with ``min_numbers`` of them, ``yours`` what ``is_unit`` says.
         fsdp: 1 is FullyShardedDataParallel, 2 is fully_shard.
         blocks: class names of the blocks; the model's own by default.
         skip: blocks to forget when wrapping, counted from 0 in the order of the forward pass.
-        precision: bf16 gathers and computes in bfloat16 and reduces in float32.
+        precision: bf16 and fp16 gather and compute in that type and reduce in float32; the others change nothing here.
         offload: keep the shards in host memory.
         reshard_after_forward: gather parameters twice a step instead of keeping them.
         prefetch: see ``gather_ahead``; FSDP2 only.
         is_unit: for ``yours``, whether a module becomes a unit.
+        min_numbers: for ``size``.
+        ignore: class names of modules that stay whole and whose gradients nobody averages.
+        **fsdp1_options: of ``apply_fsdp1``, for ``fsdp=1`` alone.
 
     Returns:
         The model to call, and its units by name (see ``apply_fsdp2``).
@@ -79,19 +91,27 @@ def apply_fsdp(
         ValueError: block types that the model does not have; bf16 or offload with nothing wrapped.
     """
     if wrap == "none":
-        if precision != "fp32" or offload:
-            raise ValueError("wrap none has no unit that could gather in bf16 or be offloaded: use wrap root or block")
-        apply_gradient_buckets(model, mesh["data"])
+        if precision in GATHERED_IN or offload:
+            raise ValueError(
+                f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap root or block"
+            )
+        apply_gradient_buckets(model, mesh["data"], blocks_of(model, ignore))
         return model, {}
-    named = {"root": (), "block": tuple(blocks) or model.block_types, "layer": layer_types(model)}
-    types = is_unit if wrap == "yours" and is_unit else named[wrap]
-    compute, reduce = (torch.bfloat16, torch.float32) if precision == "bf16" else (None, None)
+    types: BlockTypes = tuple(blocks) or model.block_types
+    if wrap in ("every", "size"):
+        chosen = set(every_module(model) if wrap == "every" else larger_than(model, min_numbers))
+        types = chosen.__contains__ if chosen else ()  # a model that is too small is one unit
+    elif wrap != "block":
+        types = is_unit if wrap == "yours" and is_unit else {"root": (), "layer": layer_types(model)}[wrap]
+    compute = GATHERED_IN.get(precision)
+    reduce = torch.float32 if compute else None
     shared: dict[str, Any] = {"block_types": types, "skip": skip, "local_modules": model.local_modules()}
-    shared["reshard_after_forward"] = reshard_after_forward
+    shared |= {"ignored_modules": blocks_of(model, ignore), "reshard_after_forward": reshard_after_forward}
     if fsdp == 1:
         mixed = MixedPrecision(compute, reduce) if compute else None
         device = next(model.parameters()).device
-        wrapped = apply_fsdp1(model, mixed_precision=mixed, cpu_offload=offload, device=device, mesh=mesh, **shared)
+        how = shared | fsdp1_options
+        wrapped = apply_fsdp1(model, mixed_precision=mixed, cpu_offload=offload, device=device, mesh=mesh, **how)
         shards = {n: m for n, m in wrapped.named_modules() if isinstance(m, FullyShardedDataParallel)}
         return wrapped, {plain_name(name) or ROOT: [module] for name, module in shards.items()}
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
@@ -148,6 +168,7 @@ def apply_fsdp2(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     local_modules: Collection[nn.Module] = (),
+    ignored_modules: Collection[nn.Module] = (),
 ) -> Units:
     """Shard a model with ``fully_shard``, blocks first and then the root, in place.
 
@@ -162,7 +183,8 @@ def apply_fsdp2(
             backward pass. The root's stay, since its backward pass comes next.
         mp_policy: dtypes of compute, reduction and outputs; float32 by default.
         offload_policy: CPUOffloadPolicy() keeps the shards in host memory.
-        local_modules: modules that differ from rank to rank: not sharded, not averaged.
+        local_modules: modules that differ from rank to rank: not sharded, not averaged; DTensors on a mesh of one.
+        ignored_modules: modules that FSDP does not touch: whole plain tensors on every rank, not averaged.
 
     Returns:
         The units by name, the root as ``root`` last if it holds parameters of its own.
@@ -170,18 +192,28 @@ def apply_fsdp2(
     Raises:
         ValueError: the model has no block of these types.
     """
-    units = fsdp_units(model, block_types, local_modules, skip)
-    inner = [*local_modules, *(module for modules in units.values() for module in modules)]
-    own = set(model.parameters()) - {parameter for module in inner for parameter in module.parameters()}
+    units = fsdp_units(model, block_types, [*local_modules, *ignored_modules], skip)
+    apart = [*local_modules, *ignored_modules, *(module for modules in units.values() for module in modules)]
+    own = set(model.parameters()) - {parameter for module in apart for parameter in module.parameters()}
     precision, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
-    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload)
+    ignored = {parameter for module in ignored_modules for parameter in module.parameters()}
+    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload, ignored_params=ignored or None)
     for module in local_modules:
         shard(module, mesh=mesh["alone"])
+    lines = sharding_mesh(mesh)
+    if precision.param_dtype:  # its statistics stay in float32, and so must it; FSDP1 sees to that by itself
+        for norm in (module for module in model.modules() if isinstance(module, BatchNorm)):
+            fully_shard(norm, mesh=lines, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     for modules in inner_first(units):
         together = modules if len(modules) > 1 else modules[0]
-        shard(together, mesh=mesh["data"], reshard_after_forward=reshard_after_forward)
-    shard(model, mesh=mesh["data"], reshard_after_forward=None if reshard_after_forward else False)
+        shard(together, mesh=lines, reshard_after_forward=reshard_after_forward)
+    shard(model, mesh=lines, reshard_after_forward=None if reshard_after_forward else False)
     return units | ({ROOT: [model]} if own else {})
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes that FSDP works on: ``data``, and before it ``replicate`` where there is one."""
+    return mesh["replicate", "data"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["data"]
 
 
 def apply_fsdp1(
@@ -195,18 +227,28 @@ def apply_fsdp1(
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: bool = False,
     local_modules: Collection[nn.Module] = (),
+    ignored_modules: Collection[nn.Module] = (),
     mesh: DeviceMesh | None = None,
     device: torch.device | None = None,
+    backward_prefetch: Literal["pre", "post", "none"] = "pre",
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
+    use_orig_params: bool = True,
 ) -> FullyShardedDataParallel:
     """Wrap a model with FullyShardedDataParallel, the older API, for comparison with ``apply_fsdp2``.
 
     A block that is tied to a module outside of it stays with the root: FSDP1 cannot put two modules into one unit.
     Arguments with a name that is used there mean the same; ``reshard_after_forward`` is FULL_SHARD, else SHARD_GRAD_OP.
     With ``use_checkpointing`` blocks are checkpointed inside their units; without ``use_wrap_policy`` the whole model
-    is one unit. By default the mesh is all ranks, and the device of this rank the CPU.
+    is one unit. By default the mesh is all ranks, and the device of this rank the CPU. The last four are FSDP1's own:
+
+        backward_prefetch: gather the next unit before this one's gradients are computed (pre), after (post), or not.
+        forward_prefetch: gather the next unit before this one computes, in the order of the first step.
+        limit_all_gathers: let the CPU run ahead by two gathers at most; it shows on a GPU alone.
+        use_orig_params: show parameters by their names; else one flat parameter a unit.
 
     Returns:
-        The wrapped model; parameters keep their names (``use_orig_params``).
+        The wrapped model.
 
     Raises:
         ValueError: the model has no block of these types; offload without a GPU, for which FSDP1 pins memory.
@@ -216,21 +258,33 @@ def apply_fsdp1(
     if use_checkpointing:
         assert not callable(block_types)
         apply_activation_checkpointing(model, block_types)
-    units = fsdp_units(model, block_types, local_modules, skip) if use_wrap_policy else {}
+    apart = [*local_modules, *ignored_modules]
+    units = fsdp_units(model, block_types, apart, skip) if use_wrap_policy else {}
     single = {modules[0] for modules in units.values() if len(modules) == 1}
-    to_itself = {"process_group": mesh["alone"].get_group()} if local_modules and mesh else {}
+    full, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+    to_itself: dict[str, Any] = {}
+    if local_modules and mesh:
+        to_itself = {"process_group": mesh["alone"].get_group(), "sharding_strategy": full}
+    group: Any = mesh["data"].get_group() if mesh else None
+    if mesh and "replicate" in (mesh.mesh_dim_names or ()):
+        group = (group, mesh["replicate"].get_group())
+        full, kept = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
     def wraps(module: nn.Module) -> bool | dict[str, Any]:
         return to_itself if module in local_modules else module in single
 
-    strategy = ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+    prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
     return FullyShardedDataParallel(
         model,
-        sharding_strategy=strategy,
-        process_group=mesh["data"].get_group() if mesh else None,
+        sharding_strategy=full if reshard_after_forward else kept,
+        process_group=group,
         auto_wrap_policy=CustomPolicy(wraps) if single or local_modules else None,
+        ignored_modules=ignored_modules or None,
+        backward_prefetch=prefetch[backward_prefetch],
+        forward_prefetch=forward_prefetch,
+        limit_all_gathers=limit_all_gathers,
         mixed_precision=mixed_precision,
         cpu_offload=CPUOffload(offload_params=True) if cpu_offload else None,
         device_id=device or torch.device("cpu"),
-        use_orig_params=True,
+        use_orig_params=use_orig_params,
     )

@@ -4,13 +4,16 @@ A unit's parameters are gathered together, just before its first module computes
 only, whoever uses it, and a unit inside another one must be made before it.
 """
 
+import weakref
 from collections.abc import Collection, Iterator
 from graphlib import TopologicalSorter
+from typing import TypeVar
 
 from torch import nn
 
 from labkit.parallel.checkpointing import BlockTypes, blocks_of, checkpointed, plain_name
 
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 ROOT = "root"
 Units = dict[str, list[nn.Module]]
 """Modules by the name of their unit."""
@@ -19,12 +22,63 @@ Units = dict[str, list[nn.Module]]
 def layer_types(model: nn.Module) -> tuple[str, ...]:
     """Class names of the modules that hold parameters themselves: what ``--wrap layer`` wraps.
 
-    The inside of nn.MultiheadAttention is left out: attention uses its parts' weights without calling them, so nothing
-    would gather these.
+    The inside of nn.MultiheadAttention is left out: nothing would gather it.
+    """
+    holders = [module for module in _callable_parts(model) if any(True for _ in module.parameters(recurse=False))]
+    return tuple(sorted({type(module).__name__ for module in holders}))
+
+
+def every_module(model: nn.Module) -> tuple[nn.Module, ...]:
+    """What ``--wrap every`` wraps: all that is called and holds parameters, one inside the other."""
+    return tuple(module for module in _apart_from_others(model) if any(True for _ in module.parameters()))
+
+
+def larger_than(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
+    """What ``--wrap size`` wraps: each module that holds so many numbers outside of the units inside it."""
+    chosen: list[nn.Module] = []
+    taken: set[int] = set()
+    for module in reversed(_apart_from_others(model)):  # a module comes after those that contain it
+        own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if own and sum(own.values()) >= numbers:
+            chosen.append(module)
+            taken |= own.keys()
+    return tuple(chosen)
+
+
+def wrap(module: ModuleType) -> ModuleType:
+    """Mark a module as a unit where it is written: ``nn.Sequential(wrap(nn.Linear(4, 4)), ...)``; the same module.
+
+    With ``is_marked`` for ``block_types`` those become units. FSDP1's own ``wrap`` is called in the same place.
+    """
+    _marked.add(module)
+    return module
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Whether ``wrap`` was called with it."""
+    return module in _marked
+
+
+_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _callable_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules inside a model that are called, so that a hook can gather before them; outer ones first.
+
+    Lists and dicts of modules have no forward pass; attention uses its parts' weights without calling the parts.
     """
     uncalled = {part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.children()}
-    holders = [m for m in model.modules() if m not in uncalled | {model} and any(True for _ in m.parameters(False))]
-    return tuple(sorted({type(module).__name__ for module in holders}))
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return [m for m in model.modules() if m is not model and m not in uncalled and not isinstance(m, containers)]
+
+
+def _apart_from_others(model: nn.Module) -> list[nn.Module]:
+    """The callable parts without those around only one of several modules that share a parameter.
+
+    A unit of such a part would have to hold the others, which may lie in a unit that holds this part.
+    """
+    parts = _callable_parts(model)
+    return [part for part in parts if any(True for _ in part.parameters(recurse=False)) or not tied_to(model, part)]
 
 
 def fsdp_units(
@@ -50,6 +104,11 @@ def fsdp_units(
     outside = {part for module in local_modules for part in module.modules()}
     blocks = [block for block in blocks_of(model, block_types) if block not in outside and list(block.parameters())]
     if block_types and not blocks:
+        if apart := [block for block in blocks_of(model, block_types) if block in outside]:
+            kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
+            raise ValueError(
+                f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is left to wrap"
+            )
         if callable(block_types):
             raise ValueError(f"is_unit chose no module of {type(model).__name__} that has parameters: choose one")
         has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))

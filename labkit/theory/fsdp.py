@@ -107,6 +107,20 @@ def collectives(layers: Sequence[Layer], ranks: int, *, reshard_after_forward: b
     }
 
 
+def hybrid_collectives(layers: Sequence[Layer], group: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
+    """The same for hybrid sharding, by axis: ``data`` inside a group of ranks, ``replicate`` from group to group.
+
+    A group does what all ranks do without groups. Each of its ranks then holds the sum of the group's gradients for its
+    shard, and sums that over the groups: one all-reduce a unit, of the shard's size.
+    """
+    inside = collectives(layers, group, reshard_after_forward=reshard_after_forward)
+    shards = [shard for shard, _ in units_of(layers, group).values()]
+    across = {"all_reduce_count": len(shards), "all_reduce_bytes": sum(shards)}
+    return {f"data/{name}": value for name, value in inside.items()} | {
+        f"replicate/{name}": value for name, value in across.items()
+    }
+
+
 def resident_bytes(layers: Sequence[Layer], ranks: int, *, frozen: Collection[str] = ()) -> dict[str, int]:
     """Bytes that the fullest rank holds after a step, gradients included, by the names of ``result.value``.
 

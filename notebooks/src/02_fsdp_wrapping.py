@@ -408,7 +408,7 @@ checks.expert_gradients(average_gradients)
 # + weight = model.layers[0].in_proj.weight.full_tensor()
 # ```
 #
-# Both are tested against one device in this kit: seven models, wrapped and not, with checkpointing, bfloat16 and offload.
+# Both are tested against one device in this kit: twelve models, wrapped and not, with checkpointing, bfloat16 and offload.
 #
 # ## What to expect on GPUs
 #

@@ -1,0 +1,72 @@
+"""Save a training run whose state is sharded, and go on with it, on another number of ranks if need be.
+
+A folder holds a file for each rank, written and read side by side, in which every tensor knows its whole shape and
+place: torch.distributed.checkpoint cuts them anew for whoever loads. One plain file (``.pt``) holds the same state
+whole: rank 0 gathers and writes it, so it must fit into one host's memory, and ``torch.load`` alone can read it.
+
+    {"model": {name: tensor}, "optimizer": {"state": …, "param_groups": …}, "step": 3}
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+PLAIN = ".pt"
+"""How the name of a plain file ends; any other name is a folder's."""
+
+
+def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Save parameters, buffers, the optimizer's state and how many steps were trained. A collective.
+
+    Args:
+        path: a folder, or a file that ends in ``.pt``; nothing may be there.
+        model: plain, FSDP1's or FSDP2's; without modules that differ from rank to rank.
+        optimizer: of its parameters.
+        step: steps trained so far.
+    """
+    plain = path.suffix == PLAIN
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    options = StateDictOptions(full_state_dict=plain, cpu_offload=plain and on_gpu)  # FSDP1 on a CPU crashes with it
+    weights, updates = get_state_dict(model, optimizer, options=options)
+    state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": step}
+    if not plain:
+        state_dict_saver.save(state, checkpoint_id=path)
+    elif dist.get_rank() == 0:
+        torch.save(state, path)
+    dist.barrier()
+
+
+def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
+    """Put a saved state into a model and its optimizer, whoever saved it. A collective.
+
+    Args:
+        path: what ``save_training`` wrote.
+        model: of the same kind and sizes; sharded over any ranks, or not at all.
+        optimizer: of the same kind, of the model's parameters.
+
+    Returns:
+        How many steps were trained.
+
+    Raises:
+        RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have other names or shapes.
+    """
+    if path.suffix != PLAIN:
+        weights, updates = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": 0}
+        state_dict_loader.load(state, checkpoint_id=path)
+        options = StateDictOptions()
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
+    return int(state["step"])

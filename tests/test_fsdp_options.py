@@ -1,0 +1,268 @@
+"""launch/fsdp_wrap beyond wrapping: hybrid sharding, FSDP1's own options, the scaler, units by policy, refusals."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from fixture_cells import run_cells
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import labkit
+from labkit import parity
+from labkit.config import make, read_config
+from labkit.launcher.run import find_program
+from labkit.models import catalog
+from labkit.models.mlp import MLPStack, UnusedLinear
+from labkit.models.protocol import CUDAInitMode, FSDPInitMode
+from labkit.parallel import fsdp, units
+from labkit.parallel.buckets import apply_gradient_buckets
+from labkit.parity import extensions
+from labkit.theory import fsdp as theory
+
+HYBRID = {"hybrid": 2, "steps": 1, "model": "mlp_stack", "dim": 64}
+PARITY = {"hybrid": 2, "check": "parity", "steps": 2}
+ON_FOUR = {
+    **{f"traffic {fsdp}": HYBRID | {"fsdp": fsdp} for fsdp in (1, 2)},
+    "kept": HYBRID | {"reshard_after_forward": False},
+    **{f"{model} {fsdp}": PARITY | {"model": model, "fsdp": fsdp} for model in catalog.MODELS for fsdp in (1, 2)},
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    """Results of ON_FOUR, two groups of two ranks, in one launch."""
+    return dict(zip(ON_FOUR, run_cells("fsdp_wrap", 4, list(ON_FOUR.values())), strict=True))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("model", list(catalog.MODELS))
+def test_groups_that_replicate_each_other_compute_what_one_device_computes(hybrid, model, version):
+    result = hybrid[f"{model} {version}"]
+    assert result.value("ok") and result.value("max_rel_error") <= 1e-5
+    assert result.value("compared") == result.value("expected") > 0
+
+
+@pytest.mark.parametrize("name", ["traffic 1", "traffic 2", "kept"])
+def test_gathers_stay_in_a_group_and_sums_of_shards_cross_groups(hybrid, name):
+    layers, kept = theory.mlp_stack_layers("block", 64), name == "kept"
+    expected = theory.hybrid_collectives(layers, group=2, reshard_after_forward=not kept)
+    result = hybrid[name]
+    assert {name: result.value(name) for name in expected} == expected
+
+
+def test_a_group_of_all_ranks_sends_what_plain_sharding_sends():
+    layers = theory.toy_layers("block", 256, 64)
+    alone = theory.hybrid_collectives(layers, group=4)
+    plain = theory.collectives(layers, 4)
+    assert {name.removeprefix("data/"): value for name, value in alone.items() if name.startswith("data/")} == plain
+    assert alone["replicate/all_reduce_bytes"] == sum(shard for shard, _ in theory.units_of(layers, 4).values())
+
+
+SLOW = {"model": "mlp_stack", "dim": 256, "batch": 2, "delay_ms": 10.0, "timeline": True, "steps": 1, "fsdp": 1}
+OPTIONS = {
+    "pre": {},
+    "post": {"backward_prefetch": "post"},
+    "none": {"backward_prefetch": "none"},
+    "forward": {"forward_prefetch": True},
+}
+
+
+@pytest.fixture(scope="module")
+def timelines():
+    """What rank 0 did, in order, by option: (lane, unit, phase)."""
+    found = {}
+    results = run_cells("fsdp_wrap", 2, [SLOW | option for option in OPTIONS.values()])
+    for name, result in zip(OPTIONS, results, strict=True):
+        bars = result.frame.query("kind == 'bar' and rank == 0").sort_values("start_us")
+        bars = bars[bars.lane != "exposed"]
+        found[name] = list(zip(bars.lane, bars["name"], bars.phase, strict=True))
+    return found
+
+
+def gathers_before(events, *wanted):
+    """All-gathers of the backward pass, which come after the three of the forward pass, before the first such event."""
+    return sum(event[2] == "all_gather" for event in events[: events.index(wanted)]) - 3
+
+
+def test_fsdp1_gathers_ahead_in_the_backward_pass_as_it_is_told(timelines):
+    computes, reduces = ("compute", "layers.2", "backward"), ("communication", "layers.2", "reduce_scatter")
+    seen = {
+        name: [gathers_before(timelines[name], *event) for event in (computes, reduces)]
+        for name in ("pre", "post", "none")
+    }
+    assert seen["pre"] == [2, 2], "its own and the next unit's, before it computes"
+    assert seen["post"] == [1, 2], "the next unit's once it has computed"
+    assert seen["none"] == [1, 1], "the next unit's when that needs it"
+
+
+def test_fsdp1_gathers_ahead_in_the_forward_pass_if_it_is_told(timelines):
+    def before_the_second_block(events):
+        second = events.index(("compute", "layers.1", "forward"))
+        return sum(event[2] == "all_gather" for event in events[:second])
+
+    assert before_the_second_block(timelines["pre"]) == 1
+    assert before_the_second_block(timelines["forward"]) == 2
+
+
+def overflow(version, enabled):
+    """Two steps, of which rank 1 spoils the second: scale, parameters trained here, and how many changed, by step."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
+    lab = catalog.build("nonuniform", seed=0)
+    model, _ = fsdp.apply_fsdp(lab, mesh, fsdp=version)
+    scaler = ShardedGradScaler("cpu", enabled=enabled, init_scale=1024.0, growth_interval=1)
+    optimizer, told = parity.optimizer_of(model), []
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters() if p.requires_grad]
+    for step in range(2):
+        before = [p.detach().clone() for p in local]
+        optimizer.zero_grad()
+        inputs = parity.samples_and_seed(lab, torch.device("cpu"), step, dist.get_rank())
+        loss = lab.get_loss(inputs, model(*inputs))
+        scaler.scale(loss * (float("inf") if step == dist.get_rank() == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed = sum(not torch.equal(old, new) for old, new in zip(before, local, strict=True))
+        told.append((scaler.get_scale(), sum(p.numel() for p in local), changed))
+    return told
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks):
+    first, second = ranks(2)(overflow, 1, True)
+    assert (first[0][1], second[0][1]) == (0, 40), "rank 0 holds nothing that is trained"
+    assert [step[0] for step in first] == [step[0] for step in second] == [2048.0, 1024.0]
+    assert [step[2] for step in second] == [2, 0], "trained, then skipped"
+    for steps in ranks(2)(overflow, 2, True):
+        assert steps == [(2048.0, 20, 2), (1024.0, 20, 0)]
+
+
+def test_without_the_scaler_the_same_step_spoils_the_parameters(ranks):
+    first, second = ranks(2)(overflow, 1, False)
+    assert [step[0] for step in first] == [1.0, 1.0] and [step[2] for step in second] == [2, 2]
+
+
+def test_policies_choose_units_from_the_inside_out():
+    model = catalog.build("nested", seed=0)
+    names = {module: name for name, module in model.named_modules()}
+    every = {names[module] for module in units.every_module(model)}
+    assert every == {"net", "net.0", "net.1", "net.1.0", "net.1.0.0", "net.1.1", "net.2", "net.2.0", "net.3"}
+    # 36, (80, 272), 68 and 40 numbers
+    assert {names[module] for module in units.larger_than(model, 80)} == {"net.1.0.0", "net.1.1", "net"}
+    assert units.larger_than(model, 1000) == ()
+    tied = catalog.build("hf_bert", seed=0)
+    assert "model.bert" not in {name for name, module in tied.named_modules() if module in units.every_module(tied)}
+
+
+def test_a_module_can_be_marked_where_it_is_written():
+    model = nn.Sequential(units.wrap(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Sequential(units.wrap(nn.Linear(2, 2))))
+    assert list(units.fsdp_units(model, units.is_marked)) == ["0", "2.0"]
+
+
+def test_blocks_that_are_all_ignored_leave_nothing_to_wrap():
+    model = catalog.build("nested", seed=0)
+    ignored = [module for module in model.modules() if type(module).__name__ == "NestedBlock"]
+    with pytest.raises(ValueError, match=r"all blocks of NestedWrappedModule \(NestedBlock\) are ignored or local"):
+        units.fsdp_units(model, ("NestedBlock",), ignored)
+
+
+def average_without_the_second_layer():
+    model = UnusedLinear(4)
+    apply_gradient_buckets(model, init_device_mesh("cpu", (2,)))
+    inputs = model.get_input(torch.device("cpu"))
+    try:
+        model.get_loss(inputs, model(*inputs)).backward()
+    except ValueError as error:
+        return str(error)
+
+
+def test_averaging_says_which_parameters_the_model_does_not_use(ranks):
+    for said in ranks(2)(average_without_the_second_layer):
+        assert said.startswith(
+            "the backward pass gave no gradient to parameters of shape (4,), (4, 4), so their bucket"
+        )
+
+
+MOMENTS = {
+    CUDAInitMode.BEFORE: ["to", "apply_fsdp"],
+    CUDAInitMode.AFTER: ["apply_fsdp", "to"],
+    CUDAInitMode.NEVER: ["apply_fsdp"],
+}
+
+
+@pytest.mark.parametrize("mode", list(CUDAInitMode))
+def test_a_model_moves_when_its_mode_says(monkeypatch, mode):
+    called, model = [], MLPStack()
+    monkeypatch.setattr(model, "to", lambda device: called.append("to"))
+    monkeypatch.setattr(fsdp, "apply_fsdp", lambda *args, **named: called.append("apply_fsdp") or (model, {}))
+    fsdp.init_model(model, None, torch.device("cpu"), fsdp_init=FSDPInitMode.RECURSIVE, cuda_init=mode)
+    assert called == MOMENTS[mode]
+
+
+REFUSED = [
+    ({"hybrid": 3}, "2 ranks cannot be cut into groups of hybrid = 3: it must divide them"),
+    ({"hybrid": 2, "wrap": "none"}, "wrap none has no unit that could"),
+    ({"backward_prefetch": "none"}, "backward_prefetch is an option of FSDP1: use fsdp 1, or leave it out"),
+    ({"fsdp": 1, "use_orig_params": False, "freeze": (1,)}, "a flat parameter is trained or not as a whole"),
+    ({"input_grad": True, "model": "hf_bert"}, "an input's gradient needs numbers, not tokens"),
+    ({"compile_only": ("Linear",)}, "says what compile compiles: set compile"),
+    ({"ignore": ("Nothing",)}, "model toy has no block of type Nothing"),
+    ({"model": "moe", "delay_after_loss_ms": 3}, "model moe has no size delay_after_loss_ms"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), REFUSED, ids=str)
+def test_what_cannot_work_is_refused_before_a_launch(params, message):
+    with pytest.raises(labkit.ParameterError, match=message):
+        labkit.run("fsdp_wrap", nproc=2, **params)
+
+
+PAPER = {
+    "convnext_spatial": {
+        **{"batch": 7, "height": 512, "width": 1024, "num_classes": 1000, "steps": 20, "learning_rate": 1e-4},
+        **{"depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048), "strategy": "local", "tensor_dim": 3},
+    },
+    "fsdp_wrap": {"steps": 20, "model": "toy", "wrap": "block"},
+    "ddp_compile": {"dim": 2000, "bucket_mb": 25.0, "fuse": "coalesced", "inductor": True},
+    "two_dim": {"dim": 2000, "tp": 2},
+    "allgather_extensions": {"steps": 10, "reshard_after_forward": True},
+}
+SIZES = {
+    "toy": {"hidden": 10000, "narrow": 1000},
+    "hf_bert": {"vocab": 30522, "hidden": 768, "layers": 12},
+    "hf_t5": {"vocab": 32128, "hidden": 512, "layers": 6},
+}
+
+
+@pytest.mark.parametrize("program", list(PAPER))
+def test_the_papers_preset_or_a_default_has_its_values(program):
+    kind = read_config(find_program(program)[0])
+    preset = {"preset": "paper"} if hasattr(kind, "PRESETS") else {}
+    chosen = vars(make(kind, preset, 4))
+    assert {name: chosen[name] for name in PAPER[program]} == PAPER[program]
+
+
+def test_the_extensions_are_compared_on_the_papers_network():
+    mlps = extensions.three_mlps("cpu")
+    assert [(mlp.in_proj.weight.shape, mlp.in_proj.bias) for mlp in mlps] == [((32, 8), None)] * 3
+    optimizer = extensions.adam(mlps.parameters())
+    assert (extensions.BATCH, optimizer.defaults["lr"], optimizer.defaults["foreach"]) == (2, 1e-2, True)
+
+
+@pytest.mark.parametrize("model", list(catalog.MODELS))
+def test_every_model_of_the_fsdp_lab_has_the_papers_sizes(model):
+    config = read_config(find_program("fsdp_wrap")[0])
+    assert config(preset="paper", model=model).sizes() == SIZES.get(model, {})
+    catalog.check(model, sizes=SIZES.get(model, {}))
+
+
+def test_under_a_bare_torchrun_every_rank_prints_its_numbers():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "launch.fsdp_wrap", "--model", "mlp_stack", "--steps", "1"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+    first, second = said.split("rank 1\n")
+    assert first.startswith("rank 0\n")
+    for table in (first, second):
+        rows = {line.split()[0] for line in table.splitlines() if line}
+        assert {"step", "forward", "backward", "optimizer", "resident", "all_gather", "peak_total"} <= rows
