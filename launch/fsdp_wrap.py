@@ -335,9 +335,12 @@ class Training:
         with step.span("forward"), autocast:
             output = self.model(*inputs)
             loss = self.lab.get_loss(inputs, output)
+        # what is measured holds no more than training needs
+        kept = (tree_map_only(Tensor, Tensor.detach, output), inputs) if config.check == "parity" else (None, ())
+        del output
         with step.span("backward"):
             self.lab.run_backward(self.scaler.scale(loss / config.accumulate))
-        return Trained(loss, tree_map_only(Tensor, Tensor.detach, output), inputs)
+        return Trained(loss, *kept)
 
 
 if __name__ == "__main__":

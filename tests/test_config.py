@@ -322,7 +322,7 @@ from labkit.models import catalog, mlp
         fit = labkit.theory.collectives.AlphaBeta
         raise ValueError(f"{{rank_layers.__name__}} {{fit.__name__}} {{len(catalog.MODELS)}}")
 """
-    with pytest.raises(ParameterError, match=r"^rank_layers AlphaBeta 7$"):
+    with pytest.raises(ParameterError, match=r"^rank_layers AlphaBeta 12$"):
         config.make(read(tmp_path, program), {}, world_size=1)
 
 
