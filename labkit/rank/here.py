@@ -124,6 +124,7 @@ class Here:
                 self.scalar(name, value)
         self.print(json.dumps(result))
         if not result["ok"]:
+            dist.barrier()  # a rank that left earlier would have torchrun end rank 0 before it has printed
             sys.exit(1)
 
 
