@@ -49,14 +49,15 @@ class GradientBuckets:
         self.ranks = mesh.size()
         trained = [p for p in parameters if p.requires_grad]
         self.buckets = in_buckets(trained, bucket_bytes, rule or closed_when_full)
-        self._waiting = [len(bucket) for bucket in self.buckets]
+        self._sizes = [len(bucket) for bucket in self.buckets]
+        self._waiting = list(self._sizes)
         self._flights: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
 
     def _arrived(self, index: int) -> None:
-        if self._waiting == [len(bucket) for bucket in self.buckets]:
+        if self._waiting == self._sizes:  # the first of a backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._refuse_unused)  # as torch's own DDP does
         self._waiting[index] -= 1
         if self._waiting[index] == 0:
@@ -66,8 +67,8 @@ class GradientBuckets:
 
     def _refuse_unused(self) -> None:
         """At the end of a backward pass: nothing may be missing."""
-        missing = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
-        if any(self._flights) or self._waiting != [len(bucket) for bucket in self.buckets]:
+        if self._waiting != self._sizes:
+            missing = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
             shapes = ", ".join(map(str, missing)) or "some that older batches had used"
             raise ValueError(
                 f"the backward pass gave no gradient to parameters of shape {shapes}, so their bucket never left: "
@@ -90,7 +91,7 @@ class GradientBuckets:
                 assert parameter.grad is not None
                 parameter.grad.copy_(mean.view_as(parameter.grad))
         self._flights.clear()
-        self._waiting = [len(bucket) for bucket in self.buckets]
+        self._waiting = list(self._sizes)
 
 
 def closed_when_full(sizes: list[int], limit: int) -> list[list[int]]:
