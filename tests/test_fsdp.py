@@ -59,7 +59,7 @@ def verdicts():
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_every_cell_of_the_grid_equals_one_device(verdicts, fsdp):
     cells = fsdp_grid.cells(fsdp)
-    assert len(cells) == {1: 12 * (4 + 4) + 16 + 3, 2: 12 * (8 + 4) + 11 * 2 + 16 + 2}[fsdp]
+    assert len(cells) == {1: 12 * (4 + 4) + 17 + 3, 2: 12 * (8 + 4) + 11 * 2 + 17 + 2}[fsdp]
     right = [verdict for verdict in verdicts[fsdp] if not verdict["wrong"]]
     for cell, verdict in zip(cells, right, strict=True):
         expected = json.loads(json.dumps(cell))

@@ -192,22 +192,25 @@ def apply_fsdp2(
     Raises:
         ValueError: the model has no block of these types.
     """
-    units = fsdp_units(model, block_types, [*local_modules, *ignored_modules], skip)
-    apart = [*local_modules, *ignored_modules, *(module for modules in units.values() for module in modules)]
+    outside = [*local_modules, *ignored_modules]
+    units = fsdp_units(model, block_types, outside, skip)
+    apart = [*outside, *(module for modules in units.values() for module in modules)]
     own = set(model.parameters()) - {parameter for module in apart for parameter in module.parameters()}
     precision, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     ignored = {parameter for module in ignored_modules for parameter in module.parameters()}
-    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload, ignored_params=ignored or None)
+    shard = partial(fully_shard, offload_policy=offload, ignored_params=ignored or None)
     for module in local_modules:
-        shard(module, mesh=mesh["alone"])
-    lines = sharding_mesh(mesh)
-    if precision.param_dtype:  # its statistics stay in float32, and so must it; FSDP1 sees to that by itself
-        for norm in (module for module in model.modules() if isinstance(module, BatchNorm)):
-            fully_shard(norm, mesh=lines, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-    for modules in inner_first(units):
+        shard(module, mesh=mesh["alone"], mp_policy=precision)
+    lines, norms = sharding_mesh(mesh), set[nn.Module]()
+    if precision.param_dtype:  # statistics of a batch norm stay in float32, and so must it; FSDP1 does so by itself
+        norms = {module for module in model.modules() if isinstance(module, BatchNorm)}
+        norms -= {part for module in outside for part in module.modules()}
+    own_units = {modules[0] for modules in units.values() if len(modules) == 1}
+    for modules in [*([norm] for norm in norms - own_units), *inner_first(units)]:
         together = modules if len(modules) > 1 else modules[0]
-        shard(together, mesh=lines, reshard_after_forward=reshard_after_forward)
-    shard(model, mesh=lines, reshard_after_forward=None if reshard_after_forward else False)
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32) if modules[0] in norms else precision
+        shard(together, mesh=lines, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    shard(model, mesh=lines, mp_policy=precision, reshard_after_forward=None if reshard_after_forward else False)
     return units | ({ROOT: [model]} if own else {})
 
 

@@ -24,6 +24,7 @@ ONCE = ("root", "layer", "every", "size")
 OPTIONS = [
     {"model": "toy", "precision": "fp16"},
     {"model": "transformer", "precision": "fp16"},
+    {"model": "transformer", "precision": "bf16", "wrap": "layer"},
     {"model": "toy", "precision": "pure_fp16"},
     {"model": "transformer", "precision": "pure_fp16"},
     {"model": "toy", "precision": "autocast"},
