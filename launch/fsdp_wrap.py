@@ -65,9 +65,19 @@ class Config:
     preset: Literal["small", "paper"] = "small"
     """Sizes: small runs on any machine, paper is the model that the small one stands for, for GPUs."""
     model: Literal[
-        "toy", "hf_bert", "hf_t5", "transformer", "nested", "nonuniform", "delay", "moe", "mlp_stack", "double_linear",
-        "unused_linear", "skip",
-    ] = "toy"  # fmt: skip
+        "toy",
+        "hf_bert",
+        "hf_t5",
+        "transformer",
+        "nested",
+        "nonuniform",
+        "delay",
+        "moe",
+        "mlp_stack",
+        "double_linear",
+        "unused_linear",
+        "skip",
+    ] = "toy"
     """What is trained; hf_bert and hf_t5 need transformers."""
     wrap: Literal["none", "root", "block", "layer", "every", "size", "yours"] = "block"
     """Units: none (every rank holds all), the whole model, each block of the model, each layer with parameters, every
