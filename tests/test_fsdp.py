@@ -44,23 +44,20 @@ GRADIENTS = {
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "autocast": 2e-2, "fp16": 2e-3, "pure_fp16": 2e-3}
 
 
-@pytest.fixture(scope="module")
-def verdicts():
-    """What the parity check said of each cell, by FSDP version; both halves of the grid run once."""
-    found = {}
-    for fsdp in (1, 2):
-        result = labkit.run(GRID, nproc=2, device="cpu", fsdp=fsdp)
-        lines = [json.loads(line) for line in result.ranks[0].log().splitlines() if line.startswith('{"')]
-        found[fsdp] = lines
-    return found
+@pytest.fixture(scope="module", params=[1, 2], ids=["fsdp1", "fsdp2"])
+def verdicts(request):
+    """The FSDP version, and what the parity check said of each cell; each half of the grid runs once."""
+    result = labkit.run(GRID, nproc=2, device="cpu", fsdp=request.param)
+    lines = [json.loads(line) for line in result.ranks[0].log().splitlines() if line.startswith('{"')]
+    return request.param, lines
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_every_cell_of_the_grid_equals_one_device(verdicts, fsdp):
+def test_every_cell_of_the_grid_equals_one_device(verdicts):
+    fsdp, lines = verdicts
     cells = fsdp_grid.cells(fsdp)
     assert len(cells) == {1: 12 * (4 + 4) + 17 + 3, 2: 12 * (8 + 4) + 11 * 2 + 17 + 2}[fsdp]
-    right = [verdict for verdict in verdicts[fsdp] if not verdict["wrong"]]
+    right = [verdict for verdict in lines if not verdict["wrong"]]
     for cell, verdict in zip(cells, right, strict=True):
         expected = json.loads(json.dumps(cell))
         assert expected.items() <= verdict.items(), "each cell answers in its turn"
@@ -77,9 +74,9 @@ def test_every_cell_of_the_grid_equals_one_device(verdicts, fsdp):
             assert verdict["scale"] == 65536.0
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_gradients_that_are_one_percent_off_are_seen_in_every_model(verdicts, fsdp):
-    wrong = [verdict for verdict in verdicts[fsdp] if verdict["wrong"]]
+def test_gradients_that_are_one_percent_off_are_seen_in_every_model(verdicts):
+    fsdp, lines = verdicts
+    wrong = [verdict for verdict in lines if verdict["wrong"]]
     assert [verdict["model"] for verdict in wrong] == [cell["model"] for cell in fsdp_grid.controls(fsdp)]
     for verdict in wrong:
         assert not verdict["ok"] and 0.005 < verdict["max_rel_error"] < 0.02, verdict
