@@ -159,10 +159,23 @@ def test_a_body_with_anything_in_it_is_not_empty(body, answer_to):
 
 def test_verdicts_show_themselves():
     assert repr(ask.passed("4 cases agree")) == "passed: 4 cases agree"
-    shown = ask.wrong("gave <1>")._repr_html_()
-    assert "<b>wrong</b> gave &lt;1&gt;" in shown
+    verdict = ask.Verdict("wrong", "f(1) gave <1>", "expected 4", "Count again.")
+    assert repr(verdict) == "wrong: f(1) gave <1>, expected 4. Count again."
+    assert repr(ask.Verdict("wrong", "f(1) gave 1")) == "wrong: f(1) gave 1"
     colours = {ask.Verdict(state)._repr_html_().split("color:")[1][:7] for state in ask.COLOURS}
     assert len(colours) == 3
+
+
+def test_a_notebook_shows_the_symptom_first_and_opens_hint_and_value_on_request():
+    @ask.exercise
+    def double(answer):
+        return ask.check_values(answer, lambda number: 2 * number, [(2,)], "Twice <as> much.")
+
+    shown = double(lambda number: number + 1)._repr_html_()
+    symptom, hint, expected = shown.split("<details>")
+    assert "<b>wrong</b>" in symptom and "gave 3" in symptom and "4" not in symptom
+    assert hint == "<summary>Hint</summary>Twice &lt;as&gt; much.</details>"
+    assert expected == "<summary>Expected</summary>4</details>"
 
 
 def test_exit_of_a_notebook_is_wrong_and_its_kernel_goes_on(monkeypatch):

@@ -16,7 +16,7 @@ def test_a_mutant_still_changes_one_place_and_its_test_is_there(mutant):
     compile(changed, mutant.file, "exec")
     for test in mutant.test.split():
         file, _, name = test.partition("::")
-        assert f"def {name}(" in (mutants.ROOT / file).read_text()
+        assert (f"def {name}(" if name else "def test_") in (mutants.ROOT / file).read_text()
 
 
 def test_every_row_of_the_specification_has_a_mutant():

@@ -85,6 +85,27 @@ def test_learner_gets_a_placeholder_and_the_solved_one_no_markers(folder):
     assert not any("SOLUTION" in source.as_text(notebook) for notebook in (learner, solved))
 
 
+def test_an_answer_can_be_opened_below_the_check_and_is_not_in_the_solved_notebook(folder):
+    lab = source.find_labs(folder)[0]
+    cells = source.learner_notebook(lab.source).cells
+    (place,) = [index for index, cell in enumerate(cells) if "<details>" in cell.source]
+    assert "print(" in cells[place - 1].source, "below the cell that uses it"
+    assert "    width = 4\n    return rows * width\n```" in cells[place].source
+    assert not any("<details>" in cell.source for cell in source.solved_notebook(lab.source).cells)
+
+
+def test_a_commitment_loses_its_solution_without_a_trace_and_a_claim_is_folded_away(folder):
+    (folder / "src" / "07_sample.py").write_text(
+        '# %% tags=["commit"]\nmine = {"bytes": None}\n### BEGIN SOLUTION\nmine = {"bytes": 12}\n### END SOLUTION\n\n'
+        '# %% tags=["claim"]\nclaim("it is so", True)\n'
+    )
+    lab = source.find_labs(folder)[0]
+    learner, solved = source.learner_notebook(lab.source).cells, source.solved_notebook(lab.source).cells
+    assert [cell.source.strip() for cell in learner] == ['mine = {"bytes": None}', 'claim("it is so", True)']
+    assert 'mine = {"bytes": 12}' in solved[0].source
+    assert [cell.metadata.get("jupyter") for cell in learner] == [None, {"source_hidden": True}]
+
+
 def test_same_source_same_bytes_and_ids_that_last(folder):
     path = folder / "src" / "07_sample.py"
     before = source.learner_notebook(path)

@@ -1,6 +1,7 @@
 """Every lab's notebooks: up to date, run from top to bottom, and say again what they said when they were made."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import labkit
 from labkit import doctor
+from labkit.checks.commit import STRICT
 from notebooks.tools.build import FOLDER, MAX_BYTES, stale
 from notebooks.tools.run import summary
 from notebooks.tools.source import BEGIN, find_labs
@@ -168,6 +170,7 @@ def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypa
 @pytest.mark.timeout(300)
 def test_solved_notebook_gives_its_outputs_again(lab, tmp_path):
     command = [sys.executable, "-m", "pytest", *NBVAL_OPTIONS, str(Path(lab.solved).parent), str(lab.solved)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=tmp_path)
+    strict = os.environ | {STRICT: "1"}
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=tmp_path, env=strict)
     assert answer.returncode == 0, answer.stdout[-8000:] + answer.stderr[-2000:]
     assert "passed" in answer.stdout

@@ -34,13 +34,19 @@ Parameters = ParamSpec("Parameters")
 class Verdict:
     """The outcome of a check.
 
+    A notebook shows what was seen, and opens the hint and what was expected on request; as text it is all there.
+
     Attributes:
         state: "passed", "wrong", "not attempted", or "not judged" where the machine was too busy to tell.
-        detail: what was seen, or what is wrong and where to look.
+        detail: what was seen.
+        expected: what should have been seen instead, such as "expected 4".
+        hint: where to look.
     """
 
     state: str
     detail: str = ""
+    expected: str = ""
+    hint: str = ""
 
     @property
     def ok(self) -> bool:
@@ -48,15 +54,23 @@ class Verdict:
         return self.state == "passed"
 
     def __repr__(self) -> str:
-        return f"{self.state}: {self.detail}" if self.detail else self.state
+        seen = ", ".join(filter(None, [self.detail, self.expected]))
+        text = ". ".join(filter(None, [seen.rstrip(".") if self.hint else seen, self.hint]))
+        return f"{self.state}: {text}" if text else self.state
 
     def _repr_html_(self) -> str:
         colour = COLOURS[self.state]
-        return f'<p style="color:{colour}"><b>{self.state}</b> {escape(self.detail)}</p>'
+        steps = {"Hint": self.hint, "Expected": self.expected.removeprefix("expected ")}
+        opened = [f"<details><summary>{name}</summary>{escape(text)}</details>" for name, text in steps.items() if text]
+        return f'<p style="color:{colour}"><b>{self.state}</b> {escape(self.detail)}</p>{"".join(opened)}'
 
 
 class Wrong(Exception):
-    """The answer is wrong; the message, for the learner, is what is wrong and a hint."""
+    """The answer is wrong; the message, for the learner, is what was seen. See Verdict for the rest."""
+
+    def __init__(self, seen: str, *, expected: str = "", hint: str = ""):
+        super().__init__(seen)
+        self.expected, self.hint = expected, hint
 
 
 class NotAttempted(Exception):
@@ -72,11 +86,6 @@ def passed(detail: str) -> Verdict:
     return Verdict("passed", detail)
 
 
-def wrong(detail: str) -> Verdict:
-    """A wrong answer, with what is wrong and a hint."""
-    return Verdict("wrong", detail)
-
-
 def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdict]:
     """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts."""
 
@@ -89,7 +98,7 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
         except NotJudged as reason:
             return Verdict("not judged", str(reason))
         except Wrong as reason:
-            return wrong(str(reason))
+            return Verdict("wrong", str(reason), reason.expected, reason.hint)
 
     return judged
 
@@ -131,7 +140,7 @@ def call(answer: Callable[..., Any], *args: Any, in_words: str = "", hint: str =
         raise
     except BaseException as error:  # SystemExit, too, which would end the notebook's kernel
         said = f"{in_words or call_in_words(answer, *args, **kwargs)} raised {in_short(error)}"
-        raise Wrong(f"{said}. {hint}" if hint and isinstance(error, RuntimeError) else said) from error
+        raise Wrong(said, hint=hint if isinstance(error, RuntimeError) else "") from error
 
 
 def _kernel_stays() -> AbstractContextManager[Any]:
@@ -167,7 +176,7 @@ def check_values(
         if not isinstance(found, Real):
             raise Wrong(f"{in_words} gave {shown(found)}, not a number: does every path return?")
         if found != expected:
-            raise Wrong(f"{in_words} gave {shown(found)}, expected {expected:,}. {hint}")
+            raise Wrong(f"{in_words} gave {shown(found)}", expected=f"expected {expected:,}", hint=hint)
     return passed(f"{len(cases)} cases agree")
 
 

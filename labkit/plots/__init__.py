@@ -9,12 +9,12 @@ from labkit.plots.collectives import messages, pieces
 from labkit.plots.ddp import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown
-from labkit.plots.runs import compare, latency, loss, memory, table
+from labkit.plots.runs import latency, loss, memory, table
 from labkit.plots.spatial import halos, shards
 from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
-    "breakdown", "buckets", "bytes_against_error", "compare", "exposed", "halos", "hook_memory", "latency", "loss",
+    "breakdown", "buckets", "bytes_against_error", "exposed", "halos", "hook_memory", "latency", "loss",
     "memory", "mesh", "messages", "pieces", "shards", "table", "timeline", "traffic",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Figures of runs: predicted beside measured, latency, memory by category, loss."""
+"""Of runs: a table of predicted beside measured; figures of latency, memory by category, loss."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 
 from labkit.plots import style
 from labkit.result import RunResult
-from labkit.theory.sizes import readable_bytes
 
 SPANS = {"forward": style.BLUE, "backward": style.ORANGE, "optimizer": style.PURPLE}
 CATEGORIES = {
@@ -21,40 +20,62 @@ CATEGORIES = {
 }
 
 
-def compare(
-    result: RunResult, predicted: Mapping[str, float], *, tolerance: float = 0.0, ax: Axes | None = None
-) -> Axes:
-    """Predicted beside measured, one pair of bars a value, with a verdict on each.
+def table(
+    result: RunResult,
+    predicted: Mapping[str, float],
+    *,
+    yours: Mapping[str, float | None] | None = None,
+    tolerance: float = 0.0,
+) -> pandas.DataFrame:
+    """Predicted beside measured, one row a value, with a verdict on each.
 
     Predicted values come by the names that ``result.value`` takes. Measured ones may be off by ``tolerance``, as a part
-    of predicted; 0 wants equality.
+    of predicted; 0 wants equality. With ``yours``, your own predictions come first, and the last columns say how far
+    yours and theory's are off; None, for a number that you have not committed to, is shown as –.
     """
-    ax = style.axes(ax, height=0.9 + 0.75 * len(predicted))
-    verdicts = table(result, predicted, tolerance=tolerance)
-    for row, (name, line) in enumerate(verdicts.iterrows()):
-        largest = max(line["predicted"], line["measured"]) or 1
-        for offset, colour, kind in ((-0.2, style.GREY, "predicted"), (0.2, style.BLUE, "measured")):
-            ax.barh(row + offset, line[kind] / largest, height=0.36, color=colour, label=kind if row == 0 else None)
-            ax.text(line[kind] / largest + 0.01, row + offset, amount(str(name), line[kind]), va="center", fontsize=9)
-        ax.text(1.3, row, line["verdict"], va="center", fontsize=9, weight="bold")
-    ax.set(xlim=(0, 1.62), yticks=range(len(verdicts)), yticklabels=list(verdicts.index), xticks=[])
-    ax.invert_yaxis()
-    ax.spines["bottom"].set_visible(False)
-    style.legend_above(ax, 2, middle=0.4)
-    return style.stamp(ax, [result])
-
-
-def table(result: RunResult, predicted: Mapping[str, float], *, tolerance: float = 0.0) -> pandas.DataFrame:
-    """The same as text: one row a value with predicted, measured, their ratio and a verdict."""
-    rows = {}
+    if yours is None:
+        rows = {name: _held(expected, result.value(name), tolerance) for name, expected in predicted.items()}
+        return pandas.DataFrame.from_dict(rows, orient="index")
+    unknown = yours.keys() - predicted.keys()
+    if unknown:
+        raise ValueError(f"yours has {', '.join(sorted(unknown))}, which theory has not: {', '.join(predicted)}")
+    lines = {}
     for name, expected in predicted.items():
-        measured = result.value(name)
-        ratio = measured / expected if expected else float(measured == expected)
-        verdict = (
-            "equal" if measured == expected else f"within {tolerance:.0%}" if abs(ratio - 1) <= tolerance else "differs"
-        )
-        rows[name] = {"predicted": expected, "measured": measured, "ratio": round(ratio, 4), "verdict": verdict}
-    return pandas.DataFrame.from_dict(rows, orient="index")
+        mine, measured = yours.get(name), result.value(name)
+        lines[name] = {
+            "yours": "–" if mine is None else _digits(mine),
+            "theory": _digits(expected),
+            "measured": _digits(measured),
+            "yours is": "–" if mine is None else off(mine, measured, tolerance),
+            "theory is": off(expected, measured, tolerance),
+        }
+    return pandas.DataFrame.from_dict(lines, orient="index")
+
+
+def off(predicted: float, measured: float, tolerance: float = 0.0) -> str:
+    """How far a prediction is from what was measured, in words: "right", "within 5%", "2 × too large"."""
+    if predicted == measured:
+        return "right"
+    if measured and abs(predicted / measured - 1) <= tolerance:
+        return f"within {tolerance:.0%}"
+    if not predicted or not measured or (predicted < 0) != (measured < 0):
+        return "too large" if predicted > measured else "too small"
+    factor, side = (
+        (predicted / measured, "large") if abs(predicted) > abs(measured) else (measured / predicted, "small")
+    )
+    return f"{factor:.3g} × too {side}"
+
+
+def _held(expected: float, measured: float, tolerance: float) -> dict[str, float | str]:
+    ratio = measured / expected if expected else float(measured == expected)
+    close = f"within {tolerance:.0%}" if abs(ratio - 1) <= tolerance else "differs"
+    verdict = "equal" if measured == expected else close
+    return {"predicted": expected, "measured": measured, "ratio": round(ratio, 4), "verdict": verdict}
+
+
+def _digits(value: float) -> str:
+    """A number with commas, and no more digits than it needs."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
 def latency(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
@@ -106,10 +127,3 @@ def loss(results: Mapping[str, RunResult], *, chance: float | None = None, ax: A
     ax.set(xlabel="training step", ylabel="loss (cross-entropy, nats)")
     ax.legend(frameon=False, fontsize=9)
     return style.stamp(ax, results.values())
-
-
-def amount(name: str, value: float) -> str:
-    """A value with its unit, which its name ends in."""
-    if name.endswith("_bytes"):
-        return readable_bytes(value)
-    return f"{value:.4g} ms" if name.endswith("_ms") else f"{value:g}"

@@ -169,13 +169,10 @@ predicted = {
     "all_reduce_count": 2,
 }
 local = labkit.run("convnext_spatial", nproc=RANKS, strategy="local", **SETUP)
-_ = plots.compare(local, predicted)
+plots.table(local, predicted)
 
 # %% [markdown]
 # *Four real ranks trained, and one of their steps was traced. What they sent is what the formulas say, to the byte.*
-
-# %%
-plots.table(local, predicted)
 
 # %% [markdown]
 # ## Write the halo exchange
@@ -430,7 +427,7 @@ predicted_2d = {
     ),
 }
 mesh_run = labkit.run("convnext_spatial", nproc=4, strategy="local", mesh="2x2", **SETUP)
-_ = plots.compare(mesh_run, predicted_2d, tolerance=0.05)
+plots.table(mesh_run, predicted_2d, tolerance=0.05)
 
 # %% [markdown]
 # *A middle rank in the line of four sent four times as much. The activations per rank are nearly the same.*

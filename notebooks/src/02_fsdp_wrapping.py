@@ -127,13 +127,10 @@ checks.all_gathers(all_gathers)
 layers = theory.mlp_stack_layers("block", DIM)
 predicted = theory.collectives(layers, RANKS) | theory.resident_bytes(layers, RANKS)
 block = labkit.run("fsdp_wrap", wrap="block", **SETUP)
-_ = plots.compare(block, predicted)
+plots.table(block, predicted)
 
 # %% [markdown]
 # *Two real ranks trained, and one of their steps was traced. Every count and every byte is as predicted.*
-
-# %%
-plots.table(block, predicted)
 
 # %% [markdown]
 # ## What to wrap
@@ -193,7 +190,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=collectives).astype(int
 
 # %%
 kept = labkit.run("fsdp_wrap", wrap="block", reshard_after_forward=False, **SETUP)
-_ = plots.compare(kept, theory.collectives(layers, RANKS, reshard_after_forward=False))
+plots.table(kept, theory.collectives(layers, RANKS, reshard_after_forward=False))
 
 # %% [markdown]
 # *Half the all-gathers, half their bytes. Reduce-scatters stay as they were.*

@@ -186,7 +186,7 @@ def predict(way: str, bucket_mb: float = BUCKET_MB, **more: bool) -> dict[str, i
 
 
 eager = labkit.run("ddp_compile", mode="ddp", timeline=True, **SETUP)
-_ = plots.compare(eager, predict("eager"))
+plots.table(eager, predict("eager"))
 
 # %% [markdown]
 # *All-reduces of one step and the bytes that a rank hands to them, on two real ranks. The eight gradients travel in
@@ -221,7 +221,7 @@ _ = plots.compare(eager, predict("eager"))
 
 # %%
 coalesced = labkit.run("ddp_compile", fuse="coalesced", timeline=True, **SETUP)
-_ = plots.compare(coalesced, predict("compiled"))
+plots.table(coalesced, predict("compiled"))
 
 # %% [markdown]
 # *One bucket more than with the reducer. The compiler's first one closes at 1 MiB already, so `fc4.weight` travels

@@ -220,7 +220,7 @@ checks.collectives(collectives, square)
 # %%
 predicted = theory.collectives(PAIRS, places(2), **MESHES[2])
 predicted |= theory.resident_bytes(PAIRS, **MESHES[2])
-_ = plots.compare(square, predicted)
+plots.table(square, predicted)
 
 # %% [markdown]
 # *One of four real ranks, in one traced step. Every count and every byte is as predicted. `end_…` is what a rank holds when

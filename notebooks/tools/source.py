@@ -19,6 +19,9 @@ import nbformat
 Notebook = Any  # nbformat's NotebookNode, whose attributes depend on its contents
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 PLACEHOLDER = "...  # your code here"
+COMMIT, CLAIM = "commit", "claim"
+"""Tags: a cell with the learner's own predictions, which lose the solution without a trace; one that holds sentences
+about a figure against its numbers, and is folded away."""
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
 
@@ -62,8 +65,27 @@ def find_labs(folder: Path, names: tuple[str, ...] = ()) -> list[Lab]:
 
 
 def learner_notebook(path: Path) -> Notebook:
-    """The notebook with a placeholder for every solution."""
-    return _read(path, without_solutions)
+    """The notebook with a placeholder for every solution, which can be opened below the check of the exercise."""
+    notebook = _read(path, without_solutions)
+    solved = _read(path, without_markers)
+    cells, answer = [], None
+    for cell, whole in zip(notebook.cells, solved.cells, strict=True):
+        cells.append(cell)
+        if answer and cell.cell_type == "code":
+            cells.append(answer)
+            answer = None
+        if cell.cell_type == "code" and PLACEHOLDER in cell.source:
+            answer = to_be_opened(whole.source)
+    notebook.cells = [*cells, *filter(None, [answer])]
+    set_ids(notebook)
+    return notebook
+
+
+def to_be_opened(answer: str) -> Notebook:
+    """A cell of text with an answer folded away."""
+    return nbformat.v4.new_markdown_cell(
+        f"<details><summary>An answer (try the check first)</summary>\n\n```python\n{answer.strip()}\n```\n\n</details>"
+    )
 
 
 def solved_notebook(path: Path) -> Notebook:
@@ -71,7 +93,7 @@ def solved_notebook(path: Path) -> Notebook:
     return _read(path, without_markers)
 
 
-def _read(path: Path, change: Callable[[str], str]) -> Notebook:
+def _read(path: Path, change: Callable[[str, str], str]) -> Notebook:
     try:
         notebook = jupytext.read(path, fmt="py:percent")
     except nbformat.ValidationError as error:
@@ -81,11 +103,13 @@ def _read(path: Path, change: Callable[[str], str]) -> Notebook:
     for number, cell in enumerate(notebook.cells, start=1):
         try:
             check_last_line(cell)
-            cell.source = change(cell.source)
+            tags = cell.metadata.get("tags", [])
+            cell.source = change(cell.source, PLACEHOLDER if COMMIT not in tags else "")
         except SourceError as error:
             raise SourceError(f"{path}: cell {number}: {error}") from None
-        tags = cell.metadata.get("tags")
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if CLAIM in tags:
+            cell.metadata.jupyter = nbformat.from_dict({"source_hidden": True})
     set_ids(notebook)
     return notebook
 
@@ -100,18 +124,18 @@ def check_last_line(cell: Notebook) -> None:
         raise SourceError("nbval does not honour a semicolon at the end; write _ = ... to hide a value")
 
 
-def without_solutions(source: str) -> str:
-    """Each marked body replaced by one placeholder, as far to the right as its BEGIN marker."""
+def without_solutions(source: str, placeholder: str = PLACEHOLDER) -> str:
+    """Each marked body replaced by one placeholder, if any, as far to the right as its BEGIN marker."""
     kept: list[str] = []
     for line, place in marked_lines(source):
-        if place == "begin":
-            kept.append(line[: line.index("#")] + PLACEHOLDER)
+        if place == "begin" and placeholder:
+            kept.append(line[: line.index("#")] + placeholder)
         elif place == "outside":
             kept.append(line)
     return "\n".join(kept)
 
 
-def without_markers(source: str) -> str:
+def without_markers(source: str, placeholder: str = PLACEHOLDER) -> str:
     """The source with its solutions, and the marker lines gone."""
     return "\n".join(line for line, place in marked_lines(source) if place in ("outside", "inside"))
 

@@ -1,0 +1,106 @@
+"""Every exercise: its right answer passes, and three wrong ones or more fail in different words, as docs/ shows.
+
+Run this file as a script to write the table anew: ``python tests/test_exercises.py``.
+"""
+
+import ast
+import importlib
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "docs" / "exercises.md"
+BEGIN = "### BEGIN SOLUTION"
+LABS = {"1": "spatial"}
+EXERCISES = [each for lab in LABS.values() for each in importlib.import_module(f"answers.{lab}").EXERCISES]
+WRONG = [pytest.param(each, said, id=f"{each.number}: {said}") for each in EXERCISES for said in each.wrong]
+
+
+def source_of(exercise):
+    """The lab's imports, and the head and text of the function that the learner completes."""
+    lab = exercise.number.split(".")[0].zfill(2)
+    (path,) = (ROOT / "notebooks" / "src").glob(f"{lab}_*.py")
+    text = path.read_text().replace("%%torchrun", "# %%torchrun")
+    nodes = ast.parse(text).body
+    (function,) = (node for node in nodes if getattr(node, "name", "") == exercise.function)
+    imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return "\n".join(imports) + "\n\n", ast.get_source_segment(text, function)
+
+
+@pytest.fixture
+def answer(answer_to):
+    """A function from the text of its body, by default the notebook's own, with the head that the notebook has."""
+
+    def made(exercise, body=None):
+        imports, text = source_of(exercise)
+        head, solution = text.split(BEGIN)
+        return answer_to(head.rstrip(), f"    {BEGIN}{solution}" if body is None else body, imports)
+
+    return made
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.number)
+def test_the_right_answer_passes_and_an_empty_one_is_not_attempted(exercise, answer):
+    verdict = exercise.check(answer(exercise))
+    assert verdict.ok, verdict
+    assert exercise.check(answer(exercise, "...  # your code here")).state == "not attempted"
+
+
+@pytest.mark.usefixtures("ranks_at_hand")
+@pytest.mark.parametrize(("exercise", "said"), WRONG)
+def test_a_wrong_answer_fails_in_its_own_words(exercise, said, answer):
+    verdict = exercise.check(answer(exercise, exercise.wrong[said]))
+    assert verdict.state == "wrong", verdict
+    assert verdict.detail.startswith(said)
+
+
+def test_there_are_three_wrong_answers_to_each_with_three_messages():
+    for exercise in EXERCISES:
+        assert len(exercise.wrong) >= 3, exercise.number
+        others = [(one, other) for one in exercise.wrong for other in exercise.wrong if one != other]
+        assert not any(one.startswith(other) for one, other in others), exercise.number
+
+
+def test_the_table_in_docs_is_up_to_date():
+    assert TABLE.read_text() == table(), "run: python tests/test_exercises.py"
+
+
+def table():
+    """Exercise x wrong answer x first words, as Markdown."""
+    lines = [
+        "# Wrong answers, and what the labs say",
+        "",
+        "Written by tests/test_exercises.py, which also holds that each right answer passes. For each exercise: wrong",
+        "answers that were handed to its check, and the first words of the verdict. A hint and the expected value open",
+        "below these, on request.",
+    ]
+    for exercise in EXERCISES:
+        lines += [
+            "",
+            f"## {exercise.number} `{exercise.function}`",
+            "",
+            "| wrong answer | the verdict begins |",
+            "|---|---|",
+        ]
+        lines += [f"| {cell(body)} | {in_cell(said)} |" for said, body in exercise.wrong.items()]
+    return "\n".join(lines) + "\n"
+
+
+def cell(body):
+    """Code in a cell of a table."""
+    lines = textwrap.dedent(body).strip().splitlines()
+    return "<br>".join(f"`{line}`".replace("|", "\\|") for line in lines)
+
+
+def in_cell(text):
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    TABLE.write_text(table())
+    print(f"wrote {TABLE}: {len(EXERCISES)} exercises, {sum(len(each.wrong) for each in EXERCISES)} wrong answers")

@@ -1,0 +1,35 @@
+"""The code that a lab shows as what you would write runs as a file of its own, under bare torchrun, without labkit."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from notebooks.tools.build import FOLDER
+from notebooks.tools.source import find_labs, solved_notebook
+
+SCRIPT = "script"
+"""Tag of such a cell."""
+
+
+def scripts():
+    """Each by its lab and place: ranks, and the cell's text below the magic."""
+    for lab in find_labs(FOLDER):
+        for number, cell in enumerate(solved_notebook(lab.source).cells):
+            if SCRIPT in cell.metadata.get("tags", []):
+                magic, text = cell.source.split("\n", 1)
+                ranks = re.fullmatch(r"%%torchrun -n (\d+).*", magic)
+                assert ranks, f"{lab.name}, cell {number} begins with {magic!r}, not with %%torchrun -n"
+                yield pytest.param(int(ranks[1]), text, id=f"{lab.name}, cell {number}")
+
+
+@pytest.mark.parametrize(("ranks", "text"), scripts())
+def test_what_you_would_write_runs_under_bare_torchrun(ranks, text, tmp_path):
+    assert "labkit" not in text
+    (tmp_path / "labkit.py").write_text("raise ImportError('a script of its own needs no labkit')\n")
+    (tmp_path / "script.py").write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(text.strip().splitlines()) <= 40, "a page"
