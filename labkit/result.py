@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -126,14 +127,7 @@ class RunResult:
     @property
     def stamp(self) -> str:
         """Where the numbers come from, in one line: device, ranks, cores, torch version."""
-        session = self.session
-        parts = [str(session.get("device_name") or self.device), _counted(self.world_size, "rank")]
-        if self.device == "cpu" and "cores" in session:
-            parts[1] += f" on {_counted(session['cores'], 'core')}"
-            parts += ["mechanism, not speed"] if self.world_size > session["cores"] else []
-        parts += [f"torch {session['torch']}"] if "torch" in session else []
-        parts += [str(session["note"])] if session.get("note") else []
-        return " · ".join(parts)
+        return stamp([self])
 
     def value(self, name: str) -> float:
         """One number of the run.
@@ -184,6 +178,30 @@ class RunResult:
     def _warnings(self) -> list[str]:
         cut = "the last line is cut off (the rank was killed while it wrote)"
         return [f"{path.name}: {cut}" for path in self.truncated]
+
+
+def stamp(results: Iterable[RunResult]) -> str:
+    """Where the numbers of several runs come from: a line for each machine and torch, with all numbers of ranks."""
+    ranks: dict[tuple[str, str, str, str], set[int]] = {}
+    for result in results:
+        session = result.session
+        device = str(session.get("device_name") or result.device)
+        cores = str(session["cores"]) if result.device == "cpu" and "cores" in session else ""
+        version = f"torch {session['torch']}" if "torch" in session else ""
+        ranks.setdefault((device, cores, version, str(session.get("note") or "")), set()).add(result.world_size)
+    return "\n".join(_line_of_stamp(*origin, sorted(counts)) for origin, counts in ranks.items())
+
+
+def _line_of_stamp(device: str, cores: str, version: str, note: str, ranks: list[int]) -> str:
+    *others, last = map(str, ranks)
+    counted = f"{', '.join(others)} and {last} ranks" if others else _counted(ranks[0], "rank")
+    crowded = [count for count in ranks if cores and count > int(cores)]
+    warning = ""
+    if crowded:
+        which = "" if crowded == ranks else f"{', '.join(map(str, crowded))} ranks: "
+        warning = f"{which}mechanism, not speed"
+    on = f" on {_counted(int(cores), 'core')}" if cores else ""
+    return " · ".join(filter(None, [device, counted + on, warning, version, note]))
 
 
 def load(folder: str | Path) -> RunResult:

@@ -6,6 +6,7 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 
+from labkit.plots import style
 from labkit.plots import timelines as figures
 from labkit.result import RunResult
 
@@ -77,7 +78,7 @@ def test_bars_have_their_place_and_the_colour_of_what_they_are():
     assert [row for _, row, _, _ in bars] == pytest.approx([0, 0, 0, 1, 1])
     expected = [colours["forward"], colours["forward"], colours["optimizer"], colours["all_gather"], figures.style.GREY]
     assert [colour for colour, *_ in bars] == [colour.lower() for colour in expected]
-    assert len(set(colours.values()) | {figures.VERMILION, figures.style.GREY}) == len(colours) + 2
+    assert len(set(colours.values()) | {style.EXPOSED, figures.style.GREY}) == len(colours) + 2
 
 
 def test_what_runs_at_the_same_time_stands_one_above_the_other():
@@ -92,7 +93,7 @@ def test_what_runs_at_the_same_time_stands_one_above_the_other():
 
 
 def test_exposed_stretches_are_underlined_below_the_row_of_communication():
-    found = [each for each in rectangles(figures.timeline(run())) if each[0] == figures.VERMILION.lower()]
+    found = [each for each in rectangles(figures.timeline(run())) if each[0] == style.EXPOSED.lower()]
     assert [(start, end) for _, _, start, end in found] == [(42, 50), (60, 65)] * 2
     assert all(1.4 < row < 1.6 for _, row, _, _ in found[:2])
     assert all(3.8 < row < 4.0 for _, row, _, _ in found[2:])

@@ -37,8 +37,8 @@ def test_every_rank_lies_in_one_group_of_each_axis(data, tp):
 
 
 def heights(ax):
-    """Height of every bar that has one, by colour and whether it is hatched, from left to right."""
-    bars = sorted((bar.get_x(), to_hex(bar.get_facecolor()).upper(), bool(bar.get_hatch()), bar.get_height())
+    """Height of every bar that has one, by colour and whether it has a dashed frame, from left to right."""
+    bars = sorted((bar.get_x(), to_hex(bar.get_facecolor()).upper(), bar.get_linestyle() == "--", bar.get_height())
                   for bar in ax.patches if bar.get_height())  # fmt: skip
     return [bar[1:] for bar in bars]
 

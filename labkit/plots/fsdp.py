@@ -5,18 +5,8 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 
 from labkit.plots import style
+from labkit.plots.runs import memory_parts
 from labkit.result import RunResult
-
-SEGMENTS = {
-    "parameters": (("parameter",), style.BLUE),
-    "gradients": (("gradient",), style.ORANGE),
-    "optimizer": (("optstate", "optimizer"), style.PURPLE),
-    "activations": (("activation",), style.GREEN),
-    "gathered parameters": (("unsharded_parameter",), style.SKY),
-    "communication buffers": (("all_gather", "reduce_scatter"), "#D55E00"),
-    "temporary": (("temp", "unsharded_gradient", "inputs", "buffer", "other"), style.GREY),
-}
-"""Legend, the categories that a segment adds up, and its colour (Okabe and Ito's palette)."""
 
 
 def breakdown(
@@ -26,7 +16,7 @@ def breakdown(
     ax: Axes | None = None,
     ylabel: str = "peak memory of a rank, MB",
 ) -> Axes:
-    """Stacked bars, one a label: what theory says on the left, hatched, and what was measured on the right.
+    """Stacked bars, one a label: what theory says on the left, in a dashed frame, and what was measured on the right.
 
     Predicted are bytes by category, by label, as ``theory.fsdp.step_peak`` or ``zero_bytes`` gives them. Measured are
     runs by label: their peak by category is drawn.
@@ -34,9 +24,9 @@ def breakdown(
     measured = measured or {}
     ax = style.axes(ax, width=8.0, height=4.2)
     bars = {label: _segments(sizes) for label, sizes in predicted.items()}
-    peaks = {label: _segments(_peak(result)) for label, result in measured.items()}
+    peaks = {label: memory_parts(result) for label, result in measured.items()}
     shown = {name for drawn in (*bars.values(), *peaks.values()) for name, size in drawn.items() if size}
-    colours = {name: colour for name, (_, colour) in SEGMENTS.items()}
+    colours = {name: colour for name, (_, colour) in style.MEMORY.items()}
     legend = {name: colour for name, colour in colours.items() if name in shown}
     style.stacks(ax, bars, peaks, colours, 1e6, legend, columns=4)
     ax.set_ylabel(ylabel)
@@ -44,11 +34,5 @@ def breakdown(
     return style.stamp(ax, measured.values())
 
 
-def _peak(result: RunResult) -> dict[str, float]:
-    names = [part for parts, _ in SEGMENTS.values() for part in parts]
-    summary = result.summary()
-    return {name: result.value(f"peak_{name}_bytes") for name in names if f"peak_{name}_bytes" in summary}
-
-
 def _segments(sizes: Mapping[str, float]) -> dict[str, float]:
-    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in SEGMENTS.items()}
+    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in style.MEMORY.items()}

@@ -6,18 +6,10 @@ from typing import Any
 import numpy
 import pandas
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.result import RunResult
-
-SPANS = {"forward": style.BLUE, "backward": style.ORANGE, "optimizer": style.PURPLE}
-CATEGORIES = {
-    "activation": ("activation", style.GREEN),
-    "parameter": ("parameter", style.BLUE),
-    "optstate": ("optimizer", style.PURPLE),
-    "gradient": ("gradient", style.ORANGE),
-    "temp": ("temporary", style.SKY),
-}
 
 
 def table(
@@ -82,7 +74,7 @@ def latency(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes
     """Time of a step, split into forward, backward and optimizer, one bar a run."""
     ax = style.axes(ax, height=1.1 + 0.5 * len(results))
     ends = numpy.zeros(len(results))
-    for span, colour in SPANS.items():
+    for span, colour in style.TIME.items():
         durations = [result.value(f"{span}_ms") for result in results.values()]
         ax.barh(list(results), durations, left=ends, color=colour, label=span, height=0.6)
         ends = ends + durations
@@ -97,20 +89,37 @@ def latency(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes
 def memory(
     results: Mapping[str, RunResult], *, predicted: Mapping[str, float] | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Peak memory of the fullest rank by category, one bar a run; a mark where theory puts the activations' bytes."""
-    ax = style.axes(ax)
-    tops = numpy.zeros(len(results))
-    for category, (label, colour) in CATEGORIES.items():
-        sizes = [result.value(f"peak_{category}_bytes") / 1e6 for result in results.values()]
-        ax.bar(list(results), sizes, bottom=tops, width=0.55, color=colour, label=label)
-        tops = tops + sizes
-    for column, (label, expected) in enumerate((predicted or {}).items()):
-        mark = "activations, predicted" if column == 0 else None
+    """Peak memory of the fullest rank by category, one bar a run; a dashed line where theory puts the activations.
+
+    Numbers are MB: what the bar comes to, and the activations at its foot.
+    """
+    ax = style.axes(ax, height=4.0)
+    peaks = {label: memory_parts(result) for label, result in results.items()}
+    style.stacks(ax, {}, peaks, {name: colour for name, (_, colour) in style.MEMORY.items()}, 1e6, {}, 1)
+    for column, parts in enumerate(peaks.values()):
+        activations = parts["activations"] / 1e6
+        ax.text(column, activations / 2, f"{activations:.3g}", ha="center", va="center", fontsize=8, color="white")
+    shown = [name for name in style.MEMORY if any(parts[name] for parts in peaks.values())]
+    handles: list[Any] = [Patch(color=style.MEMORY[name][1], label=name) for name in shown]
+    for label, expected in (predicted or {}).items():
         middle = list(results).index(label)
-        ax.plot([middle - 0.38, middle + 0.38], [expected / 1e6] * 2, "k--", lw=1.5, label=mark)
-    ax.set(ylabel="peak memory of a rank, MB")
-    ax.legend(loc="upper right", frameon=False, fontsize=9)
+        (line,) = ax.plot([middle - 0.3, middle + 0.3], [expected / 1e6] * 2, **style.PREDICTED)
+    if predicted:
+        line.set_label("activations, predicted")
+        handles.append(line)
+    ax.set(ylabel="peak memory of a rank, MB", xlim=(-0.6, len(results) - 0.4))
+    ax.margins(y=0.08)
+    style.legend_above(ax, 3, handles)
     return style.stamp(ax, results.values())
+
+
+def memory_parts(result: RunResult) -> dict[str, float]:
+    """The bytes of a run's peak by what they are used for, as ``style.MEMORY`` names it."""
+    known = result.summary()
+    return {
+        name: sum(result.value(f"peak_{part}_bytes") for part in parts if f"peak_{part}_bytes" in known)
+        for name, (parts, _) in style.MEMORY.items()
+    }
 
 
 def loss(results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None) -> Axes:

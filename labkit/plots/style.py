@@ -1,5 +1,6 @@
 """What all figures share: colours that stay apart in print and for the colour-blind, units, and the stamp."""
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -7,11 +8,29 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from labkit import result
 from labkit.result import RunResult
 
 # Okabe and Ito's palette, "Color Universal Design", 2008.
-BLUE, ORANGE, GREEN, PURPLE, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8A8A8A"
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"
+VERMILION, YELLOW, GREY = "#D55E00", "#F0E442", "#8A8A8A"
 RANK_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
+
+MEMORY: dict[str, tuple[tuple[str, ...], str]] = {
+    "activations": (("activation",), GREEN),
+    "parameters": (("parameter",), BLUE),
+    "optimizer state": (("optstate", "optimizer"), PURPLE),
+    "gradients": (("gradient",), ORANGE),
+    "gathered parameters": (("unsharded_parameter",), SKY),
+    "communication buffers": (("all_gather", "reduce_scatter"), VERMILION),
+    "temporary": (("temp", "unsharded_gradient", "inputs", "buffer", "other"), GREY),
+}
+"""What memory is used for, in every figure: its name, the recorded categories that it adds up, its colour."""
+TIME = {"forward": BLUE, "backward": ORANGE, "optimizer": PURPLE}
+COMMUNICATION = {"all_gather": SKY, "reduce_scatter": GREEN, "all_reduce": YELLOW}
+EXPOSED = VERMILION
+PREDICTED: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.3}
+"""How a prediction looks, in every figure: a dashed line."""
 
 
 def axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
@@ -37,33 +56,41 @@ def stacks(
     legend: Mapping[str, str],
     columns: int,
 ) -> None:
-    """Stacked bars, one a label: predicted on the left, hatched where anything was measured; measured on the right.
+    """Stacked bars, one a label: predicted on the left, pale in a dashed frame where anything was measured; measured.
 
     Both are bytes by part, by label; ``colours`` those of the parts, from the bottom up; ``size`` the bytes of the
-    axis's unit. The legend above them, colours by what they mean, has so many columns.
+    axis's unit, in which the sum stands above each bar. The legend, colours by what they mean, has so many columns.
     """
     labels = list(dict.fromkeys([*predicted, *measured]))
     for column, label in enumerate(labels):
         offset = 0.2 if label in predicted and label in measured else 0.0
-        for side, drawn, hatch in ((-1, predicted, "///" if measured else ""), (1, measured, "")):
-            bottom = 0.0
-            for part, colour in colours.items() if label in drawn else ():
+        for side, drawn in ((-1, predicted), (1, measured)):
+            if label not in drawn:
+                continue
+            framed, top = drawn is predicted and bool(measured), 0.0
+            for part, colour in colours.items():
                 height = drawn[label].get(part, 0) / size
-                ax.bar(
-                    column + side * offset, height, 0.36, bottom, color=colour, hatch=hatch, edgecolor="white", lw=0.5
-                )
-                bottom += height
+                look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
+                if framed:
+                    look = {"facecolor": (colour, 0.45), "edgecolor": "black", "linewidth": 0.8, "linestyle": "--"}
+                ax.bar(column + side * offset, height, 0.36, top, **look)
+                top += height
+            ax.text(column + side * offset, top, f"{top:.3g}", ha="center", va="bottom", fontsize=8)
     ax.set_xticks(range(len(labels)), labels)
     handles = [Patch(color=colour, label=meaning) for meaning, colour in legend.items()]
     if predicted and measured:
-        handles.append(Patch(facecolor="white", edgecolor="black", hatch="///", label="predicted"))
+        handles.append(Patch(facecolor="#EEEEEE", edgecolor="black", linestyle="--", label="predicted"))
     legend_above(ax, columns, handles)
 
 
 def stamp(ax: Axes, results: Iterable[RunResult]) -> Axes:
-    """Write below the figure where its numbers come from, each origin once, and give its Axes back."""
-    written = ax.figure.get_supxlabel().splitlines()
-    lines = dict.fromkeys([*written, *(result.stamp for result in results)])
-    if lines:
-        ax.figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, x=0.99, ha="right")
+    """Write below the figure where its numbers come from, one line a machine, and give its Axes back."""
+    drawn = _drawn.setdefault(ax.figure, [])
+    drawn.extend(results)
+    if drawn:
+        ax.figure.supxlabel(result.stamp(drawn), fontsize=7, color=GREY, x=0.99, ha="right")
     return ax
+
+
+_drawn: weakref.WeakKeyDictionary[Any, list[RunResult]] = weakref.WeakKeyDictionary()
+"""The runs of each figure, whose axes may be drawn one after another."""

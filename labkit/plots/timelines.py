@@ -10,15 +10,7 @@ from matplotlib.patches import Patch
 from labkit.plots import style
 from labkit.result import RunResult
 
-VERMILION, YELLOW = "#D55E00", "#F0E442"  # of the same palette as those in style
-COLOURS = {
-    "forward": style.BLUE,
-    "backward": style.ORANGE,
-    "optimizer": style.PURPLE,
-    "all_gather": style.SKY,
-    "reduce_scatter": style.GREEN,
-    "all_reduce": YELLOW,
-}
+COLOURS = style.TIME | style.COMMUNICATION
 LANES = ("compute", "communication")
 LETTER_POINTS = 5.5  # width of a letter in a bar
 TOUCH_MS = 0.01  # bars that overlap by less follow one another
@@ -48,7 +40,7 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
             for bar, (slot, slots) in zip(drawn.itertuples(), _slots(drawn), strict=True):
                 _draw(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots)
         waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
-        ax.broken_barh(list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=VERMILION)
+        ax.broken_barh(list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=style.EXPOSED)
     ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since the start of the step, ms")
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.4 * len(shown) - 0.7, -0.6)
@@ -63,7 +55,7 @@ def exposed(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes
         whole, open_ms = result.value("communication"), result.value("exposed_communication")
         step_ms = result.value("profiled_step")
         kinds = ("exposed", "hidden behind compute") if row == 0 else (None, None)
-        ax.barh(row, open_ms, color=VERMILION, height=0.6, label=kinds[0])
+        ax.barh(row, open_ms, color=style.EXPOSED, height=0.6, label=kinds[0])
         ax.barh(row, whole - open_ms, left=open_ms, color=style.SKY, height=0.6, label=kinds[1])
         text = f"  {open_ms:.0f} of {whole:.0f} ms exposed, {open_ms / step_ms:.0%} of the step"
         ax.text(whole, row, text, va="center", fontsize=9)
@@ -114,5 +106,5 @@ def _legend(ax: Axes, phases: set[str], result: RunResult) -> None:
     shown |= {"other": style.GREY} if phases - COLOURS.keys() else {}
     patches = [Patch(color=colour, label=label) for label, colour in shown.items()]
     share = result.value("exposed_communication") / result.value("profiled_step")
-    patches.append(Patch(color=VERMILION, label=f"exposed: {share:.0%} of the step"))
+    patches.append(Patch(color=style.EXPOSED, label=f"exposed: {share:.0%} of the step"))
     style.legend_above(ax, len(patches), patches, middle=0.45, fontsize=8, handlelength=1.2, columnspacing=1.2)

@@ -40,7 +40,7 @@ def traffic(
     ax: Axes | None = None,
     xlabel: str = "",
 ) -> Axes:
-    """Stacked bars, one a label: bytes that a rank sends along each axis in a step, predicted on the left, hatched.
+    """Stacked bars, one a label: bytes that a rank sends along each axis in a step; predicted in a dashed frame.
 
     Predicted and measured are bytes by axis, by label, as ``theory.two_dim.wire_bytes`` gives them; ``results`` are the
     runs that were measured, for the stamp.
