@@ -1,13 +1,18 @@
 # Each target makes .venv and installs into it when that is needed. `make` alone lists them.
 PYTHON ?= python3
 LAB ?= 01_spatial_sharding
-INSTALLED := .venv/.installed
-VENV_PYTHON := .venv/bin/python
+# On Linux an ordinary index gives torch's CUDA build, which is several GB. A machine without an NVIDIA driver has no use
+# for it, so torch is first looked for here. TORCH_INDEX= (empty) leaves that out.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Another environment, as `make compat` makes: VENV=.venv-torch-2.11.0 make doctor
+VENV ?= .venv
+INSTALLED := $(VENV)/.installed
+VENV_PYTHON := $(VENV)/bin/python
 # `python -m` rather than the scripts of .venv/bin, whose first line is of no use where the path is long or has blanks.
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab notebooks doctor test lint clean
+.PHONY: help run lab notebooks doctor test compat lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -28,8 +33,17 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
-	@$(RUN) pytest -n 2 --dist loadfile -m "not alone"
+	@$(RUN) pytest -n 3 --dist loadfile -m "not alone"
 	@$(RUN) pytest -m alone
+
+compat: ## all tests but those in a browser under another torch: make compat TORCH=2.11.0
+	@test "$(origin TORCH)" != file || { echo "Say under which torch: make compat TORCH=2.11.0" >&2; exit 2; }
+	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) compat-here
+
+compat-here: $(INSTALLED)
+	@$(RUN) labkit doctor
+	@$(RUN) pytest -n 3 --dist loadfile -m "not alone and not pinned"
+	@$(RUN) pytest -m "alone and not browser and not pinned"
 
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check
@@ -38,14 +52,24 @@ lint: $(INSTALLED) ## style, types and layers
 	@$(VENV_PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-logo
 
 clean: ## remove what was generated, except notebooks; .venv as well
-	rm -rf .venv out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-torch-* out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+# With TORCH, the pinned versions but another torch.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+PINS := $(VENV)/constraints.txt
+PIP := $(VENV_PYTHON) -m pip install --disable-pip-version-check -c $(PINS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "labkit needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=python3.12 (or another) $(MAKECMDGOALS)" >&2; \
 		exit 1; }
-	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { \
+	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
 		echo "No virtual environment could be made. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@echo "Installing into .venv; the first time takes some minutes."
-	@$(VENV_PYTHON) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
+	@echo "Installing into $(VENV); the first time takes some minutes."
+	@[ -z "$(TORCH_INDEX)" ] || [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null \
+		|| $(VENV_PYTHON) -c 'import torch' 2>/dev/null \
+		|| $(PIP) -q --no-deps --timeout 5 --retries 0 --index-url $(TORCH_INDEX) torch 2>/dev/null \
+		|| true  # an ordinary index has it, too
+	@$(PIP) -e '.[dev]'
 	@touch $@

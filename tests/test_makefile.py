@@ -1,0 +1,88 @@
+"""What `make` installs, and from where: a stand-in for the environment's Python writes down how it is called."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+STAND_IN = """#!/bin/sh
+echo "$@" >> calls
+case "$*" in
+    *"import torch"*) exit 1 ;;
+    *--index-url*) exit ${CPU_INDEX_FAILS:-0} ;;
+esac
+"""
+
+
+@pytest.fixture
+def installed(repository, tmp_path):
+    """Lets make install in a folder of its own, and gives the calls of pip's install, in order."""
+
+    def call(*arguments, path="/usr/bin:/bin", **environment):
+        for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+            shutil.copy(repository / name, tmp_path)
+        python = tmp_path / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(STAND_IN)
+        python.chmod(0o755)
+        settings = {"PATH": path, **environment}
+        command = ["make", f"PYTHON={sys.executable}", *arguments, ".venv/.installed"]
+        done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / "calls").read_text().splitlines()
+        return [line for line in lines if "pip install" in line], done.stdout + done.stderr
+
+    return call
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere an ordinary index has no CUDA build")
+
+
+@linux
+def test_without_a_driver_torch_comes_from_its_cpu_index_first(installed, tmp_path):
+    (cpu, everything), _ = installed()
+    assert "--index-url https://download.pytorch.org/whl/cpu torch" in cpu and "--timeout 5 --retries 0" in cpu
+    assert everything.endswith("-e .[dev]")
+    assert "torch==2.13.0\n" in (tmp_path / ".venv" / "constraints.txt").read_text()
+
+
+@linux
+def test_an_index_that_does_not_answer_raises_no_alarm(installed):
+    calls, said = installed(CPU_INDEX_FAILS="1")
+    assert len(calls) == 2 and said.strip() == "Installing into .venv; the first time takes some minutes."
+
+
+@linux
+def test_another_index_or_none_can_be_named(installed):
+    assert "--index-url https://mirror/cpu torch" in installed("TORCH_INDEX=https://mirror/cpu")[0][0]
+
+
+@linux
+def test_no_index_named_is_none_asked(installed):
+    calls, _ = installed("TORCH_INDEX=")
+    assert len(calls) == 1 and "--index-url" not in calls[0]
+
+
+def test_with_a_driver_the_ordinary_index_is_asked_alone(installed, tmp_path):
+    tool = tmp_path / "tools" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    calls, _ = installed(path=f"{tool.parent}:{os.environ['PATH']}")
+    assert len(calls) == 1 and "--index-url" not in calls[0]
+
+
+def test_another_torch_changes_that_pin_alone(installed, tmp_path, repository):
+    installed("TORCH=2.11.0")
+    ours = (repository / "constraints.txt").read_text().splitlines()
+    theirs = (tmp_path / ".venv" / "constraints.txt").read_text().splitlines()
+    assert [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]] == [
+        ("torch==2.13.0", "torch==2.11.0")
+    ]
+
+
+def test_compat_wants_to_know_which_torch(repository):
+    done = subprocess.run(["make", "compat"], cwd=repository, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "make compat TORCH=2.11.0" in done.stderr
