@@ -33,7 +33,7 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
-	@$(RUN) pytest -n 3 --dist loadfile -m "not alone"
+	@$(RUN) pytest -n 2 --dist loadfile -m "not alone"
 	@$(RUN) pytest -m alone
 
 compat: ## all tests but those in a browser under another torch: make compat TORCH=2.11.0
@@ -42,7 +42,7 @@ compat: ## all tests but those in a browser under another torch: make compat TOR
 
 compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
-	@$(RUN) pytest -n 3 --dist loadfile -m "not alone and not pinned"
+	@$(RUN) pytest -n 2 --dist loadfile -m "not alone and not pinned"
 	@$(RUN) pytest -m "alone and not browser and not pinned"
 
 lint: $(INSTALLED) ## style, types and layers
@@ -54,7 +54,7 @@ lint: $(INSTALLED) ## style, types and layers
 clean: ## remove what was generated, except notebooks; .venv as well
 	rm -rf .venv .venv-torch-* out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
-# With TORCH, the pinned versions but another torch.
+# With TORCH, the pinned versions but another torch, which may want another setuptools.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PINS := $(VENV)/constraints.txt
 PIP := $(VENV_PYTHON) -m pip install --disable-pip-version-check -c $(PINS)
@@ -65,7 +65,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		exit 1; }
 	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
 		echo "No virtual environment could be made. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(PINS)
+	@sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter file,$(origin TORCH)),,; /^setuptools==/d)' constraints.txt > $(PINS)
 	@echo "Installing into $(VENV); the first time takes some minutes."
 	@[ -z "$(TORCH_INDEX)" ] || [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null \
 		|| $(VENV_PYTHON) -c 'import torch' 2>/dev/null \

@@ -11,8 +11,6 @@ from fixture_answers import answer_to, nothing_starts, ranks_at_hand  # noqa: F4
 from fixture_ranks import rank_pool, ranks  # noqa: F401
 from fixture_threads import threads  # noqa: F401
 
-from labkit import requirements
-
 # Not through the environment: a notebook's kernel would inherit it and draw nothing.
 matplotlib.use("Agg")
 
@@ -49,19 +47,6 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The test is run twice: with ranks from a warm parent, and with those of a new Python."""
     monkeypatch.setenv("LABKIT_WARM", "1" if request.param == "warm" else "0")
     return request.param
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_core_each() -> None:
-    """Where several pytest processes run side by side, each keeps itself and its ranks on cores of its own.
-
-    In every collective a rank waits until the others have had their turn. Ranks of two launches that share all cores
-    also wait for each other's, which makes small collectives three to five times slower.
-    """
-    worker, cores = os.environ.get("PYTEST_XDIST_WORKER", ""), requirements.cores()
-    if worker and hasattr(os, "sched_setaffinity"):
-        side_by_side = min(int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), len(cores))
-        os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) % side_by_side :: side_by_side])
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,7 @@ def verdicts(request):
     return request.param, lines
 
 
+@pytest.mark.alone  # beside other launches, its thousands of small collectives take four times as long
 @pytest.mark.timeout(200)
 def test_every_cell_of_the_grid_equals_one_device(verdicts):
     fsdp, lines = verdicts
@@ -74,6 +75,7 @@ def test_every_cell_of_the_grid_equals_one_device(verdicts):
             assert verdict["scale"] == 65536.0
 
 
+@pytest.mark.alone
 def test_gradients_that_are_one_percent_off_are_seen_in_every_model(verdicts):
     fsdp, lines = verdicts
     wrong = [verdict for verdict in lines if verdict["wrong"]]
@@ -126,8 +128,6 @@ SLOW = {"model": "mlp_stack", "dim": 512, "batch": 2, "delay_ms": 10.0, "timelin
 FROZEN = {"model": "mlp_stack", "dim": 64, "freeze": (1,)}
 CELLS = {
     "skipped": {"skip": (3,), "steps": 1, "hidden": 256, "narrow": 64},
-    "waiting": SLOW | {"prefetch": False},
-    "ahead": SLOW | {"prefetch": True},
     "frozen": FROZEN | {"steps": 1},
     "frozen, checked": FROZEN | {"check": "parity", "steps": 2},
 }
@@ -181,8 +181,8 @@ def test_a_skipped_block_costs_one_gather_less(runs):
 
 
 @pytest.mark.alone
-def test_gathering_ahead_hides_all_gathers_behind_compute(runs):
-    profiled = [runs["waiting"], runs["ahead"]]
+def test_gathering_ahead_hides_all_gathers_behind_compute():
+    profiled = run_cells("fsdp_wrap", 2, [SLOW | {"prefetch": prefetch} for prefetch in (False, True)])
     waiting, ahead = (hidden_gathers(run) for run in profiled)
     assert not waiting, "each is waited for where it starts"
     assert {"layers.1", "layers.2"} <= ahead, "the next block's, while this one computes"

@@ -155,7 +155,6 @@ def test_a_parent_that_was_killed_is_replaced(tell):
     assert results[1].info["warm"]
 
 
-@pytest.mark.alone
 def test_a_parent_that_is_killed_in_mid_run_takes_the_run_with_it(tmp_path):
     ids, failures = tmp_path / "pids", []
 
@@ -175,7 +174,6 @@ def test_a_parent_that_is_killed_in_mid_run_takes_the_run_with_it(tmp_path):
     assert not any(map(is_alive, map(int, ids.read_text().split())))
 
 
-@pytest.mark.alone
 def test_runs_of_several_threads_share_a_parent_and_one_that_is_renewed_ends_its_runs_first(tell, monkeypatch):
     program, results = tell("[__import__('time').sleep(1), os.environ['RANK']][1]"), []
     threads = [threading.Thread(target=lambda: results.append(labkit.run(program))) for _ in range(4)]
