@@ -20,8 +20,8 @@ help: ## this list
 run: $(INSTALLED) ## the main job: execute lab 1 and leave the notebook, HTML and figures in out/
 	@$(VENV_PYTHON) -m notebooks.tools.run $(LAB)
 
-lab: $(INSTALLED) ## open JupyterLab on the notebooks
-	@$(RUN) jupyter lab --notebook-dir notebooks
+lab: $(INSTALLED) ## open JupyterLab on lab 0; LAB=02_fsdp_wrapping opens another
+	@$(RUN) jupyter lab --notebook-dir notebooks notebooks/$(if $(filter file,$(origin LAB)),00_ranks,$(LAB)).ipynb
 
 notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again from notebooks/src
 	@$(VENV_PYTHON) -m notebooks.tools.build

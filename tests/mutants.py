@@ -757,7 +757,7 @@ def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 def reason(said: str) -> str:
     """The failure in a few words."""
-    found = re.findall(r"^(?:E  +|.*?: )((?:\w|\.)*(?:Error|Failure|Failed|Exception|Exit)\b.*)$", said, re.MULTILINE)
+    found = re.findall(r"^/\S+:\d+: (.+)$", said, re.MULTILINE)  # as --tb=line has it
     return (found[0] if found else said.strip().splitlines()[-1])[:100]
 
 
