@@ -42,8 +42,8 @@ compat: ## all tests but those in a browser under another torch: make compat TOR
 
 compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
-	@$(RUN) pytest -n 2 --dist loadfile -m "not alone and not pinned"
-	@$(RUN) pytest -m "alone and not browser and not pinned"
+	@$(RUN) pytest -n 2 --dist loadfile -m "not alone"
+	@$(RUN) pytest -m "alone and not browser"
 
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check

@@ -129,6 +129,14 @@ def check_sharded_convolution() -> Finding:
     return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, "lab 1, strategy native")
 
 
+def check_differences() -> Finding:
+    """What this torch cannot do and a later one can. No lab needs it; tests of it are skipped."""
+    found = [text for text in map(requirements.missing, requirements.DIFFERENCES) if text]
+    if found:
+        return Finding("NOTE", "Older PyTorch", "; ".join(found), labs="no lab, tests of it are skipped")
+    return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
+
+
 def check_compiler() -> Finding:
     """A C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
@@ -221,7 +229,7 @@ def check_runs_folder() -> Finding:
     return Finding("OK", "Runs folder", f"{short(folder)}, {free_gib:.0f} GiB free")
 
 
-TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (check_sharded_convolution, check_gpus)
+TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (check_sharded_convolution, check_differences, check_gpus)
 OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
     check_compiler,
     check_cores,

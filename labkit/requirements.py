@@ -8,9 +8,33 @@ import re
 import shutil
 import sys
 from importlib import metadata
+from typing import NamedTuple
 
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
 COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
+
+
+class Difference(NamedTuple):
+    """What torch can do from some version on. Tests of it are skipped before that, and the doctor says so."""
+
+    since: tuple[int, int]
+    what: str
+    issue: str
+    """Upstream."""
+
+
+UNEVEN_SEQUENCE = Difference(
+    (2, 12), "sequence parallelism over a sequence that the ranks cannot share evenly", "pytorch/pytorch#143748"
+)
+DIFFERENCES = (UNEVEN_SEQUENCE,)
+
+
+def missing(difference: Difference, version: tuple[int, int] | None = None) -> str:
+    """Why the installed torch cannot do this, or "" where it can."""
+    if (version or torch_version()) >= difference.since:
+        return ""
+    major, minor = difference.since
+    return f"{difference.what} needs torch {major}.{minor} ({difference.issue})"
 
 
 def cores() -> list[int]:

@@ -259,7 +259,7 @@ by_count = {labels[tp]: measured_wire(tp, result) for tp, result in runs.items()
 ax = plots.traffic(by_theory, by_count, results=list(runs.values()))
 
 # %% [markdown]
-# *Bytes that one rank sends in a step. Hatched: predicted. Plain: counted. The square sends least.*
+# *Bytes that one rank sends in a step. In a dashed frame: predicted. Plain: counted. The square sends least.*
 #
 # Along each axis there are now only two ranks, and each collective is smaller: FSDP gathers half as many parameters, TP sums
 # activations of half as many samples.
