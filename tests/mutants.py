@@ -435,7 +435,7 @@ MUTANTS = [
     ),
     Mutant(
         "S4 end to end",
-        "the second half keeps what its memory held",
+        "each half of a parameter draws values of its own",
         "labkit/parity/extensions.py",
         "        other.copy_(first)\n",
         "        other.copy_(other)\n",
