@@ -231,12 +231,7 @@ def run(config: Config, here: rank.Here) -> None:
         delay_compute(block, config.delay_ms)
     mesh = mesh_of(config, here)
     model, units = apply(config, mesh, lab)
-    scaler = ShardedGradScaler(
-        here.device.type,
-        enabled=config.scaler,
-        init_scale=config.scaler_init,
-        growth_interval=config.scaler_growth,
-    )
+    scaler = scaler_of(config, here.device)
     training = Training(config, here, lab, model, scaler)
     if config.check == "none":
         lines = sharding_mesh(mesh) if config.hybrid else None
@@ -291,6 +286,12 @@ def apply(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, U
     own = {name: getattr(config, name) for name in (FSDP1 if config.fsdp == 1 else ())}
     how = {name: getattr(config, name) for name in BOTH}
     return apply_fsdp(lab, mesh, is_unit=is_unit, min_numbers=config.min_numbers, **how, **own)
+
+
+def scaler_of(config: Config, device: torch.device) -> ShardedGradScaler:
+    """What scales the loss, on all ranks alike; without ``config.scaler`` by 1."""
+    scale, steps = config.scaler_init, config.scaler_growth
+    return ShardedGradScaler(device.type, enabled=config.scaler, init_scale=scale, growth_interval=steps)
 
 
 def adam_of(model: nn.Module) -> Optimizer:

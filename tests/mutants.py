@@ -629,8 +629,8 @@ MUTANTS = [
         "S6 precision and scaler",
         "each rank decides for itself whether a step is skipped",
         "launch/fsdp_wrap.py",
-        "scaler = ShardedGradScaler(",
-        "scaler = torch.amp.GradScaler(",
+        "return ShardedGradScaler(",
+        "return torch.amp.GradScaler(",
         OPTIONS + "test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all",
     ),
     Mutant(
@@ -678,7 +678,7 @@ MUTANTS = [
         "only the first leaf is compared",
         "labkit/parity/training.py",
         "if isinstance(other, Tensor):",
-        "if isinstance(other, Tensor) and other is right[0][1]:",
+        "if isinstance(other, Tensor) and path == right[0][0]:",
         "tests/test_fsdp.py::test_the_comparison_sees_outputs_of_another_structure_and_leaves_that_differ",
     ),
 ]

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from fixture_cells import run_cells
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import labkit
 from labkit import parity
@@ -22,6 +21,7 @@ from labkit.parallel import fsdp, units
 from labkit.parallel.buckets import apply_gradient_buckets
 from labkit.parity import extensions
 from labkit.theory import fsdp as theory
+from launch import fsdp_wrap
 
 HYBRID = {"hybrid": 2, "steps": 1, "model": "mlp_stack", "dim": 64}
 PARITY = {"hybrid": 2, "check": "parity", "steps": 2}
@@ -113,7 +113,8 @@ def overflow(version, enabled):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
     lab = catalog.build("nonuniform", seed=0)
     model, _ = fsdp.apply_fsdp(lab, mesh, fsdp=version)
-    scaler = ShardedGradScaler("cpu", enabled=enabled, init_scale=1024.0, growth_interval=1)
+    config = fsdp_wrap.Config(scaler=enabled, scaler_init=1024.0, scaler_growth=1)
+    scaler = fsdp_wrap.scaler_of(config, torch.device("cpu"))
     optimizer, told = parity.optimizer_of(model), []
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters() if p.requires_grad]
     for step in range(2):
