@@ -4,9 +4,13 @@ import json
 import math
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import labkit
 from labkit.errors import ParameterError
+from labkit.parallel.ring import ring_steps
+from labkit.rank.traffic import CommunicationCounter
 from labkit.theory.collectives import ON_THE_WIRE, AlphaBeta, fit, wire_bytes
 
 MESSAGES = {"message_bytes": (64, 4096), "total_bytes": 4096, "pieces": (1, 4)}
@@ -62,6 +66,26 @@ def test_the_wire_of_an_unknown_collective_or_of_no_rank_is_refused(name, ranks)
 def test_what_cannot_work_is_refused_before_a_launch(nproc, parameters, message):
     with pytest.raises(ParameterError, match=message):
         labkit.run("all_reduce", nproc=nproc, device="cpu", **parameters)
+
+
+def around_the_ring(length):
+    mine = torch.arange(float(length)) + dist.get_rank()
+    with CommunicationCounter() as traffic:
+        held = list(ring_steps(mine))
+    dist.all_reduce(mine)
+    return held, mine, traffic.bytes["send"]
+
+
+@pytest.mark.parametrize(("ranks_", "length"), [(4, 8), (3, 7), (2, 1)])
+def test_a_ring_ends_with_the_sum_and_sends_what_theory_says(ranks, ranks_, length):
+    sent = []
+    for held, total, size in ranks(ranks_)(around_the_ring, length):
+        assert len(held) == 2 * (ranks_ - 1)
+        assert torch.equal(held[-1], total)
+        done = (held[ranks_ - 2] == total).sum()
+        assert done >= length // ranks_, "after a reduce-scatter a rank has a part of the sum"
+        sent.append(size)
+    assert sum(sent) == ranks_ * wire_bytes("all_reduce", 4 * length, ranks_)
 
 
 def test_messages_cost_a_latency_each_and_their_bytes_once():

@@ -99,12 +99,23 @@ def test_every_number_has_the_colour_of_the_rank_that_had_it_first_and_sums_thei
     assert gather.get_title() == "all-gather"
     first, second, sums = (to_rgba(each) for each in (*figures.style.RANK_COLOURS[:2], figures.SUM))
     assert [cell.get_facecolor() for cell in gather.patches if isinstance(cell, Rectangle)] == [
-        *(first, first, second),
-        *(second, first, second),
+        *(first, second),
+        *(first, second, first, second),
     ]
     assert [cell.get_facecolor() for cell in reduce.patches if isinstance(cell, Rectangle)].count(sums) == 4
     shown = [text.get_text() for text in reduce.texts if text.get_text()]
-    assert shown == ["rank 0", "1", "3", "3.5", "7", "rank 1", "2", "4", "3.5", "7", "before", "after"]
+    assert shown == ["rank 0", "rank 1", "1", "3", "2", "4", "before", "3.5", "7", "3.5", "7", "after"]
+
+
+def test_a_sum_over_some_ranks_has_another_colour_than_the_one_over_all(traded):
+    for rank, (start, between) in enumerate((((1, 10), (1, 10)), ((2, 20), (3, 20)))):
+        ring = {"start": start, "between": between, "end": (3.5, 30)}
+        torch.save({"ring": ring}, RunFolder(traded.folder).gave(rank))
+    (ax,) = figures.held(labkit.load(traded.folder), ["ring"])
+    faces = [cell.get_facecolor() for cell in ax.patches if isinstance(cell, Rectangle)]
+    assert faces.count(to_rgba(figures.PART_OF_SUM)) == 1 and faces.count(to_rgba(figures.SUM)) == 4
+    labels = [text.get_text() for text in ax.figure.legends[0].get_texts()]
+    assert labels == ["from rank 0", "from rank 1", "sum over all ranks", "over some"]
 
 
 def test_axes_that_were_given_are_used():

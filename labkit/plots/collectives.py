@@ -14,55 +14,80 @@ from labkit.result import RunResult
 from labkit.theory.collectives import AlphaBeta, fit
 from labkit.theory.sizes import readable_bytes
 
-SUM = "#4D4D4D"
-DARK_ON = (style.ORANGE, style.PURPLE)
+SUM, PART_OF_SUM = "#4D4D4D", "#C4C4C4"
+DARK_ON = (style.ORANGE, style.PURPLE, PART_OF_SUM)
 """Colours on which white letters are hard to read."""
 
 
 def held(
     result: RunResult, names: Mapping[str, str] | Sequence[str], *, axes: Sequence[Axes] | None = None
 ) -> Sequence[Axes]:
-    """What each rank held before a collective and after it, one panel each; a number has the colour of its first owner.
+    """What each rank held before a collective, after it, and at moments between: one panel each.
+
+    A number has the colour of the rank that had it first. One that no rank had is a sum: over all ranks, if some rank
+    holds it in the end, else over some.
 
     Args:
-        result: a run whose ranks gave a dict with the numbers ``before`` and ``after``, under each name.
+        result: a run whose ranks gave, under each name, a dict with the numbers that they held at each moment, such as
+            ``{"before": …, "after": …}``.
         names: those to draw; with titles, if they have any.
         axes: one for each.
     """
     titles = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+    panels = {name: [rank.gave[name] for rank in result.ranks] for name in titles}
     if axes is None:
-        size = (3.5 * len(titles), 0.36 * result.world_size + 1.0)
-        figure, grid = pyplot.subplots(1, len(titles), figsize=size, layout="constrained", squeeze=False)
-        axes = list(grid[0])
-        handles = [
-            Patch(color=style.RANK_COLOURS[rank % 4], label=f"from rank {rank}") for rank in range(result.world_size)
-        ]
-        handles.append(Patch(color=SUM, label="sum over the ranks"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    for ax, (name, title) in zip(axes, titles.items(), strict=True):
-        held_by = [rank.gave[name] for rank in result.ranks]
-        before, after = ([list(map(float, each[moment])) for each in held_by] for moment in ("before", "after"))
-        owner = {number: rank for rank, numbers in enumerate(before) for number in numbers}
-        width = max(map(len, before))
-        for rank, (own, got) in enumerate(zip(before, after, strict=True)):
-            ax.text(-0.15, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
-            _cells(ax, own, owner, 0, rank)
-            _cells(ax, got, owner, width + 1, rank)
-        middle = len(before) / 2
-        ax.annotate("", (width + 0.9, middle), (width + 0.1, middle), arrowprops={"arrowstyle": "->", "lw": 1.5})
-        right = width + 1 + max(map(len, after))
-        ax.text(width / 2, -0.15, "before", ha="center", va="bottom", fontsize=8, color=style.GREY)
-        ax.text((width + 1 + right) / 2, -0.15, "after", ha="center", va="bottom", fontsize=8, color=style.GREY)
-        ax.set(xlim=(-1.3, 9.1), ylim=(len(before) + 0.1, -0.8))
-        ax.set_title(title, fontsize=10)
+        axes = _panels(panels)
+    for ax, (name, ranks) in zip(axes, panels.items(), strict=True):
+        moments, left = list(ranks[0]), 0.0
+        colours = _colours([[_numbers(each[moment]) for moment in moments] for each in ranks])
+        for row in range(len(ranks)):
+            ax.text(-0.15, row + 0.45, f"rank {row}", ha="right", va="center", fontsize=9)
+        for moment in moments:
+            if left:
+                arrow = {"arrowstyle": "->", "lw": 1.5}
+                ax.annotate("", (left - 0.1, len(ranks) / 2), (left - 0.9, len(ranks) / 2), arrowprops=arrow)
+            for row, each in enumerate(ranks):
+                _cells(ax, _numbers(each[moment]), colours, left, row)
+            width = len(_numbers(ranks[0][moment]))
+            ax.text(left + width / 2, -0.15, moment, ha="center", va="bottom", fontsize=8, color="#666666")
+            left += width + 1
+        ax.set(xlim=(-1.3, left - 0.9), ylim=(len(ranks) + 0.1, -0.8))
+        ax.set_title(titles[name], fontsize=10)
         ax.set_axis_off()
     return axes
 
 
-def _cells(ax: Axes, numbers: Sequence[float], owner: Mapping[float, int], left: float, row: int) -> None:
+def _panels(panels: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Axes]:
+    """Axes in one line, each as wide as what it will show, below them a legend."""
+    widths = [sum(len(_numbers(each)) + 1 for each in ranks[0].values()) + 1.3 for ranks in panels.values()]
+    ranks = len(next(iter(panels.values())))
+    look: dict[str, Any] = {"width_ratios": widths, "squeeze": False, "layout": "constrained"}
+    figure, grid = pyplot.subplots(1, len(panels), figsize=(0.36 * sum(widths), 0.36 * ranks + 1.0), **look)
+    shades = {f"from rank {rank}": style.RANK_COLOURS[rank % 4] for rank in range(ranks)}
+    shades["sum over all ranks"] = SUM
+    if any(len(moments) > 2 for moments, *_ in panels.values()):
+        shades["over some"] = PART_OF_SUM
+    handles = [Patch(color=colour, label=label) for label, colour in shades.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    return list(grid[0])
+
+
+def _colours(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[float, str]:
+    """The colour of each number, from what each rank held at each moment."""
+    every = {number: PART_OF_SUM for moments in ranks for numbers in moments for number in numbers}
+    in_the_end = {number: SUM for moments in ranks for number in moments[-1]}
+    first = {number: style.RANK_COLOURS[rank % 4] for rank, moments in enumerate(ranks) for number in moments[0]}
+    return every | in_the_end | first
+
+
+def _numbers(values: Any) -> list[float]:
+    return [float(value) for value in values]
+
+
+def _cells(ax: Axes, numbers: Sequence[float], colours: Mapping[float, str], left: float, row: int) -> None:
     for column, number in enumerate(numbers):
-        colour = style.RANK_COLOURS[owner[number] % 4] if number in owner else SUM
-        look: dict[str, Any] = {"color": "black" if colour in DARK_ON else "white", "fontsize": 9}
+        colour = colours[number]
+        look: dict[str, Any] = {"color": "black" if colour in DARK_ON else "white", "fontsize": 8.5}
         ax.add_patch(Rectangle((left + column, row), 1, 0.9, facecolor=colour, edgecolor="white"))
         ax.text(left + column + 0.5, row + 0.45, f"{number:g}", ha="center", va="center", **look)
 

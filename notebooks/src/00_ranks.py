@@ -293,7 +293,7 @@ checks.shift(shift)
 from labkit.rank import give  # sends values home to the notebook
 
 dist.init_process_group()
-mine = torch.arange(1.0, 5.0) + 10 * (dist.get_rank() + 1)  # rank 0: 11 12 13 14
+mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()  # rank 0: 1 2 3 4, rank 1: 10 20 30 40
 
 x = mine.clone()
 dist.broadcast(x, src=0)
@@ -308,7 +308,7 @@ _ = plots.held(first_two, {"broadcast": "broadcast", "all_reduce": "all-reduce"}
 
 # %% [markdown]
 # *Each line is a rank, each box a number, coloured by the rank that had it first. After the **broadcast** every rank holds
-# what rank 0 held. After the **all-reduce** every rank holds the sum, place by place: 11 + 21 + 31 + 41 = 104.*
+# what rank 0 held. After the **all-reduce** every rank holds the sum, place by place: 1 + 10 + 100 + 1000 = 1111.*
 
 
 # %% tags=["claim"]
@@ -321,7 +321,7 @@ def moments(result: labkit.RunResult, name: str) -> tuple[torch.Tensor, torch.Te
 before, after = moments(first_two, "broadcast")
 claim("every rank holds what rank 0 held", bool((after == before[0]).all()))
 before, after = moments(first_two, "all_reduce")
-claim("every rank holds the sum", bool((after == before.sum(0)).all()) and after[0, 0] == 104)
+claim("every rank holds the sum", bool((after == before.sum(0)).all()) and after[0, 0] == 1111)
 
 # %% [markdown]
 # A broadcast gives all ranks the same weights at the start. An all-reduce adds up the gradients.
@@ -362,7 +362,7 @@ checks.after_reduce_scatter(after_reduce_scatter)
 from labkit.rank import give
 
 dist.init_process_group()
-mine = torch.arange(1.0, 5.0) + 10 * (dist.get_rank() + 1)
+mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()
 
 part = torch.empty(1)
 dist.reduce_scatter(part, list(mine.chunk(4)))
@@ -723,8 +723,33 @@ checks.train(train)
 # | 5 | 3 | 0 | 1 | 2 | takes the place |
 #
 # Follow part 0. It starts on rank 0. Rank 1 adds its own numbers, then rank 2, then rank 3, which now holds the sum. From
-# step 3 on the sum goes around.
-#
+# step 3 on the sum goes around. Here are four real ranks doing it, with a ring of labkit's. A part has one number.
+
+# %%
+# %%torchrun -n 4 --name ring
+from labkit.parallel.ring import ring_steps
+from labkit.rank import give
+
+dist.init_process_group()
+mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()
+steps = list(ring_steps(mine))
+give(
+    ring={"start": mine, "after step 0": steps[0], "after step 2": steps[2], "after step 3": steps[3], "end": steps[5]}
+)
+
+# %%
+_ = plots.held(ring, {"ring": "all-reduce in a ring"})
+
+# %% [markdown]
+# *Light grey numbers are sums over some ranks. After step 2 every rank holds one dark number, a part of the sum over all:
+# that is a reduce-scatter. Then these go around until all ranks hold all: an all-gather.*
+
+# %% tags=["claim"]
+halfway, end = (torch.stack([rank.gave["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
+claim("after step 2 each rank holds one part of the sum", (halfway == end).sum(1).tolist() == [1, 1, 1, 1])
+claim("in the end all ranks hold all", bool((end == torch.tensor([1111.0, 2222, 3333, 4444])).all()))
+
+# %% [markdown]
 # ### Exercise 7: the ring (•••, 16 minutes)
 #
 # Return the sum over all ranks of a vector `mine`. Its length need not be a multiple of `ranks`: `mine.tensor_split(ranks)`

@@ -6,7 +6,7 @@ from labkit.checks import collectives as checks
 RING = """
 parts = list(mine.clone().tensor_split(ranks))
 for step in range({steps}):
-    leaves, comes = (rank - step{off}) % ranks, (rank - step - 1{off}) % ranks
+    leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
     arrived = torch.empty_like(parts[comes])
     handles = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
     for handle in handles:
@@ -14,7 +14,6 @@ for step in range({steps}):
     parts[comes] = {put}
 return torch.cat(parts)
 """
-ADD_THEN_PUT = "parts[comes] + arrived if step < ranks - 1 else arrived"
 TRAIN = """
 for parameter in model.parameters():
     {broadcast}
@@ -159,10 +158,11 @@ return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - 
         "ring_all_reduce",
         checks.ring_all_reduce,
         {
-            "on rank 0 only part 1 is the sum": RING.format(steps="ranks - 1", off="", put="parts[comes] + arrived"),
-            "on rank 0, part 0 of 8 numbers begins": RING.format(
-                steps="2 * (ranks - 1)", off="", put="parts[comes] + arrived"
+            "on rank 0 only part 1 is the sum": RING.format(steps="ranks - 1", put="parts[comes] + arrived"),
+            "on rank 0, part 0 is the sum with numbers added once more": RING.format(
+                steps="2 * (ranks - 1)", put="parts[comes] + arrived"
             ),
+            "on rank 0, part 0 of 8 numbers begins": RING.format(steps="2 * (ranks - 1)", put="arrived"),
             "the sums are right, but rank 0 used all_reduce": "dist.all_reduce(mine)\nreturn mine",
             "the numbers are right, but rank 0 sent 216 bytes": """
 total = mine.clone()
