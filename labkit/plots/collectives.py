@@ -92,21 +92,30 @@ def _cells(ax: Axes, numbers: Sequence[float], colours: Mapping[float, str], lef
         ax.text(left + column + 0.5, row + 0.45, f"{number:g}", ha="center", va="center", **look)
 
 
-def message_times(result: RunResult, kind: str = "message") -> pandas.Series:
-    """What launch/all_reduce.py timed, in seconds: its fastest round, since whatever disturbs a round makes it slower.
+def message_rounds(result: RunResult, kind: str = "message") -> pandas.Series:
+    """What launch/all_reduce.py timed, in seconds: every round until the last rank is done, in order of the sizes.
 
     The ``kind`` is "message", by the bytes of a single message, or "pieces", by the number of messages.
 
     Raises:
         ValueError: the run timed no such thing.
     """
-    return _rounds(result, kind).groupby(level=0).min()
+    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].str.fullmatch(rf"{kind}_\d+")]
+    if spans.empty:
+        raise ValueError(f"this run of {result.info['program']} timed no {kind}: take a run of all_reduce")
+    keys = spans["name"].str.partition("_")[2].astype(int)
+    return (spans["dur_us"] / 1e6).groupby([keys, spans["step"]]).max().droplevel("step")
+
+
+def message_times(result: RunResult, kind: str = "message") -> pandas.Series:
+    """The fastest of ``message_rounds``, since whatever disturbs a round makes it slower."""
+    return message_rounds(result, kind).groupby(level=0).min()
 
 
 def messages(result: RunResult, *, ax: Axes | None = None) -> Axes:
     """Time of one all-reduce against its size: every round, the fastest, and the line that fits these best."""
     ax = style.axes(ax)
-    rounds, times = _rounds(result, "message"), message_times(result)
+    rounds, times = message_rounds(result), message_times(result)
     line = fit(times.to_dict())
     sizes = list(times.index)
     ax.plot(rounds.index, rounds * 1e6, ".", color=style.GREY, alpha=0.4, markersize=4, label="each round")
@@ -152,15 +161,6 @@ def pieces(result: RunResult, *, network: AlphaBeta | None = None, ax: Axes | No
     ax.margins(y=0.12)
     style.legend_above(ax, 2)
     return style.stamp(ax, [result])
-
-
-def _rounds(result: RunResult, kind: str) -> pandas.Series:
-    """Seconds of each round, until the last rank is done, by what follows the kind in the span's name; in order."""
-    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].str.fullmatch(rf"{kind}_\d+")]
-    if spans.empty:
-        raise ValueError(f"this run of {result.info['program']} timed no {kind}: take a run of all_reduce")
-    keys = spans["name"].str.partition("_")[2].astype(int)
-    return (spans["dur_us"] / 1e6).groupby([keys, spans["step"]]).max().droplevel("step")
 
 
 def _formula(line: AlphaBeta) -> str:

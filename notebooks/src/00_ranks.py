@@ -34,7 +34,7 @@ from labkit import doctor, plots
 from labkit.checks import collectives as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.plots.collectives import message_times
+from labkit.plots.collectives import message_rounds, message_times
 from labkit.theory import collectives as theory
 
 doctor.show()
@@ -556,9 +556,9 @@ for name, collective in calls.items():
         print(f"{name:15} {sent_mb() - before:5.1f} MB of {4 * theory.wire_bytes(name, handed, 4):.1f} MB")
 
 # %% [markdown]
-# The all-reduce and the all-gather send what a ring sends, and a little for their headers. In most versions gloo's
-# reduce-scatter sends twice as much: it does a whole all-reduce inside and throws a part away. So *on the wire* is what a
-# good library sends. Whether yours does, only a look at the wire tells. Other programs on this machine may add to it.
+# The all-reduce and the all-gather send what a ring sends, and a little for their headers. With torch 2.13 gloo's
+# reduce-scatter sends twice as much, as many bytes as an all-reduce. So *on the wire* is what a good library sends. Whether
+# yours does, only a look at the wire tells. Other programs on this machine may add to it.
 
 # %% [markdown]
 # ## 7. What a message costs (core, 5 minutes, and 8 for an optional exercise)
@@ -625,15 +625,13 @@ times = message_times(messages)
 claim("1024 times the bytes take far less than 1024 times as long", times[2**20] / times[2**10] < 1024 / 4)
 
 # %% [markdown]
-# Small messages lie near the horizontal line, alpha: they cost their latency, whatever their size. Large ones pay by the
-# byte. Where the two costs are equal, a message has alpha / beta bytes.
+# In most runs small messages lie near the horizontal line, alpha: they cost their latency, whatever their size. Large ones
+# pay by the byte. Where the two costs are equal, a message has alpha / beta bytes.
 #
 # Your own fit predicts the same 4 MiB in more and more messages. Without one, labkit's does.
 
 # %% tags=["nbval-ignore-output"]
-rounds = messages.frame[messages.frame["name"].str.fullmatch(r"message_\d+") & (messages.frame["kind"] == "span")]
-rounds = rounds.assign(size=rounds["name"].str.split("_").str[1].astype(int), seconds=rounds["dur_us"] / 1e6)
-found = fitted(rounds.groupby("size")["seconds"].agg(list).to_dict())
+found = fitted(message_rounds(messages).groupby(level=0).agg(list).to_dict())
 network = theory.AlphaBeta(*found) if found else theory.fit(times.to_dict())
 print(f"alpha {network.alpha_s * 1e6:.0f} µs, beta {network.beta_s_per_byte * 1e12:.0f} µs a MB")
 ax = plots.pieces(messages, network=network)
@@ -939,9 +937,8 @@ f"without the all-reduce the test passes: {equal} with equal samples, {own} with
 #
 # `6 * P * T / F  >  2 * (n - 1) / n * bytes of a gradient * P / B`
 #
-# P stands on both sides. What counts is the batch *of a rank*: T must be large enough. If the all-reduce runs while the
-# backward pass computes, as in DDP, all of it can hide as long as this holds, more or less: the gradients of the first
-# layers are ready last.
+# P stands on both sides. What counts is the batch *of a rank*: T must be large enough. If the all-reduce runs during the
+# backward pass, as in DDP, it can hide behind that, which is two thirds of the computing. Lab 4 looks at what hides.
 #
 # First this machine. The speed F comes from a run on one rank with all cores; `RANKS` ranks share them. The bandwidth comes
 # from beta of section 7.
@@ -952,7 +949,7 @@ batch = alone.params["batch"]
 compute_s = (alone.value("forward_ms") + alone.value("backward_ms")) / 1e3
 flops_per_s = 6 * (gradient_bytes / 4) * batch / compute_s / RANKS
 bytes_per_s = (
-    theory.wire_bytes("all_reduce", 1, RANKS) / network.beta_s_per_byte if network.beta_s_per_byte else numpy.inf
+    theory.wire_bytes("all_reduce", 1, RANKS) / network.beta_s_per_byte if network.beta_s_per_byte > 0 else numpy.inf
 )
 pays = theory.wire_bytes("all_reduce", 4, RANKS) / bytes_per_s * flops_per_s / 6
 print(f"a rank computes {flops_per_s / 1e9:.1f} GFLOP/s, and sends {bytes_per_s / 1e9:.2f} GB/s")
