@@ -87,9 +87,11 @@ def _numbers(values: Any) -> list[float]:
 def _cells(ax: Axes, numbers: Sequence[float], colours: Mapping[float, str], left: float, row: int) -> None:
     for column, number in enumerate(numbers):
         colour = colours[number]
-        look: dict[str, Any] = {"color": "black" if colour in DARK_ON else "white", "fontsize": 8.5}
+        text = f"{number:g}"
+        size = 9 if len(text) < 4 else 7.5  # of a box as wide as three digits and a little
+        look: dict[str, Any] = {"color": "black" if colour in DARK_ON else "white", "fontsize": size}
         ax.add_patch(Rectangle((left + column, row), 1, 0.9, facecolor=colour, edgecolor="white"))
-        ax.text(left + column + 0.5, row + 0.45, f"{number:g}", ha="center", va="center", **look)
+        ax.text(left + column + 0.5, row + 0.45, text, ha="center", va="center", **look)
 
 
 def message_rounds(result: RunResult, kind: str = "message") -> pandas.Series:

@@ -739,8 +739,9 @@ give(
 _ = plots.held(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
-# *Light grey numbers are sums over some ranks. After step 2 every rank holds one dark number, a part of the sum over all:
-# that is a reduce-scatter. Then these go around until all ranks hold all: an all-gather.*
+# *Light grey numbers are sums over some ranks; their digits tell which: in 220 are ranks 1 and 2. After step 2 every rank
+# holds one dark number, a part of the sum over all: that is a reduce-scatter. Then these go around until all ranks hold
+# all: an all-gather.*
 
 # %% tags=["claim"]
 halfway, end = (torch.stack([rank.gave["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
