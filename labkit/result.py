@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from labkit import records
 from labkit.errors import LabError, RecordError
 from labkit.folder import REPAIR, RunFolder, read_json, require
+from labkit.theory.collectives import ON_THE_WIRE, wire_bytes
 
 if TYPE_CHECKING:
     import pandas
@@ -134,8 +135,10 @@ class RunResult:
 
         Args:
             name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over the timed steps, of
-                the slowest rank); ``<memory>_bytes`` (the largest of all ranks and steps); ``<collective>_count`` or
-                ``<collective>_bytes`` (in one step, the largest of all ranks).
+                the slowest rank); ``<memory>_bytes`` (the largest of all ranks and steps); ``<collective>_count``,
+                ``<collective>_bytes``, those that a rank handed to its calls, or ``<collective>_wire_bytes``, those
+                that leave a rank for it in a ring, computed from the former as ``theory.collectives.wire_bytes`` does
+                (each in one step, the largest of all ranks).
 
         Raises:
             UnknownValue: the run recorded no such thing; the message lists what there is.
@@ -250,16 +253,28 @@ def _values_of(rows: pandas.DataFrame) -> dict[str, float]:
     spans, memory, comm, scalars = (rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar"))
     mean_us = _settled(spans).groupby("name")["dur_us"].mean()
     most_bytes = memory.groupby("name")["bytes"].max()  # the warm-up counts: a peak is a peak
-    comm = comm.assign(name=list(map(records.name_along, comm["axis"], comm["name"])))
-    steps = _settled(comm).groupby(["name", "step"])[["count", "bytes"]].sum()
-    largest = steps.groupby("name").max().stack()
+    comm = comm.assign(wire_bytes=_wire_bytes(comm), name=list(map(records.name_along, comm["axis"], comm["name"])))
+    steps = _settled(comm).groupby(["name", "step"])[["count", "bytes", "wire_bytes"]].sum(min_count=1)
+    largest = steps.groupby("name").max().stack().dropna()
     last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
     return {
         **{f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()},
         **{f"{name}_bytes": int(value) for name, value in most_bytes.items()},
-        **{f"{name}_{field}": int(value) for (name, field), value in largest.items()},
+        **{f"{name}_{field}": _whole(value) for (name, field), value in largest.items()},
         **{str(name): float(value) for name, value in last.items()},
     }
+
+
+def _whole(value: float) -> float:
+    """The same number, as an int where it is whole."""
+    return int(value) if int(value) == value else float(value)
+
+
+def _wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
+    """What the collectives of each row put on the wire; None where the record does not say among how many ranks."""
+    known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(ON_THE_WIRE)
+    given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
+    return [wire_bytes(name, size, ranks) if known else None for known, name, size, ranks in given]
 
 
 def _settled(rows: pandas.DataFrame) -> pandas.DataFrame:

@@ -28,7 +28,7 @@ class Config:
     """Which messages, and how often."""
 
     message_bytes: tuple[PositiveInt, ...] = (1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
-    """Sizes of single messages, in bytes."""
+    """Sizes of single messages: bytes handed to the call."""
     total_bytes: PositiveInt = 4194304
     """What is also sent in pieces, in bytes."""
     pieces: tuple[PositiveInt, ...] = (1, 4, 16, 64)

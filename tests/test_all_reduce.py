@@ -4,10 +4,14 @@ import json
 import math
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import labkit
 from labkit.errors import ParameterError
-from labkit.theory.collectives import AlphaBeta, fit
+from labkit.parallel.ring import ring_steps
+from labkit.rank.traffic import CommunicationCounter
+from labkit.theory.collectives import ON_THE_WIRE, AlphaBeta, fit, wire_bytes
 
 MESSAGES = {"message_bytes": (64, 4096), "total_bytes": 4096, "pieces": (1, 4)}
 
@@ -28,6 +32,28 @@ def test_every_message_is_timed_in_every_round_and_counted_once():
     assert result.value("all_reduce_bytes") == 64 + 4096 + 2 * 4096
 
 
+def test_bytes_handed_to_the_calls_and_on_the_wire_of_three_ranks_differ():
+    result = labkit.run("all_reduce", nproc=3, device="cpu", repeats=1, **MESSAGES)
+    assert result.value("all_reduce_bytes") == 64 + 4096 + 2 * 4096
+    assert result.value("all_reduce_wire_bytes") == pytest.approx(4 / 3 * (64 + 4096 + 2 * 4096))
+
+
+def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather_on_the_wire():
+    whole, ranks = 1200, 4
+    cost = {name: wire_bytes(name, whole, ranks) for name in ON_THE_WIRE} | {
+        "all_gather": wire_bytes("all_gather", whole / ranks, ranks)  # which takes a part
+    }
+    assert cost["all_reduce"] == cost["reduce_scatter"] + cost["all_gather"] == 2 * cost["all_to_all"] == 1800
+    assert (cost["broadcast"], cost["send"], cost["recv"]) == (900, 1200, 0)
+    assert wire_bytes("all_reduce", whole, 1) == 0, "alone there is nobody to send to"
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("gossip", 4), ("all_reduce", 0)])
+def test_the_wire_of_an_unknown_collective_or_of_no_rank_is_refused(name, ranks):
+    with pytest.raises(ValueError, match="take 1 rank or more, and one of all_reduce, reduce_scatter"):
+        wire_bytes(name, 8, ranks)
+
+
 @pytest.mark.parametrize(
     ("nproc", "parameters", "message"),
     [
@@ -40,6 +66,26 @@ def test_every_message_is_timed_in_every_round_and_counted_once():
 def test_what_cannot_work_is_refused_before_a_launch(nproc, parameters, message):
     with pytest.raises(ParameterError, match=message):
         labkit.run("all_reduce", nproc=nproc, device="cpu", **parameters)
+
+
+def around_the_ring(length):
+    mine = torch.arange(float(length)) + dist.get_rank()
+    with CommunicationCounter() as traffic:
+        held = list(ring_steps(mine))
+    dist.all_reduce(mine)
+    return held, mine, traffic.bytes["send"]
+
+
+@pytest.mark.parametrize(("ranks_", "length"), [(4, 8), (3, 7), (2, 1)])
+def test_a_ring_ends_with_the_sum_and_sends_what_theory_says(ranks, ranks_, length):
+    sent = []
+    for held, total, size in ranks(ranks_)(around_the_ring, length):
+        assert len(held) == 2 * (ranks_ - 1)
+        assert torch.equal(held[-1], total)
+        done = (held[ranks_ - 2] == total).sum()
+        assert done >= length // ranks_, "after a reduce-scatter a rank has a part of the sum"
+        sent.append(size)
+    assert sum(sent) == ranks_ * wire_bytes("all_reduce", 4 * length, ranks_)
 
 
 def test_messages_cost_a_latency_each_and_their_bytes_once():

@@ -10,12 +10,16 @@ import pytest
 import torch
 from IPython.core.autocall import ExitAutocall
 
-from labkit.checks import ask, ddp, extensions, fsdp, spatial, two_dim
+from labkit.checks import ask, collectives, ddp, extensions, fsdp, spatial, two_dim
 from labkit.result import RunResult
 
 IMPORTS = "import sys\nimport torch\n\n\n"
 COUNTED = [{"kind": "comm", "name": "tp/all_reduce", "rank": 0, "step": 3, "count": 5, "bytes": 20}]
 IN_THE_NOTEBOOK = [
+    (collectives.after_reduce_scatter, ()),
+    (collectives.ring_bytes, ()),
+    (collectives.fitted, ()),
+    (collectives.tokens_that_pay, ()),
     (spatial.local_columns, ()),
     (spatial.halo_bytes, ()),
     (spatial.activation_bytes, ()),

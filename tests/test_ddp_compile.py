@@ -53,7 +53,7 @@ def test_buckets_are_as_predicted_without_gradients_and_on_top_of_them(ranks, di
         assert verdict["predicted"] == buckets
         assert verdict["counted"] == [buckets, buckets]
         assert len(verdict["predicted_bytes"]) == buckets
-        assert verdict["listed_bytes"] == verdict["wire_bytes"] == [verdict["predicted_bytes"]] * 2
+        assert verdict["listed_bytes"] == verdict["handed_bytes"] == [verdict["predicted_bytes"]] * 2
         assert sum(verdict["predicted_bytes"]) == 4 * 4 * (dim * dim + dim)
         assert verdict["programs"] == 2 and verdict["waits_missing"] == 0
         if (dim, bucket_mb) == (2000, 25.0):

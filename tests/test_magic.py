@@ -142,6 +142,21 @@ def test_an_error_says_which_rank_and_marks_the_line(cell, capsys):
     assert shown.startswith("[ranks 0–2] before\n") and "Traceback" not in shown.partition("rank 2 failed")[0]
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ("-n 3 --fails", FAILING, "rank 2 failed: ValueError: widths differ"),
+        ("-n 2 --timeout 4 --fails", GATHER + "while True:\n    pass", "no end after 4 s"),
+    ],
+)
+def test_a_cell_that_is_meant_to_fail_says_how_and_raises_nothing(shell, capsys, options, code, said):
+    outcome = shell.run_cell(f"%%torchrun {options}\n{code}")
+    assert outcome.success
+    shown = capsys.readouterr().err
+    assert shown.startswith(said) and "-->" in shown
+    assert ".log" not in shown, "a folder of one machine is no lesson"
+
+
 def test_a_deadlock_shows_every_ranks_line(cell):
     code = GATHER + "if dist.get_rank() == 0:\n    dist.all_reduce(x)\nelse:\n    import time\n    time.sleep(60)"
     with pytest.raises(labkit.RunTimedOut) as caught:

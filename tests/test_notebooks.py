@@ -25,6 +25,7 @@ NBVAL_OPTIONS = [
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
 ]
 SMALL = [  # other numbers of ranks, too, where that costs little
+    ("00_ranks", {"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}),
     ("01_spatial_sharding", {"RANKS": 2, "STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}),
     ("01_spatial_sharding", {"STEPS": 1, "BATCH": 4, "HEIGHT": 32, "WIDTH": 192}),
     ("02_fsdp_wrapping", {"RANKS": 3, "DIM": 20, "BATCH": 4, "STEPS": 1}),
@@ -33,6 +34,10 @@ SMALL = [  # other numbers of ranks, too, where that costs little
     ("05_two_dimensions", {"DIM": 16, "BATCH": 8}),
 ]
 REFUSED = [
+    ("00_ranks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: one rank has nobody to talk to. Change it"),
+    ("00_ranks", {"DIM": 3}, "DIM = 3, but must be int ≥ 4"),
+    ("00_ranks", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
+    ("00_ranks", {"REPEATS": 0}, "REPEATS = 0, but must be int ≥ 1"),
     ("01_spatial_sharding", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: one rank has no neighbour. Change it"),
     ("01_spatial_sharding", {"RANKS": "four"}, "RANKS = 'four', but must be int ≥ 2"),
     ("01_spatial_sharding", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),

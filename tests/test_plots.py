@@ -259,5 +259,6 @@ def test_shards_draw_on_given_axes():
 def test_every_public_plot_is_covered_here():
     elsewhere = {  # tests/test_plots_<module>.py
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
+        "held",
     }  # fmt: skip
     assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "shards", "table"}

@@ -1,11 +1,16 @@
 """labkit.plots.collectives: fastest rounds, the fitted line and predictions stand where the numbers say."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib import pyplot
 from matplotlib.colors import to_rgba
+from matplotlib.patches import Rectangle
 
+import labkit
+from labkit.folder import RunFolder
 from labkit.plots import collectives as figures
 from labkit.result import RunResult
 from labkit.theory.collectives import AlphaBeta
@@ -63,12 +68,54 @@ def test_the_line_goes_through_the_fastest_rounds():
 def test_pieces_are_drawn_beside_what_the_fit_predicts():
     ax = figures.pieces(run())
     expected = [1e3 * NETWORK.seconds(TOTAL, messages=count) for count in COUNTS]
-    heights = {label: [bar.get_height() for bar in ax.patches if bar.get_facecolor() == to_rgba(colour)]
-               for label, colour in (("predicted", figures.style.GREY), ("measured", figures.style.BLUE))}  # fmt: skip
-    assert heights == {"predicted": pytest.approx(expected), "measured": pytest.approx(expected)}
-    assert [text.get_text() for text in ax.texts] == [f"{time:.1f}" for time in expected] * 2
+    assert [bar.get_height() for bar in ax.patches] == pytest.approx(expected)
+    assert [line.get_ydata()[0] for line in ax.get_lines()] == pytest.approx(expected)
+    assert {line.get_linestyle() for line in ax.get_lines()} == {"--"}, "what is predicted is dashed"
+    assert [text.get_text() for text in ax.texts] == [f"{time:.1f} ({time:.1f})" for time in expected]
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1 x 1 MiB", "16 x 64 KiB"]
     assert ax.get_ylabel().endswith("ms")
+
+
+def test_pieces_are_predicted_from_other_numbers_where_they_are_given():
+    slower = AlphaBeta(2e-4, 2e-9)
+    marks = [line.get_ydata()[0] for line in figures.pieces(run(), network=slower).get_lines()]
+    assert marks == pytest.approx([1e3 * slower.seconds(TOTAL, messages=count) for count in COUNTS])
+
+
+@pytest.fixture
+def traded(tmp_path):
+    """Two ranks: an all-gather, and an all-reduce."""
+    info = {"program": "cell", "nproc": 2, "exit": "ok", "params": {}, "session": SESSION}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    for rank, (own, both) in enumerate(((1, 3), (2, 4))):
+        gather = {"before": torch.tensor([float(own)]), "after": torch.tensor([1.0, 2.0])}
+        reduce = {"before": [own, both], "after": [3.5, 7]}
+        torch.save({"gather": gather, "reduce": reduce}, RunFolder(tmp_path).gave(rank))
+    return labkit.load(tmp_path)
+
+
+def test_every_number_has_the_colour_of_the_rank_that_had_it_first_and_sums_their_own(traded):
+    gather, reduce = figures.held(traded, {"gather": "all-gather", "reduce": "all-reduce"})
+    assert gather.get_title() == "all-gather"
+    first, second, sums = (to_rgba(each) for each in (*figures.style.RANK_COLOURS[:2], figures.SUM))
+    assert [cell.get_facecolor() for cell in gather.patches if isinstance(cell, Rectangle)] == [
+        *(first, second),
+        *(first, second, first, second),
+    ]
+    assert [cell.get_facecolor() for cell in reduce.patches if isinstance(cell, Rectangle)].count(sums) == 4
+    shown = [text.get_text() for text in reduce.texts if text.get_text()]
+    assert shown == ["rank 0", "rank 1", "1", "3", "2", "4", "before", "3.5", "7", "3.5", "7", "after"]
+
+
+def test_a_sum_over_some_ranks_has_another_colour_than_the_one_over_all(traded):
+    for rank, (start, between) in enumerate((((1, 10), (1, 10)), ((2, 20), (3, 20)))):
+        ring = {"start": start, "between": between, "end": (3.5, 30)}
+        torch.save({"ring": ring}, RunFolder(traded.folder).gave(rank))
+    (ax,) = figures.held(labkit.load(traded.folder), ["ring"])
+    faces = [cell.get_facecolor() for cell in ax.patches if isinstance(cell, Rectangle)]
+    assert faces.count(to_rgba(figures.PART_OF_SUM)) == 1 and faces.count(to_rgba(figures.SUM)) == 4
+    labels = [text.get_text() for text in ax.figure.legends[0].get_texts()]
+    assert labels == ["from rank 0", "from rank 1", "sum over all ranks", "over some"]
 
 
 def test_axes_that_were_given_are_used():

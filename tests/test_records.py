@@ -26,7 +26,7 @@ def test_what_is_written_is_read_back_in_order(tmp_path):
         writer.write("span", "backward", 3, **SPAN)
         writer.write("scalar", "loss", 3, value=2, unit="")
         writer.write("memory", "peak", 4, bytes=10**12)
-        writer.write("comm", "all_reduce", 4, axis="", count=2, bytes=64)
+        writer.write("comm", "all_reduce", 4, axis="", group_size=4, count=2, bytes=64)
         writer.write("bar", "layers.0", 5, lane="compute", phase="forward", **SPAN)
         writer.write("bucket", "fc4.weight", -1, index=0, bytes=400)
         writer.close()
@@ -53,6 +53,7 @@ def test_without_a_folder_records_stay_in_memory():
         ("memory", {"bytes": True}),
         ("memory", {"bytes": 2**63}),
         ("comm", {"count": 1, "bytes": 1}),
+        ("comm", {"axis": "", "group_size": 1.5, "count": 1, "bytes": 1}),
         ("bar", {"lane": "compute", "phase": None, **SPAN}),
         ("memory", {}),
         ("memory", {"bytes": 1, "unit": "B"}),
@@ -152,6 +153,12 @@ def test_any_other_malformed_line_is_an_error_with_its_place(tmp_path, bad, reas
 def test_names_of_version_1_are_read_as_the_fields_of_version_2(tmp_path, old, new):
     write(tmp_path, 0, old)
     assert records.read(tmp_path).lines == [new]
+
+
+def test_a_record_from_before_group_sizes_were_written_is_read_as_it_is(tmp_path):
+    line = NEW | {"kind": "comm", "name": "all_reduce", "axis": "", **SENT}
+    write(tmp_path, 0, line, line | {"group_size": 4})
+    assert [line.get("group_size") for line in records.read(tmp_path).lines] == [None, 4]
 
 
 def test_lines_of_both_versions_may_stand_in_one_file(tmp_path):

@@ -20,7 +20,7 @@ OLD_RUNS = Path(__file__).parent / "data" / "version_1"
 
 COLUMNS = [
     *("rank", "step", "kind", "name", "start_us", "dur_us", "lane", "phase", "index", "bytes", "value", "unit"),
-    *("axis", "count"),
+    *("axis", "group_size", "count"),
 ]
 
 
@@ -75,6 +75,33 @@ def change(folder, **changed):
 )
 def test_a_value_by_name(folder, name, value):
     assert labkit.load(folder).value(name) == value
+
+
+@pytest.mark.parametrize(
+    ("sent", "wire"),
+    [
+        ([("all_reduce", 4, 1000)], {"all_reduce_wire_bytes": 1500}),
+        ([("all_reduce", 3, 100)], {"all_reduce_wire_bytes": 400 / 3}),
+        ([("all_gather", 4, 1000), ("all_gather", 2, 1000)], {"all_gather_wire_bytes": 4000, "all_gather_bytes": 2000}),
+        ([("all_reduce", 1, 1000), ("recv", 4, 8)], {"all_reduce_wire_bytes": 0, "recv_wire_bytes": 0}),
+        ([("all_reduce", 0, 1000)], {"all_reduce_bytes": 1000}),
+        ([("scatter", 4, 1000)], {"scatter_bytes": 1000}),
+    ],
+)
+def test_bytes_on_the_wire_come_from_those_handed_to_the_call_and_the_group(tmp_path, sent, wire):
+    writer = Writer(tmp_path, 0)
+    for name, ranks, size in sent:
+        writer.write("comm", name, 2, axis="", group_size=ranks, count=1, bytes=size)
+    (tmp_path / "run.json").write_text(json.dumps(INFO | {"nproc": 1}))
+    result = labkit.load(tmp_path)
+    for name, value in wire.items():
+        assert result.value(name) == value
+    assert {name for name in wire if "wire" in name} == {name for name in result.summary() if "wire" in name}
+
+
+def test_runs_without_the_size_of_a_group_say_nothing_of_the_wire(folder):
+    with pytest.raises(KeyError, match="no value 'all_reduce_wire_bytes'; it has: all_reduce_bytes, all_reduce_count"):
+        labkit.load(folder).value("all_reduce_wire_bytes")
 
 
 def test_an_unknown_value_lists_the_known_ones(folder):

@@ -13,7 +13,7 @@ from labkit.rank.meter import by_category, tracker_of
 from labkit.rank.traffic import CommunicationCounter
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
-from labkit.theory.collectives import ring_all_reduce_bytes
+from labkit.theory.collectives import wire_bytes
 from launch import two_dim
 
 DIM, BATCH = 16, 4
@@ -80,7 +80,7 @@ def test_a_rank_of_ddp_keeps_its_thin_model_whole():
 def test_on_the_wire_a_cut_sequence_costs_one_all_gather_more_at_each_end():
     plain, cut = (theory.activations_sent(PAIRS, PLACES, 4, sequence_parallel=cut) for cut in (False, True))
     wire = [theory.wire_bytes(sent, data=1, tp=4) for sent in (plain, cut)]
-    assert wire[0] == {"data": 0, "tp": ring_all_reduce_bytes(plain["tp/all_reduce_bytes"], 4)}
+    assert wire[0] == {"data": 0, "tp": wire_bytes("all_reduce", plain["tp/all_reduce_bytes"], 4)}
     assert wire[1]["tp"] == wire[0]["tp"] * 12 / 10
 
 

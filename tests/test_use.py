@@ -153,6 +153,19 @@ def test_a_ddp_of_ones_own():
     fails_parity("ddp_compile", mode="yours", dim=64, use={"data_parallel": slightly_off})
 
 
+def test_the_learners_ring_all_reduce_averages_gradients_and_a_broken_one_fails_parity():
+    ring, broken, averaging_with = solved("00", "ring_all_reduce", "broken_ring", "averaging_with").values()
+    small = {"mode": "yours", "dim": 16}
+    for ranks in (2, 3):  # 16 numbers and 3 ranks: parts of unequal length
+        parity("ddp_compile", nproc=ranks, **small, use={"data_parallel": averaging_with(ring)})
+    fails_parity("ddp_compile", **small, use={"data_parallel": averaging_with(broken)})
+    yours = labkit.run("ddp_compile", device="cpu", steps=1, **small, use={"data_parallel": averaging_with(ring)})
+    ours = labkit.run("ddp_compile", device="cpu", steps=1, mode="ddp", dim=16)
+    assert yours.value("send_bytes") == ours.value("all_reduce_wire_bytes") > 0
+    with pytest.raises(RankFailed, match="the all-reduce returned None"):
+        labkit.run("ddp_compile", **small, use={"data_parallel": averaging_with(lambda mine, rank, ranks: None)})
+
+
 def columns_only(model):
     return {"layers.*.in_proj": ColwiseParallel(), "layers.*.out_proj": ColwiseParallel()}
 

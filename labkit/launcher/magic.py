@@ -13,6 +13,7 @@ while they run, and at the end once more, sorted by rank; so does the value of t
 import ast
 import keyword
 import re
+import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,9 @@ class Torchrun(Magics):
     @argument("--timeout", type=float, default=60, help="the ranks are stopped after so many seconds; 60 by default")
     @argument("--name", default="", help="the notebook's name for the result, a labkit.RunResult")
     @argument("--device", default="auto", help="auto, cpu or cuda")
+    @argument(
+        "--fails", action="store_true", help="the cell is meant to fail: show in red how, and let the notebook go on"
+    )
     @argument("--use", default="", help="names of the notebook that the cell uses, with commas; modules come anyway")
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
@@ -62,9 +66,15 @@ class Torchrun(Magics):
             raise in_terms_of_the_cell(refused, str(refused)) from None
         except RankFailed as failure:
             show_output(failed_run(failure))
-            raise in_terms_of_the_cell(failure, told_of(failure, text, known)) from None
+            said = told_of(failure, text, known)
+            if options.fails:
+                return print(said, file=sys.stderr)
+            raise in_terms_of_the_cell(failure, f"{said}\nits output: {failure.log}") from None
         except RunTimedOut as late:
-            raise in_terms_of_the_cell(late, where_they_were(late, text)) from None
+            said = where_they_were(late, text)
+            if options.fails:
+                return print(said, file=sys.stderr)
+            raise in_terms_of_the_cell(late, said) from None
         show_output({rank.rank: rank.log() for rank in result.ranks})
         show_values(result)
         if options.name:
@@ -155,7 +165,7 @@ def told_of(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
     missing = re.match(r"name '(\w+)' is not defined", failure.message)
     if failure.exc_type == "NameError" and missing and missing[1] in known:
         lines.append(f"{missing[1]} is a name of the notebook: hand it to the ranks with --use {missing[1]}")
-    return "\n".join([*lines, f"its output: {failure.log}"])
+    return "\n".join(lines)
 
 
 def where_they_were(late: RunTimedOut, text: str) -> str:

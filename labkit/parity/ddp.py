@@ -122,8 +122,8 @@ def compare_buckets(
 ) -> dict[str, Any]:
     """Compile a backward pass twice, without gradients and on top of them, and look for its buckets. A collective.
 
-    They are predicted, counted by inductor, read from the program that it writes, and seen on the wire, with names.
-    Fusing needs a case with gradients in float32. The arguments are those of ``compare_techniques``.
+    They are predicted, counted by inductor, read from the program that it writes, and seen when they are handed over,
+    with names. Fusing needs a case with gradients in float32. The arguments are those of ``compare_techniques``.
 
     Returns:
         What ``Here.verdict`` takes; lists hold a value for each of the two backward passes.
@@ -144,7 +144,7 @@ def compare_buckets(
         "predicted_bytes": predicted_bytes,
         "counted": list(counts),
         "listed_bytes": [[bucket.bytes for bucket in buckets] for buckets in listed],
-        "wire_bytes": [[sum(bucket.values()) for bucket in buckets] for buckets in sent],
+        "handed_bytes": [[sum(bucket.values()) for bucket in buckets] for buckets in sent],
         "programs": len(set(written)),
         "orders": list(map(order_of, listed)),
         "most_in_flight": list(map(_most_in_flight, listed)),
@@ -152,7 +152,7 @@ def compare_buckets(
     }
     ok = (
         result["counted"] == [len(expected)] * 2
-        and result["listed_bytes"] == result["wire_bytes"] == [predicted_bytes] * 2
+        and result["listed_bytes"] == result["handed_bytes"] == [predicted_bytes] * 2
         and all(list(map(OrderedDict, buckets)) == list(map(OrderedDict, expected)) for buckets in sent)
         and (result["programs"], result["waits_missing"]) == (2, 0)
         and all(_in_turn(order, "request") for order in result["orders"])

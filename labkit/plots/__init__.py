@@ -5,7 +5,7 @@ runs; CPU ranks beyond the cores are labelled "mechanism, not speed". Everywhere
 runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is where to draw, by default a new figure.
 """
 
-from labkit.plots.collectives import messages, pieces
+from labkit.plots.collectives import held, messages, pieces
 from labkit.plots.ddp import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown
@@ -15,6 +15,6 @@ from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
-    "breakdown", "buckets", "bytes_against_error", "exposed", "halos", "hook_memory", "latency", "loss",
+    "breakdown", "buckets", "bytes_against_error", "exposed", "halos", "held", "hook_memory", "latency", "loss",
     "memory", "mesh", "messages", "pieces", "shards", "table", "timeline", "traffic",
 ]  # fmt: skip

@@ -1,7 +1,12 @@
-"""Figures of what messages cost: time against size, and the same bytes in one message and in many."""
+"""Figures of collectives: what ranks held before and after; what a message costs, and the same bytes in many."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas
+from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator
 
 from labkit.plots import style
@@ -9,31 +14,121 @@ from labkit.result import RunResult
 from labkit.theory.collectives import AlphaBeta, fit
 from labkit.theory.sizes import readable_bytes
 
+SUM, PART_OF_SUM = "#4D4D4D", "#C4C4C4"
+DARK_ON = (style.ORANGE, style.PURPLE, PART_OF_SUM)
+"""Colours on which white letters are hard to read."""
 
-def message_times(result: RunResult, kind: str = "message") -> pandas.Series:
-    """What launch/all_reduce.py timed, in seconds: its fastest round, since whatever disturbs a round makes it slower.
+
+def held(
+    result: RunResult, names: Mapping[str, str] | Sequence[str], *, axes: Sequence[Axes] | None = None
+) -> Sequence[Axes]:
+    """What each rank held before a collective, after it, and at moments between: one panel each.
+
+    A number has the colour of the rank that had it first. One that no rank had is a sum: over all ranks, if some rank
+    holds it in the end, else over some.
+
+    Args:
+        result: a run whose ranks gave, under each name, a dict with the numbers that they held at each moment, such as
+            ``{"before": …, "after": …}``.
+        names: those to draw; with titles, if they have any.
+        axes: one for each.
+    """
+    titles = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+    panels = {name: [rank.gave[name] for rank in result.ranks] for name in titles}
+    if axes is None:
+        axes = _panels(panels)
+    for ax, (name, ranks) in zip(axes, panels.items(), strict=True):
+        moments, left = list(ranks[0]), 0.0
+        colours = _colours([[_numbers(each[moment]) for moment in moments] for each in ranks])
+        for row in range(len(ranks)):
+            ax.text(-0.15, row + 0.45, f"rank {row}", ha="right", va="center", fontsize=9)
+        for moment in moments:
+            if left:
+                arrow = {"arrowstyle": "->", "lw": 1.5}
+                ax.annotate("", (left - 0.1, len(ranks) / 2), (left - 0.9, len(ranks) / 2), arrowprops=arrow)
+            for row, each in enumerate(ranks):
+                _cells(ax, _numbers(each[moment]), colours, left, row)
+            width = len(_numbers(ranks[0][moment]))
+            ax.text(left + width / 2, -0.15, moment, ha="center", va="bottom", fontsize=8, color="#666666")
+            left += width + 1
+        ax.set(xlim=(-1.3, left - 0.9), ylim=(len(ranks) + 0.1, -0.8))
+        ax.set_title(titles[name], fontsize=10)
+        ax.set_axis_off()
+    return axes
+
+
+def _panels(panels: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Axes]:
+    """Axes in one line, each as wide as what it will show, below them a legend."""
+    widths = [sum(len(_numbers(each)) + 1 for each in ranks[0].values()) + 1.3 for ranks in panels.values()]
+    ranks = len(next(iter(panels.values())))
+    look: dict[str, Any] = {"width_ratios": widths, "squeeze": False, "layout": "constrained"}
+    figure, grid = pyplot.subplots(1, len(panels), figsize=(0.36 * sum(widths), 0.36 * ranks + 1.0), **look)
+    shades = {f"from rank {rank}": style.RANK_COLOURS[rank % 4] for rank in range(ranks)}
+    shades["sum over all ranks"] = SUM
+    if any(len(moments) > 2 for moments, *_ in panels.values()):
+        shades["over some"] = PART_OF_SUM
+    handles = [Patch(color=colour, label=label) for label, colour in shades.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    return list(grid[0])
+
+
+def _colours(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[float, str]:
+    """The colour of each number, from what each rank held at each moment."""
+    every = {number: PART_OF_SUM for moments in ranks for numbers in moments for number in numbers}
+    in_the_end = {number: SUM for moments in ranks for number in moments[-1]}
+    first = {number: style.RANK_COLOURS[rank % 4] for rank, moments in enumerate(ranks) for number in moments[0]}
+    return every | in_the_end | first
+
+
+def _numbers(values: Any) -> list[float]:
+    return [float(value) for value in values]
+
+
+def _cells(ax: Axes, numbers: Sequence[float], colours: Mapping[float, str], left: float, row: int) -> None:
+    for column, number in enumerate(numbers):
+        colour = colours[number]
+        text = f"{number:g}"
+        size = 9 if len(text) < 4 else 7.5  # of a box as wide as three digits and a little
+        look: dict[str, Any] = {"color": "black" if colour in DARK_ON else "white", "fontsize": size}
+        ax.add_patch(Rectangle((left + column, row), 1, 0.9, facecolor=colour, edgecolor="white"))
+        ax.text(left + column + 0.5, row + 0.45, text, ha="center", va="center", **look)
+
+
+def message_rounds(result: RunResult, kind: str = "message") -> pandas.Series:
+    """What launch/all_reduce.py timed, in seconds: every round until the last rank is done, in order of the sizes.
 
     The ``kind`` is "message", by the bytes of a single message, or "pieces", by the number of messages.
 
     Raises:
         ValueError: the run timed no such thing.
     """
-    return _rounds(result, kind).groupby(level=0).min()
+    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].str.fullmatch(rf"{kind}_\d+")]
+    if spans.empty:
+        raise ValueError(f"this run of {result.info['program']} timed no {kind}: take a run of all_reduce")
+    keys = spans["name"].str.partition("_")[2].astype(int)
+    return (spans["dur_us"] / 1e6).groupby([keys, spans["step"]]).max().droplevel("step")
+
+
+def message_times(result: RunResult, kind: str = "message") -> pandas.Series:
+    """The fastest of ``message_rounds``, since whatever disturbs a round makes it slower."""
+    return message_rounds(result, kind).groupby(level=0).min()
 
 
 def messages(result: RunResult, *, ax: Axes | None = None) -> Axes:
     """Time of one all-reduce against its size: every round, the fastest, and the line that fits these best."""
     ax = style.axes(ax)
-    rounds, times = _rounds(result, "message"), message_times(result)
+    rounds, times = message_rounds(result), message_times(result)
     line = fit(times.to_dict())
     sizes = list(times.index)
     ax.plot(rounds.index, rounds * 1e6, ".", color=style.GREY, alpha=0.4, markersize=4, label="each round")
     ax.plot(sizes, times * 1e6, "o", color=style.BLUE, label="fastest round")
     between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
-    ax.plot(between, [line.seconds(size) * 1e6 for size in between], color=style.ORANGE, lw=2, label=_formula(line))
-    ax.axhline(line.alpha_s * 1e6, color=style.ORANGE, lw=1, ls=":")
+    ax.plot(
+        between, [line.seconds(size) * 1e6 for size in between], color="black", lw=1.5, ls="--", label=_formula(line)
+    )
+    ax.axhline(line.alpha_s * 1e6, color=style.GREY, lw=1, ls=":")
     if sizes[0] < line.break_even_bytes < sizes[-1]:
-        ax.axvline(line.break_even_bytes, color=style.ORANGE, lw=1, ls=":")
+        ax.axvline(line.break_even_bytes, color=style.GREY, lw=1, ls=":")
         text, box = f" α / β = {_size(line.break_even_bytes)}", {"color": "white", "pad": 1}
         ax.text(line.break_even_bytes, 0.93, text, transform=ax.get_xaxis_transform(), fontsize=9, bbox=box)
     ax.set(xscale="log", yscale="log", xlabel="size of one all-reduce", ylabel="time of one all-reduce, µs")
@@ -45,34 +140,29 @@ def messages(result: RunResult, *, ax: Axes | None = None) -> Axes:
     return style.stamp(ax, [result])
 
 
-def pieces(result: RunResult, *, ax: Axes | None = None) -> Axes:
-    """Time of the same bytes in one all-reduce and in many small ones, measured and as the fit predicts."""
+def pieces(result: RunResult, *, network: AlphaBeta | None = None, ax: Axes | None = None) -> Axes:
+    """Time of the same bytes in one all-reduce and in many small ones: measured, and as alpha and beta predict.
+
+    Those of ``network``, by default fitted to the times of the run's single messages.
+    """
     ax = style.axes(ax)
     total, measured = int(result.params["total_bytes"]), message_times(result, "pieces")
-    line = fit(message_times(result).to_dict())
+    line = network or fit(message_times(result).to_dict())
     counts = list(measured.index)
-    predicted = [line.seconds(total, messages=count) for count in counts]
-    for label, times, offset, colour in (
-        ("predicted: messages x α + bytes x β", predicted, -0.2, style.GREY),
-        ("measured, fastest round", measured, 0.2, style.BLUE),
-    ):
-        for column, time_s in enumerate(times):
-            name = label if column == 0 else None
-            ax.bar(column + offset, time_s * 1e3, width=0.36, color=colour, label=name)
-            ax.text(column + offset, time_s * 1e3, f"{time_s * 1e3:.1f}", ha="center", va="bottom", fontsize=9)
+    for column, (count, time_s) in enumerate(measured.items()):
+        expected = line.seconds(total, messages=count)
+        first = column == 0
+        ax.bar(column, time_s * 1e3, 0.5, color=style.BLUE, label="measured, fastest round" if first else None)
+        mark = "predicted: messages x α + bytes x β" if first else None
+        ax.plot([column - 0.38, column + 0.38], [expected * 1e3] * 2, "k--", lw=1.5, label=mark)
+        text = f"{time_s * 1e3:.1f} ({expected * 1e3:.1f})"
+        place: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+        ax.annotate(text, (column, max(time_s, expected) * 1e3), **place)
     ax.set_xticks(range(len(counts)), [f"{count} x {_size(total // count)}" for count in counts])
-    ax.set(xlabel=f"how {_size(total)} are sent", ylabel="time, ms")
+    ax.set(xlabel=f"how {_size(total)} are sent", ylabel="time (predicted in brackets), ms")
+    ax.margins(y=0.12)
     style.legend_above(ax, 2)
     return style.stamp(ax, [result])
-
-
-def _rounds(result: RunResult, kind: str) -> pandas.Series:
-    """Seconds of each round, until the last rank is done, by what follows the kind in the span's name; in order."""
-    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].str.fullmatch(rf"{kind}_\d+")]
-    if spans.empty:
-        raise ValueError(f"this run of {result.info['program']} timed no {kind}: take a run of all_reduce")
-    keys = spans["name"].str.partition("_")[2].astype(int)
-    return (spans["dur_us"] / 1e6).groupby([keys, spans["step"]]).max().droplevel("step")
 
 
 def _formula(line: AlphaBeta) -> str:

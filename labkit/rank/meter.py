@@ -148,8 +148,9 @@ class Meter:
             at_end = by_category(tracker, "current", self.device) if tracker else {}
         step.write()
         for axis, sent in counter.along.items():
-            for name, count in sorted(sent.counts.items()):
-                self.writer.write("comm", name, index, axis=axis, count=count, bytes=sent.bytes[name])
+            for (name, size), count in sorted(sent.calls.items()):
+                amount = sent.handed[name, size]
+                self.writer.write("comm", name, index, axis=axis, group_size=size, count=count, bytes=amount)
         memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():

@@ -8,12 +8,13 @@ cannot be told apart: they may get each other's names.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,33 +43,56 @@ def messages_of(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[st
     return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE else 0])]
 
 
-def axis_of(args: Sequence[Any], axes: Mapping[str, str]) -> str:
-    """The mesh axis that an operation of torch's communication namespaces runs on, "" where it is none of them.
+def group_of(args: Sequence[Any]) -> tuple[str, int]:
+    """Name and size of the process group that an operation of torch's communication namespaces runs on.
 
     Args:
         args: of the operation, its process group (c10d) or the group's name (functional collectives) among them.
-        axes: the axis of every group, by the group's name.
     """
-    groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
-    names = [str(torch.distributed.ProcessGroup.unbox(group).group_name) for group in groups]
-    names += [each for each in args if isinstance(each, str)]
-    return next((axes[name] for name in names if name in axes), "")
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            group = ProcessGroup.unbox(each)
+            return str(group.group_name), group.size()
+    sizes = {str(name): group.size() for group, name in distributed_c10d._world.pg_names.items()}
+    return next(((each, sizes[each]) for each in args if isinstance(each, str) and each in sizes), ("", 0))
 
 
 @dataclass
 class Sent:
-    """Calls of each collective or message, and the bytes that this rank handed to them, by name."""
+    """Calls of each collective or message, and the bytes that this rank handed to them.
 
-    counts: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
+    Attributes:
+        calls: by name and size of the group.
+        handed: bytes, likewise.
+    """
+
+    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    handed: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Calls by name."""
+        return _by_name(self.calls)
+
+    @property
+    def bytes(self) -> Counter[str]:
+        """Bytes handed to the calls, by name."""
+        return _by_name(self.handed)
+
+
+def _by_name(amounts: Counter[tuple[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for (name, _), amount in amounts.items():
+        total[name] += amount
+    return total
 
 
 class CommunicationCounter(TorchDispatchMode):
     """Counts calls and bytes of every collective and point-to-point message that this rank takes part in.
 
     ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...). Bytes are those of the
-    tensor that this rank hands in (for ``recv``, that it receives); how many of them cross a wire, and how often, is
-    the algorithm's business: see ``theory.collectives.ring_all_reduce_bytes``.
+    tensor that this rank hands to the call (for ``recv``, that it receives). How many leave the rank depends on the
+    algorithm and the size of the group: see ``theory.collectives.wire_bytes``.
 
     Args:
         mesh: what runs along one of its axes is counted for this axis as well, in ``along["tp"]`` for an axis ``tp``.
@@ -80,7 +104,16 @@ class CommunicationCounter(TorchDispatchMode):
         names = (mesh.mesh_dim_names or ()) if mesh else ()
         self._axes = {str(mesh.get_group(axis).group_name): axis for axis in names} if mesh else {}
         self.along = {axis: Sent() for axis in ("", *names)}
-        self.counts, self.bytes = self.along[""].counts, self.along[""].bytes
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Calls by name."""
+        return self.along[""].counts
+
+    @property
+    def bytes(self) -> Counter[str]:
+        """Bytes handed to the calls, by name."""
+        return self.along[""].bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -92,12 +125,12 @@ class CommunicationCounter(TorchDispatchMode):
             return NotImplemented  # let DTensor turn the operation into local ones and collectives first
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace in _NAMESPACES and name not in _NOT_TRAFFIC:
-            axis = axis_of(args, self._axes)
+            group, ranks = group_of(args)
             for label, given in messages_of(namespace, name, args):
                 size = sum(t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor))
-                for each in {"", axis}:
-                    self.along[each].counts[label] += 1
-                    self.along[each].bytes[label] += size
+                for axis in {"", self._axes.get(group, "")}:
+                    self.along[axis].calls[label, ranks] += 1
+                    self.along[axis].handed[label, ranks] += size
         return func(*args, **(kwargs or {}))
 
 

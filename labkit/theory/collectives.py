@@ -3,10 +3,14 @@
     time of n messages of b bytes in all = n alpha + b beta
 
 Source: Hockney, "The communication challenge for MPP", 1994.
+
+Bytes are counted in two ways, and each has its name. Bytes *handed to the call* are those of the tensor that a rank
+gives to a collective: ``all_reduce_bytes``. These are counted. Bytes *on the wire* are those that leave a rank:
+``all_reduce_wire_bytes``. These are computed from the first and the size of the group, for a ring of ranks.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -15,13 +19,38 @@ def all_reduce_bytes(elements: int, element_bytes: int = 4) -> int:
     return elements * element_bytes
 
 
-def ring_all_reduce_bytes(payload_bytes: int, ranks: int) -> float:
-    """Bytes that a rank sends for an all-reduce done in a ring: 2 (ranks - 1) / ranks of the payload.
+ON_THE_WIRE: Mapping[str, Callable[[int], tuple[int, int]]] = {
+    "all_reduce": lambda ranks: (2 * (ranks - 1), ranks),  # a reduce-scatter and an all-gather
+    "reduce_scatter": lambda ranks: (ranks - 1, ranks),
+    "all_gather": lambda ranks: (ranks - 1, 1),  # what is handed in is one part of what comes out
+    "all_to_all": lambda ranks: (ranks - 1, ranks),  # all but the part that stays
+    "broadcast": lambda ranks: (ranks - 1, ranks),  # every rank but the last passes it on: the mean over the ranks
+    "reduce": lambda ranks: (ranks - 1, ranks),
+    "send": lambda ranks: (1, 1),
+    "recv": lambda ranks: (0, 1),
+}
+"""By collective or message, the part of the bytes handed to the call that leaves a rank: numerator, denominator."""
 
-    A reduce-scatter and an all-gather, each of ranks - 1 steps that send 1 / ranks of it. Source: Patarasuk and Yuan,
+
+def wire_bytes(collective: str, handed_bytes: float, ranks: int) -> float:
+    """Bytes that leave a rank for one collective or message, in a ring of these ranks.
+
+    A ring of n sends (n - 1) / n of a tensor for its reduce-scatter, and as much for its all-gather. An all-reduce is
+    both, and none can do with less. For a broadcast it is the mean over the ranks. Source: Patarasuk and Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+
+    Args:
+        collective: a name such as "all_reduce", see ``ON_THE_WIRE``.
+        handed_bytes: of the tensor that this rank hands to the call.
+        ranks: of the group.
+
+    Raises:
+        ValueError: a collective of another name, or a group of no rank.
     """
-    return 2 * (ranks - 1) / ranks * payload_bytes
+    if collective not in ON_THE_WIRE or ranks < 1:
+        raise ValueError(f"{collective} of {ranks} ranks: take 1 rank or more, and one of {', '.join(ON_THE_WIRE)}")
+    part, of = ON_THE_WIRE[collective](ranks)
+    return handed_bytes * part / of
 
 
 def message_s(payload_bytes: float, *, alpha_s: float, beta_s_per_byte: float) -> float:

@@ -56,7 +56,7 @@ def chain_gradients(dim: int, way: Way = "eager") -> list[tuple[str, int]]:
 def chain_buckets(
     dim: int, bucket_mb: float = DEFAULT_MB, *, way: Way = "eager", fuse: bool = True, compressed: bool = False
 ) -> list[dict[str, int]]:
-    """LinearChain's buckets in the order in which they are sent: the bytes of each gradient on the wire, by name.
+    """LinearChain's buckets in the order in which they are sent: bytes of each gradient, by name, as handed over.
 
     DDP's own after its first backward pass.
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 BYTES = {"fp32": 4, "bf16": 2, "float8": 1, "int8": 1, "two_tensor": 8}
-"""Bytes on the wire for each number of a parameter."""
+"""Bytes handed to an all-gather for each number of a parameter."""
 SCALE = 4
 """Bytes of a scale."""
 LOSS_LIMITS = {"fp32": 0.0, "bf16": 0.02, "float8": 0.10, "int8": 0.10}

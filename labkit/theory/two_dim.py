@@ -117,7 +117,7 @@ def wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, fl
     """Bytes that one rank puts on the wire along each axis if every collective runs in a ring.
 
     Of n ranks' ring, a rank that hands s bytes to an all-gather sends (n - 1) s; to a reduce-scatter (n - 1) / n of
-    s; to an all-reduce, which is one of each, 2 (n - 1) / n of s. Source: ``theory.collectives.ring_all_reduce_bytes``.
+    s; to an all-reduce, which is one of each, 2 (n - 1) / n of s. Source: ``theory.collectives.wire_bytes``.
     What was ``sent`` comes by the names of ``result.value``, from ``collectives`` or measured; others are left out.
     """
     wire = {}

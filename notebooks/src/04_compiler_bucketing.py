@@ -91,7 +91,7 @@ ax = plots.messages(messages)
 ax = plots.pieces(messages)
 
 # %% [markdown]
-# *The same bytes, in 1 to 64 messages. The grey bars were predicted from the line above. Measured anew, so 4 MiB may
+# *The same bytes, in 1 to 64 messages. The dashed lines were predicted from the line above. Measured anew, so 4 MiB may
 # differ from above.*
 #
 # The bytes cost the same in all of them. What grows is the number of latencies. That is the first half of the
