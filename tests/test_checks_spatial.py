@@ -1,10 +1,16 @@
 """labkit.checks.spatial beyond the wrong answers of tests/answers: other right ones, waste, deadlocks and errors."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 from answers.spatial import EXERCISES, HOME, OUT, with_earlier_answers
 
 from labkit.checks import spatial as checks
+from notebooks.tools.build import FOLDER
+from notebooks.tools.source import find_labs, solved_notebook
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\n\n\n"
 HEADS = {
@@ -193,3 +199,19 @@ def test_an_error_of_the_answer_is_shown_with_its_rank(judge):
     assert verdict.state == "wrong"
     assert verdict.detail.startswith("on rank ")
     assert verdict.detail.endswith("NameError: name 'missing' is not defined")
+
+
+def loss_of_the_script(ranks, folder):
+    """What the lab's own script prints last, on so many ranks."""
+    (lab,) = find_labs(FOLDER, ("01_spatial_sharding",))
+    (cell,) = (cell for cell in solved_notebook(lab.source).cells if "script" in cell.metadata.get("tags", []))
+    path = folder / "script.py"
+    path.write_text(cell.source.split("\n", 1)[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
+    return set(re.findall(r"loss \d\.\d+", subprocess.run(command, capture_output=True, text=True, timeout=60).stdout))
+
+
+def test_the_script_of_the_lab_trains_alike_on_one_rank_and_on_four(tmp_path):
+    alone = loss_of_the_script(1, tmp_path)
+    assert len(alone) == 1
+    assert loss_of_the_script(4, tmp_path) == alone

@@ -108,8 +108,10 @@ def memory(
         mark = "activations, predicted" if column == 0 else None
         middle = list(results).index(label)
         ax.plot([middle - 0.38, middle + 0.38], [expected / 1e6] * 2, "k--", lw=1.5, label=mark)
-    ax.set(ylabel="peak memory of a rank, MB")
-    ax.legend(loc="upper right", frameon=False, fontsize=9)
+    for column, top in enumerate(tops):
+        ax.text(column, top, f"{top:.1f}", ha="center", va="bottom", fontsize=9)
+    ax.set(ylabel="peak memory of a rank, MB", ylim=(0, 1.08 * max(tops)))
+    style.legend_above(ax, 3)
     return style.stamp(ax, results.values())
 
 

@@ -82,7 +82,7 @@ def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: A
     """
     height, width = picture.shape[:2]
     strip, gap = width / ranks, max(2.0, width / 60)
-    ax = style.axes(ax, 5.6, 5.6 * 2.3 * height / width)
+    ax = style.axes(ax, 4.8, 4.8 * 2.3 * height / width)
     ax.imshow(picture, extent=(0, width, height, 0), zorder=0)
     ax.axis((-gap, width + gap, 2.32 * height, -0.14 * height))
     for index in range(ranks):
@@ -182,14 +182,17 @@ def losses(result: RunResult) -> pandas.Series:
     return rows.groupby("step")["value"].mean()
 
 
-def loss_difference(results: Mapping[str, RunResult], reference: RunResult, *, ax: Axes | None = None) -> Axes:
-    """How far each run's loss is from the reference's, by step, as a part of it, on a logarithmic axis down to 1e-9."""
+def loss_difference(
+    results: Mapping[str, RunResult], reference: RunResult, *, name: str = "one device", ax: Axes | None = None
+) -> Axes:
+    """How far each run's loss is from the reference's, whose ``name`` is given, as a part of it; from 1e-9 on."""
     ax = style.axes(ax)
     expected = losses(reference)
     for index, (label, result) in enumerate(results.items()):
         difference = ((losses(result) - expected).abs() / expected).clip(lower=1e-9)
-        ax.plot(difference.index, difference, "o-", color=style.RANK_COLOURS[index % 4], lw=1.5, label=label)
-    ax.set(yscale="log", xlabel="training step", ylabel="difference from one device's loss,\nas a part of it")
+        look: dict[str, Any] = {"marker": "osD^"[index % 4], "markersize": 9 - 2 * index, "fillstyle": "none", "lw": 1.2}
+        ax.plot(difference.index, difference, color=style.RANK_COLOURS[index % 4], label=label, **look)
+    ax.set(yscale="log", xlabel="training step", ylabel=f"difference from the loss of {name},\nas a part of it")
     style.legend_above(ax, 2)
     return style.stamp(ax, [*results.values(), reference])
 
