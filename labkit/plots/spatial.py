@@ -190,9 +190,9 @@ def loss_difference(
     expected = losses(reference)
     for index, (label, result) in enumerate(results.items()):
         difference = ((losses(result) - expected).abs() / expected).clip(lower=1e-9)
-        look: dict[str, Any] = {"marker": "osD^"[index % 4], "markersize": 9 - 2 * index, "fillstyle": "none", "lw": 1.2}
-        ax.plot(difference.index, difference, color=style.RANK_COLOURS[index % 4], label=label, **look)
-    ax.set(yscale="log", xlabel="training step", ylabel=f"difference from the loss of {name},\nas a part of it")
+        look: dict[str, Any] = {"marker": "osD^"[index % 4], "markersize": 9 - 2 * index, "fillstyle": "none"}
+        ax.plot(difference.index, difference, lw=1.2, color=style.RANK_COLOURS[index % 4], label=label, **look)
+    ax.set(yscale="log", xlabel="training step", ylabel=f"relative difference\nfrom the loss of {name}")
     style.legend_above(ax, 2)
     return style.stamp(ax, [*results.values(), reference])
 
