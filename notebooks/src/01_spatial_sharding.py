@@ -38,7 +38,7 @@ from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.local_ranks import shards_by_rank
 from labkit.models import photo
-from labkit.parallel.halo import Strip, send_home, with_halo
+from labkit.parallel.halo import Strip, with_halo
 from labkit.plots.spatial import losses
 from labkit.theory import collectives, sizes, spatial
 
@@ -145,7 +145,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 dist.init_process_group("gloo")  # gloo is for CPUs, nccl for GPUs
 rank, ranks = dist.get_rank(), dist.get_world_size()
-mesh = init_device_mesh("cpu", (ranks,))
+mesh = init_device_mesh("cpu", (ranks,))  # all ranks, in a line
 torch.manual_seed(0)  # the same weights and the same images on every rank
 images, labels = torch.randn(4, 3, 16, 64), torch.randint(10, (4,))
 strip = images.chunk(ranks, dim=3)[rank]  # each rank cuts for itself
@@ -632,17 +632,17 @@ claim("the same loss as labkit's own exchange at every step, to 1 part in 10,000
 # %% [markdown]
 # ## 7. Break it (core, 10 minutes)
 #
-# A sharded program that exchanges the wrong columns still runs. Below are three mutations of the exchange: the halos swapped,
-# no gradient sent home, what comes home added twice. Before you run them: in how many of the three does the loss fall all the
-# same? In how many does the parity check fail?
+# A sharded program that exchanges the wrong columns still runs. Below are two mutations of the exchange: the halos swapped,
+# and no gradient sent home. Before you run them: in how many of the two does the loss fall all the same? In how many does the
+# parity check fail?
 
 # %% tags=["commit"]
 mine = commit(
-    loss_falls=None,  # of 3
-    parity_fails=None,  # of 3
+    loss_falls=None,  # of 2
+    parity_fails=None,  # of 2
 )
 ### BEGIN SOLUTION
-mine = commit(loss_falls=3, parity_fails=3)
+mine = commit(loss_falls=2, parity_fails=2)
 ### END SOLUTION
 
 
@@ -658,17 +658,7 @@ def forgotten(grad: torch.Tensor, halo: int, rank: int, ranks: int) -> torch.Ten
     return grad[..., halo:-halo].contiguous()
 
 
-def doubled(grad: torch.Tensor, halo: int, rank: int, ranks: int) -> torch.Tensor:
-    """What arrives is added twice."""
-    once = send_home(grad.clone(), halo, Strip(3, None, rank, ranks))()
-    return 2 * once - grad[..., halo:-halo]
-
-
-mutations = {
-    "swapped": {"exchange_halo": swapped},
-    "forgotten": {"return_gradients": forgotten},
-    "doubled": {"return_gradients": doubled},
-}
+mutations = {"swapped": {"exchange_halo": swapped}, "forgotten": {"return_gradients": forgotten}}
 broken = {
     name: labkit.run("convnext_spatial", nproc=RANKS, strategy="yours", use=use, **SETUP)
     for name, use in mutations.items()
@@ -691,13 +681,13 @@ for name, each in broken.items():
     claim(f"the loss of {name} falls", losses(each).iloc[-1] < losses(each).iloc[0])
     far = ((losses(each) - losses(local)).abs() / losses(local)).max()
     claim(f"{name} is further from the right loss than rounding", far > 100 * max(apart.max(), 1e-7))
-    if name != "swapped":
-        claim(f"{name} is within a quarter of the right loss", far < 0.25)
+    claim(f"{name} stays within half of the right loss", far < 0.5)
 
 # %% [markdown]
-# *Left: the loss falls in all of them; the network learns around the mistake. Two of the curves can hardly be told from the
-# right one. Right: how far each is from it. The exchange of section 6 differs by rounding, each mutation by more than a hundred times
-# that.* The curve alone says little. The comparison with one device catches every one.
+# *Left: the loss falls in both; the network learns around the mistake, and each curve stays near the right one. Grey: the loss
+# of guessing one of ten regions, ln 10. Right: how far
+# each is from it. The exchange of section 6 differs by rounding, each mutation by more than a hundred times that.* The curve
+# alone says little. The comparison with one device catches both.
 #
 # ### Exercise 1.7: a test that cannot fail (••, 5 minutes)
 #
