@@ -18,7 +18,7 @@ from labkit import parity, rank, requirements
 from labkit.config import Limits, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
-from labkit.parallel.halo import Exchange, Strip, send_home, with_halo
+from labkit.parallel.halo import Strip, send_home, with_halo
 from labkit.parallel.spatial import apply_spatial, own_samples, shard_batch
 from labkit.parity.spatial import compare_training_step
 from labkit.theory import sizes, spatial
@@ -101,10 +101,27 @@ def return_gradients(grad: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
     return send_home(grad, halo, Strip(3, None, rank, ranks))()
 
 
-YOURS = Exchange(
-    with_halo=lambda strip, halo, place: exchange_halo(strip, halo, place.rank, place.ranks),
-    send_home=lambda grad, halo, place: partial(return_gradients, grad, halo, place.rank, place.ranks),
-)
+@rank.replaceable
+def padded_strip(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
+    """What ``exchange_halo`` gives, as a function with a derivative: its backward pass is ``return_gradients``."""
+    padded: Tensor = _HaloExchange.apply(strip, halo, rank, ranks)
+    return padded
+
+
+class _HaloExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
+        ctx.place = halo, rank, ranks
+        return exchange_halo(strip, halo, rank, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return return_gradients(grads[0], *ctx.place), None, None, None
+
+
+def pad_your_way(strip: Tensor, halo: int, place: Strip) -> Tensor:
+    """The strategy yours: what ``use=`` replaces pads a strip."""
+    return padded_strip(strip, halo, place.rank, place.ranks)
 
 
 def main(config: Config) -> None:
@@ -118,12 +135,9 @@ def main(config: Config) -> None:
         batch = whole = images.to(here.device), labels.to(here.device)  # [N, 3, H, W], [N], equal on all ranks
         reference = parity.seeded_copy(model, config.seed) if config.check == "parity" else model
         if config.strategy != "plain":
-            how = (
-                {"strategy": "local", "exchange": YOURS}
-                if config.strategy == "yours"
-                else {"strategy": config.strategy}
-            )
-            apply_spatial(model, mesh, tensor_dim=config.tensor_dim, **how)
+            pad = pad_your_way if config.strategy == "yours" else None
+            strategy = "local" if config.strategy == "yours" else config.strategy
+            apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=spatial.total_stride(config.depths))
         one_step = partial(here.plain_steps, most=1)
         logits = train(config, here.steps if config.check == "none" else one_step, model, *batch)

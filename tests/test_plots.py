@@ -7,11 +7,13 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
 
 from labkit import plots
 from labkit.plots import style
 from labkit.plots.runs import off
 from labkit.result import RunResult, UnknownValue
+from labkit.theory.spatial import Stage
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
 
@@ -49,9 +51,11 @@ DRAWINGS = {
     "memory": lambda **more: plots.memory({"one": run(1), "two": run(2)}, **more),
     "loss": lambda **more: plots.loss({"one": run(1), "two": run(2)}, **more),
     "breakdown": lambda **more: plots.breakdown(PEAKS, {"one": run(1), "two": run(2)}, **more),
+    "loss_difference": lambda **more: plots.loss_difference({"two": run(2)}, run(1), **more),
     "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
+    "convnext": lambda **more: plots.convnext([Stage(8, 16, 32, depth=1)], 64, 128, **more),
 }
-MEASURED = [name for name in DRAWINGS if name != "halos"]
+MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext")]
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -227,33 +231,77 @@ def test_halos_come_from_the_neighbours_that_there_are(rank, sources):
     assert [text for text in texts if text.startswith("halo")] == [
         f"halo: 2 columns\nfrom rank {one}" for one in sources
     ]
-    strips = [patch for patch in ax.patches if patch.get_width() == 2]
-    assert [patch.get_x() for patch in strips] == [10 * (rank + 1) if one > rank else 10 * rank - 2 for one in sources]
-    colours = [to_hex(patch.get_facecolor()) for patch in strips]
+    frames = [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_width() == 2]
+    above = [frame for frame in frames if frame.get_y() == 0]
+    assert [frame.get_x() for frame in above] == [10 * (rank + 1) if one > rank else 10 * rank - 2 for one in sources]
+    assert len(frames) == 2 * len(above), "where they come from, and where they go"
+    colours = [to_hex(frame.get_edgecolor()) for frame in above]
     assert colours == [style.RANK_COLOURS[one].lower() for one in sources], "a halo has the colour of its owner"
+    assert not any(frame.get_fill() for frame in frames), "the pixels that travel can be seen"
 
 
-def test_shards_show_every_number_that_a_rank_holds():
+def test_halos_show_the_very_pixels_that_travel():
+    picture = numpy.arange(40, dtype=numpy.uint8)[None, :, None].repeat(20, 0).repeat(3, 2)
+    ax = plots.halos(picture, ranks=4, halo=2)
+    shown = [set(numpy.unique(image.get_array())) for image in ax.images]
+    assert shown == [set(range(40)), set(range(10, 20)), {8, 9}, {20, 21}]
+
+
+def test_shards_show_every_number_where_it_belongs_and_replicas_in_one_colour():
     matrix = numpy.arange(4.0).reshape(2, 2)
     held = {
-        "rows": {0: matrix[:1], 1: matrix[1:]},
-        "whole": {0: matrix, 1: matrix},
+        "rows": {0: matrix[:1], 1: matrix[1:], 2: matrix[:1], 3: matrix[1:]},
+        "summands": {rank: matrix - rank for rank in range(4)},
     }
-    panels = plots.shards(held, grids={"rows": [[0], [1]], "whole": [[0, 1]]})
-    assert [panel.get_title(loc="left") for panel in panels] == ["rows", "whole"]
-    assert texts_of(panels[0]) == ["rank 0", "0", "1", "rank 1", "2", "3"]
-    assert texts_of(panels[1]) == ["rank 0", "0", "1", "2", "3", "rank 1", "0", "1", "2", "3"]
-    tiles = {to_hex(patch.get_facecolor()) for patch in panels[0].patches}
-    assert tiles == {colour.lower() for colour in style.RANK_COLOURS[:2]}
-    places = [(patch.get_x(), patch.get_y()) for patch in panels[1].patches]
-    assert len(set(places)) == 8, "no tile hides another"
+    panels = plots.shards(matrix, held)
+    assert [panel.get_title(loc="left") for panel in panels] == ["the matrix", "rows", "summands"]
+    assert texts_of(panels[0]) == ["0", "1", "2", "3"]
+    both = ["rank 0", "0", "1", "rank 1", "2", "3"]
+    assert texts_of(panels[1]) == [*both, "rank 2", "0", "1", "rank 3", "2", "3"]
+    cells = [patch for patch in panels[1].patches if patch.get_width() == 1]
+    assert [cell.get_y() for cell in cells[:4]] == [0, 0, 1, 1], "rank 1 holds the second row"
+    colours = [to_hex(cell.get_facecolor()) for cell in cells]
+    assert colours[:4] == colours[4:] and len(set(colours)) == 2
+    assert len({to_hex(patch.get_facecolor()) for patch in panels[2].patches if patch.get_width() == 1}) == 4
+    assert len({(cell.get_x(), cell.get_y()) for cell in cells}) == 8, "no cell hides another"
 
 
 def test_shards_draw_on_given_axes():
-    _, (panel, other) = pyplot.subplots(1, 2)
-    assert list(plots.shards({"a": {0: numpy.ones((2, 2))}}, grids={"a": [[0]]}, axes=[panel])) == [panel]
+    _, (whole, panel, other) = pyplot.subplots(1, 3)
+    ones = numpy.ones((2, 2))
+    drawn = plots.shards(ones, {"a": dict.fromkeys(range(4), ones)}, axes=[whole, panel])
+    assert list(drawn) == [whole, panel]
     assert panel.has_data()
     assert not other.has_data()
+
+
+def test_the_sketch_of_a_convnext_has_every_shape_and_a_block():
+    stages = [Stage(8, 16, 32, depth=2), Stage(16, 8, 16, depth=1)]
+    texts = texts_of(plots.convnext(stages, 64, 128))
+    for said in (
+        "image\n3 × 64 × 128",
+        "stem: 4 × 4, /4\n8 × 16 × 32",
+        "2 blocks\n8 × 16 × 32",
+        "1 block\n16 × 8 × 16",
+        "7 × 7\ndepthwise",
+        "stage 1: C = 16",
+    ):
+        assert said in texts, said
+
+
+def test_the_difference_of_losses_is_a_part_of_the_reference():
+    ax = plots.loss_difference({"same": run(1), "half more": run(1, factor=1.5)}, run(1))
+    assert list(ax.lines[0].get_ydata()) == [1e-9] * 3, "nothing, on a logarithmic axis"
+    assert list(ax.lines[1].get_ydata()) == pytest.approx([0.5] * 3)
+    assert ax.get_yscale() == "log"
+
+
+def test_strips_pay_stacks_messages_on_arithmetic():
+    (panel,) = plots.strips_pay({"a machine": {1: (0.03, 0.0), 2: (0.015, 0.005)}})
+    assert [bar.get_height() for bar in panel.patches] == pytest.approx([30, 15, 0, 5])
+    assert texts_of(panel) == ["30", "20"]
+    assert {bar.get_linestyle() for bar in panel.patches} == {"--"}, "what is predicted is dashed"
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1", "2"]
 
 
 def test_every_public_plot_is_covered_here():
@@ -261,4 +309,4 @@ def test_every_public_plot_is_covered_here():
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
         "held",
     }  # fmt: skip
-    assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "shards", "table"}
+    assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "shards", "strips_pay", "table"}

@@ -35,7 +35,8 @@ class Strip:
         rank: this rank's index in the line.
         ranks: length of the line.
         share: this rank's part of the image, 1 / ranks where all strips are equal.
-        exchange: how halos travel; None for this file's way.
+        pad: another way than this file's to get the neighbours' columns: a differentiable function of a strip, the halo
+            and this place that returns the padded strip. None for this file's.
     """
 
     dim: int
@@ -43,20 +44,13 @@ class Strip:
     rank: int
     ranks: int
     share: float = 1.0
-    exchange: Exchange | None = None
+    pad: Callable[[Tensor, int, Strip], Tensor] | None = None
 
     @classmethod
-    def along(cls, mesh: DeviceMesh, mesh_dim: int, dim: int, exchange: Exchange | None = None) -> Strip:
+    def along(cls, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Strip:
         """This rank's strip when the image is cut along one axis of a mesh."""
         ranks = mesh.size(mesh_dim)
-        return cls(dim, mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), ranks, 1 / ranks, exchange)
-
-
-class Exchange(NamedTuple):
-    """Another way for halos to travel than this file's: what ``with_halo`` and ``send_home`` are here."""
-
-    with_halo: Callable[[Tensor, int, Strip], Tensor]
-    send_home: Callable[[Tensor, int, Strip], Callable[[], Tensor]]
+        return cls(dim, mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), ranks, 1 / ranks)
 
 
 def halo_of(conv: nn.Conv2d, dim: int) -> int:
@@ -110,6 +104,8 @@ def halo_conv2d(
         )
     if not halo:
         return torch.conv2d(x, weight, bias, *settings)
+    if strip.pad:
+        return torch.conv2d(strip.pad(x, halo, strip), weight, bias, *settings)
     out: Tensor = _HaloConv2d.apply(x, weight, bias, halo, strip, settings)
     return out
 
@@ -135,7 +131,7 @@ class _HaloConv2d(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: int, strip: Strip, settings: ConvolutionSettings
     ) -> Tensor:
-        padded = (strip.exchange or OURS).with_halo(x, halo, strip)
+        padded = with_halo(x, halo, strip)
         ctx.save_for_backward(padded, weight)
         ctx.halo, ctx.strip, ctx.settings = halo, strip, settings
         return torch.conv2d(padded, weight, bias, *settings)
@@ -152,9 +148,7 @@ class _HaloConv2d(torch.autograd.Function):
             )
 
         grad_padded = gradients(wants_x, False, False)[0]
-        homecoming = (
-            None if grad_padded is None else (ctx.strip.exchange or OURS).send_home(grad_padded, ctx.halo, ctx.strip)
-        )
+        homecoming = None if grad_padded is None else send_home(grad_padded, ctx.halo, ctx.strip)
         grad_weight = gradients(False, wants_weight, False)[1]  # while the halos' gradients travel
         grad_bias = grads[0].sum(dim=(0, 2, 3)) if wants_bias else None  # on CPU far faster than from the convolution
         grad_x = None if homecoming is None else homecoming()
@@ -189,9 +183,6 @@ def send_home(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tens
         return own
 
     return wait
-
-
-OURS = Exchange(with_halo, send_home)
 
 
 def _trade(first: Tensor, last: Tensor, strip: Strip) -> Callable[[], list[Tensor | None]]:

@@ -33,7 +33,6 @@ from labkit.models.convnext import ConvNeXt, StochasticDepth
 from labkit.parallel.buckets import GradientBuckets
 from labkit.parallel.halo import (
     ConvolutionSettings,
-    Exchange,
     Strip,
     halo_conv2d,
     halo_of,
@@ -52,7 +51,7 @@ def apply_spatial(
     strategy: Strategy,
     tensor_dim: int = 3,
     mesh_dim: int | str | None = None,
-    exchange: Exchange | None = None,
+    pad: Callable[[Tensor, int, Strip], Tensor] | None = None,
 ) -> ConvNeXt:
     """Shard the activations of ``model`` along one dimension of its images, in place.
 
@@ -65,7 +64,7 @@ def apply_spatial(
         strategy: see the module's table.
         tensor_dim: 2 cuts the height, 3 the width.
         mesh_dim: the mesh axis along which strips lie, as an index or a name; by default the last.
-        exchange: how halos travel, if not in labkit's way.
+        pad: how a strip gets its neighbours' columns, if not in labkit's way; see ``halo.Strip``.
 
     Returns:
         The same model.
@@ -79,7 +78,8 @@ def apply_spatial(
         raise ValueError(f"tensor_dim {tensor_dim} is neither 2 (height) nor 3 (width)")
     requirements.refuse_if_broken(strategy)
     axis = axis_index(mesh, mesh_dim)
-    strip = Strip.along(mesh, axis, tensor_dim, exchange)
+    strip = Strip.along(mesh, axis, tensor_dim)
+    strip.pad = pad
     halos = {module: halo_of(module, tensor_dim) for module in model.modules() if isinstance(module, nn.Conv2d)}
     _agree_on_dropped_samples(model, mesh, axis)
     if strategy == "local":

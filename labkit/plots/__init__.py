@@ -10,11 +10,12 @@ from labkit.plots.ddp import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown
 from labkit.plots.runs import latency, loss, memory, table
-from labkit.plots.spatial import halos, shards
+from labkit.plots.spatial import convnext, halos, loss_difference, shards, strips_pay
 from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
-    "breakdown", "buckets", "bytes_against_error", "exposed", "halos", "held", "hook_memory", "latency", "loss",
-    "memory", "mesh", "messages", "pieces", "shards", "table", "timeline", "traffic",
+    "breakdown", "buckets", "bytes_against_error", "convnext", "exposed", "halos", "held", "hook_memory", "latency",
+    "loss", "loss_difference", "memory", "mesh", "messages", "pieces", "shards", "strips_pay", "table", "timeline",
+    "traffic",
 ]  # fmt: skip

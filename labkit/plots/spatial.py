@@ -1,81 +1,224 @@
-"""Figures of how images and tensors are cut over ranks."""
+"""Figures of lab 1: the network, how images and tensors are cut over ranks, what cutting costs and what it pays."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
+import pandas
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
+from matplotlib.colors import to_rgb
+from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from labkit.plots import style
+from labkit.result import RunResult
+from labkit.theory.spatial import Stage
 
-GAP = 0.5  # between tiles, in cells
+GAP = 0.8  # between the frames of two ranks, in cells
+BLOCK = ("7 × 7\ndepthwise", "norm", "1 × 1\nC → 4C", "GELU", "1 × 1\n4C → C", "layer\nscale")
+NEEDS_NEIGHBOURS, OWN_PIXELS, ALL_RANKS = style.ORANGE, style.SKY, style.PURPLE
 
 
-def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: Axes | None = None) -> Axes:
-    """A picture [height, width, 3] cut into a vertical strip for each rank, and what ``rank`` needs of its neighbours.
+def convnext(stages: Sequence[Stage], height: int, width: int, classes: int = 10, *, ax: Axes | None = None) -> Axes:
+    """A ConvNeXt from images of this size to logits with the shapes between, and below it one block.
 
-    That is ``halo`` columns on each side.
+    ``stages`` are those of the whole images. Colours say what an operation needs once the images are cut.
     """
-    ax = style.axes(ax, 7, 7 * picture.shape[0] / picture.shape[1])
-    height, width = picture.shape[:2]
-    strip = width / ranks
-    ax.imshow(picture)
-    for index in range(ranks):
-        own = index == rank
-        if not own:
-            ax.add_patch(Rectangle((index * strip, 0), strip, height, color="white", alpha=0.55, lw=0))
-        ax.axvline(index * strip - 0.5, color="white", lw=2) if index else None
-        place, box = ((index + 0.5) * strip, height * 0.05), {"color": style.RANK_COLOURS[index % 4], "pad": 3}
-        ax.text(*place, f"rank {index}", ha="center", va="center", weight="bold", color="white", bbox=box)
-    for start, source in ((rank * strip - halo, rank - 1), ((rank + 1) * strip, rank + 1)):
-        if 0 <= source < ranks:
-            ax.add_patch(Rectangle((start, 0), halo, height, color=style.RANK_COLOURS[source % 4], alpha=0.75, lw=0))
-            side = -1 if source < rank else 1
-            middle = start + halo / 2
-            at, beside = (middle, height * 0.86), (middle + side * strip * 0.55, height * 0.93)
-            box, arrow = {"color": "white", "alpha": 0.85, "pad": 2}, {"arrowstyle": "->", "lw": 1.5}
-            text = f"halo: {halo} columns\nfrom rank {source}"
-            ax.annotate(text, at, beside, ha="center", va="center", fontsize=9, bbox=box, arrowprops=arrow)
+    ax = style.axes(ax, 10, 4.2)
+    boxes = [(f"image\n3 × {height} × {width}", "white")]
+    for index, stage in enumerate(stages):
+        shape = f"{stage.channels} × {stage.height} × {stage.width}"
+        boxes.append((f"{'down: 2 × 2, /2' if index else 'stem: 4 × 4, /4'}\n{shape}", OWN_PIXELS))
+        boxes.append((f"{stage.depth} block{'s' * (stage.depth > 1)}\n{shape}", NEEDS_NEIGHBOURS))
+    boxes += [(f"mean over H, W\n{stages[-1].channels}", ALL_RANKS), (f"head: linear\n{classes} logits", OWN_PIXELS)]
+    _row(ax, boxes, top=2.0, height=0.8, size=9)
+    step = 10 / len(boxes)
+    for index, stage in enumerate(stages):
+        left, right = (1 + 2 * index) * step, (3 + 2 * index) * step - 0.12
+        ax.plot([left, right], [2.95, 2.95], color=style.GREY, lw=1)
+        ax.text((left + right) / 2, 3.0, f"stage {index}: C = {stage.channels}", ha="center", va="bottom", fontsize=9)
+    _row(ax, [("x", "white"), *((name, OWN_PIXELS) for name in BLOCK), ("+ x", OWN_PIXELS)], 0.35, 0.75, 9, BLOCK[0])
+    ax.text(0, 1.25, "one block, C channels in and out:", fontsize=10, va="bottom")
+    around = FancyArrowPatch(
+        (0.5, 0.33), (9.4, 0.33), connectionstyle="arc3,rad=0.06", arrowstyle="-|>", mutation_scale=10, color=style.GREY
+    )
+    ax.add_patch(around)
+    meanings = {
+        "needs its own pixels only": OWN_PIXELS,
+        "needs the neighbours' columns": NEEDS_NEIGHBOURS,
+        "needs a sum over all ranks": ALL_RANKS,
+    }
+    handles = [Rectangle((0, 0), 1, 1, facecolor=_tint(colour, 0.55)) for colour in meanings.values()]
+    ax.legend(
+        handles, list(meanings), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9
+    )
+    ax.set(xlim=(-0.05, 10), ylim=(-0.15, 3.3))
     ax.set_axis_off()
     return ax
 
 
+def _row(ax: Axes, boxes: Sequence[tuple[str, str]], top: float, height: float, size: float, special: str = "") -> None:
+    """Boxes with text from left to right, with arrows between; the ``special`` one asks its neighbours."""
+    step = 10 / len(boxes)
+    for index, (text, colour) in enumerate(boxes):
+        colour = NEEDS_NEIGHBOURS if special and text == special else colour
+        face = _tint(colour, 0.55) if colour != "white" else "white"
+        ax.add_patch(Rectangle((index * step, top), step - 0.18, height, facecolor=face, edgecolor="#444444", lw=0.8))
+        ax.text(index * step + (step - 0.18) / 2, top + height / 2, text, ha="center", va="center", fontsize=size)
+        if index:
+            start = (index * step - 0.18, top + height / 2)
+            ax.annotate("", (index * step, start[1]), start, arrowprops={"arrowstyle": "->", "lw": 1})
+
+
+def _tint(colour: str, strength: float = 0.35) -> tuple[float, ...]:
+    """A colour mixed with white, on which black digits can be read."""
+    return tuple(strength * channel + 1 - strength for channel in to_rgb(colour))
+
+
+def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: Axes | None = None) -> Axes:
+    """A picture [height, width, 3] cut into a strip a rank, and below it what ``rank`` holds once halos came.
+
+    The ``halo`` columns that travel to it are framed in their owner's colour where they come from and where they go.
+    """
+    height, width = picture.shape[:2]
+    strip, gap = width / ranks, max(2.0, width / 60)
+    ax = style.axes(ax, 4.8, 4.8 * 2.3 * height / width)
+    ax.imshow(picture, extent=(0, width, height, 0), zorder=0)
+    ax.axis((-gap, width + gap, 2.32 * height, -0.14 * height))
+    for index in range(ranks):
+        colour = style.RANK_COLOURS[index % 4]
+        _frame(ax, index * strip, 0, strip, height, colour, 1.5)
+        place = ((index + 0.5) * strip, -0.06 * height)
+        ax.text(*place, f"rank {index}", ha="center", va="center", weight="bold", color=colour)
+    below = 1.26 * height
+    own = slice(round(rank * strip), round((rank + 1) * strip))
+    ax.imshow(picture[:, own], extent=(own.start, own.stop, below + height, below), zorder=0)
+    _frame(ax, own.start, below, own.stop - own.start, height, style.RANK_COLOURS[rank % 4], 1.5)
+    for source in (rank - 1, rank + 1):
+        if not 0 <= source < ranks:
+            continue
+        start = rank * strip - halo if source < rank else (rank + 1) * strip
+        to = start - gap if source < rank else start + gap
+        colour = style.RANK_COLOURS[source % 4]
+        columns = picture[:, round(start) : round(start) + halo]
+        ax.imshow(columns, extent=(to, to + halo, below + height, below), zorder=0)
+        for left, top in ((start, 0), (to, below)):
+            _frame(ax, left, top, halo, height, colour, 2.5)
+        ax.annotate("", (to + halo / 2, below), (start + halo / 2, height), arrowprops={"arrowstyle": "-|>", "lw": 1.5})
+        side, align = (to - gap, "right") if source < rank else (to + halo + gap, "left")
+        text = f"halo: {halo} columns\nfrom rank {source}"
+        ax.text(side, below + height / 2, text, ha=align, va="center", fontsize=9)
+    ax.set_axis_off()
+    return ax
+
+
+def _frame(ax: Axes, left: float, top: float, width: float, height: float, colour: str, thick: float) -> None:
+    ax.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=colour, lw=thick, zorder=3))
+
+
 def shards(
+    whole: numpy.ndarray,
     tensors: Mapping[str, Mapping[int, numpy.ndarray]],
-    grids: Mapping[str, Sequence[Sequence[int]]],
     *,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """What each rank holds of a matrix, one panel a placement: a tile of numbers a rank, labelled and coloured.
+    """A matrix, and one panel a placement of it: a frame a rank with the numbers that it holds, where they belong.
+
+    Parts have colours: ranks that hold the same part show the same colour.
 
     Args:
-        tensors: for each placement's name, the local matrix of each rank.
-        grids: for each name, how to lay the ranks out, such as [[0, 1], [2, 3]].
-        axes: one for each placement.
+        whole: the matrix.
+        tensors: for each placement's name, the local matrix of each of four ranks.
+        axes: one for the matrix and for each placement.
     """
     if axes is None:
-        size = (2.9 * len(tensors), 3.2)
-        axes = list(numpy.atleast_1d(pyplot.subplots(1, len(tensors), figsize=size, layout="constrained")[1]))
-    for ax, (name, held) in zip(axes, tensors.items(), strict=True):
-        top, right = 0.0, 0.0
-        for line in grids[name]:
-            left = 0.0
-            for rank in line:
-                _tile(ax, held[rank], rank, left, top)
-                left += held[rank].shape[1] + GAP
-            right = max(right, left)
-            top += held[line[0]].shape[0] + 2 * GAP
-        ax.set(xlim=(-0.2, max(right, 9)), ylim=(max(top, 7.2), -2 * GAP), aspect="equal")
-        ax.set_title(name, fontsize=10, loc="left")
-        ax.set_axis_off()
+        lines = -(-(len(tensors) + 1) // 3)
+        figure, panels = pyplot.subplots(lines, 3, figsize=(8.4, 2.95 * lines))
+        figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
+        axes = list(panels.flat)[: len(tensors) + 1]
+    rows, columns = whole.shape
+    _panel(axes[0], "the matrix", rows, columns)
+    _tile(axes[0], whole, (columns + GAP) / 2, (rows + GAP) / 2, _tint(style.GREY))
+    for ax, (name, held) in zip(axes[1:], tensors.items(), strict=True):
+        _panel(ax, name, rows, columns)
+        parts: list[numpy.ndarray] = []
+        for rank, local in held.items():
+            left, top = (rank % 2) * (columns + GAP), (rank // 2) * (rows + GAP)
+            known = [index for index, part in enumerate(parts) if numpy.array_equal(part, local)]
+            parts += [] if known else [local]
+            colour = style.RANK_COLOURS[(known[0] if known else len(parts) - 1) % 4]
+            ax.text(left, top - 0.08, f"rank {rank}", va="bottom", fontsize=8, color="#444444")
+            ax.add_patch(Rectangle((left, top), columns, rows, facecolor="#F2F2F2", edgecolor=style.GREY, lw=0.8))
+            row, column = _place(local, whole)
+            _tile(ax, local, left + column, top + row, _tint(colour, 0.45))
     return axes
 
 
-def _tile(ax: Axes, local: numpy.ndarray, rank: int, left: float, top: float) -> None:
-    colour = style.RANK_COLOURS[rank % 4]
-    ax.text(left, top - 0.1, f"rank {rank}", va="bottom", fontsize=7, color=colour, weight="bold")
+def _panel(ax: Axes, name: str, rows: int, columns: int) -> None:
+    ax.set(xlim=(-0.1, 2 * columns + GAP + 0.1), ylim=(2 * rows + GAP + 0.1, -0.75), aspect="equal")
+    ax.set_title(name, fontsize=10, loc="left")
+    ax.set_axis_off()
+
+
+def _place(local: numpy.ndarray, whole: numpy.ndarray) -> tuple[int, int]:
+    """Row and column at which a part begins in the whole matrix."""
+    for row in range(whole.shape[0] - local.shape[0] + 1):
+        for column in range(whole.shape[1] - local.shape[1] + 1):
+            if numpy.array_equal(whole[row : row + local.shape[0], column : column + local.shape[1]], local):
+                return row, column
+    return 0, 0  # a summand of the whole
+
+
+def _tile(ax: Axes, local: numpy.ndarray, left: float, top: float, colour: tuple[float, ...]) -> None:
     for (row, column), number in numpy.ndenumerate(local):
-        ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=colour, edgecolor="white"))
+        ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=colour, edgecolor="white", lw=0.8))
         middle = left + column + 0.5, top + row + 0.5
-        ax.text(*middle, f"{number:g}", ha="center", va="center", color="white", fontsize=9)
+        ax.text(*middle, f"{number:g}", ha="center", va="center", color="black", fontsize=8)
+
+
+def losses(result: RunResult) -> pandas.Series:
+    """The loss of every timed step, by step: the mean over ranks."""
+    rows = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0")
+    return rows.groupby("step")["value"].mean()
+
+
+def loss_difference(
+    results: Mapping[str, RunResult], reference: RunResult, *, name: str = "one device", ax: Axes | None = None
+) -> Axes:
+    """How far each run's loss is from the reference's, whose ``name`` is given, as a part of it; from 1e-9 on."""
+    ax = style.axes(ax)
+    expected = losses(reference)
+    for index, (label, result) in enumerate(results.items()):
+        difference = ((losses(result) - expected).abs() / expected).clip(lower=1e-9)
+        look: dict[str, Any] = {"marker": "osD^"[index % 4], "markersize": 9 - 2 * index, "fillstyle": "none"}
+        ax.plot(difference.index, difference, lw=1.2, color=style.RANK_COLOURS[index % 4], label=label, **look)
+    ax.set(yscale="log", xlabel="training step", ylabel=f"relative difference\nfrom the loss of {name}")
+    style.legend_above(ax, 2)
+    return style.stamp(ax, [*results.values(), reference])
+
+
+def strips_pay(
+    seconds: Mapping[str, Mapping[int, tuple[float, float]]], *, axes: Sequence[Axes] | None = None
+) -> Sequence[Axes]:
+    """Time of a step by number of ranks, a panel a machine: arithmetic and messages, stacked; all of it predicted.
+
+    Args:
+        seconds: for each machine's name, by number of ranks, seconds of arithmetic and of messages.
+        axes: one for each machine.
+    """
+    if axes is None:
+        figure = pyplot.subplots(1, len(seconds), figsize=(4.2 * len(seconds), 3.2), layout="constrained")
+        axes = list(numpy.atleast_1d(figure[1]))
+    for ax, (name, by_ranks) in zip(axes, seconds.items(), strict=True):
+        style.axes(ax)
+        arithmetic, messages = (numpy.array([each[part] * 1e3 for each in by_ranks.values()]) for part in (0, 1))
+        labels = [str(ranks) for ranks in by_ranks]
+        look: dict[str, Any] = {"edgecolor": "black", "ls": "--", "lw": 1, "width": 0.6}
+        ax.bar(labels, arithmetic, color=_tint(style.BLUE, 0.6), label="arithmetic", **look)
+        ax.bar(labels, messages, bottom=arithmetic, color=_tint(style.ORANGE, 0.6), label="messages", **look)
+        for column, total in enumerate(arithmetic + messages):
+            ax.text(column, total, f"{total:.3g}", ha="center", va="bottom", fontsize=9)
+        ax.set(xlabel="ranks", ylabel="predicted time of a step, ms", ylim=(0, 1.12 * max(arithmetic + messages)))
+        ax.set_title(name, fontsize=10, loc="left", pad=22)
+        style.legend_above(ax, 2)
+    return axes

@@ -167,3 +167,19 @@ def convnext_activation_bytes(
         else:
             elements -= pixels * stage.channels
     return elements * element_bytes
+
+
+def strip_step_s(
+    plain_s: float, ranks: int, messages: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
+) -> float:
+    """Seconds of a step cut into strips, where nothing hides: the arithmetic's share, then every message.
+
+    Args:
+        plain_s: of the same step on one device.
+        ranks: how many share it.
+        messages: that a rank waits for in a step, one after another.
+        message_bytes: of each.
+        alpha_s: latency of a message.
+        beta_s_per_byte: what each byte adds.
+    """
+    return plain_s / ranks + messages * (alpha_s + message_bytes * beta_s_per_byte)

@@ -2,6 +2,45 @@
 
 from answers import Exercise
 from labkit.checks import spatial as checks
+from launch import convnext_spatial
+
+TRADE = """
+to_left, to_right = {left}.contiguous(), {right}.contiguous()
+from_left, from_right = torch.zeros_like(to_left), torch.zeros_like(to_right)
+handles = []
+if rank > 0:
+    handles += [dist.isend(to_left, rank - 1), dist.irecv(from_left, rank - 1)]
+if rank < ranks - 1:
+    handles += [dist.isend(to_right, rank + 1), dist.irecv(from_right, rank + 1)]
+for handle in handles:
+    handle.wait()
+"""
+OUT = TRADE.format(left="strip[..., :halo]", right="strip[..., -halo:]")
+HOME = TRADE.format(left="grad[..., :halo]", right="grad[..., -halo:]") + "own = grad[..., halo:-halo].clone()\n"
+FORWARD = """
+@staticmethod
+def forward(ctx, strip, halo, rank, ranks):
+    ctx.place = halo, rank, ranks
+    return exchange_halo(strip, halo, rank, ranks)
+"""
+BACKWARD = """
+@staticmethod
+def backward(ctx, grad):
+    return return_gradients(grad, *ctx.place), None, None, None
+"""
+
+
+TIME = "strip_step_s(plain_s=1.0, ranks={}, messages={}, message_bytes={}, alpha_s={}, beta_s_per_byte={}) gave "
+
+
+def with_earlier_answers(function_class):
+    """The check of exercise 1.6, whose answer uses those of 1.4 and 1.5, as it does in the notebook."""
+    for member in vars(function_class).values():
+        if isinstance(member, staticmethod):
+            earlier = {name: getattr(convnext_spatial, name) for name in ("exchange_halo", "return_gradients")}
+            member.__func__.__globals__.update(earlier)
+    return checks.halo_function(function_class)
+
 
 EXERCISES = [
     Exercise(
@@ -12,6 +51,140 @@ EXERCISES = [
             "local_columns(width=256, ranks=1, stage=0) gave 256": "return width // ranks",
             "local_columns(width=256, ranks=4, stage=1) gave 16": "return width // 4 // ranks",
             "local_columns(width=256, ranks=4, stage=0) gave 64": "return width // 4 // 2**stage",
+            "local_columns(width=256, ranks=4, stage=1) gave 8.0, a float": "return width / (4 * 2**stage) / ranks",
+        },
+    ),
+    Exercise(
+        "1.2",
+        "placements",
+        checks.placements,
+        {
+            "images: along data you say Shard(3), so the ranks along data hold different columns": """
+return {"images": [Shard(3), Shard(0)], "weights": [Replicate(), Replicate()],
+        "gradients": [Partial(), Partial()], "logits": [Shard(0), Replicate()]}
+""",
+            "weights: along data you say Shard(0), so the ranks along data hold different samples": """
+return {"images": [Shard(0), Shard(3)], "weights": [Shard(0), Shard(3)],
+        "gradients": [Partial(), Partial()], "logits": [Shard(0), Replicate()]}
+""",
+            "gradients: along data you say Replicate(), so the ranks along data hold the same numbers": """
+return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
+        "gradients": [Replicate(), Replicate()], "logits": [Shard(0), Replicate()]}
+""",
+            "logits: along space you say Partial(), so the tensor is the sum of what the ranks along space hold": """
+return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
+        "gradients": [Partial(), Partial()], "logits": [Shard(0), Partial()]}
+""",
+            "images: [Shard(dim=3)] is no list of two placements": 'return {"images": [Shard(3)]}',
+        },
+    ),
+    Exercise(
+        "1.3",
+        "halo_bytes",
+        checks.halo_bytes,
+        {
+            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 1": (
+                "return rows * (kernel - 1) // 2 * channels * batch"
+            ),
+            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 8": (
+                "return rows * (kernel - 1) * channels * batch * 4"
+            ),
+            "halo_bytes(rows=32, kernel=7, channels=32, batch=2) gave 12,288": (
+                "return rows * (kernel - 1) // 2 * channels * 4"
+            ),
+        },
+    ),
+    Exercise(
+        "1.4",
+        "exchange_halo",
+        checks.halo_exchange,
+        {
+            "on rank 0, the last 3 columns are all zero": "return torch.nn.functional.pad(strip, (halo, halo))",
+            "on rank 0, the first 3 columns are rank 1's first 3": OUT
+            + "return torch.cat([from_right, strip, from_left], dim=-1)",
+            "on rank 0, the last 3 columns are rank 1's columns from 3 on": OUT.replace(
+                "strip[..., :halo]", "strip[..., halo : 2 * halo]"
+            )
+            + "return torch.cat([from_left, strip, from_right], dim=-1)",
+            "on rank 0, the shape is (2, 3, 5, 11)": OUT + "return torch.cat([strip, from_right], dim=-1)",
+        },
+    ),
+    Exercise(
+        "1.5",
+        "return_gradients",
+        checks.halo_gradient,
+        {
+            "on rank 0, the last 3 columns are this rank's own gradient alone": "return grad[..., halo:-halo]",
+            "on rank 0, the last 3 columns are what rank 1 sent, alone: assigned, not added": HOME
+            + "if rank > 0:\n    own[..., :halo] = from_left\nif rank < ranks - 1:\n    own[..., -halo:] = from_right\n"
+            + "return own",
+            "on rank 0, the first 3 columns are with the other neighbour's gradient added": HOME
+            + "own[..., :halo] += from_right\nown[..., -halo:] += from_left\nreturn own",
+            "on rank 0, the shape is (2, 3, 5, 14)": HOME + "return grad",
+        },
+    ),
+    Exercise(
+        "1.6",
+        "HaloExchange",
+        with_earlier_answers,
+        {
+            "backward returns one value for each argument of forward, None for what has no gradient": FORWARD
+            + BACKWARD.replace(", None, None, None", ""),
+            "on rank 0, the strip's gradient: the last 3 columns are this rank's own gradient alone": FORWARD
+            + BACKWARD.replace("return_gradients(grad, *ctx.place)", "grad[..., 3:-3]"),
+            "on rank 0, the last 3 columns are all zero": FORWARD.replace(
+                "exchange_halo(strip, halo, rank, ranks)", "torch.nn.functional.pad(strip, (halo, halo))"
+            )
+            + BACKWARD,
+            "on rank 0, the strip got no gradient": FORWARD
+            + BACKWARD.replace("return return_gradients(grad, *ctx.place), None", "return None, None"),
+        },
+    ),
+    Exercise(
+        "1.7",
+        "sends_nothing",
+        checks.fooled,
+        {
+            "on rank 0, 360 bytes were handed over, and none may be": OUT
+            + "return torch.cat([from_left, strip, from_right], dim=-1)",
+            "the test of ones caught it: on rank 0, the last 3 columns are all zero": (
+                "return torch.nn.functional.pad(strip, (halo, halo))"
+            ),
+            "the test of ones caught it: on rank 0, the first 3 columns are all one": (
+                "return torch.cat([strip[..., :halo], strip, strip[..., -halo:]], dim=-1)"
+            ),
+        },
+    ),
+    Exercise(
+        "1.8",
+        "activation_bytes",
+        checks.activation_bytes,
+        {
+            "activation_bytes(batch=1, channels=1, height=1, width=1) gave 12": (
+                "return 12 * batch * channels * height * width"
+            ),
+            "activation_bytes(batch=1, channels=1, height=1, width=1) gave 24": (
+                "return 6 * batch * channels * height * width * 4"
+            ),
+            "activation_bytes(batch=2, channels=32, height=32, width=64) gave 3,145,728": (
+                "return 12 * channels * height * width * 4"
+            ),
+        },
+    ),
+    Exercise(
+        "1.9",
+        "strip_step_s",
+        checks.strip_step_s,
+        {
+            TIME.format(4, 0, 0, 0.0, 0.0) + "1": (
+                "return plain_s + messages * (alpha_s + message_bytes * beta_s_per_byte)"
+            ),
+            TIME.format(2, 10, 0, 0.01, 0.0) + "0.51": (
+                "return plain_s / ranks + alpha_s + messages * message_bytes * beta_s_per_byte"
+            ),
+            TIME.format(2, 10, 1000, 0.01, 1e-05) + "0.61": (
+                "return plain_s / ranks + messages * alpha_s + message_bytes * beta_s_per_byte"
+            ),
         },
     ),
 ]
