@@ -8,7 +8,7 @@ runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is w
 from labkit.plots.collectives import messages, pieces
 from labkit.plots.ddp import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
-from labkit.plots.fsdp import breakdown
+from labkit.plots.fsdp import breakdown, passes
 from labkit.plots.runs import latency, loss, memory, table
 from labkit.plots.spatial import halos, shards
 from labkit.plots.timelines import exposed, timeline
@@ -16,5 +16,5 @@ from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
     "breakdown", "buckets", "bytes_against_error", "exposed", "halos", "hook_memory", "latency", "loss",
-    "memory", "mesh", "messages", "pieces", "shards", "table", "timeline", "traffic",
+    "memory", "mesh", "messages", "passes", "pieces", "shards", "table", "timeline", "traffic",
 ]  # fmt: skip

@@ -30,6 +30,43 @@ def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
     return {"parameter": parameter, "gradient": gradient, "optimizer": 2 * optimizer}
 
 
+def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
+    """Bytes that a rank sends over the wire in one training step, in a ring, by collective.
+
+    One pass over the parameters, an all-gather or a reduce-scatter, sends (ranks - 1) / ranks of their bytes: what the
+    other ranks need. FSDP makes two all-gathers (one without resharding) and a reduce-scatter. DDP's all-reduce is one
+    of each, so ``all_gathers=1`` is DDP too. Source: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 7.
+    """
+    one_pass = (ranks - 1) / ranks * parameter_bytes
+    return {"all_gather": all_gathers * one_pass, "reduce_scatter": one_pass}
+
+
+def small_peak_bytes(units: Sequence[int], ranks: int) -> float:
+    """The most that a rank holds in a step of ``parallel.small_fsdp``, without activations.
+
+    Args:
+        units: bytes of each unit's parameters, float32, in the order of the forward pass; the ranks divide them.
+        ranks: who share them.
+
+    A rank keeps its share of parameters and of Adam's two numbers. The backward pass goes from the last unit to the
+    first. In each, the rank holds the flat copy of the unit's gradients and gloo's working copy of it (before that, the
+    gradients themselves), and its share of the gradients from this unit on.
+    """
+    kept = 3 * sum(units) / ranks
+    return kept + max(2 * size + sum(units[index:]) / ranks for index, size in enumerate(units))
+
+
+def tokens_to_hide(flops_per_s: float, wire_bytes_per_s: float, ranks: int, number_bytes: int = 2) -> float:
+    """Tokens of a rank in a step from which on FSDP's communication can hide behind its arithmetic.
+
+    Training takes about 6 operations for each parameter and token (2 forward, 4 backward), and three passes over the
+    parameters. The number of parameters is on both sides and drops out. Source of the 6: Kaplan et al., "Scaling laws
+    for neural language models", 2020 (arXiv:2001.08361).
+    """
+    seconds_per_parameter = 3 * number_bytes * (ranks - 1) / ranks / wire_bytes_per_s
+    return seconds_per_parameter * flops_per_s / 6
+
+
 def shard_elements(shape: Sequence[int], ranks: int) -> int:
     """Numbers that the fullest rank keeps of a parameter cut along its first dimension: ceil(rows / ranks) rows."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
