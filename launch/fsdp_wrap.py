@@ -43,6 +43,7 @@ OURS = (
     *("checkpointing", "compile", "accumulate", "timeline", "save", "load"),
 )
 """Options that a small FSDP of one's own does not have."""
+NOT_OURS = {"model": "moe", "wrap": "none"}
 FSDP1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
 SIZES = (
     "hidden",
@@ -193,9 +194,10 @@ class Config:
         if own and self.fsdp != 1:
             raise ValueError(f"{own[0]} is an option of FSDP1: use fsdp 1, or leave it out")
         changed = [name for name in OURS if getattr(self, name) != getattr(Config, name)]
-        if self.fsdp == "yours" and (changed or self.model == "moe" or self.wrap == "none"):
+        changed += [f"{name} {value}" for name, value in NOT_OURS.items() if getattr(self, name) == value]
+        if self.fsdp == "yours" and changed:
             raise ValueError(
-                f"{changed[0] if changed else 'this'} is not for fsdp yours, which shards units of shared parameters, "
+                f"{changed[0]} is not for fsdp yours, which shards units of shared parameters, "
                 "trained in float32: use fsdp 2, or leave it out"
             )
         if self.fsdp == 1 and not self.use_orig_params and self.freeze:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "exercises.md"
 BEGIN = "### BEGIN SOLUTION"
-LABS = {"1": "spatial"}
+LABS = {"1": "spatial", "2": "fsdp"}
 EXERCISES = [each for lab in LABS.values() for each in importlib.import_module(f"answers.{lab}").EXERCISES]
 WRONG = [pytest.param(each, said, id=f"{each.number}: {said}") for each in EXERCISES for said in each.wrong]
 

@@ -364,7 +364,7 @@ def forgotten_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verd
         hint = f"Blocks 0–8 stand at positions {POSITION}–{POSITION + 8}."
         raise Wrong(f"{said}: {shown(index)} is its position in the model, not its number", hint=hint)
     if index != forgotten[0]:
-        hint = "The root is gathered once a step, a unit twice: which number is missing in the row of communication?"
+        hint = "Above the all-gathers stand the units' positions: which one of 4 to 12 is missing?"
         raise Wrong(f"{said}, but block {shown(index)} was wrapped or is not there", hint=hint)
     return passed(f"block {index} stayed with the root")
 

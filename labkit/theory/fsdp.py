@@ -196,8 +196,23 @@ def step_peak(
     return peak | {"total": sum(peak.values())}
 
 
+def whole_step_peak(layers: Sequence[Layer], samples: int) -> dict[str, int]:
+    """The same for DDP, where every rank holds everything: gradients stay where they were made, and at the end of the
+    backward pass a flat bucket (temp) holds all of them once more, for the all-reduce.
+    """
+    walk = _WholeWalk(layers, samples, ranks=1, reshard=False, checkpointing=False)
+    walk.forward()
+    walk.backward()
+    walk.take("temp", walk.now["gradient"])
+    peak = {category: size for category, size in walk.peak.items() if size}
+    return peak | {"total": sum(peak.values())}
+
+
 class _Walk:
     """What one training step allocates and frees, event by event, as ``fully_shard`` orders them."""
+
+    made_as = "temp"
+    """Category of a parameter's whole gradient."""
 
     def __init__(self, layers: Sequence[Layer], samples: int, ranks: int, reshard: bool, checkpointing: bool):
         self.layers, self.samples, self.reshard, self.checkpointing = layers, samples, reshard, checkpointing
@@ -280,7 +295,7 @@ class _Walk:
         self.free(kept_as, out)
         if not first:
             self.take("temp", before)
-        self.take("temp", FLOAT * sum(math.prod(shape) for shape in layer.shapes))
+        self.take(self.made_as, FLOAT * sum(math.prod(shape) for shape in layer.shapes))
         self.free("temp", out)
 
     def _gather(self, unit: str) -> None:
@@ -319,3 +334,21 @@ class _Walk:
         self.free("temp", gradients)
         self.take("gradient", kept)
         self.reducing = full
+
+
+class _WholeWalk(_Walk):
+    """The same where nothing is gathered, freed or reduced."""
+
+    made_as = "gradient"
+
+    def _gather(self, unit: str) -> None:
+        pass
+
+    def _gather_again(self, unit: str, ahead: str) -> None:
+        pass
+
+    def _release(self, unit: str) -> None:
+        pass
+
+    def _reduce(self, unit: str) -> None:
+        pass

@@ -230,7 +230,7 @@ checks.all_gathers(all_gathers)
 # Now the measured run. `launch/fsdp_wrap.py` does what the cell above does, with this notebook's stack: three blocks,
 # three units, nothing left for the root. It counts in one more step, which is not timed.
 #
-# Commit to four numbers. Bytes here are those that a rank **hands to the call**: to an all-gather its own part, to a
+# Commit to five numbers. Bytes here are those that a rank **hands to the call**: to an all-gather its own part, to a
 # reduce-scatter the whole gradients. The stack has `PARAMETERS` parameters, 329,344 of them. What a rank holds when the
 # step is over, your `zero_bytes` knows.
 
@@ -238,11 +238,13 @@ checks.all_gathers(all_gathers)
 mine = commit(
     all_gather_count=lambda: all_gathers(units=3, reshard_after_forward=True, root_has_parameters=False),
     all_gather_bytes=None,
+    reduce_scatter_count=None,
     reduce_scatter_bytes=None,
     end_parameter_bytes=None,
 )
 ### BEGIN SOLUTION
 mine |= commit(
+    reduce_scatter_count=3,
     all_gather_bytes=2 * 4 * PARAMETERS / RANKS,
     reduce_scatter_bytes=4 * PARAMETERS,
     end_parameter_bytes=lambda: zero_bytes(PARAMETERS, RANKS, 3) / 4,
@@ -679,7 +681,8 @@ mine = commit(peak_total_bytes=lambda: peak_bytes(UNITS, RANKS) + 19 * 4 * SAMPL
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
-runs, expected = {"DDP": labkit.run("fsdp_wrap", wrap="none", **SETUP)}, {}
+runs = {"DDP": labkit.run("fsdp_wrap", wrap="none", **SETUP)}
+expected = {"DDP": theory.whole_step_peak(layers, SAMPLES)}
 for wrap, checkpointing in (("root", False), ("block", False), ("block", True), ("layer", False)):
     label = wrap + ",\ncheckpointing" * checkpointing
     walk = theory.mlp_stack_layers(wrap, DIM)
@@ -697,9 +700,9 @@ _ = plots.breakdown(
 )
 
 # %% [markdown]
-# *Peak memory of a rank. Dashed: predicted, for the four that FSDP shards. Dotted: the bound of exercise 7. Wrapping
-# the root alone hardly saves anything at the peak: it needs within 10 % of what DDP needs. Blocks need less than the
-# root, layers less than blocks. Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the
+# *Peak memory of a rank. In a dashed frame: predicted. Dotted: the bound of exercise 7.
+# Wrapping the root alone hardly saves anything at the peak: it needs within 10 % of what DDP needs. Blocks need less
+# than the root, layers less than blocks. Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the
 # measurement.*
 #
 # Wrapping the root alone gathers all parameters at once, and their buffer holds them a second time. The optimizer's
@@ -843,8 +846,8 @@ checks.every_block_wrapped(mystery, blocks=9)
 #
 # <details><summary>Hint</summary>
 #
-# Each wrapped block has a bar with its number in the row of communication, and one in the row of compute. Which number
-# stands in one row only? That is its position. Block 0 stands at position 4.
+# Above each all-gather stands the position of the unit that it gathers. Which position from 4 to 12 is missing? Block 0
+# stands at position 4.
 #
 # </details>
 

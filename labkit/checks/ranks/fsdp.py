@@ -41,7 +41,8 @@ class Probe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.passed("forward")
         x = x.view_as(x)  # a tensor of its own, so that no hook of a unit comes first
-        x.register_hook(lambda gradient: self.passed("backward"))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.passed("backward"))
         return x
 
 
