@@ -43,6 +43,8 @@ def breakdown(
     legend = {name: colour for name, colour in colours.items() if name in shown}
     style.stacks(ax, bars, peaks, colours, UNITS[unit], legend, columns=4)
     if bound is not None:
+        for text in ax.texts:  # a number that the line crosses stays legible
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         ax.axhline(bound / UNITS[unit], color="black", lw=1, ls=":")
         ax.annotate(f"bound\n{bound / UNITS[unit]:.3g} {unit}", (1, bound / UNITS[unit]), (3, 0), **BESIDE)
     ax.set_ylabel(f"{ylabel}, {unit}")

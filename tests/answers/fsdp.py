@@ -114,6 +114,9 @@ EXERCISES = [
                 "small_fsdp",
                 ("-> None:\n    buffer.resize_(0)\n    if output", "-> None:\n    if output"),
             ),
+            "parameters were used while their buffer was empty": changed(
+                "small_fsdp", ("output.register_hook(gather)", "pass")
+            ),
             "on rank 0, the gradient of unit 0's shard is the sum over the ranks, not the mean": changed(
                 "small_fsdp", ("shard.grad /= ranks", "pass")
             ),
