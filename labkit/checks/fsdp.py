@@ -118,8 +118,9 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
 
     def judge(index: int, sent: dict[str, Any]) -> None:
         inputs, size = batch_of(index)[0], whole[0].nbytes
-        for place, (shard, right) in enumerate(zip(sent["shards"], whole, strict=True)):
-            _judge_share(index, place, shard, right)
+        for rank, shards in enumerate(sent["shards"]):
+            for place, (shard, right) in enumerate(zip(shards, whole, strict=True)):
+                _judge_share(rank, place, shard, right)
         held = sent["held"]
         _judge_held(held["at rest"], "right after it was sharded", size)
         first, second = (each(inputs) for each in (model, after))

@@ -203,6 +203,12 @@ dist.destroy_process_group()
 # 4. Before its backward pass, they are gathered once more.
 # 5. After its backward pass, a **reduce-scatter** averages its gradients. Each rank receives only its own part.
 #
+# ```
+# unit 0   gather compute free                                         gather compute reduce free
+# unit 1                        gather compute free gather compute reduce free
+#          forward pass ------------------------->  backward pass ----------------------------->
+# ```
+#
 # What lies in no other unit belongs to the root unit, the model itself. The root is not resharded after the forward
 # pass: its backward pass comes next. The root of the stack above holds nothing, since its blocks hold everything.
 #
@@ -381,13 +387,16 @@ claim("more gathered parameters are held at the peak", gathered["kept"] > gather
 # - A **buffer**: a flat tensor for all parameters of the unit. The module's weights are views of it. A tensor's memory
 #   can be given back while the tensor stays: `tensor.untyped_storage().resize_(0)`. Resize it to its old number of
 #   bytes, and there is memory again, with nothing useful in it.
-# - **Hooks**, functions that PyTorch calls at certain moments: `module.register_forward_pre_hook(f)` calls `f(module,
-#   inputs)` before the module computes; `module.register_forward_hook(f)` calls `f(module, inputs, output)` after it;
-#   `tensor.register_hook(f)` calls `f(gradient)` in the backward pass, when the gradient of this tensor is known;
-#   `parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` once `parameter.grad` is complete. Hooks
-#   return None here.
+# - **Hooks**: functions that PyTorch calls at certain moments. The table below names four. Hooks return None here.
 # - **Collectives**: `dist.all_gather_into_tensor(whole, part)` and `dist.reduce_scatter_tensor(part, whole)`. The
 #   second adds up and does not divide. (PyTorch 2.13 also calls them `all_gather_single` and `reduce_scatter_single`.)
+#
+# | you write | it calls | when |
+# |---|---|---|
+# | `module.register_forward_pre_hook(f)` | `f(module, inputs)` | before the module computes |
+# | `module.register_forward_hook(f)` | `f(module, inputs, output)` | after it has computed |
+# | `tensor.register_hook(f)` | `f(gradient)` | in the backward pass, when this tensor's gradient is known |
+# | `parameter.register_post_accumulate_grad_hook(f)` | `f(parameter)` | when `parameter.grad` is complete |
 #
 # ### Exercise 4: shard one unit (•••, 20 minutes)
 #

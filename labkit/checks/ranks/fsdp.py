@@ -50,9 +50,9 @@ def sharded(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
     Returns:
-        ``shards``, each as it was at first, or the type of what is no tensor; ``gradients`` after the first backward
-        pass; ``outputs`` of both steps; ``held``, bytes of each unit's whole parameters, by moment; ``left``, bytes of
-        its whole gradients after the backward pass; ``sent``, calls of each collective in the first step.
+        ``shards`` of each rank as they were at first, or the type of what is none; ``gradients`` after the first
+        backward pass; ``outputs`` of both steps; ``held``, bytes of each unit's whole parameters, by moment; ``left``,
+        bytes of its whole gradients after the backward pass; ``sent``, calls of each collective in the first step.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), batch_of(dist.get_rank())
@@ -61,10 +61,14 @@ def sharded(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     def look(moment: str) -> None:
         held[moment] = [bytes_of(unit) for unit in units]
 
-    shards = [answer(unit) for unit in units]
-    if not all(isinstance(shard, nn.Parameter) for shard in shards):
-        return {"shards": [type(shard).__name__ for shard in shards]}
-    first = {"shards": [shard.detach().clone() for shard in shards]}
+    shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
+    everyone: list[Any] = [None] * ranks
+    given = [each.detach().clone() if isinstance(each, nn.Parameter) else type(each).__name__ for each in shards]
+    dist.all_gather_object(everyone, given)
+    first: dict[str, Any] = {"shards": everyone}
+    wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
+    if not all(isinstance(each, Tensor) and each.shape == wanted for rank in everyone for each in rank):
+        return first  # nothing to train
     look("at rest")
     model = nn.Sequential(units[0], Probe(look), units[1])
     with CommunicationCounter() as traffic:
