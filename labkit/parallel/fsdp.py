@@ -124,7 +124,7 @@ def apply_fsdp(
 
 
 def drawn_block(seed: int, blocks: int) -> int:
-    """The block, counted from 0, that a seed draws to be forgotten: a riddle that nobody has to know the answer of."""
+    """The block, counted from 0, that a seed draws: so a notebook can ask which it is without having named it."""
     return random.Random(seed).randrange(blocks)
 
 
