@@ -29,14 +29,21 @@ from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, blocks_of, freeze_blocks
 from labkit.parallel.compiling import apply_compile, graphs_compiled
-from labkit.parallel.fsdp import apply_fsdp, sharding_mesh
+from labkit.parallel.fsdp import apply_fsdp, drawn_block, sharding_mesh
 from labkit.parallel.saving import load_training, save_training
-from labkit.parallel.units import Units
+from labkit.parallel.small_fsdp import FlatShards, shard_unit
+from labkit.parallel.units import Units, fsdp_units, layer_types
 from labkit.parity.fsdp import Trained, compare_training
 from labkit.parity.one_device import Rounding, to_dtype, with_gradients
 from labkit.rank.meter import Step
 
 BOTH = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch", "ignore")
+OURS = (
+    *("skip", "forget", "precision", "offload", "reshard_after_forward", "prefetch", "ignore", "freeze", "hybrid"),
+    *("checkpointing", "compile", "accumulate", "timeline", "save", "load"),
+)
+"""Options that a small FSDP of one's own does not have."""
+NOT_OURS = {"model": "moe", "wrap": "none"}
 FSDP1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
 SIZES = (
     "hidden",
@@ -88,14 +95,16 @@ class Config:
     """How many numbers make a unit where wrap is size."""
     skip: tuple[NonNegativeInt, ...] = ()
     """Blocks that are left out of the wrapping by mistake, counted from 0: to see what that looks like."""
+    forget: NonNegativeInt | None = None
+    """Leave out one block of the model, drawn with this seed: a riddle."""
     freeze: tuple[NonNegativeInt, ...] = ()
     """Blocks whose parameters are not trained, counted from 0."""
     ignore: tuple[str, ...] = ()
     """Class names of modules that FSDP leaves alone: whole on every rank, their gradients averaged by nobody."""
     hybrid: PositiveInt | None = None
     """Shard over groups of so many ranks, and replicate from group to group (HSDP)."""
-    fsdp: Literal[1, 2] = 2
-    """FullyShardedDataParallel (1) or fully_shard (2)."""
+    fsdp: Literal[1, 2, "yours"] = 2
+    """FullyShardedDataParallel (1) or fully_shard (2); yours is small_fsdp of use=, called with each unit."""
     reshard_after_forward: bool = True
     """Free a unit's full parameters after its forward pass, and gather them again in the backward pass."""
     prefetch: bool = False
@@ -173,15 +182,24 @@ class Config:
                 "wrap none has no unit that could gather in a short type, be offloaded or be hybrid: "
                 "use wrap root or block"
             )
-        if self.skip and self.wrap != "block":
-            raise ValueError(f"skip {self.skip} leaves out blocks, but wrap is {self.wrap!r}: use wrap block")
+        if (self.skip or self.forget is not None) and self.wrap != "block":
+            name = "skip" if self.skip else "forget"
+            left_out = f"{name} {getattr(self, name)} leaves out blocks"
+            raise ValueError(f"{left_out}, but wrap is {self.wrap!r}: use wrap block")
         if self.hybrid and world_size % self.hybrid:
             raise ValueError(
                 f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must divide them"
             )
         own = [name for name in FSDP1 if getattr(self, name) != getattr(Config, name)]
-        if own and self.fsdp == 2:
+        if own and self.fsdp != 1:
             raise ValueError(f"{own[0]} is an option of FSDP1: use fsdp 1, or leave it out")
+        changed = [name for name in OURS if getattr(self, name) != getattr(Config, name)]
+        changed += [f"{name} {value}" for name, value in NOT_OURS.items() if getattr(self, name) == value]
+        if self.fsdp == "yours" and changed:
+            raise ValueError(
+                f"{changed[0]} is not for fsdp yours, which shards units of shared parameters, "
+                "trained in float32: use fsdp 2, or leave it out"
+            )
         if self.fsdp == 1 and not self.use_orig_params and self.freeze:
             raise ValueError(
                 "a flat parameter is trained or not as a whole: leave out freeze, or use_orig_params False"
@@ -217,6 +235,12 @@ def is_unit(module: nn.Module) -> bool:
     return type(module).__name__ == "Linear"
 
 
+@rank.replaceable
+def small_fsdp(unit: nn.Module) -> nn.Parameter:
+    """Shard a unit's parameters in place; returns this rank's flat share of them, which is trained."""
+    return shard_unit(unit)
+
+
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
     with rank.session() as here, here.memory_cap(config.memory_cap_mib):
@@ -226,6 +250,8 @@ def main(config: Config) -> None:
 def run(config: Config, here: rank.Here) -> None:
     """The same within a session."""
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of a unit, which nobody changes in place
+    warnings.filterwarnings("ignore", message=".*(into_tensor|scatter_tensor)` is deprecated")  # 2.13 has other names
+    warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper")  # a tracker on p.grad = None
     lab = build(config, here.device, here.rank)
     for block in blocks_of(lab, config.blocks or lab.block_types):
         delay_compute(block, config.delay_ms)
@@ -252,7 +278,8 @@ def run(config: Config, here: rank.Here) -> None:
         local_types=config.ignore,
         input_gradients=config.input_grad,
     )
-    verdict = compare_training(one_device, model, trained, rank=here.rank, steps=steps)
+    whole = model.whole() if isinstance(model, FlatShards) else model
+    verdict = compare_training(one_device, whole, trained, rank=here.rank, steps=steps)
     if config.scaler:
         verdict |= {"scale": scaler.get_scale(), "ok": verdict["ok"] and scaler.get_scale() > 1}
     if config.compile:
@@ -283,8 +310,14 @@ def apply(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, U
         apply_activation_checkpointing(lab, blocks)
     if config.compile:
         apply_compile(lab, config.compile_only or blocks, eager_random=config.check == "parity")
+    if config.fsdp == "yours":
+        types = is_unit if config.wrap == "yours" else {"block": blocks, "layer": layer_types(lab)}.get(config.wrap, ())
+        units = fsdp_units(lab, types) or {"": [lab]}
+        return FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp), units
     own = {name: getattr(config, name) for name in (FSDP1 if config.fsdp == 1 else ())}
     how = {name: getattr(config, name) for name in BOTH}
+    if config.forget is not None:
+        how["skip"] = (*config.skip, drawn_block(config.forget, len(blocks_of(lab, blocks))))
     return apply_fsdp(lab, mesh, is_unit=is_unit, min_numbers=config.min_numbers, **how, **own)
 
 
@@ -317,7 +350,7 @@ class Training:
         config, path = self.config, Path(self.config.load)
         done = load_training(path, self.model, optimizer) if config.load else 0
         # FSDP1's views elude a tracker
-        tracked = [self.model, optimizer] if config.fsdp == 2 or config.wrap == "none" else []
+        tracked = [self.model, optimizer] if config.fsdp != 1 or config.wrap == "none" else []
         trained: list[Trained] = []
         for index, step in enumerate(measure(config.steps, track=tracked), start=done):
             optimizer.zero_grad(set_to_none=config.accumulate == 1 or bool(index % 2))

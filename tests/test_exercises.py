@@ -4,6 +4,7 @@ Run this file as a script to write the table anew: ``python tests/test_exercises
 """
 
 import ast
+import difflib
 import importlib
 import sys
 import textwrap
@@ -14,7 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "exercises.md"
 BEGIN = "### BEGIN SOLUTION"
-LABS = {"0": "collectives", "1": "spatial"}
+SHORT = 6
+"""Lines of an answer that are shown whole."""
+LABS = {"0": "collectives", "1": "spatial", "2": "fsdp"}
 EXERCISES = [each for lab in LABS.values() for each in importlib.import_module(f"answers.{lab}").EXERCISES]
 WRONG = [pytest.param(each, said, id=f"{each.number}: {said}") for each in EXERCISES for said in each.wrong]
 
@@ -86,14 +89,20 @@ def table():
             "| wrong answer | the verdict begins |",
             "|---|---|",
         ]
-        lines += [f"| {cell(body)} | {in_cell(said)} |" for said, body in exercise.wrong.items()]
+        lines += [f"| {cell(exercise, body)} | {in_cell(said)} |" for said, body in exercise.wrong.items()]
     return "\n".join(lines) + "\n"
 
 
-def cell(body):
-    """Code in a cell of a table."""
+def cell(exercise, body):
+    """Code in a cell of a table; of a long body, what differs from the right one."""
     lines = textwrap.dedent(body).strip().splitlines()
-    return "<br>".join(f"`{line}`".replace("|", "\\|") for line in lines)
+    right = textwrap.dedent(source_of(exercise)[1].split(f"{BEGIN}\n")[1].split("### END")[0]).strip().splitlines()
+    note = ""
+    if len(lines) > SHORT:
+        changes = [line for line in difflib.ndiff(right, lines) if line[0] in "+-" and line[1:].strip()]
+        if len(changes) < len(lines):
+            lines, note = changes, "the right answer, with "
+    return note + "<br>".join(f"`{line}`".replace("|", "\\|") for line in lines if line.strip())
 
 
 def in_cell(text):

@@ -52,10 +52,11 @@ DRAWINGS = {
     "loss": lambda **more: plots.loss({"one": run(1), "two": run(2)}, **more),
     "breakdown": lambda **more: plots.breakdown(PEAKS, {"one": run(1), "two": run(2)}, **more),
     "loss_difference": lambda **more: plots.loss_difference({"two": run(2)}, run(1), **more),
+    "passes": lambda **more: plots.passes({"DDP": {"all_reduce": 1.0}}, **more),
     "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
     "convnext": lambda **more: plots.convnext([Stage(8, 16, 32, depth=1)], 64, 128, **more),
 }
-MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext")]
+MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext", "passes")]
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -205,8 +206,23 @@ def test_breakdown_puts_what_was_predicted_beside_what_was_measured():
     assert [label.get_text() for label in ax.get_xticklabels()] == ["one", "two"]
 
 
+def test_a_bound_is_a_dotted_line_with_its_size():
+    ax = plots.breakdown(PEAKS, unit="GB", bound=6e6)
+    (line,) = ax.lines
+    assert (line.get_linestyle(), list(line.get_ydata())) == (":", [pytest.approx(0.006)] * 2)
+    assert "bound\n0.006 GB" in texts_of(ax)
+    assert ax.get_ylabel() == "peak memory of a rank, GB"
+
+
+def test_passes_add_up_by_collective():
+    ax = plots.passes({"DDP": {"all_gather": 0.5, "reduce_scatter": 0.5}, "FSDP": {"all_gather": 1.0}})
+    assert texts_of(ax) == ["0.5", "0.5", "1 in all", "1", "1 in all"]
+    assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 0.5), (0.5, 0.5), (0, 1)]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all-gather", "reduce-scatter"]
+
+
 def test_breakdown_of_theory_alone_has_no_stamp_and_no_frames():
-    ax = plots.breakdown({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held, MB")
+    ax = plots.breakdown({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held")
     assert ax.figure.get_supxlabel() == ""
     assert max(bar.get_y() + bar.get_height() for bar in ax.patches) == pytest.approx(12_000)
     assert {bar.get_linestyle() for bar in ax.patches} == {"solid"}

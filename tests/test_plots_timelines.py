@@ -133,3 +133,13 @@ def test_exposed_and_hidden_add_up_to_all_communication():
     assert [(patch.get_x(), patch.get_width()) for patch in ax.patches] == [(0, 14), (14, 11)] * 2
     assert [text.strip() for text in texts(ax)] == ["14 of 25 ms exposed, 14% of the step"] * 2
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["one", "two"]
+
+
+def test_an_all_gather_too_short_for_its_name_has_it_above():
+    short = [("communication", phase, "layers.7", 60, 0.3) for phase in ("all_gather", "reduce_scatter")]
+    ax = figures.timeline(run(1, short))
+    (label,) = ax.texts
+    assert (label.get_text(), label.get_va()) == ("7", "bottom")
+    assert label.get_position()[0] == pytest.approx(60.15)
+    top = min(row for _, row, _, _ in rectangles(ax))
+    assert label.get_position()[1] < top

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import labkit
+from labkit.checks.fsdp import without
 from labkit.errors import ParameterError, RankFailed
 from labkit.launcher import run as launcher
 from labkit.parallel.halo import Strip, with_halo
@@ -133,6 +134,44 @@ def test_a_policy_chooses_fsdps_units():
     assert count["yours"] == count["layer"] > count["block"]
     with pytest.raises(RankFailed, match="is_unit chose no module of MLPStack"):
         labkit.run("fsdp_wrap", model="mlp_stack", wrap="yours", use={"is_unit": lambda module: False})
+
+
+SMALL_FSDP = {"fsdp": "yours", "model": "mlp_stack"}
+
+
+def test_the_learners_small_fsdp_trains_the_stack():
+    use = solved("02", "small_fsdp")
+    for wrap, ranks in (("block", 2), ("layer", 3), ("root", 2)):
+        parity("fsdp_wrap", nproc=ranks, wrap=wrap, steps=3, use=use, **SMALL_FSDP)
+    sizes = {"device": "cpu", "model": "mlp_stack", "dim": 32, "steps": 3}
+    yours, ours = (labkit.run("fsdp_wrap", **sizes, **how) for how in ({"fsdp": "yours", "use": use}, {"fsdp": 2}))
+    assert losses(yours) == pytest.approx(losses(ours), rel=1e-5)
+    for name in ("all_gather_count", "all_gather_bytes", "reduce_scatter_count", "reduce_scatter_bytes"):
+        assert yours.value(name) == ours.value(name)
+    assert yours.value("end_parameter_bytes") == ours.value("end_parameter_bytes")
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("shard.grad /= ranks", "pass"),
+        (
+            "dist.reduce_scatter_tensor(shard.grad, gradients)",
+            "shard.grad.copy_(gradients.chunk(ranks)[dist.get_rank()])",
+        ),
+    ],
+)
+def test_a_small_fsdp_that_does_not_divide_or_does_not_reduce_fails_parity(line, instead):
+    (right,) = solved("02", "small_fsdp").values()
+    fails_parity("fsdp_wrap", steps=3, use={"small_fsdp": without(right, line, instead)}, **SMALL_FSDP)
+
+
+def test_a_mutant_takes_a_line_that_is_there_once():
+    (right,) = solved("02", "small_fsdp").values()
+    with pytest.raises(ValueError, match=r"'shard\.grad = 0' stands 0 times in small_fsdp"):
+        without(right, "shard.grad = 0")
+    with pytest.raises(ValueError, match=r"stands 3 times in small_fsdp: take a line that stands once"):
+        without(right, "buffer.resize_(0)")
 
 
 def test_encode_and_decode_decide_what_is_gathered():

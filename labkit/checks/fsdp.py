@@ -1,24 +1,45 @@
 """Checks of lab 2, sharding parameters with FSDP."""
 
-from collections.abc import Callable
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import labkit
-from labkit.checks.ask import Verdict, Wrong, call, check_values, exercise, name_of, passed, same, shown
+from labkit.checks.ask import Verdict, Wrong, call, call_in_words, check_values, exercise, name_of, passed, same, shown
 from labkit.checks.on_ranks import on_ranks
-from labkit.checks.ranks.fsdp import experts_of, gradients_of, trained
-from labkit.parallel.fsdp import Wrap
+from labkit.checks.ranks.fsdp import RATE, batch_of, experts_of, gradients_of, trained, two_units
+from labkit.models import catalog
+from labkit.parallel.fsdp import Wrap, drawn_block
+from labkit.parallel.small_fsdp import flat
 from labkit.theory import fsdp as theory
 
 RANKS = 2
 SAME_ORDER = "does every rank call the same all-reduces, in the same order?"
 HINTS = {"SIGABRT": f"the ranks sent gradients of different sizes to each other: {SAME_ORDER}"}  # so gloo answers
+ROLE = {
+    "shared": "All ranks train the shared part together: add up over the ranks, and divide by their number.",
+    "expert's": "Each rank has an expert of its own: nothing of it may travel.",
+}
 CLOSE = {"rtol": 1e-4, "atol": 1e-7}
+SAME_CALLS = "does every rank call the same collectives, in the same order?"
+EMPTY = "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
+SHARD_HINTS = {"SIGSEGV": EMPTY, "out of bounds for storage": EMPTY, "SIGABRT": f"sizes differ: {SAME_CALLS}"}
+POSITION = 4
+"""Where block 0 of the toy model stands in it."""
+WORDS = {
+    "activation": "activations",
+    "temp": "temporary, gradients of activations among it",
+    "unsharded parameter": "gathered parameters",
+}
+KEPT = ("parameter", "gradient", "optstate")
+"""What a rank keeps between steps: no plan that wraps anything changes it."""
 PLAN: dict[str, tuple[Any, ...]] = {
     "wrap": get_args(Wrap),
     "checkpointing": (False, True),
@@ -66,8 +87,225 @@ def all_gathers(answer: Callable[..., int]) -> Verdict:
 
 
 @exercise
+def wire_bytes(answer: Callable[..., float]) -> Verdict:
+    """Exercise 3: bytes that a rank sends over the wire in a step, from (parameter_bytes, ranks, technique)."""
+    ddp = "DDP's all-reduce is a reduce-scatter and an all-gather: two passes."
+    fsdp = "FSDP gathers for the forward pass, gathers again for the backward pass, and reduce-scatters: three passes."
+    kept = "Parameters that are kept after the forward pass are gathered once: two passes, as with DDP."
+    one = "A ring of ranks sends (ranks - 1) / ranks of the bytes in one pass: a rank's own part need not travel to it."
+
+    def right(parameter_bytes: int, ranks: int, technique: str) -> float:
+        gathers = 2 if technique == "fsdp" else 1
+        return int(sum(theory.wire_bytes(parameter_bytes, ranks, all_gathers=gathers).values()))
+
+    cases = [(800, 2, "ddp"), (800, 8, "ddp"), (800, 8, "fsdp"), (800, 8, "kept"), (1600, 4, "fsdp"), (800, 1, "fsdp")]
+    return check_values(answer, right, cases, [ddp, one, fsdp, kept, one, one])
+
+
+@exercise
+def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Verdict:
+    """Exercise 4: shard a unit, on 2 real ranks, which train two steps and are held against one device."""
+    model, plain = nn.Sequential(*two_units()), [nn.Sequential(*two_units()) for _ in range(RANKS)]
+    for index, copy in enumerate(plain):
+        inputs, targets = batch_of(index)
+        (copy(inputs) - targets).square().mean().backward()
+    whole = [flat([p.detach() for p in unit.parameters()], RANKS) for unit in model]
+    own = [[flat([p.grad for p in unit.parameters() if p.grad is not None], RANKS) for unit in copy] for copy in plain]
+    mean = [torch.stack(each).mean(dim=0) for each in zip(*own, strict=True)]
+    after = nn.Sequential(*two_units())
+    for parameter, *each in zip(after.parameters(), *(copy.parameters() for copy in plain), strict=True):
+        parameter.data -= RATE * torch.stack([p.grad for p in each if p.grad is not None]).mean(dim=0)
+
+    def judge(index: int, sent: dict[str, Any]) -> None:
+        inputs, size = batch_of(index)[0], whole[0].nbytes
+        for rank, shards in enumerate(sent["shards"]):
+            for place, (shard, right) in enumerate(zip(shards, whole, strict=True)):
+                _judge_share(rank, place, shard, right)
+        held = sent["held"]
+        _judge_held(held["at rest"], "right after it was sharded", size)
+        first, second = (each(inputs) for each in (model, after))
+        if not same(sent["outputs"][0], first, **CLOSE):
+            said = f"on rank {index}, the forward pass gives another output than one device"
+            raise Wrong(said, hint="The buffer must hold every rank's share, in the order of the ranks.")
+        _judge_held(held["forward"][:1], "after its forward pass", size)
+        for place, gradient in enumerate(sent["gradients"]):
+            _judge_gradient(index, place, gradient, mean[place], [each[place] for each in own])
+        for place, left in enumerate(sent["left"]):
+            if left:
+                said = f"unit {place} still has {left} bytes of whole gradients after the backward pass"
+                raise Wrong(said, expected="expected 0", hint="Set .grad of the unit's own parameters to None.")
+        _judge_held(held["after"], "after the backward pass", size)
+        if not same(sent["outputs"][1], second, **CLOSE):
+            stale = same(sent["outputs"][1], first, **CLOSE)
+            said = "is that of the parameters before the update" if stale else "is another than one device's"
+            raise Wrong(
+                f"on rank {index}, the output after an update {said}",
+                hint="Gather what the shard holds now, in every forward pass: the optimizer has changed it.",
+            )
+        for name, count in {"all_gather": 4, "reduce_scatter": 2}.items():
+            if sent["sent"].get(name, 0) != count:
+                said = f"on rank {index}, {sent['sent'].get(name, 0)} calls of {name} in a step of two units"
+                hint = "A unit is gathered twice, for its forward and its backward pass, and reduced once."
+                raise Wrong(said, expected=f"expected {count}", hint=hint)
+
+    on_ranks(
+        "fsdp",
+        answer,
+        judge=judge,
+        ranks=RANKS,
+        timeout_s=timeout_s,
+        waiting=SAME_CALLS,
+        hints=SHARD_HINTS,
+        what="units",
+    )
+    return passed(f"equal to one device on {RANKS} ranks, and whole parameters are held only where they are used")
+
+
+def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
+    """Whether what the answer gave for a unit is this rank's share of it."""
+    parts, unit = whole.chunk(RANKS), f"on rank {index}, what you return for unit {place}"
+    if not isinstance(shard, Tensor):
+        raise Wrong(f"{unit} is a {shard}, no nn.Parameter", hint="Return the shard; an optimizer will train it.")
+    if shard.shape != parts[0].shape:
+        hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them, one part a rank."
+        raise Wrong(f"{unit} has shape {tuple(shard.shape)}", expected=f"expected {tuple(parts[0].shape)}", hint=hint)
+    if not same(shard, parts[index], **CLOSE):
+        other = next((rank for rank, part in enumerate(parts) if same(shard, part, **CLOSE)), None)
+        seen = "is not its part of the parameters" if other is None else f"is rank {other}'s part"
+        raise Wrong(f"{unit} {seen}", hint="Flatten unit.parameters() in their order; rank r keeps part r.")
+
+
+def _judge_held(held: Sequence[int], moment: str, size: int) -> None:
+    """Whether no unit's whole parameters are in memory."""
+    for place, amount in enumerate(held):
+        if amount:
+            said = f"{moment}, unit {place} still holds {amount} bytes of whole parameters"
+            raise Wrong(said, expected="expected 0", hint=f"Resize the buffer's storage of {size} bytes to 0.")
+
+
+def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, own: Sequence[Tensor]) -> None:
+    """Whether a shard's gradient is its part of the mean over the ranks."""
+    shard = f"on rank {index}, the gradient of unit {place}'s shard"
+    if got is None:
+        raise Wrong(f"{shard} is None", hint="Once the last of the unit's gradients is there, set shard.grad.")
+    known = {
+        "is the sum over the ranks": RANKS * mean,
+        "is the sum, divided twice": mean / RANKS,
+        "is this rank's own": own[index],
+        "is this rank's own, divided": own[index] / RANKS,
+    }
+    seen = {f"{words}, not the mean": each.chunk(RANKS)[index] for words, each in known.items()}
+    seen |= {f"is rank {rank}'s part": part for rank, part in enumerate(mean.chunk(RANKS)) if rank != index}
+    if not same(got, mean.chunk(RANKS)[index], **CLOSE):
+        words = next((words for words, each in seen.items() if same(got, each, **CLOSE)), "is wrong")
+        raise Wrong(f"{shard} {words}", hint="reduce_scatter_tensor adds up; a mean is a sum divided by the ranks.")
+
+
+@exercise
+def peak_bytes(answer: Callable[..., float]) -> Verdict:
+    """Exercise 5: the peak of the small FSDP without activations, from (units, ranks)."""
+    return check_values(
+        answer,
+        lambda units, ranks: int(theory.small_peak_bytes(units, ranks)),
+        [([800], 1), ([800], 2), ([800, 800], 2), ([400, 1600, 800], 4), ([1600, 400, 1600], 8)],
+        [
+            "One rank and one unit: parameters and Adam's two numbers, gradients, and their flat copy.",
+            "Between steps a rank keeps its share of parameters and of Adam's two numbers, of all units.",
+            "Walk from the last unit to the first: shares of gradients pile up, whole ones go.",
+            "The units before this one in the forward pass have no gradients yet.",
+            "Compare the moment of each unit: the largest is the peak.",
+        ],
+    )
+
+
+@exercise
+def gradients_agree(answer: Callable[..., bool]) -> Verdict:
+    """Exercise 6: a test that can fail, from (mine, reference): do gradients by name agree?"""
+    draw = torch.Generator().manual_seed(0)
+    right = {"weight": torch.randn(4, 3, generator=draw), "bias": torch.tensor([2.0, 1e-7, -1.0])}
+
+    def but(**changed: Tensor) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in (right | changed).items()}
+
+    weight, bias = right["weight"], right["bias"]
+    cases = [
+        (True, but(), "the same gradients", "Equal gradients agree."),
+        (True, but(bias=bias + 4e-7), "gradients that rounding moved by 4e-7, where the largest is 2", "Divide the "
+         "largest difference by the largest value of the same reference gradient, and allow 1e-5."),
+        (False, {name: 2 * each for name, each in right.items()}, "gradients twice as large", "Compare values."),
+        (False, but(weight=weight / 2), "one gradient of two half as large", "Every name must agree, not one of them."),
+        (False, but(bias=-bias), "one gradient with the other sign", "A sum of differences may cancel: take abs()."),
+        (False, but(bias=bias + 1e-3), "one gradient off by 1e-3", "1e-3 of 2 is more than 1 part in 100,000."),
+        (False, but(weight=torch.full_like(weight, torch.nan)), "a gradient of NaN", "NaN compares as False with "
+         "everything: ask whether the error is small, not whether it is large."),
+        (False, {"weight": weight}, "a gradient missing", "Compare the names first."),
+        (False, {}, "no gradient at all", "A test that compared nothing must not pass."),
+    ]  # fmt: skip
+    for expected, mine, what, hint in cases:
+        reference = right if mine else {}
+        found = call(answer, mine, reference, in_words=f"for {what}, {name_of(answer)}(mine, reference)")
+        if isinstance(found, Tensor) and found.numel() == 1:
+            found = found.item()
+        if not isinstance(found, bool):
+            raise Wrong(f"for {what}, the answer is {shown(found)}, neither True nor False")
+        if found != expected:
+            raise Wrong(
+                f"{what[0].upper()}{what[1:]}: your test says {found}", expected=f"expected {expected}", hint=hint
+            )
+    return passed(f"{len(cases)} cases agree: it can pass, and it can fail")
+
+
+@exercise
+def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
+    """Exercise 9: tokens from which on communication hides, from (flops_per_s, wire_bytes_per_s, ranks, number_bytes).
+
+    Right to 1 part in a million: the order of the operations is free.
+    """
+    cases = [
+        ((600.0, 1.0, 2, 4), "Three passes, each of (ranks - 1) / ranks of the bytes, at so many bytes a second."),
+        ((1200.0, 1.0, 2, 4), "Arithmetic that is twice as fast hides half as much."),
+        ((600.0, 1.0, 4, 4), "In a ring of 4, a rank sends 3/4 of the parameters in each pass."),
+        ((600.0, 1.0, 4, 2), "A bfloat16 number has 2 bytes."),
+        ((4e14, 4.5e11, 8, 2), "A token takes 6 operations for each parameter; P drops out."),
+    ]
+    for arguments, hint in cases:
+        expected = theory.tokens_to_hide(*arguments)
+        named: dict[str, Any] = dict(
+            zip(("flops_per_s", "wire_bytes_per_s", "ranks", "number_bytes"), arguments, strict=True)
+        )
+        found = call(answer, **named)
+        said = f"{call_in_words(answer, **named)} gave {shown(found)}"
+        if not isinstance(found, Real):
+            raise Wrong(f"{said}, not a number: does every path return?")
+        if abs(float(found) - expected) > 1e-6 * expected:
+            raise Wrong(said, expected=f"expected {expected:,.6g}", hint=hint)
+    return passed(f"{len(cases)} cases agree")
+
+
+def without(function: Callable[..., Any], line: str, instead: str = "pass") -> Callable[..., Any]:
+    """The same function with one line of its text replaced: a mutant, which a good test should catch.
+
+    Raises:
+        ValueError: the line stands there not at all, or more than once.
+    """
+    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    places = [number for number, each in enumerate(lines) if each.strip() == line.strip()]
+    if len(places) != 1:
+        raise ValueError(f"{line!r} stands {len(places)} times in {function.__name__}: take a line that stands once")
+    (place,) = places
+    indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
+    lines[place] = f"{indent}{instead}"
+    text, file = "\n".join(lines) + "\n", f"<{function.__name__} without {line!r}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    known = dict(function.__globals__)
+    exec(compile(text, file, "exec"), known)
+    mutant: Callable[..., Any] = known[function.__name__]
+    return mutant
+
+
+@exercise
 def memory_plan(answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers: int, **setup: Any) -> Verdict:
-    """Exercise 3: choose among ``wrap``, ``checkpointing`` and ``reshard_after_forward`` to stay within two limits.
+    """Exercise 7: choose among ``wrap``, ``checkpointing`` and ``reshard_after_forward`` to stay within two limits.
 
     The plan is launched for real. What a run says of itself moves by some kB from time to time, so the verdict names
     no bytes, and the bound should leave 1 %.
@@ -90,38 +328,45 @@ def memory_plan(answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers:
     except labkit.RunTimedOut as stopped:
         limit = f"{stopped.timeout_s:g} s"
         raise Wrong(f"a run with this plan had no end after {limit}; raise timeout_s if it is only slow") from stopped
-    problems, counted = [], _count(result, "all_gather")
+    counted = _count(result, "all_gather")
     excess = result.value("peak_total_bytes") / bound_bytes - 1
     if excess > 0:
         peaks = result.summary().filter(regex="^peak_(?!total_).*_bytes$").max()
-        largest = str(peaks.idxmax()).removeprefix("peak_").removesuffix("_bytes").replace("_", " ")
+        sizes = {str(name).removeprefix("peak_").removesuffix("_bytes"): size for name, size in peaks.items()}
+        kept = () if result.params["wrap"] == "none" else KEPT
+        largest = max((size, name) for name, size in sizes.items() if name not in kept)[1].replace("_", " ")
         percent = f"{100 * excess:.0f} %" if excess >= 0.005 else "less than 1 %"
-        problems.append(f"the peak is {percent} above the bound, and the largest part of it is {largest}")
+        hint = f"Of the parts that a plan can change, the largest is {WORDS.get(largest, largest)}."
+        raise Wrong(f"the peak is {percent} above the bound", hint=hint)
     if counted > gathers:
-        hint = "large units, and units that stay after the forward pass, are gathered less often"
-        problems.append(f"{counted} all-gathers a step are more than {gathers}: {hint}")
-    if problems:
-        raise Wrong("; ".join(problems))
+        hint = "Large units, and units that stay after the forward pass, are gathered less often."
+        raise Wrong(f"{counted} all-gathers a step are too many", expected=f"at most {gathers}", hint=hint)
     return passed(f"below the bound, with {counted} all-gathers a step, and {gathers} are allowed")
 
 
 @exercise
 def forgotten_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
-    """Exercise 4: the index of the block that a run of fsdp_wrap, started with ``skip``, did not wrap.
+    """Exercise 8: the index of the block that a run of fsdp_wrap, started with ``forget`` or ``skip``, did not wrap.
 
     Raises:
         ValueError: the run skipped no block, or several.
     """
-    forgotten = result.params["skip"]
+    forgotten = tuple(result.params["skip"])
+    entry, seed = catalog.MODELS[result.params["model"]], result.params.get("forget")
+    if seed is not None:
+        forgotten += (drawn_block(seed, sum(entry.classes[name] for name in entry.block_types)),)
     if len(forgotten) != 1:
-        raise ValueError(f"skip = {tuple(forgotten)}: this check takes a run that forgot one block, such as skip=(1,)")
+        raise ValueError(f"skip = {forgotten}: this check takes a run that forgot one block, such as skip=(1,)")
     index = call(answer)
     said = f"{name_of(answer)}() gave {shown(index)}"
     if not isinstance(index, Integral) or int(index) < 0:
         raise Wrong(f"{said}, not the index of a block: count from 0")
+    if index == forgotten[0] + POSITION and result.params["model"] == "toy":
+        hint = f"Blocks 0–8 stand at positions {POSITION}–{POSITION + 8}."
+        raise Wrong(f"{said}: {shown(index)} is its position in the model, not its number", hint=hint)
     if index != forgotten[0]:
-        hint = "The root is gathered once a step, a unit twice: whose shard is missing from all_gather_bytes?"
-        raise Wrong(f"{said}, but block {shown(index)} was wrapped. {hint}")
+        hint = "Above the all-gathers stand the units' positions: which one of 4 to 12 is missing?"
+        raise Wrong(f"{said}, but block {shown(index)} was wrapped or is not there", hint=hint)
     return passed(f"block {index} stayed with the root")
 
 
@@ -147,13 +392,13 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
     if units != blocks:
         missing = "one block" if blocks - units == 1 else f"{blocks - units} blocks"
         problem = f"{missing} stayed with the root" if units < blocks else "more than the blocks was wrapped"
-        raise Wrong(f"{seen}, expected {blocks}: {problem}")
+        raise Wrong(seen, expected=f"expected {blocks}", hint=f"{problem[0].upper()}{problem[1:]}.")
     return passed(f"{seen}, one for each block")
 
 
 @exercise
 def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
-    """Exercise 5: the modules that must share a unit with a block, from (model, block).
+    """Exercise 10: the modules that must share a unit with a block, from (model, block).
 
     They are the block, and the modules outside of it that hold one of its parameters themselves.
     """
@@ -172,13 +417,13 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
             if some
         ]
         if said:
-            raise Wrong(f"{asked} {' and '.join(said)}. {case.hint(missing, extra)}")
+            raise Wrong(f"{asked} {' and '.join(said)}", hint=case.hint(missing, extra))
     return passed(f"{len(cases)} models agree")
 
 
 @exercise
 def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
-    """Exercise 6: average all gradients but the experts' over 2 real ranks, from (model, experts, ranks).
+    """Exercise 11: average all gradients but the experts' over 2 real ranks, from (model, experts, ranks).
 
     Args:
         answer: changes gradients in place.
@@ -203,7 +448,7 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
             }
             if not same(left[name], expected, **CLOSE):
                 seen = next((words for words, each in known.items() if same(left[name], each, **CLOSE)), "is wrong")
-                raise Wrong(f"on rank {index}, the {kind} gradient of {name} {seen}: {rule}")
+                raise Wrong(f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE[kind])
 
     on_ranks("fsdp", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=SAME_ORDER, hints=HINTS)
     return passed(f"equal to one device on {RANKS} ranks: shared gradients averaged, the experts' their own")

@@ -11,6 +11,7 @@ small ones send many small messages.
 Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054); Zhao et al., "PyTorch FSDP", 2023 (arXiv:2304.11277).
 """
 
+import random
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
@@ -120,6 +121,11 @@ def apply_fsdp(
     if prefetch:
         gather_ahead(model, units)
     return model, units
+
+
+def drawn_block(seed: int, blocks: int) -> int:
+    """The block, counted from 0, that a seed draws: so a notebook can ask which it is without having named it."""
+    return random.Random(seed).randrange(blocks)
 
 
 def init_model(

@@ -89,16 +89,21 @@ def _slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
 
 
 def _draw(ax: Axes, bar: Any, top: float, height: float) -> None:
-    """One bar, with the last part of its name if it fits in."""
+    """One bar, with the last part of its name if it fits in; above it, if it is an all-gather."""
     colour = COLOURS.get(bar.phase, style.GREY)
     ax.broken_barh([(bar.start, bar.length)], (top, height), facecolors=colour, edgecolor="white", linewidth=0.4)
-    text = bar.name.rpartition(".")[2]
-    left, right = ax.get_xlim()
-    points = ax.get_window_extent().width * 72 / ax.figure.dpi * bar.length / (right - left)
-    if text and points > LETTER_POINTS * len(text) + 2:
+    text, middle = bar.name.rpartition(".")[2], bar.start + bar.length / 2
+    if text and _points(ax, bar.length) > LETTER_POINTS * len(text) + 2:
         tint = "white" if colour in (style.BLUE, style.GREEN) else "black"
-        middle = bar.start + bar.length / 2, top + height / 2
-        ax.text(*middle, text, ha="center", va="center", fontsize=8, color=tint)
+        ax.text(middle, top + height / 2, text, ha="center", va="center", fontsize=8, color=tint)
+    elif text and bar.phase == "all_gather":  # what a unit is gathered with says which unit it is
+        ax.text(middle, top, text, ha="center", va="bottom", fontsize=7)
+
+
+def _points(ax: Axes, length: float) -> float:
+    """A time of the axis, in points of the figure."""
+    left, right = ax.get_xlim()
+    return float(ax.get_window_extent().width * 72 / ax.figure.dpi * length / (right - left))
 
 
 def _legend(ax: Axes, phases: set[str], result: RunResult) -> None:

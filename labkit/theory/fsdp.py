@@ -30,6 +30,43 @@ def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
     return {"parameter": parameter, "gradient": gradient, "optimizer": 2 * optimizer}
 
 
+def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
+    """Bytes that a rank sends over the wire in one training step, in a ring, by collective.
+
+    One pass over the parameters, an all-gather or a reduce-scatter, sends (ranks - 1) / ranks of their bytes: what the
+    other ranks need. FSDP makes two all-gathers (one without resharding) and a reduce-scatter. DDP's all-reduce is one
+    of each, so ``all_gathers=1`` is DDP too. Source: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 7.
+    """
+    one_pass = (ranks - 1) / ranks * parameter_bytes
+    return {"all_gather": all_gathers * one_pass, "reduce_scatter": one_pass}
+
+
+def small_peak_bytes(units: Sequence[int], ranks: int) -> float:
+    """The most that a rank holds in a step of ``parallel.small_fsdp``, without activations.
+
+    Args:
+        units: bytes of each unit's parameters, float32, in the order of the forward pass; the ranks divide them.
+        ranks: who share them.
+
+    A rank keeps its share of parameters and of Adam's two numbers. The backward pass goes from the last unit to the
+    first. In each, the rank holds the flat copy of the unit's gradients and gloo's working copy of it (before that, the
+    gradients themselves), and its share of the gradients from this unit on.
+    """
+    kept = 3 * sum(units) / ranks
+    return kept + max(2 * size + sum(units[index:]) / ranks for index, size in enumerate(units))
+
+
+def tokens_to_hide(flops_per_s: float, wire_bytes_per_s: float, ranks: int, number_bytes: int = 2) -> float:
+    """Tokens of a rank in a step from which on FSDP's communication can hide behind its arithmetic.
+
+    Training takes about 6 operations for each parameter and token (2 forward, 4 backward), and three passes over the
+    parameters. The number of parameters is on both sides and drops out. Source of the 6: Kaplan et al., "Scaling laws
+    for neural language models", 2020 (arXiv:2001.08361).
+    """
+    seconds_per_parameter = 3 * number_bytes * (ranks - 1) / ranks / wire_bytes_per_s
+    return seconds_per_parameter * flops_per_s / 6
+
+
 def shard_elements(shape: Sequence[int], ranks: int) -> int:
     """Numbers that the fullest rank keeps of a parameter cut along its first dimension: ceil(rows / ranks) rows."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
@@ -159,8 +196,23 @@ def step_peak(
     return peak | {"total": sum(peak.values())}
 
 
+def whole_step_peak(layers: Sequence[Layer], samples: int) -> dict[str, int]:
+    """The same for DDP, where every rank holds everything: gradients stay where they were made, and at the end of the
+    backward pass a flat bucket (temp) holds all of them once more, for the all-reduce.
+    """
+    walk = _WholeWalk(layers, samples, ranks=1, reshard=False, checkpointing=False)
+    walk.forward()
+    walk.backward()
+    walk.take("temp", walk.now["gradient"])
+    peak = {category: size for category, size in walk.peak.items() if size}
+    return peak | {"total": sum(peak.values())}
+
+
 class _Walk:
     """What one training step allocates and frees, event by event, as ``fully_shard`` orders them."""
+
+    made_as = "temp"
+    """Category of a parameter's whole gradient."""
 
     def __init__(self, layers: Sequence[Layer], samples: int, ranks: int, reshard: bool, checkpointing: bool):
         self.layers, self.samples, self.reshard, self.checkpointing = layers, samples, reshard, checkpointing
@@ -243,7 +295,7 @@ class _Walk:
         self.free(kept_as, out)
         if not first:
             self.take("temp", before)
-        self.take("temp", FLOAT * sum(math.prod(shape) for shape in layer.shapes))
+        self.take(self.made_as, FLOAT * sum(math.prod(shape) for shape in layer.shapes))
         self.free("temp", out)
 
     def _gather(self, unit: str) -> None:
@@ -282,3 +334,21 @@ class _Walk:
         self.free("temp", gradients)
         self.take("gradient", kept)
         self.reducing = full
+
+
+class _WholeWalk(_Walk):
+    """The same where nothing is gathered, freed or reduced."""
+
+    made_as = "gradient"
+
+    def _gather(self, unit: str) -> None:
+        pass
+
+    def _gather_again(self, unit: str, ahead: str) -> None:
+        pass
+
+    def _release(self, unit: str) -> None:
+        pass
+
+    def _reduce(self, unit: str) -> None:
+        pass

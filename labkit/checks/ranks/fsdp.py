@@ -1,16 +1,25 @@
-"""On a rank: a learner's function averages gradients beside an expert. Every rank has its own expert and data."""
+"""On a rank: a learner's functions shard a small model, or average gradients beside an expert."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.models.moe import MixtureOfExperts
+from labkit.rank.traffic import CommunicationCounter
+
+WIDTH, INNER, ROWS, RATE = 4, 5, 3, 0.1
 
 
-def feed(answer: Callable[..., None]) -> dict[str, Any]:
+def feed(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
+    """Call the answer; ``what`` is "experts" or "units"."""
+    return sharded(answer) if what == "units" else averaged(answer)
+
+
+def averaged(answer: Callable[..., None]) -> dict[str, Any]:
     """Call the answer once, with the model, its experts' parameters and the number of ranks.
 
     Returns:
@@ -20,6 +29,79 @@ def feed(answer: Callable[..., None]) -> dict[str, Any]:
     parameters = dict(model.named_parameters())
     answer(model, {parameters[name] for name in experts_of(model)}, dist.get_world_size())
     return {name: parameter.grad for name, parameter in parameters.items()}
+
+
+class Probe(nn.Module):
+    """Stands between two units, and calls a function when the forward or backward pass comes by."""
+
+    def __init__(self, passed: Callable[[str], None]):
+        super().__init__()
+        self.passed = passed
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passed("forward")
+        x = x.view_as(x)  # a tensor of its own, so that no hook of a unit comes first
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.passed("backward"))
+        return x
+
+
+def sharded(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """Let the answer shard each unit of a small model, and train two steps.
+
+    Returns:
+        ``shards`` of each rank as they were at first, or the type of what is none; ``gradients`` after the first
+        backward pass; ``outputs`` of both steps; ``held``, bytes of each unit's whole parameters, by moment; ``left``,
+        bytes of its whole gradients after the backward pass; ``sent``, calls of each collective in the first step.
+    """
+    warnings.filterwarnings("ignore", message=".*is deprecated")
+    units, (inputs, targets) = two_units(), batch_of(dist.get_rank())
+    held: dict[str, list[int]] = {}
+
+    def look(moment: str) -> None:
+        held[moment] = [bytes_of(unit) for unit in units]
+
+    shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
+    everyone: list[Any] = [None] * ranks
+    given = [each.detach().clone() if isinstance(each, nn.Parameter) else type(each).__name__ for each in shards]
+    dist.all_gather_object(everyone, given)
+    first: dict[str, Any] = {"shards": everyone}
+    wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
+    if not all(isinstance(each, Tensor) and each.shape == wanted for rank in everyone for each in rank):
+        return first  # nothing to train
+    look("at rest")
+    model = nn.Sequential(units[0], Probe(look), units[1])
+    with CommunicationCounter() as traffic:
+        output = model(inputs)
+        (output - targets).square().mean().backward()
+    look("after")
+    first["gradients"] = [None if shard.grad is None else shard.grad.clone() for shard in shards]
+    left = [sum(p.grad.nbytes for p in unit.parameters() if p.grad is not None) for unit in units]
+    with torch.no_grad():
+        for shard in shards:
+            if shard.grad is not None:
+                shard -= RATE * shard.grad
+        outputs = [output, model(inputs)]
+    return first | {"outputs": outputs, "held": held, "left": left, "sent": dict(traffic.counts)}
+
+
+def bytes_of(unit: nn.Module) -> int:
+    """Memory behind a unit's parameters."""
+    memory = [parameter.untyped_storage() for parameter in unit.parameters()]
+    return sum({each._cdata: each.nbytes() for each in memory}.values())
+
+
+def two_units() -> list[nn.Sequential]:
+    """Equal on all ranks; each has 49 numbers, which 2 ranks do not divide."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(2)]
+
+
+def batch_of(index: int) -> tuple[Tensor, Tensor]:
+    """Rank ``index``'s inputs and targets."""
+    draw = torch.Generator().manual_seed(index)
+    return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
 
 
 def trained(index: int) -> MixtureOfExperts:
