@@ -155,14 +155,14 @@ x = 10 * int(os.environ["RANK"])
 x
 
 # %% [markdown]
-# So far nobody can talk. `init_process_group` lets each rank find the others. It returns when all have arrived. It may name
-# the library that shall move the bytes.
+# So far nobody can talk. `init_process_group` lets each rank find the others, and may name the library that shall move the
+# bytes. The barrier in the second line waits for all ranks: who leaves while another is still connecting, lets it fail.
 
 # %%
 # %%torchrun -n 4
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-f"{dist.get_backend()}: rank {rank} of {dist.get_world_size()}"
+dist.barrier()
+f"{dist.get_backend()}: rank {dist.get_rank()} of {dist.get_world_size()}"
 
 # %% [markdown]
 # This library is the **backend**: *gloo* between CPUs, *NCCL* between NVIDIA GPUs. Whoever names none gets both, each for
@@ -177,6 +177,7 @@ dist.init_process_group()
 groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 x = torch.tensor(dist.get_rank())
 dist.all_reduce(x, group=groups[dist.get_rank() // 2])  # the sum over the group
+dist.barrier()
 x
 
 # %% [markdown]
@@ -219,6 +220,7 @@ dist.all_reduce(torch.ones(1))
 dist.init_process_group()
 x = torch.arange(3.0) if dist.get_rank() == 0 else torch.zeros(3)
 dist.send(x, dst=1) if dist.get_rank() == 0 else dist.recv(x, src=0)
+dist.barrier()
 x
 
 # %% [markdown]
