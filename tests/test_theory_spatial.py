@@ -165,7 +165,7 @@ def test_all_reduces_of_a_step():
 def test_bytes_of_an_all_reduce():
     assert collectives.all_reduce_bytes(10) == 40
     assert collectives.all_reduce_bytes(10, element_bytes=2) == 20
-    assert [collectives.ring_all_reduce_bytes(1000, ranks) for ranks in (1, 2, 4)] == [0, 1000, 1500]
+    assert [collectives.wire_bytes("all_reduce", 1000, ranks) for ranks in (1, 2, 4)] == [0, 1000, 1500]
 
 
 def test_time_of_a_message():

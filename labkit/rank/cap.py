@@ -11,7 +11,10 @@ import torch
 from labkit.errors import MemoryCapExceeded
 
 MIB = 2**20
-REFUSALS = ("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation", "could not create a memory")
+REFUSALS = (
+    *("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation"),
+    *("could not create a memory", "could not create a primitive"),  # oneDNN's
+)
 
 
 @contextlib.contextmanager

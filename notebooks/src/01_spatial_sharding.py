@@ -408,7 +408,7 @@ claim("to the byte", all(local.value(name) == expected for name, expected in pre
 
 # %%
 halos_sent, reduced = local.value("send_bytes"), local.value("all_reduce_bytes")
-on_wire = collectives.ring_all_reduce_bytes(int(reduced), RANKS)
+on_wire = collectives.wire_bytes("all_reduce", int(reduced), RANKS)
 print(f"halos: {halos_sent:,.0f} bytes handed over, and as many on the wire")
 print(f"all-reduces: {reduced:,.0f} bytes handed over, {on_wire:,.0f} on the wire in a ring of {RANKS}")
 
@@ -1076,7 +1076,7 @@ def ladder(plain_s: float, stages: list, batch: int, bucket: int, line: collecti
     step = partial(function, alpha_s=line.alpha_s, beta_s_per_byte=line.beta_s_per_byte)
     steps = {1: (plain_s, 0.0)}
     for ranks in (2, 4, 8):
-        bucket_on_wire = collectives.ring_all_reduce_bytes(bucket, ranks)
+        bucket_on_wire = collectives.wire_bytes("all_reduce", bucket, ranks)
         steps[ranks] = plain_s / ranks, step(0, ranks, exchanges, halo) + step(0, ranks, 2, bucket_on_wire / 2)
     return steps
 

@@ -18,6 +18,7 @@ import inspect
 
 import pandas
 import torch
+from matplotlib import pyplot
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import relu, softmax
@@ -77,12 +78,12 @@ def places(tp):
 
 # %%
 first, second = torch.arange(16.0).reshape(4, 4), torch.arange(16.0, 32.0).reshape(4, 4)
-pieces = {
-    "first: a rank has rows": first.chunk(2),
-    "second: a rank has columns": second.chunk(2, dim=1),
-}
-held = {name: dict(enumerate(part.numpy() for part in cut)) for name, cut in pieces.items()}
-_ = plots.shards(held, dict(zip(held, ([[0], [1]], [[0, 1]]), strict=True)))
+cuts = {"rows of first": (first, first.chunk(2)), "columns of second": (second, second.chunk(2, dim=1))}
+figure, panels = pyplot.subplots(1, 4, figsize=(10, 2.6), layout="constrained")
+for axes, (name, (weight, parts)) in zip((panels[:2], panels[2:]), cuts.items(), strict=True):
+    held = dict(enumerate(part.numpy() for part in parts))
+    plots.shards(weight.numpy(), {f"{name}, by rank": held}, axes=axes)
+    axes[0].set_title(name.split()[-1], fontsize=10, loc="left")
 
 # %% [markdown]
 # *The four inner features on two ranks. Rows of the first weight and columns of the second belong together.*
