@@ -395,7 +395,7 @@ def test_an_answer_on_two_ranks_is_judged_by_what_it_does(name, answer):
 
 def test_the_right_answer_passes_on_ranks(answer):
     verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
-    assert repr(verdict) == "passed: equal to one device on 2 ranks: shared gradients averaged, the experts' their own"
+    assert repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' are untouched"
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

@@ -451,7 +451,7 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
                 raise Wrong(f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE[kind])
 
     on_ranks("fsdp", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=SAME_ORDER, hints=HINTS)
-    return passed(f"equal to one device on {RANKS} ranks: shared gradients averaged, the experts' their own")
+    return passed(f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' are untouched")
 
 
 def _refused(plan: object) -> str:

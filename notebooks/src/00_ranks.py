@@ -76,8 +76,8 @@ print(
 )
 
 # %% [markdown]
-# So many devices must share the work, and the memory. All labs of this course are about how they share. They then have to
-# talk: this lab is about the talking.
+# Hence several devices must share the work, and the memory. All labs of this course are about how they share. They then
+# have to talk: this lab is about the talking.
 
 # %% [markdown]
 # ## 2. The code you would write (core, 4 minutes)
@@ -115,9 +115,10 @@ if rank == 0:
 dist.destroy_process_group()
 
 # %% [markdown]
-# Little is new: `init_process_group`, the rank, the wrapper, `all_reduce`, `destroy_process_group`. The sections below take
-# them apart. In section 8 you do the wrapper's work by hand. On a machine with GPUs each rank takes one, with
-# `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))`, and model and samples go there. Nothing else changes.
+# Little is new: `init_process_group`, the rank, the wrapper `DistributedDataParallel` (*DDP*), `all_reduce`,
+# `destroy_process_group`. The sections below take them apart. In section 8 you do the wrapper's work by hand. On a
+# machine with GPUs each rank takes one, with `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` (its number on its
+# machine), and model and samples go there. Nothing else changes.
 #
 # Here is a measured version of such a training, on a larger network: four linear layers, each `DIM` wide.
 
@@ -133,6 +134,10 @@ claim("these are the gradients, once", trained.value("all_reduce_bytes") == grad
 
 # %% [markdown]
 # ## 3. What a rank is (core, 6 minutes)
+#
+# Each `%%torchrun` cell starts new processes, which remember nothing of earlier cells. For brevity the magic brings
+# `torch`, `dist` and the modules that the notebook imported, and shows each rank's last line. In a `train.py` you write
+# the imports and `destroy_process_group` yourself.
 #
 # A **rank** is one process of a run, and also its number, from 0. The number of ranks is the **world size**. `torchrun`
 # starts the processes and tells each its number in an environment variable. Look at them start: each has a process id of
@@ -155,8 +160,9 @@ x = 10 * int(os.environ["RANK"])
 x
 
 # %% [markdown]
-# So far nobody can talk. `init_process_group` lets each rank find the others, and may name the library that shall move the
-# bytes. The barrier in the second line waits for all ranks: who leaves while another is still connecting, lets it fail.
+# In these cells nobody can talk yet. `init_process_group` lets each rank find the others, and may name the library that
+# shall move the bytes. The barrier in the second line waits for all ranks: a rank that exits while another is still
+# connecting makes that one fail.
 
 # %%
 # %%torchrun -n 4
@@ -165,8 +171,8 @@ dist.barrier()
 f"{dist.get_backend()}: rank {dist.get_rank()} of {dist.get_world_size()}"
 
 # %% [markdown]
-# This library is the **backend**: *gloo* between CPUs, *NCCL* between NVIDIA GPUs. Whoever names none gets both, each for
-# its tensors. The calls are the same.
+# This library is the **backend**: *gloo* between CPUs, *NCCL* between NVIDIA GPUs. If you name none, PyTorch takes gloo
+# for CPU tensors and, on NVIDIA GPUs, NCCL for theirs. The calls are the same.
 #
 # The ranks that talk with each other are a **process group**. At first there is one, with everybody. `new_group` makes
 # smaller ones. Every rank makes all of them, in the same order, and then talks within its own:
@@ -194,7 +200,8 @@ dist.barrier()
 f"waited for more than half a second: {time.perf_counter() - start > 0.5}"
 
 # %% [markdown]
-# Training needs hardly any barrier: every collective waits for all ranks by itself.
+# Training needs hardly any barrier: no rank gets the result of an all-reduce before all have joined. (On GPUs the call
+# itself returns at once; the GPU waits.)
 #
 # **What happens when a rank fails?** The others cannot go on without it. `torchrun` ends them all. The next cell fails on
 # purpose, and shows in red how that looks. Rank 1 alone is at fault; the others waited for it.
@@ -237,14 +244,16 @@ dist.send(torch.tensor([float(rank)]), (rank + 1) % ranks)
 
 # %% [markdown]
 # All stand in `recv`. Each waits for a message that its neighbour would send next, and nobody gets there. That is a
-# **deadlock**. There is no error. Nothing is printed, and a processor may even look busy.
+# **deadlock**. There is no error until a timeout strikes, by default after 30 minutes with gloo and 10 with NCCL. Until
+# then nothing is printed, and a GPU may even look busy.
 #
-# **What does a hang mean?** Some rank waits for something that no other will send. Either ranks wait in a circle, as here,
-# or they went different ways: one called a collective that another never reached. So look where *each* rank is. Without
-# this magic, `py-spy dump` shows a process's stack.
+# **What does a hang mean?** Some rank waits for something that no other will send. Either ranks wait in a circle, as
+# here, or they went different ways: one called a collective that another never reached. So look where *each* rank is.
+# Without this magic, `py-spy dump --pid …` shows a process's stack.
 #
 # The way out: start everything, and wait afterwards. `dist.isend` and `dist.irecv` return at once, with a handle. Its
 # `wait()` returns when the message is through. A received tensor must not be read before, a sent one not be changed.
+# Between GPUs, give both to `dist.batch_isend_irecv`: NCCL may hang when they are started one by one.
 #
 # ### Exercise 1: mend the circle (••, 8 minutes)
 #
@@ -279,9 +288,9 @@ def shift(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 checks.shift(shift)
 
 # %% [markdown]
-# Blocking calls can do it, too: even ranks send first, odd ranks receive first. But where all ranks *send* first, it
-# depends. A small message may fit into some buffer, and the sender goes on. A large one waits for its receiver. Such
-# programs work in a test and hang in earnest.
+# Blocking calls can close the circle, too: even ranks send first, odd ranks receive first. But where all ranks *send*
+# first, it depends. A small message may fit into some buffer, and the sender goes on. A large one waits for its
+# receiver. Such programs work in a test and hang in real training.
 
 # %% [markdown]
 # ## 5. Five collectives, drawn (core, 10 minutes)
@@ -329,7 +338,7 @@ claim("every rank holds the sum", bool((after == before.sum(0)).all()) and after
 # A broadcast gives all ranks the same weights at the start. An all-reduce adds up the gradients.
 #
 # The other three cut tensors into parts, one for each rank. In a **reduce-scatter** the tensors are added up, place by
-# place, and cut into as many parts as there are ranks. Rank r keeps part r of the sum alone.
+# place, and cut into as many parts as there are ranks. Rank r keeps only part r of the sum.
 #
 # ### Exercise 2: what does a rank hold? (•, 4 minutes)
 #
@@ -403,13 +412,15 @@ yours = [after_reduce_scatter(before.tolist(), rank) or "–" for rank in range(
 pandas.DataFrame({"yours": yours, "held": after.tolist()}, index=[f"rank {rank}" for rank in range(4)])
 
 # %% [markdown]
+# *FSDP*, fully sharded data parallel, keeps only a part of each parameter on a rank.
+#
 # | collective | where you will meet it |
 # |---|---|
 # | broadcast | equal weights at the start |
-# | all-reduce | gradients of data-parallel training; halves of tensor parallelism (lab 5) |
-# | all-gather | parameters of FSDP before they compute (lab 2) |
+# | all-reduce | gradients of data-parallel training; partial sums of tensor parallelism (lab 5) |
+# | all-gather | parameters of FSDP, just before a layer computes (lab 2) |
 # | reduce-scatter | gradients of FSDP |
-# | all-to-all | tokens to their experts |
+# | all-to-all | mixture of experts: each token goes to the rank that holds its expert |
 #
 # ### An all-reduce is two collectives (optional, 8 minutes)
 #
@@ -418,7 +429,7 @@ pandas.DataFrame({"yours": yours, "held": after.tolist()}, index=[f"rank {rank}"
 #
 # **all-reduce = reduce-scatter + all-gather**
 #
-# That is not only arithmetic. It is how fast libraries do it, and FSDP pulls the two apart in time.
+# That is not only arithmetic. It is how a ring does it (section 6), and FSDP pulls the two apart in time.
 #
 # ### Exercise 3: verify it (optional, ••, 8 minutes)
 #
@@ -453,13 +464,16 @@ checks.all_reduce_in_two(all_reduce_in_two)
 #
 # - **Handed to the call**: the size of the tensor that a rank gives to the collective. labkit counts it, as
 #   `all_reduce_bytes`, `all_gather_bytes` and so on.
-# - **On the wire**: the bytes that leave a rank for it. The name then says so: `all_reduce_wire_bytes`. labkit computes it
-#   from the bytes handed to the call and the number of ranks, for a ring.
+# - **On the wire**: the bytes that leave a rank for it. The name then says so: `all_reduce_wire_bytes`. labkit computes
+#   it from the bytes handed to the call and the number of ranks: for a ring, and for all-to-all and send straight to
+#   the receiver.
 #
-# What is a ring? Each rank sends to the next only, and all at the same time. For a reduce-scatter the tensor is cut into as
-# many parts as there are ranks. In the first step rank r sends its part r to the next rank, which adds its own numbers to
-# it. In the second step that rank sends the partial sum on, and so forth. After ranks - 1 steps every part has met all
-# ranks. In an all-gather the finished parts go around once more, in as many steps.
+# What is a ring? Each rank sends to the next only, and all at the same time. For a reduce-scatter the tensor is cut
+# into as many parts as there are ranks. In the first step rank r sends its part r to the next rank, which adds its own
+# numbers to it. In the second step that rank sends the partial sum on, and so forth. After ranks - 1 steps every part
+# has met all ranks. In an all-gather the parts go around in the same way and nothing is added, again in ranks - 1
+# steps. A ring all-reduce is the one and then the other: first a reduce-scatter, then an all-gather of the finished
+# parts.
 #
 # | collective | handed to the call | on the wire of n ranks |
 # |---|---|---|
@@ -513,8 +527,9 @@ by_theory = {
 plots.table(trained, by_theory, yours=mine)
 
 # %% [markdown]
-# *One training step. With two ranks the two numbers agree. With many ranks nearly twice the tensor is on the wire, however
-# many there are: that is why data-parallel training scales.*
+# *One training step. labkit counted the first row. It computed the second from that, so this row checks your formula,
+# not the wire (look at the wire below, and in section 9). With two ranks the two numbers agree. With many ranks each
+# sends nearly twice the tensor, and never more: one reason why data-parallel training scales.*
 
 # %%
 ranks = [2, 4, 8, 64, 1024]
@@ -524,9 +539,9 @@ pandas.DataFrame({"on the wire / handed to the call": factors}, index=pandas.Ind
 # %% [markdown]
 # ### Look at the wire (optional, 3 minutes)
 #
-# Is that so? On Linux one can look. The ranks of this machine talk over its loopback interface, and the system counts the
-# bytes on it. Each line is one collective of a 4 MB tensor on four ranks: what left all four together, over what four rings
-# would send.
+# Is that so? On Linux one can look. The ranks of this machine talk over its loopback interface, and the system counts
+# the bytes on it. Each line is one collective of a 4 MB tensor on four ranks: what left all four together, beside what
+# a ring of four ranks sends.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --use theory
@@ -565,10 +580,11 @@ for name, collective in calls.items():
 # %% [markdown]
 # ## 7. What a message costs (core, 5 minutes, and 8 for an optional exercise)
 #
-# A message has two costs. Each takes a **latency**, alpha: ranks wake up, agree and wait for each other. And each byte takes
-# its time, beta; 1 / beta is the **bandwidth**. So n messages of b bytes in all take
+# A message, here one whole all-reduce, has two costs. Each message takes a **latency**, alpha: ranks wake up, agree and
+# wait for each other. And each byte takes its time, beta; 1 / beta is the **bandwidth**. Alpha and beta belong to this
+# collective and this number of ranks. So m messages of b bytes in all take
 #
-# `n * alpha + b * beta`
+# `m * alpha + b * beta`
 #
 # This is Hockney's model of 1994. It leaves out much, and still decides most questions about messages.
 #
@@ -630,7 +646,7 @@ claim("1024 times the bytes take far less than 1024 times as long", times[2**20]
 # In most runs small messages lie near the horizontal line, alpha: they cost their latency, whatever their size. Large ones
 # pay by the byte. Where the two costs are equal, a message has alpha / beta bytes.
 #
-# Your own fit predicts the same 4 MiB in more and more messages. Without one, labkit's does.
+# Your own fit predicts how long the same 4 MiB take in more and more messages. Without one, labkit's does.
 
 # %% tags=["nbval-ignore-output"]
 found = fitted(message_rounds(messages).groupby(level=0).agg(list).to_dict())
@@ -640,7 +656,9 @@ ax = plots.pieces(messages, network=network)
 
 # %% [markdown]
 # *The same bytes in 1 to 64 messages. The bytes cost the same in all; what grows is the number of latencies. The dashed
-# lines are predicted from alpha and beta of single messages.*
+# lines are predicted from alpha and beta of single messages. Exercise 5 uses two sizes and labkit's line all seven, so
+# the two fits differ. So do two measurements of the same 4 MiB, seconds apart: on shared cores, trust the trend and not
+# the second digit.*
 
 # %% tags=["claim"]
 pieces = message_times(messages, "pieces")
@@ -659,11 +677,11 @@ plots.table(messages, {"pieces_64_ms": network.seconds(2**22, messages=64) * 1e3
 # %% [markdown]
 # ## 8. Data-parallel training by hand (core, 10 minutes)
 #
-# Section 2 had `DistributedDataParallel`. It does two things. It broadcasts rank 0's weights, so that all ranks begin equal.
-# And in each step it replaces every gradient by its mean over the ranks.
+# Section 2 had `DistributedDataParallel`. Two things that it does matter here. It broadcasts rank 0's weights, so that
+# all ranks begin equal. And in each step it replaces every gradient by its mean over the ranks.
 #
-# Why the mean? The loss of a batch is a mean over its samples. If n ranks have equally many samples, the mean over all of
-# them is the mean of the ranks' means. A gradient is linear in the loss, so the same holds for it. All ranks then take the
+# Why the mean? The loss of a batch is a mean over its samples. If n ranks have equally many samples, the mean over all
+# of them is the mean of the ranks' means. The gradient of a mean is the mean of the gradients. All ranks then take the
 # same step, and stay equal without another word.
 #
 # ### Exercise 6: ten lines (••, 10 minutes)
@@ -707,7 +725,8 @@ checks.train(train)
 # %% [markdown]
 # ## 9. Build it: a ring all-reduce (core, 20 minutes)
 #
-# The heart of it all. You write what gloo and NCCL do, of sends and receives alone, and a network trains with it.
+# The heart of it all. You write the ring that gloo and NCCL use for large tensors, with nothing but sends and receives,
+# and a network trains with it.
 #
 # Cut the tensor into as many parts as there are ranks. All ranks do the same thing in each step: send one part to the next
 # rank, receive one from the rank before. In the first half, what arrives is added. This is who sends which part, on four
@@ -741,9 +760,10 @@ give(
 _ = plots.held(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
-# *Light grey numbers are sums over some ranks; their digits tell which: in 220 are ranks 1 and 2. After step 2 every rank
-# holds one dark number, a part of the sum over all: that is a reduce-scatter. Then these go around until all ranks hold
-# all: an all-gather.*
+# *Steps 1 and 4 are not drawn. Light grey numbers ("over some") are sums over some ranks; their digits tell which: in
+# 220 are ranks 1 and 2. After step 2 every rank holds one dark number, a part of the sum over all: that is a
+# reduce-scatter, shifted by one: rank r holds part r + 1, where `dist.reduce_scatter` would leave part r. Then these go
+# around until all ranks hold all: an all-gather.*
 
 # %% tags=["claim"]
 halfway, end = (torch.stack([rank.gave["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
@@ -797,9 +817,10 @@ verdict = checks.ring_all_reduce(ring_all_reduce)
 verdict
 
 # %% [markdown]
-# Now it trains. `averaging_with` makes a DDP of any all-reduce: PyTorch calls `average` whenever a gradient is complete.
-# `use=` hands it to the program of section 2, in place of its own `data_parallel`. While exercise 7 is open, gloo's
-# all-reduce stands in for yours.
+# Now it trains. `averaging_with` makes the averaging half of DDP of any all-reduce: PyTorch calls `average` whenever a
+# gradient is complete. No broadcast is needed here: the program starts all ranks from one seed. `use=` hands it to the
+# program of section 2, in place of its own `data_parallel`. While exercise 7 is open, gloo's all-reduce stands in for
+# yours.
 
 
 # %%
@@ -853,7 +874,8 @@ plots.table(ring_run, by_theory, yours=mine, tolerance=0.02)
 # *A real network trained with your all-reduce. What your ring handed to its sends is what section 6 computed for the wire.*
 #
 # **Is it right?** A loss that falls proves nothing. So `check="parity"` trains the same network on one device that goes
-# through all ranks' samples, and compares every gradient and every weight after a step.
+# through all ranks' samples. Over two steps it compares the output and all 8 gradients of each, and the 8 weights at
+# the end: 26 tensors.
 
 
 # %%
@@ -902,9 +924,9 @@ parity(broken_ring)
 # %% [markdown]
 # ### A test that cannot fail
 #
-# Here is a test of averaging that looks reasonable: compute the gradient once as it is and once averaged over the ranks, and
-# compare. First all ranks use the same samples, as a careless test with a fixed seed does. Then each has its own. Before
-# you run it: in which case does the test notice that somebody forgot the all-reduce?
+# Suppose somebody forgot the all-reduce. A test compares the gradient of that code with the right one, averaged over
+# the ranks; it should fail. First all ranks use the same samples, as a careless test with a fixed seed does; then each
+# has its own. Before you run it: in which case does the test fail?
 
 # %%
 # %%torchrun -n 4
@@ -934,17 +956,18 @@ f"without the all-reduce the test passes: {equal} with equal samples, {own} with
 # %% [markdown]
 # ## 11. When does it pay? (core, 6 minutes, and 6 for an optional exercise)
 #
-# Data-parallel training adds an all-reduce to each step. It pays as long as a rank computes longer than it sends. A step
-# of forward and backward pass takes about 6 operations for each parameter and each sample, or token of a text. So for P
-# parameters, T tokens on each rank, F operations a second and a bandwidth of B bytes a second
+# Data-parallel training adds an all-reduce to each step. Let us say that it pays well while a rank computes longer than
+# it sends. At equality, if nothing overlaps, half of each step goes into sending, and n ranks do the work of n / 2. A
+# step of forward and backward pass takes about 6 operations for each parameter of a linear layer and each sample, or
+# token of a text. So for P parameters, T tokens on each rank, F operations a second and a bandwidth of B bytes a second
 #
 # `6 * P * T / F  >  2 * (n - 1) / n * bytes of a gradient * P / B`
 #
 # P stands on both sides. What counts is the batch *of a rank*: T must be large enough. If the all-reduce runs during the
 # backward pass, as in DDP, it can hide behind that, which is two thirds of the computing. Lab 4 looks at what hides.
 #
-# First this machine. The speed F comes from a run on one rank with all cores; `RANKS` ranks share them. The bandwidth comes
-# from beta of section 7.
+# First this machine. The speed F comes from a run on one rank with all cores; `RANKS` ranks share them. The bandwidth
+# is 2 (n - 1) / n / beta with the beta of section 7, which counts bytes handed to the call.
 
 # %% tags=["nbval-ignore-output"]
 alone = labkit.run("ddp_compile", mode="ddp", nproc=1, dim=DIM, steps=STEPS)
@@ -960,9 +983,10 @@ print(f"sending takes as long as computing at {pays:.0f} samples a rank; the run
 
 # %% [markdown]
 # Now GPUs, from data sheets. An H100 (SXM) does 989 · 10^12 operations a second in bfloat16, without sparsity. Programs
-# reach perhaps 40 % of it, as Llama 2 did on its A100s (section 1). Its NVLink moves 900 GB/s in both directions together:
-# 450 GB/s out, to GPUs of the same machine. Between machines a DGX H100 has one 400 Gbit/s adapter a GPU: 50 GB/s.
-# Source: NVIDIA's data sheets of the H100 and the DGX H100, see section 12. Gradients travel in bfloat16, 2 bytes.
+# reach perhaps 40 % of it: Llama 2's 127 TFLOP/s (section 1) are 41 % of an A100's 312. Its NVLink moves 900 GB/s in
+# both directions together: 450 GB/s out, to GPUs of the same machine. Between machines a DGX H100 has one 400 Gbit/s
+# adapter a GPU: 50 GB/s. Source: NVIDIA's data sheets of the H100 and the DGX H100, see section 12. Gradients travel in
+# bfloat16, 2 bytes.
 #
 # ### Exercise 8: tokens that pay (optional, ••, 6 minutes)
 #
@@ -1004,16 +1028,17 @@ columns = {"your guess": ["–", guess], "your function": [f"{t:,.0f}" if t else
 pandas.DataFrame(columns | {"theory": [f"{t:,.0f}" for t in by_hand]}, index=index)
 
 # %% [markdown]
-# *Tokens of a GPU in a step from which on computing takes longer than sending. One sequence of Llama 2 has 4096 tokens. So
-# between machines a GPU wants two of them or more, and within a machine a part of one is enough.*
+# *Tokens of a GPU in a step from which on computing takes longer than sending. One sequence of Llama 2 has 4096 tokens.
+# So between machines a GPU wants two of them or more, and within a machine a part of one is enough. Both rows use the
+# factor of 1024 ranks, nearly 2. For the 8 GPUs of one machine it is 1.75, and the first number an eighth smaller.*
 
 # %% tags=["claim"]
 claim("a GPU wants two sequences or more", 4096 < by_hand[1] < 2 * 4096)
 claim("within a machine a part of one is enough", by_hand[0] < 4096)
 
 # %% [markdown]
-# With more GPUs and the same global batch each has fewer tokens. So the inequality also says where data-parallel training
-# ends to scale. Beyond it one shares each sample, too: labs 1 and 5.
+# With more GPUs and the same global batch each has fewer tokens. So the inequality also says where data-parallel
+# training stops scaling. Beyond it one shares each sample, too: labs 1 and 5.
 
 # %% [markdown]
 # ## 12. Leave with (core, 5 minutes)
@@ -1031,7 +1056,7 @@ pandas.concat(rows)
 # | process group | ranks that talk; collectives run within one |
 # | backend | the library that moves bytes: gloo, NCCL |
 # | broadcast, all-reduce, all-gather, reduce-scatter, all-to-all | section 5's figures |
-# | all-reduce | = reduce-scatter + all-gather; 2 (n - 1) / n of the tensor on the wire |
+# | all-reduce | = reduce-scatter + all-gather; 2 (n - 1) / n of the tensor leave each rank |
 # | time of a message | alpha + bytes · beta |
 # | data-parallel training | equal weights, own samples, mean of the gradients |
 #
@@ -1039,8 +1064,8 @@ pandas.concat(rows)
 #
 # <details><summary>1. A run prints nothing for ten minutes. What do you do first?</summary>
 #
-# Look where each rank is. A rank waits for something that another does not send. If all wait in the same collective, it is
-# slow or the network is; if one is elsewhere, that one is the cause.
+# Look where each rank is. A rank waits for something that another does not send. If all wait in the same collective,
+# the collective or the network is slow; if one is elsewhere, that one is the cause.
 #
 # </details>
 #

@@ -102,12 +102,15 @@ claim(
 claim("4096 x 4096 needs more than the 141 GB of an H200", why["4096 × 4096"] > 141e9)
 
 # %% [markdown]
-# Satellite pictures, tissue scans and weather maps are of that size. At 512 × 512 pixels the weights are the larger part.
-# At 2048 × 2048 the activations of a *single* image are more than six times that, and 4096 × 4096 needs more than the
-# 141 GB of an H200. A smaller batch does not help: one is the smallest. So the image itself must be cut.
+# Satellite pictures, tissue scans and weather maps are of that size. At 512 × 512 pixels the weights are the larger
+# part. At 2048 × 2048 the activations of a *single* image are more than six times that, and 4096 × 4096 needs more than
+# the 141 GB of an H200. A smaller batch does not help: one is the smallest. Numbers of 2 bytes, or computing
+# activations again in the backward pass (*checkpointing*), save a fixed factor, and the second costs time. Cutting the
+# image saves more with every rank, and goes together with both.
 #
-# Here it is on this machine. Each rank may allocate 250 MiB, as if it were a small device. Two images of 512 × 1024 pixels
-# do not fit. **The first run is meant to fail.**
+# Here it is on this machine. Each rank may allocate 250 MiB, as if it were a small device. Two images of 512 × 1024
+# pixels do not fit; they stand for one image of twice that size, which no smaller batch would save. **The first run is
+# meant to fail.**
 
 
 # %%
@@ -187,9 +190,10 @@ dist.destroy_process_group()
 # Both ranks print the same loss. Put `-n 1` or `-n 4` there: it stays the same. That is the point of all that follows: the
 # work is shared, and the training does not notice.
 #
-# This network is a toy, and every rank receives the columns of all. Below we train a ConvNeXt, and send to neighbours only.
-# `labkit.run` starts such a program, `launch/convnext_spatial.py`, and brings home what the ranks measured. With the strategy
-# `local` it does as the script above; section 9 has another one.
+# This network is a toy, and every rank receives the columns of all. Below we train a ConvNeXt, and send to neighbours
+# only. `labkit.run` starts such a program, `launch/convnext_spatial.py`, and brings home what the ranks measured. The
+# strategy `local` does the script's work, but sends halos to neighbours only, and scales gradients in another way
+# (section 5); section 9 has another one.
 
 # %%
 local = labkit.run("convnext_spatial", nproc=RANKS, strategy="local", **SETUP)
@@ -267,9 +271,9 @@ except labkit.ParameterError as error:
 # ## 4. Placements: who holds what (core, 6 minutes)
 #
 # PyTorch describes a distributed tensor by a **mesh** of ranks and one **placement** for each axis of the mesh.
-# `Shard(dim)` cuts the tensor along a dimension. `Replicate()` gives every rank the whole tensor. `Partial()` means that each
-# rank holds a tensor of full size, and the true tensor is their sum. A `DTensor` is a local tensor together with this
-# description.
+# `Shard(dim)` cuts the tensor along a dimension. `Replicate()` gives every rank the whole tensor. `Partial()` means
+# that each rank holds a tensor of full size, and the true tensor is their sum (the default; other reductions exist). A
+# `DTensor` is a local tensor together with this description.
 #
 # Nothing is launched here. PyTorch can play all ranks inside one process, so we can look at every shard at once.
 
@@ -303,7 +307,8 @@ claim("the four summands add up to the matrix", numpy.array_equal(sum(held["4 ra
 # width of each image. Tensors are [N, C, H, W], logits are [N, classes]. Place four of them:
 #
 # - the `images`, and the `weights`;
-# - the `gradients` of the weights, right after each rank's own backward pass and before anything is reduced;
+# - the `gradients` of the convolutions' weights, right after each rank's own backward pass and before anything is
+#   reduced (the loss is a sum over the samples; the head is special, see section 5);
 # - the `logits`, after the mean over the whole image.
 #
 # <details><summary>Hint 1</summary>
@@ -336,7 +341,7 @@ checks.placements(placements)
 # %% [markdown]
 # ## 5. Count what travels (core, 10 minutes)
 #
-# ### Exercise 1.3: how many bytes cross a cut? (•, 3 minutes)
+# ### Exercise 1.3: how many bytes go to one neighbour? (•, 3 minutes)
 #
 # Before one convolution with a k × k kernel, a rank sends a few columns to one neighbour: all rows, all channels, all
 # samples, 4 bytes a number. How many bytes is that?
@@ -426,17 +431,18 @@ print(f"all-reduces: {reduced:,.0f} bytes handed over, {on_wire:,.0f} on the wir
 # add up: sum. That is what the script of section 2 does, and there the head is left out: every rank has computed *all* of
 # the head's gradient, since after the mean all hold the same features.
 #
-# labkit wants one rule for all weights, and the same rule as for samples: average over all ranks. So its mean multiplies the
-# gradient that it passes back to the strip by the number of ranks. The average divides by it again, and the head's gradient,
-# equal on all ranks, is its own average. Whoever forgets this factor trains the layers before the mean too slowly by that
-# factor, and no error says so. Adam even hides it: it divides a gradient by its own size.
+# labkit wants one rule for all weights, and the same rule as for samples: average over all ranks. So its mean
+# multiplies the gradient that it passes back to the strip by the number of ranks. The average divides by it again, and
+# the head's gradient, equal on all ranks, is its own average. Whoever forgets this factor gets gradients that are too
+# small by that factor in all layers before the mean, and no error says so. Adam even hides it: it divides a gradient by
+# its own size.
 #
 # ### Why the mean needs no all-reduce in its backward pass
 #
-# The forward pass adds up: each rank's features depend on all strips. In the backward pass, the derivative of a sum after
-# each summand is 1. Every rank already holds the gradient of the sum, since every rank has computed the same loss from the
-# same features. So each passes it on to its own strip, and nobody needs to ask. That is why the table says two all-reduces
-# and not three.
+# The forward pass adds up: each rank's features depend on all strips. In the backward pass, the derivative of a sum
+# with respect to each summand is 1. Every rank already holds the gradient of the sum, since every rank has computed the
+# same loss from the same features. So each passes it on to its own strip, and nobody needs to ask. That is why the
+# table says two all-reduces and not three.
 
 # %% [markdown]
 # ## 6. Build it: the halo exchange (core, 25 minutes)
@@ -444,9 +450,11 @@ print(f"all-reduces: {reduced:,.0f} bytes handed over, {on_wire:,.0f} on the wir
 # This is the heart of the lab. You write the exchange, its way back, and the `torch.autograd.Function` that makes one
 # operation of both. Then your code trains the ConvNeXt.
 #
-# `dist.isend(tensor, dst)` starts to send a tensor to a rank, `dist.irecv(tensor, src)` starts to receive one into a tensor
-# of the right size. Both return at once, with a handle whose `wait()` returns when it is done. Start everything first and
-# wait afterwards. If every rank first waits for its own send, they may all wait forever.
+# `dist.isend(tensor, dst)` starts to send a tensor to a rank, `dist.irecv(tensor, src)` starts to receive one into a
+# tensor of the right size. Both return at once, with a handle whose `wait()` returns when it is done. Start everything
+# first and wait afterwards. If every rank first waits for its own send, they may all wait forever. That is enough for
+# gloo. NCCL runs the messages between two ranks in the order in which they were queued: there, hand all of them
+# together to `dist.batch_isend_irecv`, as labkit does.
 #
 # Your functions travel to the ranks with all that they use of other cells.
 #
@@ -497,9 +505,9 @@ forward_verdict
 # %% [markdown]
 # ### Exercise 1.5: send the gradients home (••, 7 minutes)
 #
-# In the backward pass you get the gradient of the padded strip. Its outer columns belong to your neighbours: they used to
-# be their pixels. Send them back, receive what your neighbours send you, and add that to the gradient of your own outer
-# columns. At the border of the image the outer columns were zeros that nobody owns.
+# In the backward pass you get the gradient of the padded strip. Its outer columns belong to your neighbours: they are
+# copies of the neighbours' pixels. Send them back, receive what your neighbours send you, and add that to the gradient
+# of your own outer columns. At the border of the image the outer columns were zeros that nobody owns.
 #
 # Return the gradient of the strip, `2 * halo` columns narrower than what you got.
 #
@@ -674,7 +682,7 @@ pandas.DataFrame({"yours": mine, "measured": seen}).astype(object).fillna("–")
 # %%
 _, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
 plots.loss({f"right, {RANKS} ranks": local, **broken}, chance=math.log(10), ax=left)
-_ = plots.loss_difference({**broken, "section 6": yours_run}, local, name="the right run", ax=right)
+_ = plots.loss_difference({"section 6": yours_run, **broken}, local, name="the right run", ax=right)
 
 # %% tags=["claim"]
 for name, each in broken.items():
@@ -684,10 +692,11 @@ for name, each in broken.items():
     claim(f"{name} stays within half of the right loss", far < 0.5)
 
 # %% [markdown]
-# *Left: the loss falls in both; the network learns around the mistake, and each curve stays near the right one. Grey: the loss
-# of guessing one of ten regions, ln 10. Right: how far
-# each is from it. The exchange of section 6 differs by rounding, each mutation by more than a hundred times that.* The curve
-# alone says little. The comparison with one device catches both.
+# *Left: the loss falls with both mutations; the network learns around the mistake, and each curve stays near the right
+# one. Grey: the loss of guessing one of ten regions, ln 10. Right: how far each is from it. The exchange of section 6
+# differs by rounding, each mutation by more than a hundred times that. Step 0 comes after one step of warm-up, so even
+# its weights have felt a wrong gradient; the last step is the traced one. Differences below 10⁻⁹, zero too, are drawn
+# at 10⁻⁹.* The curve alone says little. The comparison with one device catches both.
 #
 # ### Exercise 1.7: a test that cannot fail (••, 5 minutes)
 #
@@ -753,8 +762,8 @@ print(f"labelled {out.placements}, wrong columns of this strip: {wrong}")
 # exchanged: the convolution took zeros. The label is wrong as well. The result is called replicated, though each rank
 # holds a different strip.
 #
-# On 2.11 the outputs are right, and the gradients are not: what comes back through a padded convolution is lost. So labkit
-# refuses the strategy `native`, which uses this convolution.
+# On 2.11 the outputs are right, and the gradients are not: what comes back through a padded convolution to its input is
+# lost. So labkit refuses the strategy `native`, which uses this convolution.
 
 # %%
 try:
@@ -763,11 +772,11 @@ except labkit.ParameterError as error:
     print(error)
 
 # %% [markdown]
-# Would a whole training run be silent, too? No: the wrong label makes a later operation stop, with an error that names another
-# cause. The following run is therefore **staged**. `native_unguarded` puts the right label back on the input and the
-# output of every convolution, so that training goes on with the wrong numbers. The batch is odd for the same reason: where
-# the ranks divide the batch, DTensor would move samples to fit its label, and stop. The one convolution above is silent by
-# itself; the training below is silent because we made it so.
+# Would a whole training run be silent, too? No: the wrong label makes a later operation stop, with an error that names
+# another cause. The following run is therefore **staged**. `native_unguarded` puts the right label back on the input
+# and the output of every convolution, so that training goes on with the wrong numbers. The batch is one more than the
+# ranks for the same reason: if their number divided it, DTensor would cut the batch by its label, and a later operation
+# would stop. The one convolution above is silent by itself; the training below is silent because we made it so.
 
 # %%
 odd_batch = SETUP | {"batch": RANKS + 1, "steps": 5}
@@ -788,8 +797,8 @@ claim(
 parity(2, strategy="native_unguarded", batch=3)
 
 # %% [markdown]
-# *Both trainings see the same images and start from the same weights, and both begin above guessing. The staged one is another
-# training: its loss falls, but later. Without the curve beside it, who would know?*
+# *Both trainings see the same images and start from the same weights, and both begin above guessing. The staged one is
+# another training: its loss falls, but more slowly. Without the curve beside it, who would know?*
 #
 # Now give this broken network the test with ones: all **weights** are 1. Then all channels of a feature map are equal, the
 # norm subtracts their mean, and what is left is zero. So the logits are zero, and the loss is ln(10), whatever the
@@ -873,8 +882,10 @@ halved = runs["local, 2 ranks"]
 plots.table(halved, {"peak_activation_bytes": expected["local, 2 ranks"]}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
-# Your blocks are most of it. The rest are the inputs of the stem's norm and of the downsampling, and the halos. Theory adds
-# these. The measurement is PyTorch's `MemTracker`, in a step of its own: it follows every tensor that the step makes.
+# Your blocks are most of it. The rest are the input of the stem's norm, the inputs of the downsampling's norm and
+# convolution, the halos, and the norms' few numbers a pixel; the last layer scale's input is already gone at the peak.
+# Theory counts all of these. The measurement is PyTorch's `MemTracker`, in a step of its own: it follows every tensor
+# that the step makes.
 
 # %%
 _ = plots.memory({name.replace(", ", "\n"): run for name, run in runs.items()},
@@ -973,8 +984,9 @@ print(f"one addition: plain tensor {costs['plain_us']:.1f} µs, DTensor {costs['
 claim("the same addition costs more than three times as much on a DTensor", costs["dtensor_us"] > 3 * costs["plain_us"])
 
 # %% [markdown]
-# *The same addition costs several times as much on a DTensor.* A training step has hundreds of operations. On large tensors the
-# difference disappears behind the arithmetic. On these it does not. `torch.compile` can remove it.
+# *The same addition costs several times as much on a DTensor.* A training step has hundreds of operations. On large
+# tensors the difference disappears behind the arithmetic. On these it does not. `torch.compile` can remove most of it,
+# since it decides placements while compiling.
 #
 # And is it the same training?
 
@@ -987,8 +999,8 @@ worst = max(((losses(run) - reference).abs() / reference).max() for run in runs.
 claim("every loss equals one device's to 1 part in 10,000, at every step", worst < 1e-4)
 
 # %% [markdown]
-# *How far each loss is from one device's. All stay below 1 part in 10,000 at every step. What is left is rounding: ranks add
-# numbers in another order.*
+# *How far each loss is from one device's. All stay below 1 part in 10,000 at every step. What is left is rounding:
+# ranks add numbers in another order. The two runs with 2 ranks may coincide; differences below 10⁻⁹ are drawn there.*
 
 # %% [markdown]
 # ## 10. When does it pay? (core, 10 minutes)
@@ -1053,12 +1065,15 @@ here = collectives.fit(pings.ranks[0].gave["fastest"])  # noqa: F821
 print(f"alpha = {here.alpha_s * 1e6:.0f} µs, beta = {here.beta_s_per_byte * 1e12:.0f} µs a MB")
 
 # %% [markdown]
-# Worked once. In our network a rank waits for four exchanges in a step: two blocks, forward and backward. The gradients' bucket and
-# the mean are two more messages. We take the arithmetic from the run with two ranks: its step, minus its messages.
+# Worked once. In our network a rank waits for four exchanges in a step: two blocks, forward and backward. The
+# gradients' bucket and the mean are two more messages. We take the arithmetic from the run with two ranks: its step
+# minus its messages, times two.
 #
-# For GPUs we take the data sheet of an H200. NVLink carries 450 GB/s in each direction. TF32 arithmetic is promised at 494
-# TFLOP/s; take 40 % of it, 200. No sheet tells the latency of a message: take 15 µs. A training step costs three times
-# the forward pass, and nearly all of that are the 1 × 1 convolutions: 16 · C² operations a pixel and block.
+# For GPUs we take the data sheet of an H200. NVLink carries 450 GB/s in each direction. TF32 arithmetic is promised at
+# 494 TFLOP/s; take 40 % of it, 200. No sheet tells the latency of a message: take 15 µs. A training step costs about
+# three times the forward pass. We count the 1 × 1 convolutions only, 16 · C² operations a pixel and block: nearly all
+# of the large network's, about three quarters of ours. Memory traffic (norm, GELU) is left out. Both neighbours'
+# messages go at the same time, and we count one. An all-reduce pays one latency here; a ring pays 2 (n − 1).
 
 
 # %%
@@ -1104,9 +1119,10 @@ claim(
 claim("with 8 ranks it is more than five times as fast as with one", sum(paper_gpu[1]) > 5 * sum(paper_gpu[8]))
 
 # %% [markdown]
-# *All bars are predicted; on the left from the run with two ranks, as if each rank had a core of its own. On H200s our small network is fastest on one:
-# its arithmetic takes microseconds, and so does every message. The large ConvNeXt, 7 images of 512 × 1024 pixels, gains with
-# every doubling, more than five times with 8.*
+# *All bars are predicted; on the left from the run with two ranks, as if each rank had a core of its own; so one rank
+# takes longer here than in section 9, where plain training has both cores. On H200s our small network is fastest on
+# one: all its arithmetic takes 3 µs, and six messages of 15 µs each take 90. The large ConvNeXt, 7 images of 512 × 1024
+# pixels, gains with every doubling, more than five times with 8.*
 #
 # **Asked once.** Make the images twice as wide, and keep two ranks. By what factor does the arithmetic grow, and by what do the bytes
 # of a rank's halos? Commit to both; the run tells about the bytes.
@@ -1218,10 +1234,9 @@ summary
 # <details><summary>Answer</summary>Summed: all before the mean, since each rank has seen its own columns only. Not summed: the head's, which every
 # rank computed whole.</details>
 #
-# **On GPUs** the same program runs unchanged: `labkit.run("convnext_spatial", nproc=4, preset="paper")`. The bytes of tensors and of
-# messages are those of this notebook's formulas. What the GPU reports as used is more: its allocator keeps freed memory in
-# blocks, and cuDNN and NCCL take work space of their own. Figures from named GPUs belong into the folder `results`; none is
-# recorded there yet for this lab.
+# **On GPUs** the same program runs unchanged: `labkit.run("convnext_spatial", nproc=4, preset="paper")`. The bytes of
+# tensors and of messages are those of this notebook's formulas. What the GPU reports as used is more: its allocator
+# keeps freed memory in blocks, and cuDNN and NCCL take work space of their own.
 #
 # **Read on**
 #

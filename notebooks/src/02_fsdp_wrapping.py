@@ -66,8 +66,8 @@ PARAMETERS = sum(UNITS) // 4
 # **core, 10 minutes**
 #
 # Take a model of P parameters in float32. Training keeps four numbers for each of them: the parameter, its gradient,
-# and the two running means of Adam. That is 16 P bytes. A language model of 7 billion parameters needs 112 GB before it
-# has computed anything. A GPU of 80 GB cannot hold that.
+# and the two running means of Adam. That is 16 P bytes. A language model of 7 billion parameters needs 112 GB before a
+# single activation. A GPU of 80 GB cannot hold that.
 #
 # In plain data parallelism (DDP) every rank holds all 16 P bytes, although all ranks hold the same. More ranks do not
 # help. ZeRO (Rajbhandari et al., 2020) removes the copies in three stages:
@@ -180,7 +180,7 @@ fully_shard(model, mesh=mesh)  # what is left is the root's
 optimizer = torch.optim.Adam(model.parameters())
 
 torch.manual_seed(dist.get_rank())  # every rank has its own samples
-samples = torch.randn(32, 64)
+samples = torch.randn(32, 64)  # on GPUs: device="cuda"
 for _ in range(5):
     optimizer.zero_grad()
     (model(samples) - samples).square().mean().backward()
@@ -201,11 +201,12 @@ dist.destroy_process_group()
 # 2. It computes.
 # 3. The full parameters are freed. This is called *resharding*.
 # 4. Before its backward pass, they are gathered once more.
-# 5. After its backward pass, a **reduce-scatter** averages its gradients. Each rank receives only its own part.
+# 5. After its backward pass, the full parameters are freed again. A **reduce-scatter** averages the gradients, and each
+#    rank receives only its own part.
 #
 # ```
-# unit 0   gather compute free                                         gather compute reduce free
-# unit 1                        gather compute free gather compute reduce free
+# unit 0   gather compute free                                         gather compute free reduce
+# unit 1                        gather compute free gather compute free reduce
 #          forward pass ------------------------->  backward pass ----------------------------->
 # ```
 #
@@ -287,9 +288,9 @@ claim(
 # 8 ranks it would be an eighth against all. So it looks as if a gather were eight times cheaper. It is not. Both move
 # the same bytes **over the wire**, and that is what takes time.
 #
-# In a ring of N ranks, a gather starts with P/N bytes on each rank, and each rank passes on N - 1 such parts. A
-# reduce-scatter starts with all P bytes, and each rank passes on N - 1 sums of P/N bytes. Either way a rank sends P (N
-# - 1)/N. Call that one **pass** over the parameters.
+# Let S be the bytes of all parameters. In a ring of N ranks, a gather starts with S/N bytes on each rank, and each rank
+# passes on N − 1 such parts. A reduce-scatter starts with all S bytes, and each rank passes on N − 1 sums of S/N bytes.
+# Either way a rank sends S (N − 1)/N bytes. Call that one **pass** over the parameters.
 #
 # DDP's all-reduce is a reduce-scatter followed by an all-gather. That is two passes.
 #
@@ -368,12 +369,16 @@ for name, size in gathered.items():
 
 # %% [markdown]
 # *Half the all-gathers, half their bytes. Reduce-scatters stay as they were. At the peak, more gathered parameters are
-# held.*
+# held. (The peak is the moment at which a rank holds most in all. Here it lies in the backward pass of the middle
+# block: the last block is freed by then, so two blocks of three are held. At the end of the forward pass it is all
+# three.)*
 
 # %% tags=["claim"]
 claim("half the all-gathers", 2 * kept.value("all_gather_count") == block.value("all_gather_count"))
 claim("half their bytes", 2 * kept.value("all_gather_bytes") == block.value("all_gather_bytes"))
 claim("more gathered parameters are held at the peak", gathered["kept"] > gathered["freed"])
+whole = RANKS * block.value("end_parameter_bytes")
+claim("two blocks of three are held there", 0.6 < gathered["kept"] / whole < 0.8)
 
 # %% [markdown]
 # ## 4. Build it: a small FSDP
@@ -572,8 +577,8 @@ small |= {"all_gather_bytes": 2 * 4 * sum(shares), "reduce_scatter_bytes": RANKS
 plots.table(own, small | {"peak_total_bytes": theory.small_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
-# *The counts and bytes are those of* `fully_shard`*. Between the steps a rank holds its share of the parameters and no
-# more. The peak is within 5 % of the ledger's: what is missing are the activations.*
+# *The counts and bytes are those of* `fully_shard`*. Between the steps of the parameters a rank holds only its share.
+# The peak is within 5 % of the ledger's: what is missing is the activations.*
 
 # %% tags=["claim"]
 claim("counts and bytes are those of fully_shard", all(own.value(name) == size for name, size in small.items()))
@@ -582,8 +587,9 @@ claim("the peak is within 5 % of the ledger's", 0 <= excess < 0.05)
 
 # %% [markdown]
 # What does `fully_shard` do that yours does not? It starts the next all-gather while a unit computes, so that it hides
-# (section 7). It gathers into buffers that are used again. It takes parameters in other precisions, and it keeps each
-# parameter's own shape: a shard is a `DTensor` of some rows, which can be saved by name.
+# (section 7). It gathers into a buffer of its own and copies from there into each parameter. It takes parameters in
+# other precisions, and it keeps each parameter's own shape: a shard is a `DTensor` of some rows, which can be saved by
+# name.
 #
 # ## 5. Break it
 #
@@ -615,8 +621,8 @@ print(f"the broken run's first loss differs by {apart.iloc[0]:.1%}, its last by 
 # *The losses agree, over all steps. A test that compares losses passes.*
 #
 # The first loss is known before any gradient is. And the later ones? Adam divides each gradient by its own running
-# size, so a factor in all gradients drops out. This test cannot fail. With SGD, with clipping, or with weight decay in
-# the gradient, the same code would train differently.
+# size, so a factor in all gradients drops out, but for the tiny ε in the denominator. For this error the test cannot
+# fail. With SGD, with clipping, or with weight decay in the gradient, the same code would train differently.
 
 # %% tags=["claim"]
 claim("the losses agree, over all steps", apart.max() < 0.005)
@@ -686,9 +692,10 @@ parity(broken)
 #
 # `theory.step_peak` is a ledger like yours, for `fully_shard`. It knows the buffers and the activations, too.
 #
-# Before you look: what is the peak of `block`, in bytes? Your ledger is a fair estimate of what parameters and
-# gradients cost. Besides, about nine activations of `4 * SAMPLES * DIM` bytes are kept at that moment, and what is
-# temporary weighs as much as ten more.
+# Before you look: what is the peak of `block`, in bytes? Your ledger has other entries, but a similar sum. Besides, at
+# that moment blocks 0 and 1 have kept nine activations of `4 * SAMPLES * DIM` bytes: inner widths 3 and 4, and two
+# outputs. Temporary are the gradients before and after the ReLU of block 1, 4 + 4, and one whole weight gradient, as
+# large as two more.
 
 # %% tags=["commit"]
 mine = commit(peak_total_bytes=None)
@@ -754,13 +761,15 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=collectives).astype(int
 _ = plots.latency({" ".join(label.split()): result for label, result in runs.items()})
 
 # %% [markdown]
-# *Time of a step. These ranks share two cores, so the bars move from run to run: on this machine they do not tell block
-# from layer. Take several runs before you believe an order. What can be counted are the messages, in the table above.*
+# *Time of a step. These ranks share two cores, so the bars move from run to run: on this machine the order of block and
+# layer may turn round in the next run, however clear it looks here. Take several runs before you believe an order. What
+# can be counted are the messages, in the table above.*
 #
-# Layers send twice as many messages as blocks, for the same bytes. Where a message waits longer for its turn than for
-# its bytes, that shows. A transformer block a unit is the usual choice: large enough to keep the network busy, small
-# enough to be a small part of the model. Checkpointing is paid with arithmetic: the backward pass computes each block's
-# forward pass once more. It pays for activations, and sharding for parameters; the two add up.
+# Layers send twice as many messages as blocks, for the same bytes. Where latency, the fixed time that a message takes
+# to start, outweighs the time of the bytes, that shows. A transformer block a unit is the usual choice: large enough to
+# keep the network busy, small enough to be a small part of the model. Checkpointing is paid with arithmetic: the
+# backward pass computes each block's forward pass once more. It pays for activations, and sharding for parameters; the
+# two add up.
 
 # %% tags=["claim"]
 claim("layers send twice as many messages as blocks", rows["layer"] == [2 * count for count in rows["block"]])
@@ -822,9 +831,9 @@ ahead = labkit.run("fsdp_wrap", prefetch=True, **slow)
 _ = plots.timeline(ahead)
 
 # %% [markdown]
-# *In the forward pass the all-gathers of blocks 1 and 2 now start while the block before computes. The very first one
-# cannot hide: nothing computes before it. On CPU ranks PyTorch waits for each reduce-scatter, so these stay exposed. In
-# the backward pass a rank may still be seen waiting for the other, which was late.*
+# *In the forward pass the all-gathers of blocks 1 and 2 mostly start while the block before computes. The very first
+# one cannot hide: nothing computes before it. On CPU ranks PyTorch waits for each reduce-scatter, so these stay
+# exposed. In the backward pass a rank may still be seen waiting for the other, which was late.*
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.exposed({"waiting": waiting, "prefetching": ahead})
@@ -928,9 +937,10 @@ def tokens_to_hide(flops_per_s: float, wire_bytes_per_s: float, ranks: int, numb
 checks.tokens_to_hide(tokens_to_hide)
 
 # %% [markdown]
-# **Asked once.** Two hosts of 8 GPUs each, 16 ranks in one FSDP group. Between the hosts each GPU has 400 Gbit/s, that
-# is 50 GB/s, and the slowest link sets the ring's pace. How many tokens does a GPU need now? And this machine, with its
-# own figures? Commit to the first.
+# **Asked once.** Two hosts of 8 GPUs each, 16 ranks in one FSDP group. Each host has one network card of 400 Gbit/s,
+# that is 50 GB/s in each direction. The ring crosses it, and the slowest link sets the ring's pace. (With a card for
+# each GPU, NCCL lets several rings cross side by side: eight cards carry up to eight times as much.) How many tokens
+# does a GPU need now? And this machine, with its own figures? Commit to the first.
 
 # %% tags=["commit"]
 mine = commit(two_hosts=None)
@@ -1011,7 +1021,7 @@ plots.table(frozen, predicted_frozen)
 # ### HSDP: shard inside, replicate outside (5 minutes)
 #
 # Inside a host the network is fast, between hosts it is slow. **Hybrid sharding** (HSDP) cuts the ranks into groups.
-# Each group holds all parameters, sharded over its ranks, and gathers and reduces inside. Then each rank sums its
+# Each group holds all parameters, sharded over its ranks, and gathers and reduces inside. Then each rank averages its
 # shard's gradients with the ranks of the other groups that hold the same shard: one all-reduce a unit, of a shard's
 # size. In your own script that is `fully_shard` with a mesh of two axes: `init_device_mesh("cuda", (2, 8),
 # mesh_dim_names=("replicate", "shard"))`.
@@ -1065,6 +1075,9 @@ print({name: tuple(tensor.shape) for name, tensor in whole.items()})  # rank 0 a
 dist.destroy_process_group()
 
 # %% [markdown]
+# To load, make the model on the new ranks and `state = {"model": get_model_state_dict(model)}`. Then
+# `checkpoint.load(state, checkpoint_id=folder)` fills it, and `set_model_state_dict(model, state["model"])` puts it back.
+#
 # labkit saves the optimizer's state as well, which you need to go on. Train on some ranks, save, and go on with one
 # rank more.
 
@@ -1088,8 +1101,9 @@ claim("the training went on and did not begin anew", losses(after)[0] < losses(b
 # ### Tied weights (8 minutes)
 #
 # Language models often use one matrix twice: to embed tokens, and to predict them. If the two modules were in different
-# units, each would gather a copy of its own and reduce half a gradient. PyTorch 2.13 refuses that with an error;
-# before, it went on. `fully_shard` takes a list instead: `fully_shard([embedding, head])` makes one unit of both.
+# units, each would gather a copy of its own and reduce only its own part of the gradient. PyTorch 2.13 refuses that
+# with an error; before, it went on. `fully_shard` takes a list instead: `fully_shard([embedding, head])` makes one unit
+# of both.
 #
 # ### Exercise 10: who must share a unit? (••, 8 minutes)
 #
@@ -1136,7 +1150,8 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 # ### Experts that must not be averaged (10 minutes)
 #
 # In a mixture of experts, each rank owns an expert of its own. The shared part is trained by all ranks together, so its
-# gradients are averaged. An expert has one owner. To average it with the others would mix strangers.
+# gradients are averaged. An expert has one owner. To average it with the others would mix strangers. The check below
+# looks for untouched expert gradients.
 #
 # In this lab's model an expert sees its own rank's samples only. **Expert parallelism** in use is different: a router
 # chooses an expert for each token, and an all-to-all carries the tokens to its rank and back. Then an expert sees
@@ -1212,7 +1227,7 @@ checks.expert_gradients(average_gradients)
 # - All-gathers and reduce-scatters run on their own CUDA streams and hide behind arithmetic by themselves. What stays
 #   exposed is the first all-gather, the last reduce-scatter, and whatever is slower than the arithmetic.
 #
-# Figures from named GPUs belong into the folder `results`. None is recorded there yet for this lab.
+# Figures from named GPUs belong in the folder `results`. None is recorded there yet for this lab.
 
 # %% [markdown]
 # ## 10. Leave with
@@ -1258,10 +1273,10 @@ summary
 # That cannot be told from it. With Adam a factor in all gradients changes the curve hardly at all. Compare gradients.
 #
 # </details>
-# <details><summary>5. Your step is bound by communication. You double the number of ranks and keep the batch of each. Does it help?</summary>
+# <details><summary>5. Your step is bound by communication. You double the number of ranks and keep the batch of each. Does a smaller part of the step stay exposed?</summary>
 #
-# Hardly: (N - 1)/N is near 1 already, so each rank sends as much as before, and computes as much as before. The whole
-# batch doubled, so each sample costs the same time. A larger batch of each rank helps.
+# Hardly: (N - 1)/N is near 1 already, so each rank sends as much as before, and computes as much as before. Twice the
+# samples in the same time, but each rank waits as long as before. A larger batch of each rank helps.
 #
 # </details>
 #
