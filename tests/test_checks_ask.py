@@ -49,7 +49,7 @@ def judge(tmp_path, nothing_starts):
 
     def judged(check, more, answer):
         made = {
-            "forgetful": RunResult(tmp_path, {"params": {"skip": (1,)}}, [], []),
+            "forgetful": RunResult(tmp_path, {"params": {"model": "toy", "skip": (1,)}}, [], []),
             "counted": RunResult(tmp_path, {"nproc": 1}, COUNTED, []),
         }
         return check(answer, *([made[more]] if isinstance(more, str) else more))
@@ -141,7 +141,10 @@ async def later(width, ranks, stage):
         (columns(256, 1, 0), "wrong: 64 is no function"),
         (lambda: 64, "wrong: <lambda>(width=256, ranks=1, stage=0) raised TypeError: "),
         (lambda width, ranks, stage: numpy.int64(columns(width, ranks, stage)), "passed"),
-        (lambda width, ranks, stage: Fraction(columns(width, ranks, stage)), "passed"),
+        (
+            lambda width, ranks, stage: Fraction(columns(width, ranks, stage)),
+            "wrong: <lambda>(width=256, ranks=4, stage=1) gave 8, a F",
+        ),
         (lambda width, ranks, stage: 10**5000, "wrong: <lambda>(width=256, ranks=1, stage=0) gave a number of 5,001 d"),
         (lambda width, ranks, stage: Fraction(1, 3), "wrong: <lambda>(width=256, ranks=1, stage=0) gave 1/3, expected"),
     ],

@@ -110,7 +110,7 @@ return image[..., rank * strip.shape[-1] : (rank + 1) * strip.shape[-1] + 2 * ha
 """,
         "on rank 0, the numbers are right, but 960 bytes were handed over; its halos are 360",
     ),
-    "nothing_returned": ("halo_exchange", OUT, "on rank 0, a NoneType was returned, not a tensor"),
+    "nothing_returned": ("halo_exchange", OUT, "on rank 0, the function returned NoneType, not a tensor"),
     "mirrored": (
         "halo_exchange", OUT + "return torch.cat([from_left, strip, from_right.flip(-1)], dim=-1)",
         "on rank 0, the last 3 columns are rank 1's first 3, in reverse order, expected rank 1's first 3",

@@ -348,7 +348,8 @@ def test_compiled_compute_gives_the_losses_of_eager_compute():
     cells = [how | {"compile": False}, how | {"compile": True}]
     runs = run_cells("fsdp_wrap", 2, [*cells, cells[1] | {"compile_only": ("Linear",)}], timeout_s=150)
     graphs = [run.value("compiled_graphs") for run in runs[1:]]  # of one process, so they add up
-    assert graphs == [3, 3 + 6], "one for each block, or nothing was compiled; one for each layer, if these are chosen"
+    assert graphs[0] == 3, "one for each block, or nothing was compiled"
+    assert graphs[1] > 3 + 3, "more, if layers are chosen: blocks again would be as many or none"
     losses = [run.frame.query("kind == 'scalar' and name == 'loss'")["value"].to_list() for run in runs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
     assert len(losses[0]) == 2 * (1 + 3 + 1)

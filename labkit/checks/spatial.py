@@ -299,7 +299,9 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
 def _judge_form(index: int, got: Tensor | str, expected: Tensor) -> None:
     """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what is no tensor."""
     if isinstance(got, str):
-        raise Wrong(f"on rank {index}, a {got} was returned, not a tensor", hint="Does every path return the tensor?")
+        raise Wrong(
+            f"on rank {index}, the function returned {got}, not a tensor", hint="Does every path return the tensor?"
+        )
     if got.shape != expected.shape:
         right, widths = f"expected {tuple(expected.shape)}", f"the strip has {COLUMNS} columns, the halo {HALO}"
         raise Wrong(f"on rank {index}, the shape is {tuple(got.shape)}", expected=right, hint=widths.capitalize() + ".")

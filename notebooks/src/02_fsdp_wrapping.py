@@ -377,8 +377,8 @@ for name, size in gathered.items():
 claim("half the all-gathers", 2 * kept.value("all_gather_count") == block.value("all_gather_count"))
 claim("half their bytes", 2 * kept.value("all_gather_bytes") == block.value("all_gather_bytes"))
 claim("more gathered parameters are held at the peak", gathered["kept"] > gathered["freed"])
-whole = RANKS * block.value("end_parameter_bytes")
-claim("two blocks of three are held there", 0.6 < gathered["kept"] / whole < 0.8)
+all_parameters = RANKS * block.value("end_parameter_bytes")
+claim("two blocks of three are held there", 0.6 < gathered["kept"] / all_parameters < 0.8)
 
 # %% [markdown]
 # ## 4. Build it: a small FSDP

@@ -16,6 +16,7 @@
 # %% tags=["nbval-ignore-output"]
 import pandas
 import torch
+from matplotlib import pyplot
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
@@ -196,7 +197,10 @@ print(f"{compared:.0f} tensors compared, largest difference {difference}")
 weight = torch.arange(1.0, 13.0).view(3, 4)
 held = local_ranks.shards_by_rank(weight, (2,), [Shard(0)])
 sent = {rank: pad_rows(torch.from_numpy(rows), 2).numpy() for rank, rows in held.items()}
-ax = plots.shards({"held": held, "sent": sent}, {"held": [[0], [1]], "sent": [[0], [1]]})
+figure, panels = pyplot.subplots(1, 4, figsize=(10, 2.6), layout="constrained")
+plots.shards(weight.numpy(), {"held": held}, axes=panels[:2])
+_ = plots.shards(pad_rows(weight, 4).numpy(), {"sent": sent}, axes=panels[2:])
+panels[2].set_title("the matrix, padded", fontsize=10, loc="left")
 
 # %% [markdown]
 # *Three rows on two ranks. Rank 1 holds one row and sends two, the last one of zeros.*
