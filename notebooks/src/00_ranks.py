@@ -61,11 +61,11 @@ SETUP = {"nproc": RANKS, "dim": DIM, "steps": STEPS}
 # ## 1. Why (core, 3 minutes)
 #
 # One GPU is too small, and too slow. Take a model of 7 billion parameters, trained with Adam in mixed precision. Each
-# parameter takes 16 bytes: weight and gradient in 16 bits, and a float32 copy and two running means in the optimizer. That
-# is 112 GB before the first activation. An H100 has 80 GB.
+# parameter takes 16 bytes: 2 + 2 for weight and gradient in 16 bits, and in the optimizer 4 for a float32 copy and 4 +
+# 4 for two running means. That is 112 GB before the first activation. An H100 has 80 GB.
 #
-# Now the time. Llama 2 with 7 billion parameters took 184,320 GPU-hours (Touvron et al. 2023, table 2). On one GPU that is
-# 21 years.
+# Now the time. Llama 2 with 7 billion parameters took 184,320 hours of A100 GPUs (Touvron et al. 2023, table 2). On one GPU that
+# is 21 years. Section 11 explains the 6 operations below.
 
 # %%
 hours, parameters, tokens = 184_320, 7e9, 2e12
@@ -120,7 +120,9 @@ dist.destroy_process_group()
 # machine with GPUs each rank takes one, with `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` (its number on its
 # machine), and model and samples go there. Nothing else changes.
 #
-# Here is a measured version of such a training, on a larger network: four linear layers, each `DIM` wide.
+# Here is a measured version of such a training, on a larger network: four linear layers, each `DIM` wide. `labkit.run`
+# starts one of the course's programs, here `launch/ddp_compile.py`, and returns what it measured. `claim` speaks up if
+# a sentence of the text does not hold in your run; otherwise it is silent.
 
 # %%
 gradient_bytes = 4 * 4 * (DIM * DIM + DIM)  # four layers, 4 bytes a number
@@ -248,12 +250,12 @@ dist.send(torch.tensor([float(rank)]), (rank + 1) % ranks)
 # then nothing is printed, and a GPU may even look busy.
 #
 # **What does a hang mean?** Some rank waits for something that no other will send. Either ranks wait in a circle, as
-# here, or they went different ways: one called a collective that another never reached. So look where *each* rank is.
+# here, or they went different ways: one called an all-reduce that another never reached. So look where *each* rank is.
 # Without this magic, `py-spy dump --pid …` shows a process's stack.
 #
 # The way out: start everything, and wait afterwards. `dist.isend` and `dist.irecv` return at once, with a handle. Its
-# `wait()` returns when the message is through. A received tensor must not be read before, a sent one not be changed.
-# Between GPUs, give both to `dist.batch_isend_irecv`: NCCL may hang when they are started one by one.
+# `wait()` returns when the message is through. Until then, do not read the tensor that you receive, nor change the one
+# that you send. Between GPUs, give both to `dist.batch_isend_irecv`: NCCL may hang when they are started one by one.
 #
 # ### Exercise 1: mend the circle (••, 8 minutes)
 #
@@ -288,9 +290,9 @@ def shift(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 checks.shift(shift)
 
 # %% [markdown]
-# Blocking calls can close the circle, too: even ranks send first, odd ranks receive first. But where all ranks *send*
-# first, it depends. A small message may fit into some buffer, and the sender goes on. A large one waits for its
-# receiver. Such programs work in a test and hang in real training.
+# Plain `send` and `recv`, which *block* (return only when done), can do it, too: even ranks send first, odd ranks
+# receive first. But where all ranks *send* first, it depends. A small message may fit into some buffer, and the sender
+# goes on. A large one waits for its receiver. Such programs work in a test and hang in real training.
 
 # %% [markdown]
 # ## 5. Five collectives, drawn (core, 10 minutes)
@@ -342,8 +344,8 @@ claim("every rank holds the sum", bool((after == before.sum(0)).all()) and after
 #
 # ### Exercise 2: what does a rank hold? (•, 4 minutes)
 #
-# Predict it. `held` is a list with the numbers of each rank, such as `[[1, 2], [10, 20]]` for two ranks. What does this
-# rank hold after a reduce-scatter? Return a list.
+# Predict it. `held` is a list with the numbers of each rank, such as `[[1, 2], [10, 20]]` for two ranks. What does rank
+# `rank` hold after a reduce-scatter? Return a list. The numbers of a rank can be cut into equal parts.
 #
 # <details><summary>Hint</summary>
 #
@@ -365,8 +367,8 @@ def after_reduce_scatter(held: list[list[float]], rank: int) -> list[float]:
 checks.after_reduce_scatter(after_reduce_scatter)
 
 # %% [markdown]
-# Now let four ranks do it, with the other two. In an **all-gather** every rank brings one part, and all get all parts. In an
-# **all-to-all** rank r sends its part s to rank s.
+# Now let four ranks do it, with the other two. In an **all-gather** every rank brings one part, and all get all parts.
+# In an **all-to-all** rank r sends its part s to rank s, where it becomes part r.
 
 # %%
 # %%torchrun -n 4 --name other_three
@@ -489,7 +491,7 @@ checks.all_reduce_in_two(all_reduce_in_two)
 #
 # ### Exercise 4: bytes of a ring (•, 4 minutes)
 #
-# A rank hands `handed_bytes` to an all-reduce. How many bytes leave it in a ring of so many ranks?
+# A rank hands `handed_bytes` to an all-reduce. How many bytes leave it in a ring of `ranks` ranks?
 #
 # <details><summary>Hint</summary>
 #
@@ -509,9 +511,9 @@ def ring_bytes(handed_bytes: int, ranks: int) -> float:
 checks.ring_bytes(ring_bytes)
 
 # %% [markdown]
-# Now commit to your numbers for the training of section 2. A step averages all gradients, four layers of DIM × DIM weights
-# and DIM biases, 4 bytes each. What does a rank hand to all-reduces, and what goes on the wire? Leave None where you do not
-# want to say.
+# Now commit to your numbers for the training of section 2. A step averages all gradients, four layers of DIM × DIM
+# weights and DIM biases, 4 bytes each. Section 2 printed what a rank hands to all-reduces: derive it. And what goes on
+# the wire? Leave None where you do not want to say.
 
 # %% tags=["commit"]
 mine = commit(all_reduce_bytes=None, all_reduce_wire_bytes=lambda: ring_bytes(gradient_bytes, RANKS))
@@ -574,8 +576,9 @@ for name, collective in calls.items():
 
 # %% [markdown]
 # The all-reduce and the all-gather send what a ring sends, and a little for their headers. With torch 2.13 gloo's
-# reduce-scatter sends twice as much, as many bytes as an all-reduce. So *on the wire* is what a good library sends. Whether
-# yours does, only a look at the wire tells. Other programs on this machine may add to it.
+# reduce-scatter sends twice as much, as many bytes as an all-reduce. So labkit's *on the wire* is what a ring would
+# send. Whether your library does, only a look at the wire tells. What other programs send over loopback is counted,
+# too.
 
 # %% [markdown]
 # ## 7. What a message costs (core, 5 minutes, and 8 for an optional exercise)
@@ -636,7 +639,9 @@ ax = plots.messages(messages)
 
 # %% [markdown]
 # *Time of one all-reduce against the bytes handed to it, on logarithmic axes. The dashed line is alpha + bytes · beta,
-# fitted to the fastest rounds. 1 MiB is 1024 times 1 KiB, and takes far less than 1024 times as long.*
+# fitted to the fastest rounds. It weighs relative errors of all sizes alike, and may miss single points by a third: a
+# real bandwidth is not quite the same at all sizes. 1 MiB is 1024 times 1 KiB, and takes far less than 1024 times as
+# long.*
 
 # %% tags=["claim"]
 times = message_times(messages)
@@ -657,15 +662,16 @@ ax = plots.pieces(messages, network=network)
 # %% [markdown]
 # *The same bytes in 1 to 64 messages. The bytes cost the same in all; what grows is the number of latencies. The dashed
 # lines are predicted from alpha and beta of single messages. Exercise 5 uses two sizes and labkit's line all seven, so
-# the two fits differ. So do two measurements of the same 4 MiB, seconds apart: on shared cores, trust the trend and not
-# the second digit.*
+# the two fits differ. Two measurements of the same 4 MiB, seconds apart, may differ by a third on shared cores: trust
+# the trend, not the digits.*
 
 # %% tags=["claim"]
 pieces = message_times(messages, "pieces")
 claim("64 messages take longer than one", pieces[64] > pieces[1])
 
 # %% [markdown]
-# And your guess, with the mean of all rounds, disturbed ones too. The model may be far off where ranks share cores.
+# Now your guess. *Measured* is here the mean of all rounds, disturbed ones too, so it lies above the figure's bar, the
+# fastest round. The model may be far off where ranks share cores.
 
 # %% tags=["nbval-ignore-output"]
 plots.table(messages, {"pieces_64_ms": network.seconds(2**22, messages=64) * 1e3}, yours=mine, tolerance=0.5)
@@ -686,9 +692,9 @@ plots.table(messages, {"pieces_64_ms": network.seconds(2**22, messages=64) * 1e3
 #
 # ### Exercise 6: ten lines (••, 10 minutes)
 #
-# Train `model` on this rank's `batches`, pairs of inputs and targets, with the mean squared error and plain gradient
-# descent. Four ranks must end with the weights that one device gets from all samples. Each rank's model begins with other
-# weights: rank 0's count. Use no `DistributedDataParallel`.
+# Train `model` on this rank's `batches`, pairs of inputs and targets (equally many on each rank), with the mean squared
+# error and plain gradient descent. Four ranks must end with the weights that one device gets from all samples. Each
+# rank's model begins with different weights; all must start from rank 0's. Use no `DistributedDataParallel`.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -725,8 +731,8 @@ checks.train(train)
 # %% [markdown]
 # ## 9. Build it: a ring all-reduce (core, 20 minutes)
 #
-# The heart of it all. You write the ring that gloo and NCCL use for large tensors, with nothing but sends and receives,
-# and a network trains with it.
+# The heart of it all. You write a ring, an algorithm that both gloo and NCCL use for large tensors, with nothing but
+# sends and receives, and a network trains with it.
 #
 # Cut the tensor into as many parts as there are ranks. All ranks do the same thing in each step: send one part to the next
 # rank, receive one from the rank before. In the first half, what arrives is added. This is who sends which part, on four
@@ -760,10 +766,10 @@ give(
 _ = plots.held(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
-# *Steps 1 and 4 are not drawn. Light grey numbers ("over some") are sums over some ranks; their digits tell which: in
-# 220 are ranks 1 and 2. After step 2 every rank holds one dark number, a part of the sum over all: that is a
-# reduce-scatter, shifted by one: rank r holds part r + 1, where `dist.reduce_scatter` would leave part r. Then these go
-# around until all ranks hold all: an all-gather.*
+# *Steps 1 and 4 are not drawn. Light grey numbers ("over some") are sums over some ranks; their digits tell which: 220
+# = 200 + 20 is of ranks 1 and 2. After step 2 every rank holds one dark number, a part of the sum over all: that is a
+# reduce-scatter, shifted by one: rank r holds part r + 1 (rank 3 part 0), where `dist.reduce_scatter` would leave part
+# r. Then these go around until all ranks hold all: an all-gather.*
 
 # %% tags=["claim"]
 halfway, end = (torch.stack([rank.gave["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
@@ -817,9 +823,10 @@ verdict = checks.ring_all_reduce(ring_all_reduce)
 verdict
 
 # %% [markdown]
-# Now it trains. `averaging_with` makes the averaging half of DDP of any all-reduce: PyTorch calls `average` whenever a
-# gradient is complete. No broadcast is needed here: the program starts all ranks from one seed. `use=` hands it to the
-# program of section 2, in place of its own `data_parallel`. While exercise 7 is open, gloo's all-reduce stands in for
+# Now it trains. `averaging_with` turns any all-reduce into the averaging half of DDP: PyTorch calls `average` whenever
+# a gradient is complete. No broadcast is needed here: the program starts all ranks from one seed. `use=` hands it to
+# the measured program of section 2 (`launch/ddp_compile.py`), in place of that file's `data_parallel`. It needs no
+# `bucket_bytes`: here each gradient goes around by itself. While exercise 7 is open, gloo's all-reduce stands in for
 # yours.
 
 
@@ -850,7 +857,7 @@ def averaging_with(all_reduce):
 yours = ring_all_reduce if verdict.ok else gloos
 
 # %% [markdown]
-# First commit. In a step of this training, how many bytes does your ring send on each rank, and in how many messages? The
+# First commit. In a step of this training, how many bytes does your ring send on each rank, and in how many sends? The
 # network has eight gradients, and the ring runs once for each.
 
 # %% tags=["commit"]
@@ -874,7 +881,7 @@ plots.table(ring_run, by_theory, yours=mine, tolerance=0.02)
 # *A real network trained with your all-reduce. What your ring handed to its sends is what section 6 computed for the wire.*
 #
 # **Is it right?** A loss that falls proves nothing. So `check="parity"` trains the same network on one device that goes
-# through all ranks' samples. Over two steps it compares the output and all 8 gradients of each, and the 8 weights at
+# through all ranks' samples. Over two steps it compares the output and all 8 gradients of each, and the 8 parameters at
 # the end: 26 tensors.
 
 
@@ -949,25 +956,26 @@ own = torch.allclose(gradient(dist.get_rank(), averaged=False), gradient(dist.ge
 f"without the all-reduce the test passes: {equal} with equal samples, {own} with samples of one's own"
 
 # %% [markdown]
-# The mean of four equal gradients is the gradient. With equal samples a missing all-reduce goes unseen, and so does a
-# broken one that returns what it was given. A test of distributed code needs ranks that *differ*. After you write a test,
-# break the code once and watch it fail.
+# The mean of four equal gradients is the gradient. With equal samples a missing averaging goes unseen, and so does a
+# broken one that returns the gradient it was given. A test of distributed code needs ranks that *differ*. After you
+# write a test, break the code once and watch it fail.
 
 # %% [markdown]
 # ## 11. When does it pay? (core, 6 minutes, and 6 for an optional exercise)
 #
 # Data-parallel training adds an all-reduce to each step. Let us say that it pays well while a rank computes longer than
 # it sends. At equality, if nothing overlaps, half of each step goes into sending, and n ranks do the work of n / 2. A
-# step of forward and backward pass takes about 6 operations for each parameter of a linear layer and each sample, or
-# token of a text. So for P parameters, T tokens on each rank, F operations a second and a bandwidth of B bytes a second
+# step of forward and backward pass takes about 6 operations (2 forward, 4 backward) for each parameter of a linear
+# layer and each sample, or token of a text. So for P parameters, T tokens on each rank, F operations a second and a
+# bandwidth of B bytes a second
 #
 # `6 * P * T / F  >  2 * (n - 1) / n * bytes of a gradient * P / B`
 #
 # P stands on both sides. What counts is the batch *of a rank*: T must be large enough. If the all-reduce runs during the
 # backward pass, as in DDP, it can hide behind that, which is two thirds of the computing. Lab 4 looks at what hides.
 #
-# First this machine. The speed F comes from a run on one rank with all cores; `RANKS` ranks share them. The bandwidth
-# is 2 (n - 1) / n / beta with the beta of section 7, which counts bytes handed to the call.
+# First this machine. The speed F comes from a run on one rank with all cores; `RANKS` ranks share them. B counts bytes
+# on the wire, the beta of section 7 bytes handed to the call: so B is 2 (n - 1) / n / beta, not 1 / beta.
 
 # %% tags=["nbval-ignore-output"]
 alone = labkit.run("ddp_compile", mode="ddp", nproc=1, dim=DIM, steps=STEPS)
@@ -1028,9 +1036,10 @@ columns = {"your guess": ["–", guess], "your function": [f"{t:,.0f}" if t else
 pandas.DataFrame(columns | {"theory": [f"{t:,.0f}" for t in by_hand]}, index=index)
 
 # %% [markdown]
-# *Tokens of a GPU in a step from which on computing takes longer than sending. One sequence of Llama 2 has 4096 tokens.
-# So between machines a GPU wants two of them or more, and within a machine a part of one is enough. Both rows use the
-# factor of 1024 ranks, nearly 2. For the 8 GPUs of one machine it is 1.75, and the first number an eighth smaller.*
+# *With more tokens than this on each GPU in a step, computing takes longer than sending. One sequence of Llama 2 has
+# 4096 tokens. So between machines a GPU wants two of them or more, and within a machine a part of one is enough. Both
+# rows use the factor of 1024 ranks, nearly 2. For the 8 GPUs of one machine it is 1.75, and the first number an eighth
+# smaller.*
 
 # %% tags=["claim"]
 claim("a GPU wants two sequences or more", 4096 < by_hand[1] < 2 * 4096)
@@ -1056,7 +1065,7 @@ pandas.concat(rows)
 # | process group | ranks that talk; collectives run within one |
 # | backend | the library that moves bytes: gloo, NCCL |
 # | broadcast, all-reduce, all-gather, reduce-scatter, all-to-all | section 5's figures |
-# | all-reduce | = reduce-scatter + all-gather; 2 (n - 1) / n of the tensor leave each rank |
+# | all-reduce | = reduce-scatter + all-gather; 2 (n - 1) / n of the tensor leaves each rank |
 # | time of a message | alpha + bytes · beta |
 # | data-parallel training | equal weights, own samples, mean of the gradients |
 #
@@ -1065,14 +1074,15 @@ pandas.concat(rows)
 # <details><summary>1. A run prints nothing for ten minutes. What do you do first?</summary>
 #
 # Look where each rank is. A rank waits for something that another does not send. If all wait in the same collective,
-# the collective or the network is slow; if one is elsewhere, that one is the cause.
+# suspect the network, or different shapes or different earlier calls on some rank; if one is elsewhere, look there
+# first.
 #
 # </details>
 #
 # <details><summary>2. Only rank 0 calls <code>all_reduce</code>, inside <code>if rank == 0</code>. What happens?</summary>
 #
-# It hangs. A collective needs every rank of its group. If the others call another collective later, the two may even be
-# mixed up, and the numbers are wrong.
+# It hangs, or fails once the others exit. A collective needs every rank of its group. If the others call another
+# collective later, the two may even be mixed up, and the numbers are wrong.
 #
 # </details>
 #
@@ -1084,7 +1094,8 @@ pandas.concat(rows)
 #
 # <details><summary>4. You double the number of ranks and keep the batch of each. What happens to the bytes of a rank?</summary>
 #
-# On the wire they hardly grow: 2 (n - 1) / n is at most 2. Latency grows: a ring has 2 (n - 1) steps.
+# What is handed over stays the same. On the wire, 2 (n - 1) / n stays below 2: half more from 2 to 4 ranks, hardly more
+# from 64 on. Latency grows: a ring has 2 (n - 1) steps.
 #
 # </details>
 #
