@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Lab 1. Sharding ConvNeXt's activations
 #
-# A convolutional network on large images runs out of memory because of its activations, not its weights. So we cut every
-# image into vertical strips and give each rank one strip. All ranks hold all weights, and each holds a part of every
-# feature map.
+# A convolutional network on large images runs out of memory because of its activations (what is kept for the backward
+# pass), not its weights. So we cut (*shard*) every image into vertical strips and give each rank one strip. All ranks
+# hold all weights, and each holds a part of every feature map.
 #
 # **After this lab you can**
 #
@@ -105,7 +105,7 @@ claim("4096 x 4096 needs more than the 141 GB of an H200", why["4096 × 4096"] >
 # Satellite pictures, tissue scans and weather maps are of that size. At 512 × 512 pixels the weights are the larger
 # part. At 2048 × 2048 the activations of a *single* image are more than six times that, and 4096 × 4096 needs more than
 # the 141 GB of an H200. A smaller batch does not help: one is the smallest. Numbers of 2 bytes, or computing
-# activations again in the backward pass (*checkpointing*), save a fixed factor, and the second costs time. Cutting the
+# activations again in the backward pass (*checkpointing*), save only so much, and the second costs time. Cutting the
 # image saves more with every rank, and goes together with both.
 #
 # Here it is on this machine. Each rank may allocate 250 MiB, as if it were a small device. Two images of 512 × 1024
@@ -157,7 +157,7 @@ head, cut = nn.Linear(8, 10), [*stem.parameters(), *depthwise.parameters()]
 optimizer = torch.optim.SGD([*cut, *head.parameters()], lr=0.3)
 
 
-def padded(x, halo=3):  # everybody gets everybody's outer columns, and takes two
+def padded(x, halo=3):  # every rank gets all outer columns (halos, section 3), keeps its neighbours'
     edges = torch.cat([x[..., :halo], x[..., -halo:]], dim=3)
     edges = DTensor.from_local(edges, mesh, [Shard(3)]).full_tensor(grad_placements=[Partial()])
     border = torch.zeros_like(x[..., :halo])
@@ -192,8 +192,8 @@ dist.destroy_process_group()
 #
 # This network is a toy, and every rank receives the columns of all. Below we train a ConvNeXt, and send to neighbours
 # only. `labkit.run` starts such a program, `launch/convnext_spatial.py`, and brings home what the ranks measured. The
-# strategy `local` does the script's work, but sends halos to neighbours only, and scales gradients in another way
-# (section 5); section 9 has another one.
+# strategy `local` does the script's work in this way, and scales gradients differently (section 5); section 9 has
+# another strategy.
 
 # %%
 local = labkit.run("convnext_spatial", nproc=RANKS, strategy="local", **SETUP)
@@ -205,9 +205,10 @@ print(f"{RANKS} ranks trained for {STEPS} steps, the network has {parameters:,} 
 #
 # ## 3. What ConvNeXt does with a strip (core, 8 minutes)
 #
-# ConvNeXt is made of four kinds of layers. The **stem** cuts the image into patches of 4 × 4 pixels and makes one pixel with
-# C channels of each. **Blocks** keep the shape. Between two **stages**, a **downsampling** halves height and width. At the end
-# come the mean over the image, and a linear layer, the *head*.
+# ConvNeXt is made of a few kinds of parts. The **stem** cuts the image into patches of 4 × 4 pixels and makes one pixel
+# with C channels of each. **Blocks** keep the shape; blocks of one shape in a row form a **stage**. Each later stage
+# begins with a **downsampling**, which halves height and width (and here doubles the channels). At the end come the
+# mean over the image, and a linear layer, the *head*.
 
 # %%
 _ = plots.convnext(stages, HEIGHT, WIDTH)
@@ -220,15 +221,15 @@ _ = plots.convnext(stages, HEIGHT, WIDTH)
 #   a channel) look at one pixel at a time. A strip is enough.
 # - The stem and the downsampling are convolutions whose stride equals their kernel. Their windows do not overlap. A strip is
 #   enough as long as no window crosses the cut.
-# - The 7 × 7 **depthwise** convolution (each channel by itself) is different. Near the edge of a strip it looks three
-#   columns over the cut. Those columns are the **halo**, and they live on the neighbouring rank.
+# - The 7 × 7 **depthwise** convolution (each channel by itself) is different. Near the edge of a strip it looks up to
+#   three columns over the cut. Those columns are the **halo**, and they live on the neighbouring rank.
 
 # %%
 _ = plots.halos(photo.photo()[60:300], ranks=4, halo=12)
 
 # %% [markdown]
 # *Rank 1 holds one strip of the portrait of Grace Hopper. It needs a few columns from rank 0 and a few from rank 2: the
-# framed pixels travel. The halo is drawn wider than three pixels, so that you can see it.*
+# pixels in the thick narrow frames travel. The halo is drawn wider than three pixels, so that you can see it.*
 #
 # ### Exercise 1.1: how wide is a strip? (•, 3 minutes)
 #
@@ -270,10 +271,10 @@ except labkit.ParameterError as error:
 # %% [markdown]
 # ## 4. Placements: who holds what (core, 6 minutes)
 #
-# PyTorch describes a distributed tensor by a **mesh** of ranks and one **placement** for each axis of the mesh.
-# `Shard(dim)` cuts the tensor along a dimension. `Replicate()` gives every rank the whole tensor. `Partial()` means
-# that each rank holds a tensor of full size, and the true tensor is their sum (the default; other reductions exist). A
-# `DTensor` is a local tensor together with this description.
+# PyTorch describes a distributed tensor by a **mesh** (the ranks, arranged in a line or a grid) and one **placement**
+# for each axis of the mesh. `Shard(dim)` cuts the tensor along a dimension. `Replicate()` does not cut: all ranks along
+# this axis hold the same. `Partial()` means that each rank holds a tensor of full size, and the true tensor is their
+# sum (the default; other reductions exist). A `DTensor` is a local tensor together with this description.
 #
 # Nothing is launched here. PyTorch can play all ranks inside one process, so we can look at every shard at once.
 
@@ -369,8 +370,9 @@ def halo_bytes(rows: int, kernel: int, channels: int, batch: int) -> int:
 checks.halo_bytes(halo_bytes)
 
 # %% [markdown]
-# Now a whole training step, of a rank in the middle. It has two neighbours. Each block exchanges one halo in the forward
-# pass. In the backward pass the gradient of a halo goes the opposite way: as many columns, as many bytes.
+# Now a whole training step, of a rank in the middle. It has two neighbours. In the forward pass each block sends one
+# halo to each neighbour. In the backward pass the gradient of a halo goes the opposite way: as many columns, as many
+# bytes.
 #
 # The ranks also make two all-reduces. One is for the mean over the whole image: each rank hands in one number for each sample
 # and each channel of the last stage. The other is for the gradients of all weights, put together into one flat tensor, a
@@ -424,18 +426,18 @@ print(f"all-reduces: {reduced:,.0f} bytes handed over, {on_wire:,.0f} on the wir
 #
 # ### Sum or average?
 #
-# A weight's gradient is `Partial()`: each rank's part comes from its own columns, and the whole is the **sum**. Yet data
-# parallelism **averages** gradients. Which is right here?
+# A weight's gradient is `Partial()`: each rank's part comes from its own columns, and the whole is the **sum**. Yet
+# where ranks take different samples (*data parallelism*), gradients are **averaged**. Which is right here?
 #
 # It depends on what each rank calls the loss. Suppose each rank's backward pass starts from the one true loss. Then the parts
 # add up: sum. That is what the script of section 2 does, and there the head is left out: every rank has computed *all* of
 # the head's gradient, since after the mean all hold the same features.
 #
-# labkit wants one rule for all weights, and the same rule as for samples: average over all ranks. So its mean
-# multiplies the gradient that it passes back to the strip by the number of ranks. The average divides by it again, and
-# the head's gradient, equal on all ranks, is its own average. Whoever forgets this factor gets gradients that are too
-# small by that factor in all layers before the mean, and no error says so. Adam even hides it: it divides a gradient by
-# its own size.
+# labkit wants one rule for all weights, and the same rule as for samples: average over all ranks. So labkit's mean over
+# the image multiplies the gradient that it passes back to the strip by the number of ranks. The average divides by it
+# again, and the head's gradient, equal on all ranks, is its own average. Whoever forgets this factor gets gradients
+# that are too small by that factor in all layers before the mean, and no error says so. Adam even hides it: it divides
+# a gradient by its own size.
 #
 # ### Why the mean needs no all-reduce in its backward pass
 #
@@ -452,8 +454,8 @@ print(f"all-reduces: {reduced:,.0f} bytes handed over, {on_wire:,.0f} on the wir
 #
 # `dist.isend(tensor, dst)` starts to send a tensor to a rank, `dist.irecv(tensor, src)` starts to receive one into a
 # tensor of the right size. Both return at once, with a handle whose `wait()` returns when it is done. Start everything
-# first and wait afterwards. If every rank first waits for its own send, they may all wait forever. That is enough for
-# gloo. NCCL runs the messages between two ranks in the order in which they were queued: there, hand all of them
+# first and wait afterwards: if every rank first waited for its own send, all might wait forever. For gloo this order is
+# enough. NCCL runs the messages between two ranks in the order in which they were queued: there, hand all of them
 # together to `dist.batch_isend_irecv`, as labkit does.
 #
 # Your functions travel to the ranks with all that they use of other cells.
@@ -551,9 +553,9 @@ backward_verdict
 # %% [markdown]
 # ### Exercise 1.6: one operation of both (••, 6 minutes)
 #
-# Autograd knows nothing of messages. A `torch.autograd.Function` tells it: `forward` computes, `backward` gets the gradient of
-# what `forward` returned and gives one value for each argument of `forward`, `None` for what has no gradient. Both are
-# static, and share a context `ctx`, on which `forward` may leave what `backward` needs.
+# Autograd knows nothing of messages. A `torch.autograd.Function` tells it: `forward` computes, `backward` gets the
+# gradient of what `forward` returned and gives one value for each argument of `forward` after `ctx`, `None` for what
+# has no gradient. Both are static, and share a context `ctx`, on which `forward` may leave what `backward` needs.
 #
 # Write the class. It is called as `HaloExchange.apply(strip, halo, rank, ranks)`; `ctx` comes by itself, as first argument.
 # Use your two functions.
@@ -640,9 +642,9 @@ claim("the same loss as labkit's own exchange at every step, to 1 part in 10,000
 # %% [markdown]
 # ## 7. Break it (core, 10 minutes)
 #
-# A sharded program that exchanges the wrong columns still runs. Below are two mutations of the exchange: the halos swapped,
-# and no gradient sent home. Before you run them: in how many of the two does the loss fall all the same? In how many does the
-# parity check fail?
+# A sharded program that exchanges the wrong columns still runs. Below are two deliberate mistakes (*mutations*) in the
+# exchange: the halos swapped, and no gradient sent home. Before you run them: in how many of the two does the loss fall
+# all the same? In how many does the parity check fail?
 
 # %% tags=["commit"]
 mine = commit(
@@ -693,10 +695,11 @@ for name, each in broken.items():
 
 # %% [markdown]
 # *Left: the loss falls with both mutations; the network learns around the mistake, and each curve stays near the right
-# one. Grey: the loss of guessing one of ten regions, ln 10. Right: how far each is from it. The exchange of section 6
-# differs by rounding, each mutation by more than a hundred times that. Step 0 comes after one step of warm-up, so even
-# its weights have felt a wrong gradient; the last step is the traced one. Differences below 10⁻⁹, zero too, are drawn
-# at 10⁻⁹.* The curve alone says little. The comparison with one device catches both.
+# one (*forgotten* lies almost on it). Grey: the loss of guessing one of ten regions, ln 10. Right: how far each loss is
+# from the right run's. The exchange of section 6 differs by rounding, each mutation by more than a hundred times that.
+# Step 0 comes after one step of warm-up, so even its weights have felt a wrong gradient; the last step is the traced
+# one. Differences below 10⁻⁹, zero too, are drawn at 10⁻⁹.* The curve alone says little. The comparison with one device
+# catches both.
 #
 # ### Exercise 1.7: a test that cannot fail (••, 5 minutes)
 #
@@ -774,9 +777,10 @@ except labkit.ParameterError as error:
 # %% [markdown]
 # Would a whole training run be silent, too? No: the wrong label makes a later operation stop, with an error that names
 # another cause. The following run is therefore **staged**. `native_unguarded` puts the right label back on the input
-# and the output of every convolution, so that training goes on with the wrong numbers. The batch is one more than the
-# ranks for the same reason: if their number divided it, DTensor would cut the batch by its label, and a later operation
-# would stop. The one convolution above is silent by itself; the training below is silent because we made it so.
+# and the output of every convolution, so that training goes on with the wrong numbers. For the same reason the batch is
+# one larger than the number of ranks: a batch that they can share evenly DTensor would cut, misled by the label, and a
+# later operation would stop. The one convolution above is silent by itself; the training below is silent because we
+# made it so.
 
 # %%
 odd_batch = SETUP | {"batch": RANKS + 1, "steps": 5}
@@ -800,9 +804,9 @@ parity(2, strategy="native_unguarded", batch=3)
 # *Both trainings see the same images and start from the same weights, and both begin above guessing. The staged one is
 # another training: its loss falls, but more slowly. Without the curve beside it, who would know?*
 #
-# Now give this broken network the test with ones: all **weights** are 1. Then all channels of a feature map are equal, the
-# norm subtracts their mean, and what is left is zero. So the logits are zero, and the loss is ln(10), whatever the
-# convolution did.
+# Now give this broken network the test with ones: all **weights** are 1, all biases 0. Then all channels of a feature
+# map are equal, the norm subtracts their mean, and what is left is zero. So the logits are zero, and the loss is
+# ln(10), whatever the convolution did.
 
 # %%
 ones = SETUP | {"init": "ones", "steps": 1, "batch": 3}
@@ -850,8 +854,9 @@ def activation_bytes(batch: int, channels: int, height: int, width: int) -> int:
 checks.activation_bytes(activation_bytes)
 
 # %% [markdown]
-# What will a rank keep at its peak if two ranks share the images? Add up your function over the two blocks, on half the width.
-# The layers between the stages and the halos come on top: how much do you expect?
+# What will a rank keep at its peak if two ranks share the images? Add up your function over the two blocks, on half the
+# width. The halos, and the layers outside the blocks, come on top: add your estimate, or leave them out and see how
+# much they are.
 
 # %% tags=["commit"]
 mine = commit(peak_activation_bytes=None)  # of one of two ranks; for a formula: lambda: activation_bytes(...) + ...
@@ -882,10 +887,10 @@ halved = runs["local, 2 ranks"]
 plots.table(halved, {"peak_activation_bytes": expected["local, 2 ranks"]}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
-# Your blocks are most of it. The rest are the input of the stem's norm, the inputs of the downsampling's norm and
-# convolution, the halos, and the norms' few numbers a pixel; the last layer scale's input is already gone at the peak.
-# Theory counts all of these. The measurement is PyTorch's `MemTracker`, in a step of its own: it follows every tensor
-# that the step makes.
+# The blocks are most of it. The image counts as data, not as an activation. The rest: the input of the stem's norm, the
+# inputs of the downsampling's norm and convolution, the halos, and the norms' few numbers a pixel; the last layer
+# scale's input is already gone at the peak. Theory counts all of these. The measurement is PyTorch's `MemTracker`, in a
+# step of its own: it follows every tensor that the step makes.
 
 # %%
 _ = plots.memory({name.replace(", ", "\n"): run for name, run in runs.items()},
@@ -943,12 +948,12 @@ reduces
 # *Time of a step; below it, the number of all-reduces. With more ranks than cores the bars show the mechanism, not the speed
 # that GPUs would have. With two ranks on two cores each has its own.*
 #
-# At both numbers of ranks the backward pass of `dtensor` takes longer. It reduces the gradient of each weight alone, and each
-# time all ranks wait for the last. `local` puts all gradients into one bucket and waits once.
+# At both numbers of ranks the backward pass of `dtensor` takes longer. `dtensor` reduces the gradients one by one, and
+# each time all ranks wait for the last. `local` puts all gradients into one bucket and waits once.
 #
-# The second cost is **dispatch**. For each operation, PyTorch looks at the placements of the inputs, decides how the output
-# is placed, runs the operation on the local tensors and wraps the result. What it has decided once it looks up again, and
-# in recent versions much of that happens in C++. How much is left? We measure one addition of four numbers.
+# The second cost is **dispatch**. For each operation, PyTorch looks at the placements of the inputs, decides how the
+# output is placed, runs the operation on the local tensors and wraps the result. Once decided, a placement comes from a
+# cache, and in recent versions much of that happens in C++. How much is left? We measure one addition of four numbers.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --name dispatch
@@ -984,9 +989,11 @@ print(f"one addition: plain tensor {costs['plain_us']:.1f} µs, DTensor {costs['
 claim("the same addition costs more than three times as much on a DTensor", costs["dtensor_us"] > 3 * costs["plain_us"])
 
 # %% [markdown]
-# *The same addition costs several times as much on a DTensor.* A training step has hundreds of operations. On large
-# tensors the difference disappears behind the arithmetic. On these it does not. `torch.compile` can remove most of it,
-# since it decides placements while compiling.
+# *The same addition costs several times as much on a DTensor.* A training step has hundreds of operations. Hundreds of
+# such differences make a few milliseconds, only a part of the gap in the figure. The waiting in 27 all-reduces, and
+# operations whose dispatch costs more than an addition's, come on top; we did not measure them apart. On large tensors
+# dispatch disappears behind the arithmetic. `torch.compile` can remove most of it, since it decides placements while
+# compiling.
 #
 # And is it the same training?
 
@@ -1000,7 +1007,7 @@ claim("every loss equals one device's to 1 part in 10,000, at every step", worst
 
 # %% [markdown]
 # *How far each loss is from one device's. All stay below 1 part in 10,000 at every step. What is left is rounding:
-# ranks add numbers in another order. The two runs with 2 ranks may coincide; differences below 10⁻⁹ are drawn there.*
+# ranks add numbers in another order. The two runs with 2 ranks may coincide; differences below 10⁻⁹ are drawn at 10⁻⁹.*
 
 # %% [markdown]
 # ## 10. When does it pay? (core, 10 minutes)
@@ -1072,8 +1079,9 @@ print(f"alpha = {here.alpha_s * 1e6:.0f} µs, beta = {here.beta_s_per_byte * 1e1
 # For GPUs we take the data sheet of an H200. NVLink carries 450 GB/s in each direction. TF32 arithmetic is promised at
 # 494 TFLOP/s; take 40 % of it, 200. No sheet tells the latency of a message: take 15 µs. A training step costs about
 # three times the forward pass. We count the 1 × 1 convolutions only, 16 · C² operations a pixel and block: nearly all
-# of the large network's, about three quarters of ours. Memory traffic (norm, GELU) is left out. Both neighbours'
-# messages go at the same time, and we count one. An all-reduce pays one latency here; a ring pays 2 (n − 1).
+# of the large network's, about three quarters of ours. Memory traffic (norm, GELU) and the launch of each kernel are
+# left out; for our small network they would take far longer than its arithmetic. Both neighbours' messages go at the
+# same time, and we count one. An all-reduce pays one latency here; a ring pays 2 (n − 1).
 
 
 # %%
@@ -1122,7 +1130,7 @@ claim("with 8 ranks it is more than five times as fast as with one", sum(paper_g
 # *All bars are predicted; on the left from the run with two ranks, as if each rank had a core of its own; so one rank
 # takes longer here than in section 9, where plain training has both cores. On H200s our small network is fastest on
 # one: all its arithmetic takes 3 µs, and six messages of 15 µs each take 90. The large ConvNeXt, 7 images of 512 × 1024
-# pixels, gains with every doubling, more than five times with 8.*
+# pixels, gains with every doubling, and is more than five times as fast with 8.*
 #
 # **Asked once.** Make the images twice as wide, and keep two ranks. By what factor does the arithmetic grow, and by what do the bytes
 # of a rank's halos? Commit to both; the run tells about the bytes.
@@ -1218,7 +1226,7 @@ summary
 # 1. A 5 × 5 convolution with stride 1: how many columns does a rank get from each neighbour?
 # <details><summary>Answer</summary>Two: (5 − 1) / 2. At the border of the image it pads zeros instead.</details>
 #
-# 2. Why does a rank *add* the gradients that arrive, and not store them?
+# 2. Why does a rank *add* the gradients that arrive, and not overwrite its own with them?
 # <details><summary>Answer</summary>The columns were used twice, by their owner and by the neighbour. The gradient of a value that is used
 # twice is the sum over both uses.</details>
 #
