@@ -81,7 +81,8 @@ PARAMETERS = sum(UNITS) // 4
 #
 # ### Exercise 1: bytes of each stage (•, 5 minutes)
 #
-# How many bytes does a rank hold between two steps? All sizes divide evenly.
+# How many bytes does a rank hold between two steps, that is after `optimizer.step()` and before `zero_grad()`? All
+# sizes divide evenly.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -160,7 +161,8 @@ claim("DDP breaks the cap, FSDP keeps it", list(outcome.values()) == ["MemoryCap
 # **core, 10 minutes**
 #
 # This is all that your own script needs. `fully_shard` changes a module in place: its parameters become `DTensor`s, of
-# which each rank holds a part. Call it on the parts first, then on the whole. Make the optimizer afterwards.
+# which each rank holds a part. The *mesh* says which ranks share them; `Shard(dim=0)` means cut by rows. Call it on the
+# parts first, then on the whole. Make the optimizer afterwards.
 
 # %% tags=["script"]
 # %%torchrun -n 2
@@ -239,12 +241,13 @@ checks.all_gathers(all_gathers)
 # %% [markdown]
 # ### Commit, run, compare
 #
-# Now the measured run. `launch/fsdp_wrap.py` does what the cell above does, with this notebook's stack: three blocks,
-# three units, nothing left for the root. It counts in one more step, which is not timed.
+# Now the measured run. `launch/fsdp_wrap.py` does what the script in section 2 does, with this notebook's stack: three
+# blocks, three units, nothing left for the root. It counts in one more step, which is not timed.
 #
-# Commit to five numbers. Bytes here are those that a rank **hands to the call**: to an all-gather its own part, to a
-# reduce-scatter the whole gradients. The stack has `PARAMETERS` parameters, 329,344 of them. What a rank holds when the
-# step is over, your `zero_bytes` knows.
+# Commit to five numbers. Bytes are summed over one step. They are those that a rank **hands to the calls**: to an
+# all-gather its own part, to a reduce-scatter the whole gradients. The stack has `PARAMETERS` parameters, 329,344 of
+# them. `end_parameter_bytes` is this rank's share of the parameters alone, a quarter of what your `zero_bytes` gives
+# for stage 3.
 
 # %% tags=["commit"]
 mine = commit(
@@ -284,9 +287,10 @@ claim(
 #
 # **core, 10 minutes**
 #
-# Look at the bytes in the table. An all-gather was handed half of the parameters, and a reduce-scatter all of them. On
-# 8 ranks it would be an eighth against all. So it looks as if a gather were eight times cheaper. It is not. Both move
-# the same bytes **over the wire**, and that is what takes time.
+# In the table both rows of bytes are equal, but the all-gathers went through the parameters twice and the
+# reduce-scatters once. In one pass the all-gathers were handed half of the parameters, the reduce-scatters all of them.
+# On 8 ranks it would be an eighth against all. So it looks as if a gather were eight times cheaper. It is not. Both
+# move the same bytes **over the wire**, and that is what takes time.
 #
 # Let S be the bytes of all parameters. In a ring of N ranks, a gather starts with S/N bytes on each rank, and each rank
 # passes on N − 1 such parts. A reduce-scatter starts with all S bytes, and each rank passes on N − 1 sums of S/N bytes.
@@ -342,9 +346,9 @@ claim("FSDP sends 1.5 times as much as DDP", sent["FSDP"] == 1.5 * sent["DDP"])
 # ### Gather once or twice
 #
 # `reshard_after_forward=False` keeps the parameters between forward and backward pass. That saves one all-gather for
-# each unit, and costs the memory that FSDP was to save, while a step computes. PyTorch's older name for it is
-# SHARD_GRAD_OP. It computes as ZeRO stage 2 does, with whole parameters. But between the steps the parameters are
-# sharded as well, which stage 2 does not do.
+# each unit, but during a step it costs the memory that FSDP should save. PyTorch's older name for it is SHARD_GRAD_OP.
+# It computes as ZeRO stage 2 does, with whole parameters. But between the steps the parameters are sharded as well,
+# which stage 2 does not do.
 #
 # What does it change for the stack? Commit to what a rank hands to its calls.
 
@@ -408,9 +412,9 @@ claim("two blocks of three are held there", 0.6 < gathered["kept"] / all_paramet
 # Complete `small_fsdp(unit)`. It shards the unit in place and returns the shard. All parameters are float32 and
 # trained, and the unit gives one tensor.
 #
-# - The shard: all parameters in the order of `unit.parameters()`, flat, one after another, zeros at the end until the
-#   ranks divide the row. Rank r keeps part r.
-# - No memory for whole parameters but from the forward pre-hook to the end of the forward pass, and again in the
+# - The shard: all parameters in the order of `unit.parameters()`, flat, one after another, with zeros at the end until
+#   the number of ranks divides its length. Rank r keeps part r.
+# - Whole parameters have memory only from the forward pre-hook to the end of the forward pass, and again in the
 #   backward pass.
 # - When the last gradient of the unit is there: free the buffer, make a flat row of the gradients, set each parameter's
 #   own `.grad` to None, and leave in `shard.grad` this rank's part of the **mean** over the ranks.
@@ -427,8 +431,8 @@ claim("two blocks of three are held there", 0.6 < gathered["kept"] / all_paramet
 # <details><summary>Hint 2: the functions inside</summary>
 #
 # `gather(*_)` resizes the storage and gathers `shard.detach()` into the row. It serves as forward pre-hook and as the
-# hook on the output. The forward hook frees, and registers `gather` on the output. The gradient hook counts: when it
-# was called for all parameters, it reduces.
+# hook on the output. The forward hook frees, and registers `gather` on the output. The gradient hook counts: once it
+# has been called for all parameters, it reduces.
 #
 # </details>
 # <details><summary>Hint 3: the last hook</summary>
@@ -494,7 +498,7 @@ verdict
 # passes, labkit's own stands in for it: `labkit/parallel/small_fsdp.py`, which you may read afterwards.
 #
 # `check="parity"` gives the same parameters and samples to one device. It compares the losses and outputs of every
-# step, every gradient and every parameter.
+# step, and after the last step every gradient and parameter.
 
 # %%
 working = small_fsdp if verdict.ok else shard_unit
@@ -528,7 +532,7 @@ parity(working)
 # - The backward pass goes from the last unit to the first. When the gradients of a unit are complete, its buffer is
 #   freed. A flat row of the gradients is made, as large as the unit. Then the gradients themselves are dropped.
 # - This rank's share of the unit's gradients is allocated, and stays to the end of the step.
-# - Gloo, which adds up on CPUs, makes a working copy of the row. (NCCL, on GPUs, needs none of that size.)
+# - Gloo, the backend for CPUs, makes a working copy of the row. (NCCL, on GPUs, needs none of that size.)
 #
 # What is the peak? It lies at the reduce-scatter of one of the units.
 #
@@ -577,7 +581,7 @@ small |= {"all_gather_bytes": 2 * 4 * sum(shares), "reduce_scatter_bytes": RANKS
 plots.table(own, small | {"peak_total_bytes": theory.small_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
-# *The counts and bytes are those of* `fully_shard`*. Between the steps of the parameters a rank holds only its share.
+# *The counts and bytes are those of* `fully_shard`*. Between the steps a rank holds only its share of the parameters.
 # The peak is within 5 % of the ledger's: what is missing is the activations.*
 
 # %% tags=["claim"]
@@ -668,8 +672,9 @@ checks.gradients_agree(gradients_agree)
 parity(broken)
 
 # %% [markdown]
-# Now break something else: leave out `buffer.resize_(0)`, or gather into the buffer once only. Which of the tests
-# catches it? After you write a test, break the code once and watch it fail.
+# Now break something else in a copy of your function. Leave out `buffer.resize_(0)` in the forward hook: the numbers
+# stay right, parity passes, and only `checks.small_fsdp` sees the memory. After you write a test, break the code once
+# and watch it fail.
 
 # %% [markdown]
 # ## 6. What to wrap
@@ -687,20 +692,21 @@ parity(broken)
 # - *Gathered parameters* are whole ones, while a unit computes.
 # - *Communication buffers* are the tensors that an all-gather or a reduce-scatter fills or reads. `fully_shard` gathers
 #   into a buffer and copies from there. In the forward pass the buffer stays until the next one is filled.
-# - *Temporary* is what lives for a moment: gradients of activations, and gradients of whole parameters before they are
-#   reduced.
+# - *Temporary* is what lives for a moment: gradients of activations, gradients of whole parameters before they are
+#   reduced, and, with checkpointing, activations that are computed again.
 #
 # `theory.step_peak` is a ledger like yours, for `fully_shard`. It knows the buffers and the activations, too.
 #
-# Before you look: what is the peak of `block`, in bytes? Your ledger has other entries, but a similar sum. Besides, at
-# that moment blocks 0 and 1 have kept nine activations of `4 * SAMPLES * DIM` bytes: inner widths 3 and 4, and two
-# outputs. Temporary are the gradients before and after the ReLU of block 1, 4 + 4, and one whole weight gradient, as
-# large as two more.
+# Before you look: what is the peak of `block`, in bytes? It lies in the backward pass of block 1. Held are the rank's
+# shares of parameters and Adam's state, its share of block 2's gradients, block 1 gathered, block 0 gathered ahead in
+# its buffer, and the row of block 2's gradients. Besides, blocks 0 and 1 have kept nine activations of `4 * SAMPLES *
+# DIM` bytes: inner widths 3 and 4, and two outputs. Temporary are the gradients before and after the ReLU of block 1, 4
+# + 4, and one whole weight gradient, as large as two more.
 
 # %% tags=["commit"]
 mine = commit(peak_total_bytes=None)
 ### BEGIN SOLUTION
-mine = commit(peak_total_bytes=lambda: peak_bytes(UNITS, RANKS) + 19 * 4 * SAMPLES * DIM)
+mine = commit(peak_total_bytes=lambda: (3 * sum(UNITS) + UNITS[2]) / RANKS + sum(UNITS) + 19 * 4 * SAMPLES * DIM)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
@@ -768,8 +774,8 @@ _ = plots.latency({" ".join(label.split()): result for label, result in runs.ite
 # Layers send twice as many messages as blocks, for the same bytes. Where latency, the fixed time that a message takes
 # to start, outweighs the time of the bytes, that shows. A transformer block a unit is the usual choice: large enough to
 # keep the network busy, small enough to be a small part of the model. Checkpointing is paid with arithmetic: the
-# backward pass computes each block's forward pass once more. It pays for activations, and sharding for parameters; the
-# two add up.
+# backward pass computes each block's forward pass once more. It saves activations; sharding saves parameters, gradients
+# and optimizer state. The savings add up.
 
 # %% tags=["claim"]
 claim("layers send twice as many messages as blocks", rows["layer"] == [2 * count for count in rows["block"]])
@@ -821,7 +827,8 @@ _ = plots.timeline(waiting)
 # stretches.*
 #
 # Read the order. In the forward pass the blocks are gathered as 0, 1, 2. In the backward pass it is 2, then 1 and 0,
-# and after each block its gradients are reduce-scattered.
+# and after each block its gradients are reduce-scattered. There FSDP asks for the next block early: block 1 is gathered
+# before block 2 has computed. But a CPU rank waits for it at once, so nothing is hidden.
 #
 # Now with **prefetching**: while block 0 computes, block 1 is already gathered. On GPUs FSDP2 does this by itself. On
 # CPU ranks labkit asks for it.
@@ -831,9 +838,10 @@ ahead = labkit.run("fsdp_wrap", prefetch=True, **slow)
 _ = plots.timeline(ahead)
 
 # %% [markdown]
-# *In the forward pass the all-gathers of blocks 1 and 2 mostly start while the block before computes. The very first
-# one cannot hide: nothing computes before it. On CPU ranks PyTorch waits for each reduce-scatter, so these stay
-# exposed. In the backward pass a rank may still be seen waiting for the other, which was late.*
+# *In the forward pass the all-gathers of blocks 1 and 2 mostly start while the block before computes. So do those of
+# blocks 1 and 0 in the backward pass. The first all-gather of each pass cannot hide: no block computes beside it. On
+# CPU ranks PyTorch waits for each reduce-scatter, so these stay exposed. In the backward pass a rank may still be seen
+# waiting for the other, which was late.*
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.exposed({"waiting": waiting, "prefetching": ahead})
@@ -909,10 +917,10 @@ checks.forgotten_block(forgotten, mystery)
 # operations a rank does in the time in which one byte travels. Add ranks and keep the whole batch, and each rank's
 # share of tokens shrinks. At some number of ranks communication binds.
 #
-# **Worked once.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 %
-# are a good result in training: F = 400 · 10¹². NVLink brings 900 GB/s by the data sheet, that is 450 GB/s in each
-# direction. With 8 GPUs and 2 bytes a number: T ≥ 2 · 7/8 · 400 · 10¹² / (2 · 450 · 10⁹) = 778 tokens for each GPU. One
-# sequence of 2048 tokens is enough.
+# **Worked once.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is
+# a good result in training: F = 400 · 10¹². NVLink brings 900 GB/s by the data sheet, that is 450 GB/s in each
+# direction. With 8 GPUs and 2 bytes a number, gradients included: T ≥ 2 · 7/8 · 400 · 10¹² / (2 · 450 · 10⁹) = 778
+# tokens for each GPU. One sequence of 2048 tokens is enough.
 #
 # ### Exercise 9: tokens to hide (••, 5 minutes)
 #
@@ -965,8 +973,9 @@ print(f"so communication could hide from about {needed:,.0f} tokens on; a rank o
 
 # %% [markdown]
 # Slow arithmetic is easy to hide behind: a laptop's cores need few tokens, fast GPUs on a slow network need thousands.
-# The inequality knows no latency. Small units, such as those of this lab, wait for messages rather than for bytes, so
-# that here a step of FSDP takes longer than one of DDP in most runs.
+# The inequality knows no latency. Small units, such as those of this lab, wait for messages rather than for bytes, and
+# by default CPU ranks wait for each message where it starts, so that here a step of FSDP takes longer than one of DDP
+# in most runs.
 #
 # When the batch is too small, there are four ways out: a larger batch, shorter numbers (next section), parameters that
 # are kept (two passes instead of three), or groups that share parameters only where the network is fast (HSDP, below).
@@ -1026,7 +1035,8 @@ plots.table(frozen, predicted_frozen)
 # size. In your own script that is `fully_shard` with a mesh of two axes: `init_device_mesh("cuda", (2, 8),
 # mesh_dim_names=("replicate", "shard"))`.
 #
-# Four ranks, in two groups of two. The names say along which axis of the mesh a call went.
+# Four ranks, in two groups of two. The names say along which axis of the mesh a call went; labkit calls the shard axis
+# `data`.
 
 # %%
 hybrid = labkit.run("fsdp_wrap", wrap="block", hybrid=2, **SETUP | {"nproc": 4, "steps": 2})
@@ -1140,7 +1150,7 @@ checks.tied_unit(tied_unit)
 
 # %% [markdown]
 # `labkit/parallel/units.py` does the same for every model. Let us hold a transformer with a tied embedding against one
-# device: every loss, gradient and parameter of three steps.
+# device: the losses and outputs of three steps, then every gradient and parameter.
 
 # %%
 tied = labkit.run("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", check="parity", steps=3)
@@ -1160,8 +1170,8 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 # Mind the scale. On one device the loss is the mean over all samples. Each rank's own loss is the mean over its own, N
 # times larger for each sample. Averaging the shared gradients makes up for that. An expert's gradients are not
 # averaged. To equal one device's they must be divided by N all the same. "Nothing to average, so leave it alone" is a
-# known trap: pytorch/pytorch#160285 and #167178. The exercise leaves the experts as they are. So their steps are N
-# times larger than one device would take with SGD.
+# known trap: pytorch/pytorch#160285 and #167178. To keep it short, exercise 11 leaves out that division, and its check
+# wants the experts untouched. So their steps are N times larger than one device would take with SGD.
 #
 # ### Exercise 11: average, but not everything (••, 6 minutes)
 #
@@ -1222,8 +1232,8 @@ checks.expert_gradients(average_gradients)
 # ### What to expect on GPUs (2 minutes)
 #
 # - The same program runs unchanged: `labkit.run("fsdp_wrap", nproc=4, preset="paper")`. It has 217 million parameters.
-# - Counts, bytes and the tensors that a rank keeps between steps are the same. They do not depend on speed. The
-#   allocator and NCCL take memory of their own beside them.
+# - Counts, bytes and the tensors that a rank keeps between steps follow the same formulas: they do not depend on the
+#   device. The allocator and NCCL take memory of their own beside them.
 # - All-gathers and reduce-scatters run on their own CUDA streams and hide behind arithmetic by themselves. What stays
 #   exposed is the first all-gather, the last reduce-scatter, and whatever is slower than the arithmetic.
 #
