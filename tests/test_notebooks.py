@@ -27,7 +27,6 @@ NBVAL_OPTIONS = [
 SMALL = [  # other numbers of ranks, too, where that costs little
     ("00_ranks", {"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}),
     ("01_spatial_sharding", {"RANKS": 2, "STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}),
-    ("01_spatial_sharding", {"STEPS": 1, "BATCH": 4, "HEIGHT": 32, "WIDTH": 192}),
     ("02_fsdp_wrapping", {"RANKS": 3, "DIM": 20, "BATCH": 4, "STEPS": 1}),
     ("03_allgather_extensions", {"RANKS": 3, "BATCH": 8, "STEPS": 20}),
     ("04_compiler_bucketing", {"DIM": 256, "BUCKET_MB": 0.5, "STEPS": 1}),

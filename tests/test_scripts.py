@@ -24,7 +24,7 @@ def scripts():
                 yield pytest.param(int(ranks[1]), text, id=f"{lab.name}, cell {number}")
 
 
-@pytest.mark.parametrize(("ranks", "text"), scripts())
+@pytest.mark.parametrize(("ranks", "text"), list(scripts()))
 def test_what_you_would_write_runs_under_bare_torchrun(ranks, text, tmp_path):
     assert "labkit" not in text
     (tmp_path / "labkit.py").write_text("raise ImportError('a script of its own needs no labkit')\n")

@@ -29,7 +29,7 @@ def case_or_skip(name):
     return pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=why))
 
 
-@pytest.mark.parametrize("case", map(case_or_skip, CASES))
+@pytest.mark.parametrize("case", [case_or_skip(name) for name in CASES])
 def test_four_ranks_compute_what_one_device_computes(two_steps, case):
     tensors = 4 * 3 + CASES[case].norm
     assert two_steps.value(f"{case} compared") == 2 * (1 + 2 * tensors)
