@@ -4,7 +4,7 @@ Every row of the specification, the five pieces of PyTorch's own code that the k
 here: a change to one file that takes away or spoils what the row asks for, and the test that must fail then. Each
 mutant goes into a copy of the checkout, never into the checkout. First all tests run there unchanged and must pass.
 
-    python -m tests.mutants                    all, about a quarter of an hour
+    python -m tests.mutants                    all, about twenty minutes
     python -m tests.mutants "S3 scaler" S5     rows whose name holds one of these words
     python -m tests.mutants --list             what there is
 
