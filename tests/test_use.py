@@ -56,8 +56,8 @@ def fails_parity(program, **arguments):
 SPATIAL = {"nproc": 4, "strategy": "yours"}
 
 
-def test_the_learners_halo_exchange_trains_convnext(monkeypatch):
-    use = solved("01", "exchange_halo", "return_gradients")
+def trains_as_labkits_own(use):
+    """Parity with one device, and the losses and bytes of labkit's exchange; the run with these functions."""
     parity("convnext_spatial", use=use, **SPATIAL)
     yours, ours = (
         labkit.run("convnext_spatial", nproc=4, device="cpu", steps=5, learning_rate=1e-3, **how)
@@ -65,19 +65,19 @@ def test_the_learners_halo_exchange_trains_convnext(monkeypatch):
     )
     assert losses(yours) == pytest.approx(losses(ours), rel=1e-5)
     assert yours.value("send_bytes") == ours.value("send_bytes")
+    return yours
+
+
+def test_the_learners_halo_exchange_trains_convnext(monkeypatch):
+    use = solved("01", "exchange_halo", "return_gradients")
+    yours = trains_as_labkits_own(use)
     assert "def exchange_halo" in yours.info["use"]["exchange_halo"]
 
 
 def test_an_autograd_function_of_the_learner_trains_convnext():
     names = ("exchange_halo", "return_gradients", "HaloExchange", "padded_strip")
     use = {"padded_strip": solved("01", *names)["padded_strip"]}
-    parity("convnext_spatial", use=use, **SPATIAL)
-    yours, ours = (
-        labkit.run("convnext_spatial", nproc=4, device="cpu", steps=5, learning_rate=1e-3, **how)
-        for how in ({"strategy": "yours", "use": use}, {"strategy": "local"})
-    )
-    assert losses(yours) == pytest.approx(losses(ours), rel=1e-5)
-    assert yours.value("send_bytes") == ours.value("send_bytes")
+    trains_as_labkits_own(use)
 
 
 class NothingComesHome(torch.autograd.Function):

@@ -123,9 +123,7 @@ def messages(result: RunResult, *, ax: Axes | None = None) -> Axes:
     ax.plot(rounds.index, rounds * 1e6, ".", color=style.GREY, alpha=0.4, markersize=4, label="each round")
     ax.plot(sizes, times * 1e6, "o", color=style.BLUE, label="fastest round")
     between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
-    ax.plot(
-        between, [line.seconds(size) * 1e6 for size in between], color="black", lw=1.5, ls="--", label=_formula(line)
-    )
+    ax.plot(between, [line.seconds(size) * 1e6 for size in between], label=_formula(line), **style.PREDICTED)
     ax.axhline(line.alpha_s * 1e6, color=style.GREY, lw=1, ls=":")
     if sizes[0] < line.break_even_bytes < sizes[-1]:
         ax.axvline(line.break_even_bytes, color=style.GREY, lw=1, ls=":")
@@ -154,7 +152,7 @@ def pieces(result: RunResult, *, network: AlphaBeta | None = None, ax: Axes | No
         first = column == 0
         ax.bar(column, time_s * 1e3, 0.5, color=style.BLUE, label="measured, fastest round" if first else None)
         mark = "predicted: messages x α + bytes x β" if first else None
-        ax.plot([column - 0.38, column + 0.38], [expected * 1e3] * 2, "k--", lw=1.5, label=mark)
+        ax.plot([column - 0.38, column + 0.38], [expected * 1e3] * 2, label=mark, **style.PREDICTED)
         text = f"{time_s * 1e3:.1f} ({expected * 1e3:.1f})"
         place: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 9}
         ax.annotate(text, (column, max(time_s, expected) * 1e3), **place)
