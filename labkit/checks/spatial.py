@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,6 +28,7 @@ from labkit.theory import spatial
 
 RANKS = 4
 WAITING = "does every send have its receive on the other side?"
+on_a_line = partial(on_ranks, "spatial", ranks=RANKS, waiting=WAITING)
 PLACED: Mapping[str, tuple[list[Placement], str]] = {
     "images": (
         [Shard(0), Shard(3)],
@@ -118,7 +120,7 @@ def halo_exchange(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         _judge_padded(index, sent["got"])
         _judge_moved(index, sent["moved"])
 
-    on_ranks("spatial", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=WAITING, what="forward")
+    on_a_line(answer, judge=judge, timeout_s=timeout_s, what="forward")
     return passed(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
 
 
@@ -130,7 +132,7 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         _judge_gradient(index, sent["got"])
         _judge_moved(index, sent["moved"])
 
-    on_ranks("spatial", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=WAITING, what="backward")
+    on_a_line(answer, judge=judge, timeout_s=timeout_s, what="backward")
     return passed(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
 
 
@@ -151,13 +153,10 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
         _judge_moved(index, sent["moved"], both_ways=True)
 
     arguments = "backward returns one value for each argument of forward, None for what has no gradient"
-    on_ranks(
-        "spatial",
+    on_a_line(
         answer,
         judge=judge,
-        ranks=RANKS,
         timeout_s=timeout_s,
-        waiting=WAITING,
         hints={
             "incorrect number of gradients": arguments,
             "gradient for input": arguments,
@@ -184,7 +183,7 @@ def fooled(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             hint = "Inside the image the test wants ones, at its border zeros. Which ranks have a border?"
             raise Wrong(f"the test of ones caught it: {caught}", expected=caught.expected, hint=hint) from None
 
-    on_ranks("spatial", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=WAITING, what="ones")
+    on_a_line(answer, judge=judge, timeout_s=timeout_s, what="ones")
     return passed("the test of ones passes, and nothing was exchanged: a test that cannot fail")
 
 
