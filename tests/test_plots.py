@@ -320,9 +320,19 @@ def test_strips_pay_stacks_messages_on_arithmetic():
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1", "2"]
 
 
+def test_batch_pays_puts_a_dot_where_arithmetic_and_messages_take_equally_long():
+    left, right = plots.batch_pays({"one": (1e-6, {"slow": 5e-3, "fast": 1e-3}), "two": (2e-6, {"only": 5e-3})})
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "o"]
+    assert dots == [pytest.approx((5000, 5)), pytest.approx((1000, 1))]
+    assert texts_of(left) == ["arithmetic", "slow", "5,000", "fast", "1,000"]
+    assert texts_of(right) == ["arithmetic", "only", "2,500"]
+    assert {line.get_linestyle() for line in left.lines if line.get_marker() != "o"} == {"--"}
+    assert right.get_title(loc="left") == "two"
+
+
 def test_every_public_plot_is_covered_here():
     elsewhere = {  # tests/test_plots_<module>.py
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
         "held",
     }  # fmt: skip
-    assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "shards", "strips_pay", "table"}
+    assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "batch_pays", "shards", "strips_pay", "table"}

@@ -5,7 +5,7 @@ runs; CPU ranks beyond the cores are labelled "mechanism, not speed". Everywhere
 runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is where to draw, by default a new figure.
 """
 
-from labkit.plots.collectives import held, messages, pieces
+from labkit.plots.collectives import batch_pays, held, messages, pieces
 from labkit.plots.ddp import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown, passes
@@ -15,7 +15,7 @@ from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
-    "breakdown", "buckets", "bytes_against_error", "convnext", "exposed", "halos", "held", "hook_memory", "latency",
-    "loss", "loss_difference", "memory", "mesh", "messages", "passes", "pieces", "shards", "strips_pay", "table",
-    "timeline", "traffic",
+    "batch_pays", "breakdown", "buckets", "bytes_against_error", "convnext", "exposed", "halos", "held",
+    "hook_memory", "latency", "loss", "loss_difference", "memory", "mesh", "messages", "passes", "pieces",
+    "shards", "strips_pay", "table", "timeline", "traffic",
 ]  # fmt: skip

@@ -206,11 +206,8 @@ def strips_pay(
         seconds: for each machine's name, by number of ranks, seconds of arithmetic and of messages.
         axes: one for each machine.
     """
-    if axes is None:
-        figure = pyplot.subplots(1, len(seconds), figsize=(4.2 * len(seconds), 3.2), layout="constrained")
-        axes = list(numpy.atleast_1d(figure[1]))
-    for ax, (name, by_ranks) in zip(axes, seconds.items(), strict=True):
-        style.axes(ax)
+    axes = style.panels(axes, seconds, width=4.2, height=3.2)
+    for ax, by_ranks in zip(axes, seconds.values(), strict=True):
         arithmetic, messages = (numpy.array([each[part] * 1e3 for each in by_ranks.values()]) for part in (0, 1))
         labels = [str(ranks) for ranks in by_ranks]
         look: dict[str, Any] = {"edgecolor": "black", "ls": "--", "lw": 1, "width": 0.6}
@@ -219,6 +216,5 @@ def strips_pay(
         for column, total in enumerate(arithmetic + messages):
             ax.text(column, total, f"{total:.3g}", ha="center", va="bottom", fontsize=9)
         ax.set(xlabel="ranks", ylabel="predicted time of a step, ms", ylim=(0, 1.12 * max(arithmetic + messages)))
-        ax.set_title(name, fontsize=10, loc="left", pad=22)
         style.legend_above(ax, 2)
     return axes

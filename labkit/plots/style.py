@@ -1,7 +1,7 @@
 """What all figures share: colours that stay apart in print and for the colour-blind, units, and the stamp."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib import pyplot
@@ -39,6 +39,19 @@ def axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
         ax = pyplot.subplots(figsize=(width, height), layout="constrained")[1]
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def panels(given: Sequence[Axes] | None, names: Iterable[str], width: float, height: float) -> list[Axes]:
+    """The given Axes, or those of a new figure, side by side, each with its name on top; sizes of one in inches."""
+    names = list(names)
+    if given is None:
+        figure = pyplot.subplots(
+            1, len(names), figsize=(width * len(names), height), squeeze=False, layout="constrained"
+        )
+        given = list(figure[1][0])
+    for ax, name in zip(given, names, strict=True):
+        axes(ax).set_title(name, fontsize=10, loc="left", pad=22)
+    return list(given)
 
 
 def legend_above(ax: Axes, columns: int, handles: list[Any] | None = None, *, middle: float = 0.5, **look: Any) -> None:

@@ -37,13 +37,14 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
             row = 2.4 * position + lane
             labels[row] = f"rank {rank} {name}" if lane == 0 else name
             drawn = bars[(bars["rank"] == rank) & (bars["lane"] == name)]
+            above = 0.0  # how far the row of names above it reaches, ms
             for bar, (slot, slots) in zip(drawn.itertuples(), _slots(drawn), strict=True):
-                _draw(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots)
+                above = _draw(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots, above)
         waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
         ax.broken_barh(list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=style.EXPOSED)
     ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since the start of the step, ms")
     ax.tick_params(axis="y", length=0)
-    ax.set_ylim(2.4 * len(shown) - 0.7, -0.6)
+    ax.set_ylim(2.4 * len(shown) - 0.45, -0.6)
     _legend(ax, set(bars["phase"]), result)
     return style.stamp(ax, [result])
 
@@ -88,16 +89,25 @@ def _slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
     return [(place, max(group) + 1) for group in places for place in group]
 
 
-def _draw(ax: Axes, bar: Any, top: float, height: float) -> None:
-    """One bar, with the last part of its name if it fits in; above it, if it is an all-gather."""
+def _draw(ax: Axes, bar: Any, top: float, height: float, taken: float) -> float:
+    """One bar, with the last part of its name if it fits in; beside it, if it is an all-gather.
+
+    That is above it, or below where the names above reach up to ``taken``. Gives back how far they reach now.
+    """
     colour = COLOURS.get(bar.phase, style.GREY)
     ax.broken_barh([(bar.start, bar.length)], (top, height), facecolors=colour, edgecolor="white", linewidth=0.4)
     text, middle = bar.name.rpartition(".")[2], bar.start + bar.length / 2
-    if text and _points(ax, bar.length) > LETTER_POINTS * len(text) + 2:
+    a_point = bar.length / _points(ax, bar.length)  # in ms
+    if text and bar.length > (LETTER_POINTS * len(text) + 2) * a_point:
         tint = "white" if colour in (style.BLUE, style.GREEN) else "black"
         ax.text(middle, top + height / 2, text, ha="center", va="center", fontsize=8, color=tint)
     elif text and bar.phase == "all_gather":  # what a unit is gathered with says which unit it is
-        ax.text(middle, top, text, ha="center", va="bottom", fontsize=7)
+        half = LETTER_POINTS * len(text) / 2 * a_point
+        if middle - half >= taken:
+            ax.text(middle, top, text, ha="center", va="bottom", fontsize=7)
+            return float(middle + half)
+        ax.text(middle, top + height + 0.2, text, ha="center", va="top", fontsize=7)
+    return taken
 
 
 def _points(ax: Axes, length: float) -> float:

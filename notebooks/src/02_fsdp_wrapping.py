@@ -46,7 +46,7 @@ doctor.show()
 # %% tags=["parameters"]
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
-BATCH: int = 32  # samples of a rank in a step, of 8 places each
+BATCH: int = 32  # sequences of a rank in a step, of 8 tokens each
 STEPS: int = 10  # timed training steps in each run
 
 # %%
@@ -56,7 +56,7 @@ require("BATCH", BATCH, at_least=1, because="a step needs a sample")
 require("STEPS", STEPS, at_least=1, because="without a step nothing is measured")
 
 SETUP = {"nproc": RANKS, "model": "mlp_stack", "dim": DIM, "batch": BATCH, "steps": STEPS}
-SAMPLES = 8 * BATCH
+TOKENS = 8 * BATCH
 UNITS = [4 * (2 * times * DIM**2 + (times + 1) * DIM) for times in (3, 4, 3)]  # bytes of each block's parameters
 PARAMETERS = sum(UNITS) // 4
 
@@ -699,23 +699,23 @@ parity(broken)
 #
 # Before you look: what is the peak of `block`, in bytes? It lies in the backward pass of block 1. Held are the rank's
 # shares of parameters and Adam's state, its share of block 2's gradients, block 1 gathered, block 0 gathered ahead in
-# its buffer, and the row of block 2's gradients. Besides, blocks 0 and 1 have kept nine activations of `4 * SAMPLES *
+# its buffer, and the row of block 2's gradients. Besides, blocks 0 and 1 have kept nine activations of `4 * TOKENS *
 # DIM` bytes: inner widths 3 and 4, and two outputs. Temporary are the gradients before and after the ReLU of block 1, 4
 # + 4, and one whole weight gradient, as large as two more.
 
 # %% tags=["commit"]
 mine = commit(peak_total_bytes=None)
 ### BEGIN SOLUTION
-mine = commit(peak_total_bytes=lambda: (3 * sum(UNITS) + UNITS[2]) / RANKS + sum(UNITS) + 19 * 4 * SAMPLES * DIM)
+mine = commit(peak_total_bytes=lambda: (3 * sum(UNITS) + UNITS[2]) / RANKS + sum(UNITS) + 19 * 4 * TOKENS * DIM)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
 runs = {"DDP": labkit.run("fsdp_wrap", wrap="none", **SETUP)}
-expected = {"DDP": theory.whole_step_peak(layers, SAMPLES)}
+expected = {"DDP": theory.whole_step_peak(layers, TOKENS)}
 for wrap, checkpointing in (("root", False), ("block", False), ("block", True), ("layer", False)):
     label = wrap + ",\ncheckpointing" * checkpointing
     walk = theory.mlp_stack_layers(wrap, DIM)
-    expected[label] = theory.step_peak(walk, SAMPLES, RANKS, checkpointing=checkpointing)
+    expected[label] = theory.step_peak(walk, TOKENS, RANKS, checkpointing=checkpointing)
     known = label == "block"
     runs[label] = block if known else labkit.run("fsdp_wrap", wrap=wrap, checkpointing=checkpointing, **SETUP)
 bound = 0.85 * runs["root"].value("peak_total_bytes")
@@ -966,10 +966,40 @@ sums = labkit.run("all_reduce", nproc=RANKS, message_bytes=(2**20, 2**22), total
 on_wire = 2 * (RANKS - 1) / RANKS * 2**22  # bytes that a rank sends for an all-reduce of 4 MiB
 bandwidth = on_wire / (sums.value(f"message_{2**22}_ms") / 1000)
 arithmetic_s = (runs["DDP"].value("forward_ms") + runs["DDP"].value("backward_ms")) / 1000
-speed = 6 * PARAMETERS * SAMPLES / arithmetic_s
+speed = 6 * PARAMETERS * TOKENS / arithmetic_s
 needed = theory.tokens_to_hide(speed, bandwidth, RANKS, 4)
 print(f"here: {speed / 1e9:.0f} billion operations a second, {bandwidth / 1e9:.2f} GB/s on the wire")
-print(f"so communication could hide from about {needed:,.0f} tokens on; a rank of this notebook has {SAMPLES}")
+print(f"so communication could hide from about {needed:,.0f} tokens on; a rank of this notebook has {TOKENS}")
+
+# %% tags=["nbval-ignore-output"]
+seven_billion = 7e9
+passes_on_wire = {ranks: theory.wire_bytes(2 * seven_billion, ranks) for ranks in (8, 16)}
+panels = {
+    "this machine, this lab's network": (
+        6 * PARAMETERS / speed,
+        {f"{RANKS} ranks": sum(theory.wire_bytes(4 * PARAMETERS, RANKS).values()) / bandwidth},
+    ),
+    "H100s, 7 billion parameters": (
+        6 * seven_billion / 400e12,
+        {
+            "8 GPUs, one host": sum(passes_on_wire[8].values()) / 450e9,
+            "16 GPUs, two hosts": sum(passes_on_wire[16].values()) / 50e9,
+        },
+    ),
+}
+_ = plots.batch_pays(panels)
+
+# %% [markdown]
+# *Arithmetic grows with the tokens of a rank, messages do not. The dots are the numbers from above: right of its dot a
+# message can hide. All of it is predicted, on the left from what was measured here.*
+
+# %% tags=["claim"]
+here_equal = [messages / a_token for a_token, by_label in panels.values() for messages in by_label.values()]
+thresholds = [needed, theory.tokens_to_hide(400e12, 450e9, 8, 2), right]
+claim(
+    "the dots are the numbers from above",
+    all(abs(dot / at - 1) < 1e-9 for dot, at in zip(here_equal, thresholds, strict=True)),
+)
 
 # %% [markdown]
 # Slow arithmetic is easy to hide behind: a laptop's cores need few tokens, fast GPUs on a slow network need thousands.
