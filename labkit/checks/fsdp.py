@@ -25,7 +25,7 @@ SAME_ORDER = "does every rank call the same all-reduces, in the same order?"
 HINTS = {"SIGABRT": f"the ranks sent gradients of different sizes to each other: {SAME_ORDER}"}  # so gloo answers
 ROLE = {
     "shared": "All ranks train the shared part together: add up over the ranks, and divide by their number.",
-    "expert's": "Each rank has an expert of its own: nothing of it may travel.",
+    "expert's": "Each rank has an expert of its own: nothing of it may travel, and its scale is that of one device.",
 }
 CLOSE = {"rtol": 1e-4, "atol": 1e-7}
 SAME_CALLS = "does every rank call the same collectives, in the same order?"
@@ -423,7 +423,7 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
 
 @exercise
 def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
-    """Exercise 11: average all gradients but the experts' over 2 real ranks, from (model, experts, ranks).
+    """Exercise 11: over 2 real ranks, average shared gradients, divide the experts', from (model, experts, ranks).
 
     Args:
         answer: changes gradients in place.
@@ -437,7 +437,7 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
             mean = torch.stack([each[name] for each in before]).mean(dim=0)
             kind, expected, rule = "shared", mean, "it must be the mean over the ranks"
             if name in experts:
-                kind, expected, rule = "expert's", own, "it must stay this rank's own"
+                kind, expected, rule = "expert's", own / RANKS, "it must be this rank's own, divided by the ranks"
             if left[name] is None:
                 raise Wrong(f"on rank {index}, the {kind} gradient of {name} is gone")
             known = {
@@ -451,7 +451,7 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
                 raise Wrong(f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE[kind])
 
     on_ranks("fsdp", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=SAME_ORDER, hints=HINTS)
-    return passed(f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' are untouched")
+    return passed(f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided")
 
 
 def _refused(plan: object) -> str:

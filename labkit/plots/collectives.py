@@ -164,7 +164,10 @@ def pieces(result: RunResult, *, network: AlphaBeta | None = None, ax: Axes | No
 
 
 def batch_pays(
-    panels: Mapping[str, tuple[float, Mapping[str, float]]], *, axes: Sequence[Axes] | None = None
+    panels: Mapping[str, tuple[float, Mapping[str, float]]],
+    *,
+    batches: Mapping[str, float] | None = None,
+    axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
     """What a step's arithmetic takes, by the tokens of a rank, beside what its messages take; all of it predicted.
 
@@ -172,19 +175,25 @@ def batch_pays(
 
     Args:
         panels: for each machine's name, seconds of arithmetic for one token; seconds of the messages, by a label.
+        batches: by a machine's name, the tokens that a rank has there; a dotted line.
         axes: one for each machine.
     """
     axes = style.panels(axes, panels, width=4.8, height=3.4)
-    for ax, (a_token_s, messages_s) in zip(axes, panels.values(), strict=True):
+    for ax, (name, (a_token_s, messages_s)) in zip(axes, panels.items(), strict=True):
         equal = {label: seconds / a_token_s for label, seconds in messages_s.items()}
-        tokens = [min(equal.values()) / 8, max(equal.values()) * 8]
+        batch = (batches or {}).get(name)
+        tokens = [min(equal.values()) / 8, max(8 * max(equal.values()), 2 * (batch or 0))]
         ax.plot(tokens, [each * a_token_s * 1e3 for each in tokens], **style.PREDICTED | {"color": style.BLUE})
-        ax.text(tokens[1], tokens[1] * a_token_s * 1e3, "arithmetic ", ha="right", va="bottom", color=style.BLUE)
+        ax.text(tokens[1], tokens[1] * a_token_s * 1e3, "computing", ha="right", va="bottom", color=style.BLUE)
         for (label, seconds), colour in zip(messages_s.items(), (style.VERMILION, style.GREEN), strict=False):
             ax.plot(tokens, [seconds * 1e3] * 2, **style.PREDICTED | {"color": colour})
             ax.text(tokens[0], seconds * 1e3, label, va="bottom", fontsize=9, color=colour)
             ax.plot(equal[label], seconds * 1e3, "o", color=colour)
-            ax.annotate(f"{equal[label]:,.0f}", (equal[label], seconds * 1e3), (5, -12), textcoords="offset points")
+            number = f"{equal[label]:,.0f}" if equal[label] >= 100 else f"{equal[label]:.2g}"
+            ax.annotate(number, (equal[label], seconds * 1e3), (5, -12), textcoords="offset points")
+        if batch:
+            ax.axvline(batch, color=style.GREY, lw=1, ls=":")
+            ax.text(batch, 0.02, f"batch: {batch:,.0f} ", transform=ax.get_xaxis_transform(), ha="right", fontsize=9)
         ax.set(xscale="log", yscale="log", xlabel="tokens of a rank in a step", ylabel="predicted time, ms")
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.yaxis.set_major_formatter("{x:,g}")

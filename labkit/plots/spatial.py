@@ -28,7 +28,8 @@ def convnext(stages: Sequence[Stage], height: int, width: int, classes: int = 10
     boxes = [(f"image\n3 × {height} × {width}", "white")]
     for index, stage in enumerate(stages):
         shape = f"{stage.channels} × {stage.height} × {stage.width}"
-        boxes.append((f"{'down: 2 × 2, /2' if index else 'stem: 4 × 4, /4'}\n{shape}", OWN_PIXELS))
+        into = "down: norm,\n2 × 2, /2" if index else "stem: 4 × 4,\n/4, norm"
+        boxes.append((f"{into}\n{shape}", OWN_PIXELS))
         boxes.append((f"{stage.depth} block{'s' * (stage.depth > 1)}\n{shape}", NEEDS_NEIGHBOURS))
     boxes += [(f"mean over H, W\n{stages[-1].channels}", ALL_RANKS), (f"head: linear\n{classes} logits", OWN_PIXELS)]
     _row(ax, boxes, top=2.0, height=0.8, size=9)
@@ -44,7 +45,7 @@ def convnext(stages: Sequence[Stage], height: int, width: int, classes: int = 10
     )
     ax.add_patch(around)
     meanings = {
-        "needs its own pixels only": OWN_PIXELS,
+        "needs what the rank holds": OWN_PIXELS,
         "needs the neighbours' columns": NEEDS_NEIGHBOURS,
         "needs a sum over all ranks": ALL_RANKS,
     }

@@ -39,8 +39,8 @@ from labkit.theory import collectives as theory
 doctor.show()
 
 # %% [markdown]
-# The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text speaks
-# of the values below.
+# The parameters of this notebook. Change them if you like: the cell after them refuses values that cannot work. The
+# text speaks of the values below.
 
 # %% tags=["parameters"]
 RANKS: int = 2  # ranks of the measured runs; the drawn ones have four
@@ -63,8 +63,8 @@ SETUP = {"nproc": RANKS, "dim": DIM, "steps": STEPS}
 # parameter takes 16 bytes: 2 + 2 for weight and gradient in 16 bits, and in the optimizer 4 for a float32 copy and 4 +
 # 4 for two running means. That is 112 GB before the first activation. An H100 has 80 GB.
 #
-# Now the time. Llama 2 with 7 billion parameters took 184,320 hours of A100 GPUs (Touvron et al. 2023, table 2). On one GPU that
-# is 21 years. Section 11 explains the 6 operations below.
+# Now the time. Llama 2 with 7 billion parameters saw 2 trillion tokens and took 184,320 hours of A100 GPUs (Touvron et
+# al. 2023, table 2). On one GPU that is 21 years. Section 11 explains the 6 operations below.
 
 # %%
 hours, parameters, tokens = 184_320, 7e9, 2e12
@@ -81,9 +81,10 @@ print(
 # %% [markdown]
 # ## 2. The code you would write (core, 4 minutes)
 #
-# This is a whole distributed program: data-parallel training. Every process holds the same network, and each takes samples
-# of its own. `%%torchrun -n 4` runs the cell on four processes. Saved as a file `train.py`, the same lines run with
-# `torchrun --nproc-per-node 4 train.py`.
+# This is a whole distributed program: data-parallel training. Every process holds the same network, and each takes
+# samples of its own. `%%torchrun -n 4`, a magic that `import labkit` brings, runs the cell on four processes. Saved as
+# a file `train.py`, the same lines run with `torchrun --nproc-per-node 4 train.py`. On two machines: `torchrun --nnodes
+# 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py`, on both.
 
 # %% tags=["script"]
 # %%torchrun -n 4
@@ -117,21 +118,21 @@ dist.destroy_process_group()
 # Little is new: `init_process_group`, the rank, the wrapper `DistributedDataParallel` (*DDP*), `all_reduce`,
 # `destroy_process_group`. The sections below take them apart. In section 8 you do the wrapper's work by hand. On a
 # machine with GPUs each rank takes one, with `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` (its number on its
-# machine), and model and samples go there. Nothing else changes.
+# machine), and model and samples go there.
+#
+# Two lines more for your own data. `sampler = DistributedSampler(dataset)` with `DataLoader(dataset, sampler=sampler)`
+# gives each rank other samples, and `sampler.set_epoch(epoch)` shuffles them anew in each epoch. Without the sampler
+# every rank trains on all of them. And save on rank 0 only: `model.module.state_dict()`.
 #
 # Here is a measured version of such a training, on a larger network: four linear layers, each `DIM` wide. `labkit.run`
 # starts one of the course's programs, here `launch/ddp_compile.py`, and returns what it measured. `claim` speaks up if
 # a sentence of the text does not hold in your run; otherwise it is silent.
 
 # %%
-gradient_bytes = 4 * 4 * (DIM * DIM + DIM)  # four layers, 4 bytes a number
 trained = labkit.run("ddp_compile", mode="ddp", **SETUP)
 print(
     f"{RANKS} ranks trained: {trained.ok}. In a step each handed {trained.value('all_reduce_bytes'):,.0f} bytes to all-reduces."
 )
-
-# %% tags=["claim"]
-claim("these are the gradients, once", trained.value("all_reduce_bytes") == gradient_bytes)
 
 # %% [markdown]
 # ## 3. What a rank is (core, 6 minutes)
@@ -245,8 +246,9 @@ dist.send(torch.tensor([float(rank)]), (rank + 1) % ranks)
 
 # %% [markdown]
 # All stand in `recv`. Each waits for a message that its neighbour would send next, and nobody gets there. That is a
-# **deadlock**. There is no error until a timeout strikes, by default after 30 minutes with gloo and 10 with NCCL. Until
-# then nothing is printed, and a GPU may even look busy.
+# **deadlock**. There is no error until a timeout strikes, by default after 30 minutes with gloo and 10 with NCCL;
+# `init_process_group(timeout=timedelta(minutes=2))` sets another. Until then nothing is printed, and a GPU may even
+# look busy.
 #
 # **What does a hang mean?** Some rank waits for something that no other will send. Either ranks wait in a circle, as
 # here, or they went different ways: one called an all-reduce that another never reached. So look where *each* rank is.
@@ -254,7 +256,14 @@ dist.send(torch.tensor([float(rank)]), (rank + 1) % ranks)
 #
 # The way out: start everything, and wait afterwards. `dist.isend` and `dist.irecv` return at once, with a handle. Its
 # `wait()` returns when the message is through. Until then, do not read the tensor that you receive, nor change the one
-# that you send. Between GPUs, give both to `dist.batch_isend_irecv`: NCCL may hang when they are started one by one.
+# that you send. Between GPUs NCCL may hang when they are started one by one. There one starts both together (gloo takes
+# it, too):
+#
+# ```python
+# both = [dist.P2POp(dist.isend, mine, (rank + 1) % ranks), dist.P2POp(dist.irecv, arrived, (rank - 1) % ranks)]
+# for handle in dist.batch_isend_irecv(both):
+#     handle.wait()
+# ```
 #
 # ### Exercise 1: mend the circle (••, 8 minutes)
 #
@@ -423,7 +432,7 @@ pandas.DataFrame({"yours": yours, "held": after.tolist()}, index=[f"rank {rank}"
 # | reduce-scatter | gradients of FSDP |
 # | all-to-all | mixture of experts: each token goes to the rank that holds its expert |
 #
-# ### An all-reduce is two collectives (optional, 8 minutes)
+# ### An all-reduce is two collectives
 #
 # Look at the figures once more. After a reduce-scatter each part of the sum stands on one rank. An all-gather brings the
 # parts together on all. So
@@ -466,8 +475,8 @@ checks.all_reduce_in_two(all_reduce_in_two)
 # - **Handed to the call**: the size of the tensor that a rank gives to the collective. labkit counts it, as
 #   `all_reduce_bytes`, `all_gather_bytes` and so on.
 # - **On the wire**: the bytes that leave a rank for it. The name then says so: `all_reduce_wire_bytes`. labkit computes
-#   it from the bytes handed to the call and the number of ranks: for a ring, and for all-to-all and send straight to
-#   the receiver.
+#   it from the bytes handed to the call and the number of ranks. It assumes a ring. For all-to-all and send it assumes
+#   that each message goes straight to its receiver.
 #
 # What is a ring? Each rank sends to the next only, and all at the same time. For a reduce-scatter the tensor is cut
 # into as many parts as there are ranks. In the first step rank r sends its part r to the next rank, which adds its own
@@ -510,27 +519,40 @@ def ring_bytes(handed_bytes: int, ranks: int) -> float:
 checks.ring_bytes(ring_bytes)
 
 # %% [markdown]
-# Now commit to your numbers for the training of section 2. A step averages all gradients, four layers of DIM × DIM
-# weights and DIM biases, 4 bytes each. Section 2 printed what a rank hands to all-reduces: derive it. And what goes on
-# the wire? Leave None where you do not want to say.
+# Now commit to your numbers for the training of section 2, on four ranks. A step averages all gradients, four layers of
+# DIM × DIM weights and DIM biases, 4 bytes each. What does a rank hand to its all-reduces, and what goes on the wire?
+# Leave None where you do not want to say.
 
 # %% tags=["commit"]
-mine = commit(all_reduce_bytes=None, all_reduce_wire_bytes=lambda: ring_bytes(gradient_bytes, RANKS))
+mine = commit(
+    all_reduce_bytes=None,
+    all_reduce_wire_bytes=None,  # for a formula of yours: lambda: ring_bytes(..., 4)
+)
 ### BEGIN SOLUTION
-mine = mine | commit(all_reduce_bytes=4 * 4 * (DIM * DIM + DIM))
+mine = commit(
+    all_reduce_bytes=4 * 4 * (DIM * DIM + DIM),
+    all_reduce_wire_bytes=lambda: ring_bytes(4 * 4 * (DIM * DIM + DIM), 4),
+)
 ### END SOLUTION
 
 # %%
+gradient_bytes = 4 * 4 * (DIM * DIM + DIM)  # four layers, 4 bytes a number
+on_four = labkit.run("ddp_compile", mode="ddp", **SETUP | {"nproc": 4, "steps": 1})
 by_theory = {
     "all_reduce_bytes": gradient_bytes,
-    "all_reduce_wire_bytes": theory.wire_bytes("all_reduce", gradient_bytes, RANKS),
+    "all_reduce_wire_bytes": theory.wire_bytes("all_reduce", gradient_bytes, 4),
 }
-plots.table(trained, by_theory, yours=mine)
+plots.table(on_four, by_theory, yours=mine)
+
+# %% tags=["claim"]
+claim("what is handed over are the gradients, once", on_four.value("all_reduce_bytes") == gradient_bytes)
+claim("in section 2 it was as much", trained.value("all_reduce_bytes") == gradient_bytes)
 
 # %% [markdown]
-# *One training step. labkit counted the first row. It computed the second from that, so this row checks your formula,
-# not the wire (look at the wire below, and in section 9). With two ranks the two numbers agree. With many ranks each
-# sends nearly twice the tensor, and never more: one reason why data-parallel training scales.*
+# *One training step. What is handed over are the gradients, once; in section 2 it was as much. labkit counted the first
+# row. It computed the second from that, so this row checks your formula, not the wire (look at the wire below, and in
+# section 9). With many ranks each sends nearly twice the tensor, and never more: one reason why data-parallel training
+# scales.*
 
 # %%
 ranks = [2, 4, 8, 64, 1024]
@@ -584,7 +606,7 @@ for name, collective in calls.items():
 #
 # A message, here one whole all-reduce, has two costs. Each message takes a **latency**, alpha: ranks wake up, agree and
 # wait for each other. And each byte takes its time, beta; 1 / beta is the **bandwidth**. Alpha and beta belong to this
-# collective and this number of ranks. So m messages of b bytes in all take
+# collective and this number of ranks. So m messages that have b bytes together take
 #
 # `m * alpha + b * beta`
 #
@@ -638,9 +660,10 @@ ax = plots.messages(messages)
 
 # %% [markdown]
 # *Time of one all-reduce against the bytes handed to it, on logarithmic axes. The dashed line is alpha + bytes · beta,
-# fitted to the fastest rounds. It weighs relative errors of all sizes alike, and may miss single points by a third: a
-# real bandwidth is not quite the same at all sizes. 1 MiB is 1024 times 1 KiB, and takes far less than 1024 times as
-# long.*
+# fitted to the fastest rounds. It weighs relative errors of all sizes alike, and on an idle machine misses single
+# points by up to a third: a real bandwidth is not quite the same at all sizes. A dot that lies more than twice above it
+# was disturbed: other programs held the cores. Then run the cell again. 1 MiB is 1024 times 1 KiB, and takes far less
+# than 1024 times as long.*
 
 # %% tags=["claim"]
 times = message_times(messages)
@@ -661,19 +684,24 @@ ax = plots.pieces(messages, network=network)
 # %% [markdown]
 # *The same bytes in 1 to 64 messages. The bytes cost the same in all; what grows is the number of latencies. The dashed
 # lines are predicted from alpha and beta of single messages. Exercise 5 uses two sizes and labkit's line all seven, so
-# the two fits differ. Two measurements of the same 4 MiB, seconds apart, may differ by a third on shared cores: trust
-# the trend, not the digits.*
+# the two fits differ. Alpha comes from the luckiest round of a single message, and sixty-four in a row are never all
+# lucky. So on busy cores the bars stand far above the dashed lines. That they grow with the number of messages holds
+# all the same.*
 
 # %% tags=["claim"]
 pieces = message_times(messages, "pieces")
 claim("64 messages take longer than one", pieces[64] > pieces[1])
 
 # %% [markdown]
-# Now your guess. *Measured* is here the mean of all rounds, disturbed ones too, so it lies above the figure's bar, the
-# fastest round. The model may be far off where ranks share cores.
+# Now your guess, beside the bar of the figure. The model may be far off where ranks share cores.
 
 # %% tags=["nbval-ignore-output"]
-plots.table(messages, {"pieces_64_ms": network.seconds(2**22, messages=64) * 1e3}, yours=mine, tolerance=0.5)
+said = "–" if mine["pieces_64_ms"] is None else f"{mine['pieces_64_ms']:.1f}"
+predicted_ms = network.seconds(2**22, messages=64) * 1e3
+pandas.DataFrame(
+    {"yours": said, "theory": f"{predicted_ms:.1f}", "measured": f"{pieces[64] * 1e3:.1f}"},
+    index=["4 MiB in 64 messages, ms"],
+)
 
 # %% [markdown]
 # So: few large messages are better than many small ones. That is why DDP puts gradients into *buckets* (lab 4), and FSDP a
@@ -683,7 +711,8 @@ plots.table(messages, {"pieces_64_ms": network.seconds(2**22, messages=64) * 1e3
 # ## 8. Data-parallel training by hand (core, 10 minutes)
 #
 # Section 2 had `DistributedDataParallel`. Two things that it does matter here. It broadcasts rank 0's weights, so that
-# all ranks begin equal. And in each step it replaces every gradient by its mean over the ranks.
+# all ranks begin equal. And in each step it replaces every gradient by its mean over the ranks. (Besides, it sends rank
+# 0's buffers, such as the running means of a batch norm, before each forward pass.)
 #
 # Why the mean? The loss of a batch is a mean over its samples. If n ranks have equally many samples, the mean over all
 # of them is the mean of the ranks' means. The gradient of a mean is the mean of the gradients. All ranks then take the
@@ -730,8 +759,9 @@ checks.train(train)
 # %% [markdown]
 # ## 9. Build it: a ring all-reduce (core, 20 minutes)
 #
-# The heart of it all. You write a ring, an algorithm that both gloo and NCCL use for large tensors, with nothing but
-# sends and receives, and a network trains with it.
+# The heart of it all. You write a ring, an algorithm that gloo and NCCL have, with nothing but sends and receives, and
+# a network trains with it. (NCCL also has trees, and sums inside the switch. It chooses by size and by how GPUs are
+# connected; there the bytes on the wire differ.)
 #
 # Cut the tensor into as many parts as there are ranks. All ranks do the same thing in each step: send one part to the next
 # rank, receive one from the rank before. In the first half, what arrives is added. This is who sends which part, on four
@@ -766,9 +796,9 @@ _ = plots.held(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
 # *Steps 1 and 4 are not drawn. Light grey numbers ("over some") are sums over some ranks; their digits tell which: 220
-# = 200 + 20 is of ranks 1 and 2. After step 2 every rank holds one dark number, a part of the sum over all: that is a
-# reduce-scatter, shifted by one: rank r holds part r + 1 (rank 3 part 0), where `dist.reduce_scatter` would leave part
-# r. Then these go around until all ranks hold all: an all-gather.*
+# = 200 + 20 is of ranks 1 and 2. After step 2 every rank holds one dark number, a part of the sum over all. That is a
+# reduce-scatter, shifted by one. Rank r holds part r + 1, and rank 3 part 0; `dist.reduce_scatter` would leave part r.
+# Then these go around until all ranks hold all: an all-gather.*
 
 # %% tags=["claim"]
 halfway, end = (torch.stack([rank.gave["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
@@ -965,10 +995,10 @@ f"without the all-reduce the test passes: {equal} with equal samples, {own} with
 # Data-parallel training adds an all-reduce to each step. Let us say that it pays well while a rank computes longer than
 # it sends. At equality, if nothing overlaps, half of each step goes into sending, and n ranks do the work of n / 2. A
 # step of forward and backward pass takes about 6 operations (2 forward, 4 backward) for each parameter of a linear
-# layer and each sample, or token of a text. So for P parameters, T tokens on each rank, F operations a second and a
-# bandwidth of B bytes a second
+# layer and each sample, or token of a text. So for P parameters, T tokens on each rank, F operations a second,
+# gradients of b bytes a number and a bandwidth of B bytes a second
 #
-# `6 * P * T / F  >  2 * (n - 1) / n * bytes of a gradient * P / B`
+# `6 * P * T / F  >  2 * (n - 1) / n * b * P / B`
 #
 # P stands on both sides. What counts is the batch *of a rank*: T must be large enough. If the all-reduce runs during the
 # backward pass, as in DDP, it can hide behind that, which is two thirds of the computing. Lab 4 looks at what hides.
@@ -984,7 +1014,7 @@ flops_per_s = 6 * (gradient_bytes / 4) * batch / compute_s / RANKS
 bytes_per_s = theory.wire_bytes("all_reduce", 1, RANKS) / max(network.beta_s_per_byte, 1e-12)
 pays = theory.wire_bytes("all_reduce", 4, RANKS) / bytes_per_s * flops_per_s / 6
 print(f"a rank computes {flops_per_s / 1e9:.1f} GFLOP/s, and sends {bytes_per_s / 1e9:.2f} GB/s")
-print(f"sending takes as long as computing at {pays:.0f} samples a rank; the runs above had {batch}")
+print(f"sending takes as long as computing at {pays:.1f} samples on each rank; the runs above had {batch}")
 
 # %% [markdown]
 # Now GPUs, from data sheets. An H100 (SXM) does 989 · 10^12 operations a second in bfloat16, without sparsity. Programs
@@ -1045,16 +1075,17 @@ panels = {
         {"NVLink, 450 GB/s": seconds[450e9], "adapter, 50 GB/s": seconds[50e9]},
     ),
 }
-_ = plots.batch_pays(panels)
+_ = plots.batch_pays(panels, batches={"this machine, this lab's network": batch})
 
 # %% [markdown]
 # *What computing takes grows with the tokens of a rank. What sending takes does not: a gradient is as large as the
 # network, whatever the batch. A dot stands where both take equally long; right of it, computing takes longer.* All of
-# it is predicted, on the left from what was measured above; there a token is a sample.
+# it is predicted, on the left from what was measured above. There a token is a sample, and the dotted line is this
+# lab's batch.
 #
 # *One sequence of Llama 2 has 4096 tokens. So between machines a GPU wants two of them or more, and within a machine a
-# part of one is enough. Both rows use the factor of 1024 ranks, nearly 2. For the 8 GPUs of one machine it is 1.75, and
-# the first number an eighth smaller.*
+# part of one is enough. Both dots on the right use the factor of 1024 ranks, nearly 2. For the 8 GPUs of one machine it
+# is 1.75, and the 586 become 513.*
 
 # %% tags=["claim"]
 claim("a GPU wants two sequences or more", 4096 < by_hand[1] < 2 * 4096)

@@ -47,8 +47,8 @@ doctor.show()
 # %% [markdown]
 # What the doctor notes about DTensor's convolution is explained in section 7.
 #
-# The parameters of this notebook. The images and the network are small, so that each run takes seconds on two cores. Change
-# them if you like: the next cell refuses values that cannot work. The text speaks of the values below.
+# The parameters of this notebook. The images and the network are small, so that each run takes seconds on two cores.
+# Change them if you like: the cell after them refuses values that cannot work. The text speaks of the values below.
 
 # %% tags=["parameters"]
 RANKS: int = 4  # ranks that share an image
@@ -76,8 +76,9 @@ parameters = spatial.convnext_parameters(DEPTHS, DIMS, num_classes=10)
 # %% [markdown]
 # ## 1. Why: an image that fits only when it is cut (core, 5 minutes)
 #
-# Take a large ConvNeXt: stages of 3, 3, 27 and 3 blocks with 256 to 2048 channels. For training, each weight costs 16
-# bytes: itself, its gradient, and two numbers of Adam. The activations depend on the image. Here is one image.
+# Take a large ConvNeXt: stages of 3, 3, 27 and 3 blocks with 256 to 2048 channels. For training in float32, each weight
+# costs 16 bytes, four numbers of 4: itself, its gradient, and two of Adam. The activations depend on the image. Here is
+# one image.
 
 # %%
 LARGE = {"depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048)}
@@ -134,9 +135,10 @@ claim("one rank runs out of memory, and two train", (alone, shared) == ("MemoryC
 # %% [markdown]
 # ## 2. The code you would write (core, 8 minutes)
 #
-# How does a rank begin, and who cuts the data? Below is all of it: plain PyTorch, on two real ranks. `%%torchrun -n 2` starts
-# this cell twice, as `torchrun` starts a script. The same text in a file works:
-# `torchrun --nproc-per-node 2 script.py`.
+# How does a rank begin, and who cuts the data? Below is all of it: plain PyTorch, on two real ranks. `%%torchrun -n 2`
+# starts this cell twice, as `torchrun` starts a script. The same text in a file works: `torchrun --nproc-per-node 2
+# script.py`. At first read only the loop. `padded` fetches three columns from each neighbour (section 3), and `DTensor`
+# says how the ranks' parts make a whole (section 4).
 
 # %% tags=["script"]
 # %%torchrun -n 2
@@ -151,7 +153,8 @@ mesh = init_device_mesh("cpu", (ranks,))  # all ranks, in a line
 torch.manual_seed(0)  # the same weights and the same images on every rank
 images, labels = torch.randn(4, 3, 16, 64), torch.randint(10, (4,))
 strip = images.chunk(ranks, dim=3)[rank]  # each rank cuts for itself
-stem, depthwise = nn.Conv2d(3, 8, 4, stride=4), nn.Conv2d(8, 8, 7, padding=(3, 0), groups=8)
+stem = nn.Conv2d(3, 8, 4, stride=4)
+depthwise = nn.Conv2d(8, 8, 7, padding=(3, 0), groups=8)  # pads the height; padded() does the width
 head, cut = nn.Linear(8, 10), [*stem.parameters(), *depthwise.parameters()]
 optimizer = torch.optim.SGD([*cut, *head.parameters()], lr=0.3)
 
@@ -175,22 +178,21 @@ print(f"loss {loss.item():.3f}")
 dist.destroy_process_group()
 
 # %% [markdown]
-# Read it once, without every detail.
+# What happens here?
 #
 # - **Who cuts?** Each rank does, for itself: all make the same images from the same seed, and each takes its `chunk`. With
 #   files, each rank would read its own columns.
 # - **Who holds the weights?** All ranks, all of them. The seed makes them equal; nothing is sent.
-# - **What is sent?** The outer columns of the strips, one mean per sample and channel, and the gradients. The first two go by
-#   `DTensor.from_local(...).full_tensor()`: it says how the ranks' parts make one tensor, gives it to every rank, and has a
-#   backward pass. Its words, `Shard` and `Partial`, are section 4's.
+# - **What is sent?** The outer columns of the strips, one mean per sample and channel, and the gradients. The first two
+#   go by `DTensor.from_local(...).full_tensor()`: it gives the whole tensor to every rank, and has a backward pass.
 #
 # Both ranks print the same loss. Put `-n 1` or `-n 4` there: it stays the same. That is the point of all that follows: the
 # work is shared, and the training does not notice.
 #
 # This network is a toy, and every rank receives the columns of all. Below we train a ConvNeXt, and send to neighbours
 # only. `labkit.run` starts such a program, `launch/convnext_spatial.py`, and brings home what the ranks measured. The
-# strategy `local` does the script's work in this way, and scales gradients differently (section 5); section 9 has
-# another strategy.
+# strategy `local` does what the script does, but sends halos to neighbours only, and scales gradients differently
+# (section 5).
 
 # %%
 local = labkit.run("convnext_spatial", nproc=RANKS, strategy="local", **SETUP)
@@ -204,8 +206,9 @@ print(f"{RANKS} ranks trained for {STEPS} steps, the network has {parameters:,} 
 #
 # ConvNeXt is made of a few kinds of parts. The **stem** cuts the image into patches of 4 × 4 pixels and makes one pixel
 # with C channels of each. **Blocks** keep the shape; blocks of one shape in a row form a **stage**. Each later stage
-# begins with a **downsampling**, which halves height and width (and here doubles the channels). At the end come the
-# mean over the image, and a linear layer, the *head*.
+# begins with a **downsampling**, which halves height and width (and here doubles the channels). A norm follows the
+# stem's convolution, and comes before a downsampling's. At the end come the mean over the image, and a linear layer,
+# the *head*.
 
 # %%
 _ = plots.convnext(stages, HEIGHT, WIDTH)
@@ -633,8 +636,20 @@ claim("the same loss as labkit's own exchange at every step, to 1 part in 10,000
 # *A ConvNeXt trained with this exchange on real ranks. At every step its loss is that of labkit's own exchange, to better
 # than 1 part in 10,000, and it sends as many bytes.*
 #
-# Compare with `labkit/parallel/halo.py`. It does the same for height or width and on any axis of a mesh, and it computes
-# while the halos travel.
+# Compare with `labkit/parallel/halo.py`. It does the same for height or width and on any axis of a mesh. In the backward
+# pass it computes the weight's gradient while the gradients of the halos travel.
+#
+# **In your own network.** Set `conv.padding = (conv.padding[0], 0)`, call `conv(HaloExchange.apply(x, 3, rank, ranks))`,
+# take the mean over the image as in section 2, and sum the gradients. Whatever else looks across pixels, such as pooling
+# that overlaps or the statistics of a batch norm, needs a treatment of its own. On GPUs, collect the messages and start
+# them together:
+#
+# ```python
+# ops += [dist.P2POp(dist.isend, to_left, rank - 1), dist.P2POp(dist.irecv, from_left, rank - 1)]
+# ...
+# for handle in dist.batch_isend_irecv(ops) if ops else []:
+#     handle.wait()
+# ```
 
 # %% [markdown]
 # ## 7. Break it (core, 10 minutes)
@@ -691,12 +706,14 @@ for name, each in broken.items():
     claim(f"{name} stays within half of the right loss", far < 0.5)
 
 # %% [markdown]
-# *Left: the loss falls with both mutations; the network learns around the mistake, and each curve stays near the right
-# one (*forgotten* lies almost on it). Grey: the loss of guessing one of ten regions, ln 10. Right: how far each loss is
-# from the right run's. The exchange of section 6 differs by rounding, each mutation by more than a hundred times that.
-# Step 0 comes after one step of warm-up, so even its weights have felt a wrong gradient; the last step is the traced
-# one. Differences below 10⁻⁹, zero too, are drawn at 10⁻⁹.* The curve alone says little. The comparison with one device
-# catches both.
+# *Left: the loss falls with both mutations. The network learns around the mistake, and each curve stays within half of
+# the right one; `forgotten` lies almost on it. Grey: the loss of guessing one of ten regions, ln 10.*
+#
+# *Right: how far each loss is from the right run's. The exchange of section 6 differs by rounding, each mutation by
+# more than a hundred times that. (Small print: step 0 follows one step of warm-up, so its weights have felt a wrong
+# gradient already. The last step is the traced one. Differences below 10⁻⁹, zero too, are drawn at 10⁻⁹.)*
+#
+# The curve alone says little. The comparison with one device catches both.
 #
 # ### Exercise 1.7: a test that cannot fail (••, 5 minutes)
 #
@@ -758,9 +775,9 @@ wrong = [column for column in range(8) if not torch.allclose(out.to_local()[...,
 print(f"labelled {out.placements}, wrong columns of this strip: {wrong}")
 
 # %% [markdown]
-# No error, no warning, and the three columns at the cut are wrong (pytorch/pytorch#191926; since torch 2.12). No halo was
-# exchanged: the convolution took zeros. The label is wrong as well. The result is called replicated, though each rank
-# holds a different strip.
+# No error, no warning, and the three columns at the cut are wrong (measured on torch 2.12 and 2.13; of the same cause
+# as pytorch/pytorch#191926, which reports the label in the backward pass). No halo was exchanged: the convolution took
+# zeros. The label is wrong as well. The result is called replicated, though each rank holds a different strip.
 #
 # On 2.11 the outputs are right, and the gradients are not: what comes back through a padded convolution to its input is
 # lost. So labkit refuses the strategy `native`, which uses this convolution.
@@ -774,10 +791,11 @@ except labkit.ParameterError as error:
 # %% [markdown]
 # Would a whole training run be silent, too? No: the wrong label makes a later operation stop, with an error that names
 # another cause. The following run is therefore **staged**. `native_unguarded` puts the right label back on the input
-# and the output of every convolution, so that training goes on with the wrong numbers. For the same reason the batch is
-# one larger than the number of ranks: a batch that they can share evenly DTensor would cut, misled by the label, and a
-# later operation would stop. The one convolution above is silent by itself; the training below is silent because we
-# made it so.
+# and the output of every convolution, so that training goes on with the wrong numbers.
+#
+# For the same reason the batch is one larger than the number of ranks. If the ranks could share it evenly, DTensor,
+# misled by the label, would cut the batch, and a later operation would stop. The one convolution above is silent by
+# itself; the training below is silent because we made it so.
 
 # %%
 odd_batch = SETUP | {"batch": RANKS + 1, "steps": 5}
@@ -802,8 +820,8 @@ parity(2, strategy="native_unguarded", batch=3)
 # another training: its loss falls, but more slowly. Without the curve beside it, who would know?*
 #
 # Now give this broken network the test with ones: all **weights** are 1, all biases 0. Then all channels of a feature
-# map are equal, the norm subtracts their mean, and what is left is zero. So the logits are zero, and the loss is
-# ln(10), whatever the convolution did.
+# map are equal. The stem's norm subtracts their mean, and what is left is zero, from there to the end. So the logits
+# are zero, and the loss is ln(10), whatever the convolution did.
 
 # %%
 ones = SETUP | {"init": "ones", "steps": 1, "batch": 3}
@@ -942,11 +960,12 @@ claim(
 reduces
 
 # %% [markdown]
-# *Time of a step; below it, the number of all-reduces. With more ranks than cores the bars show the mechanism, not the speed
-# that GPUs would have. With two ranks on two cores each has its own.*
+# *Time of a step; below it, the number of all-reduces. With more ranks than cores the bars show the mechanism, not the
+# speed that GPUs would have. With two ranks on two cores each has its own. A bar many times as long as its neighbours
+# is a disturbed run: other programs held the cores. Then run it again before you compare.*
 #
 # At both numbers of ranks the backward pass of `dtensor` takes longer. `dtensor` reduces the gradients one by one, and
-# each time all ranks wait for the last. `local` puts all gradients into one bucket and waits once.
+# each time all ranks wait for the last. `local` puts all gradients into one bucket and waits for them once.
 #
 # The second cost is **dispatch**. For each operation, PyTorch looks at the placements of the inputs, decides how the
 # output is placed, runs the operation on the local tensors and wraps the result. Once decided, a placement comes from a
@@ -987,7 +1006,7 @@ claim("the same addition costs more than three times as much on a DTensor", cost
 
 # %% [markdown]
 # *The same addition costs several times as much on a DTensor.* A training step has hundreds of operations. Hundreds of
-# such differences make a few milliseconds, only a part of the gap in the figure. The waiting in 27 all-reduces, and
+# such differences make some milliseconds, a part of the gap in the figure. The waiting in 27 all-reduces, and
 # operations whose dispatch costs more than an addition's, come on top; we did not measure them apart. On large tensors
 # dispatch disappears behind the arithmetic. `torch.compile` can remove most of it, since it decides placements while
 # compiling.
@@ -1069,16 +1088,20 @@ here = collectives.fit(pings.ranks[0].gave["fastest"])  # noqa: F821
 print(f"alpha = {here.alpha_s * 1e6:.0f} µs, beta = {here.beta_s_per_byte * 1e12:.0f} µs a MB")
 
 # %% [markdown]
-# Worked once. In our network a rank waits for four exchanges in a step: two blocks, forward and backward. The
+# **An example.** In our network a rank waits for four exchanges in a step: two blocks, forward and backward. The
 # gradients' bucket and the mean are two more messages. We take the arithmetic from the run with two ranks: its step
 # minus its messages, times two.
 #
-# For GPUs we take the data sheet of an H200. NVLink carries 450 GB/s in each direction. TF32 arithmetic is promised at
-# 494 TFLOP/s; take 40 % of it, 200. No sheet tells the latency of a message: take 15 µs. A training step costs about
-# three times the forward pass. We count the 1 × 1 convolutions only, 16 · C² operations a pixel and block: nearly all
-# of the large network's, about three quarters of ours. Memory traffic (norm, GELU) and the launch of each kernel are
-# left out; for our small network they would take far longer than its arithmetic. Both neighbours' messages go at the
-# same time, and we count one. An all-reduce pays one latency here; a ring pays 2 (n − 1).
+# For GPUs we take data sheets, and some assumptions.
+#
+# - Arithmetic: an H200 promises 494 TFLOP/s in TF32; take 40 % of it, 200.
+# - Messages: NVLink carries 450 GB/s in each direction. No sheet tells the latency; take 15 µs.
+# - A training step costs about three times the forward pass. We count the 1 × 1 convolutions only, 16 · C² operations
+#   a pixel and block: nearly all of the large network's, about three quarters of ours.
+# - Left out: memory traffic (norm, GELU) and the launch of each kernel. For our small network they would take far
+#   longer than its arithmetic.
+# - Both neighbours' messages go at the same time, and count as one. An all-reduce pays one latency; a ring would pay
+#   2 (n − 1).
 
 
 # %%
@@ -1124,13 +1147,15 @@ claim(
 claim("with 8 ranks it is more than five times as fast as with one", sum(paper_gpu[1]) > 5 * sum(paper_gpu[8]))
 
 # %% [markdown]
-# *All bars are predicted; on the left from the run with two ranks, as if each rank had a core of its own; so one rank
-# takes longer here than in section 9, where plain training has both cores. On H200s our small network is fastest on
-# one: all its arithmetic takes 3 µs, and six messages of 15 µs each take 90. The large ConvNeXt, 7 images of 512 × 1024
-# pixels, gains with every doubling, and is more than five times as fast with 8.*
+# *All bars are predicted. On the left they come from the run with two ranks, as if each rank had a core of its own. So
+# one rank takes about twice as long as plain training with both cores.*
 #
-# **Asked once.** Make the images twice as wide, and keep two ranks. By what factor does the arithmetic grow, and by what do the bytes
-# of a rank's halos? Commit to both; the run tells about the bytes.
+# *On H200s our small network is fastest on one: all its arithmetic takes 3 µs, and six messages of 15 µs each take 90.
+# The large ConvNeXt, 7 images of 512 × 1024 pixels, gains with every doubling, and is more than five times as fast with
+# 8.*
+#
+# **Your turn.** Make the images twice as wide, and keep two ranks. By what factor does the arithmetic grow, and by what
+# do the bytes of a rank's halos? Commit to both; the run tells about the bytes.
 
 # %% tags=["commit"]
 mine = commit(
@@ -1152,12 +1177,14 @@ pandas.DataFrame({"yours": mine, "right": {"arithmetic": more, "halos": grown}})
 claim("twice the width doubles the arithmetic, and the halos stay", (more, grown) == (2, 1))
 
 # %% [markdown]
-# The halo lies along the cut, and the cut has the image's height. So wide strips pay and narrow ones do not: cut the longer side.
+# The halo lies along the cut, and the cut has the image's height. So the wider the strip, the better it pays: cut the
+# longer side.
 #
-# **Do strips ever win time on this machine?** The figure of section 9 has two ranks beside plain training on *the same two cores*, and
-# in most runs they are about equal: PyTorch uses both cores for one process, too. Against one core the gain is real.
-# `python -m benchmarks.spatial` pins plain training to one core, and found two ranks about 1.8 times as fast on images of 256 × 512
-# pixels. GPUs are like that: no device helps another unless somebody cuts the work.
+# **Do strips ever win time on this machine?** The figure of section 9 has two ranks beside plain training on *the same
+# two cores*, and on an idle machine they are mostly about equal: PyTorch uses both cores for one process, too. Against
+# one core the gain is real. `python -m benchmarks.spatial` pins plain training to one core. On a machine of two cores
+# it found two ranks about 1.8 times as fast, on images of 256 × 512 pixels. GPUs are like that: no device helps another
+# unless somebody cuts the work.
 
 # %% [markdown]
 # ## 11. Two axes: samples and strips (optional, 6 minutes)
@@ -1239,9 +1266,10 @@ summary
 # <details><summary>Answer</summary>Summed: all before the mean, since each rank has seen its own columns only. Not summed: the head's, which every
 # rank computed whole.</details>
 #
-# **On GPUs** the same program runs unchanged: `labkit.run("convnext_spatial", nproc=4, preset="paper")`. The bytes of
-# tensors and of messages are those of this notebook's formulas. What the GPU reports as used is more: its allocator
-# keeps freed memory in blocks, and cuDNN and NCCL take work space of their own.
+# **On GPUs** the same program is written to run unchanged, which has not been verified yet:
+# `labkit.run("convnext_spatial", nproc=4, preset="paper")`. The bytes of tensors and of messages are those of this
+# notebook's formulas. What the GPU reports as used is more: its allocator keeps freed memory in blocks, and cuDNN and
+# NCCL take work space of their own.
 #
 # **Read on**
 #
@@ -1256,5 +1284,6 @@ summary
 #
 # **Try**: cut the height with `labkit.run("convnext_spatial", nproc=4, tensor_dim=2)`. The images are wider than high: what happens to the
 # bytes?
+# <details><summary>Answer</summary>This program's images are twice as wide as high, and now the cut is as long as they are wide: twice the bytes.</details>
 #
 # **Next**: here every rank held all weights. [Lab 2](02_fsdp_wrapping.ipynb) cuts the weights.

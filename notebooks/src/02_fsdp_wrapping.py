@@ -13,7 +13,7 @@
 # - say from which batch size on FSDP's messages can hide behind arithmetic.
 #
 # You need Lab 0's words: rank, process group, all-reduce, all-gather, reduce-scatter. You need no GPU. The sections
-# marked **core** take about 90 minutes. The others are optional. Exercises have dots for their difficulty: •, •• or
+# marked **core** take about 95 minutes. The others are optional. Exercises have dots for their difficulty: •, •• or
 # •••. Where a cell says `commit`, put down your own numbers before you launch. Leave None where you have none.
 
 # %% [markdown]
@@ -40,8 +40,8 @@ doctor.show()
 
 # %% [markdown]
 # The parameters of this notebook. The network is a stack of three multilayer perceptrons: linear, ReLU, linear, ReLU,
-# with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. Change the values if you like: the next
-# cell refuses those that cannot work. The text speaks of the values below.
+# with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. Change the values if you like: the cell
+# after them refuses those that cannot work. The text speaks of the values below.
 
 # %% tags=["parameters"]
 RANKS: int = 2  # ranks that share the parameters
@@ -69,14 +69,15 @@ PARAMETERS = sum(UNITS) // 4
 # and the two running means of Adam. That is 16 P bytes. A language model of 7 billion parameters needs 112 GB before a
 # single activation. A GPU of 80 GB cannot hold that.
 #
-# In plain data parallelism (DDP) every rank holds all 16 P bytes, although all ranks hold the same. More ranks do not
-# help. ZeRO (Rajbhandari et al., 2020) removes the copies in three stages:
+# In plain data parallelism (DDP) every rank holds all 16 P bytes, although all ranks hold the same. (PyTorch's DDP
+# holds the gradients a second time by default, in its buckets: 20 P. With `gradient_as_bucket_view=True` it does not.)
+# More ranks do not help. ZeRO (Rajbhandari et al., 2020) removes the copies in three stages:
 #
 # | stage | between two steps, each rank holds | in PyTorch |
 # |---|---|---|
 # | 0 | everything whole | DDP |
 # | 1 | a share of the optimizer's state | ZeroRedundancyOptimizer |
-# | 2 | a share of the gradients as well | |
+# | 2 | a share of the gradients as well | (section 3 has something like it) |
 # | 3 | a share of the parameters as well | FSDP |
 #
 # ### Exercise 1: bytes of each stage (•, 5 minutes)
@@ -127,7 +128,8 @@ claim("in stage 3 it holds 14 GB", totals[3] == 14e9)
 
 # %% [markdown]
 # Small enough for this machine: a model of 18 million parameters, 290 MB with gradients and Adam. Both runs below have
-# a cap: a rank that allocates more than 320 MiB is ended. Besides the 290 MB, a step needs room to work in.
+# a cap: a rank that allocates more than 320 MiB, that is 336 MB, is ended. Besides the 290 MB, a step needs room to
+# work in.
 
 
 # %%
@@ -160,9 +162,10 @@ claim("DDP breaks the cap, FSDP keeps it", list(outcome.values()) == ["MemoryCap
 #
 # **core, 10 minutes**
 #
-# This is all that your own script needs. `fully_shard` changes a module in place: its parameters become `DTensor`s, of
-# which each rank holds a part. The *mesh* says which ranks share them; `Shard(dim=0)` means cut by rows. Call it on the
-# parts first, then on the whole. Make the optimizer afterwards.
+# This is all that your own script needs, as long as the whole model fits into each host's memory once. `fully_shard`
+# changes a module in place: its parameters become `DTensor`s, of which each rank holds a part. The *mesh* says which
+# ranks share them; `Shard(dim=0)` means cut by rows. Call it on the parts first, then on the whole. Make the optimizer
+# afterwards.
 
 # %% tags=["script"]
 # %%torchrun -n 2
@@ -195,6 +198,19 @@ dist.destroy_process_group()
 # %% [markdown]
 # Under `torchrun --nproc-per-node 2` the same lines run as a file of their own.
 #
+# A model that is too large for the host is made on PyTorch's *meta* device, where tensors have shapes and no memory.
+# Shard it there, and then give memory to the shards only:
+#
+# ```python
+# with torch.device("meta"):
+#     model = build()
+# ...  # fully_shard, as above
+# model.to_empty(device="cuda")
+# initialise(model)  # or load a checkpoint; buffers, too
+# ```
+#
+# `torch.nn.utils.clip_grad_norm_` works on the sharded parameters as usual.
+#
 # ### Units
 #
 # Each module that you gave to `fully_shard` is a **unit**. A unit lives like this:
@@ -203,8 +219,8 @@ dist.destroy_process_group()
 # 2. It computes.
 # 3. The full parameters are freed. This is called *resharding*.
 # 4. Before its backward pass, they are gathered once more.
-# 5. After its backward pass, the full parameters are freed again. A **reduce-scatter** averages the gradients, and each
-#    rank receives only its own part.
+# 5. After its backward pass, the full parameters are freed again. A **reduce-scatter** adds up the gradients, FSDP
+#    divides them by the number of ranks, and each rank receives only its own part.
 #
 # ```
 # unit 0   gather compute free                                         gather compute free reduce
@@ -212,12 +228,14 @@ dist.destroy_process_group()
 #          forward pass ------------------------->  backward pass ----------------------------->
 # ```
 #
-# What lies in no other unit belongs to the root unit, the model itself. The root is not resharded after the forward
-# pass: its backward pass comes next. The root of the stack above holds nothing, since its blocks hold everything.
+# What lies in no other unit belongs to the root unit, the model itself. By default the root is not resharded after the
+# forward pass: its backward pass comes next. (Say `reshard_after_forward=True` for the root as well, and it is.) The
+# root of the stack above holds nothing, since its blocks hold everything.
 #
 # ### Exercise 2: how many all-gathers? (•, 5 minutes)
 #
-# Count the all-gathers of one training step. `units` includes the root if the root holds parameters of its own.
+# Count the all-gathers of one training step. `units` includes the root if the root holds parameters of its own. For the
+# root `reshard_after_forward` is left out, so that it keeps its default.
 #
 # <details><summary>Hint</summary>
 #
@@ -389,7 +407,7 @@ claim("two blocks of three are held there", 0.6 < gathered["kept"] / all_paramet
 #
 # **core, 30 minutes**
 #
-# You write what `fully_shard` does to one unit. It takes about 25 lines. These are the pieces.
+# You write what `fully_shard` does to one unit. It takes about 35 lines. These are the pieces.
 #
 # - A **shard**: this rank's part of all parameters of the unit, in one flat row. It is an `nn.Parameter`, and the
 #   optimizer will train it.
@@ -398,7 +416,8 @@ claim("two blocks of three are held there", 0.6 < gathered["kept"] / all_paramet
 #   bytes, and there is memory again, with nothing useful in it.
 # - **Hooks**: functions that PyTorch calls at certain moments. The table below names four. Hooks return None here.
 # - **Collectives**: `dist.all_gather_into_tensor(whole, part)` and `dist.reduce_scatter_tensor(part, whole)`. The
-#   second adds up and does not divide. (PyTorch 2.13 also calls them `all_gather_single` and `reduce_scatter_single`.)
+#   second adds up and does not divide. (From PyTorch 2.13 on they are called `all_gather_single` and
+#   `reduce_scatter_single`, with the same arguments. The old names still work, with a warning.)
 #
 # | you write | it calls | when |
 # |---|---|---|
@@ -624,9 +643,9 @@ print(f"the broken run's first loss differs by {apart.iloc[0]:.1%}, its last by 
 # %% [markdown]
 # *The losses agree, over all steps. A test that compares losses passes.*
 #
-# The first loss is known before any gradient is. And the later ones? Adam divides each gradient by its own running
-# size, so a factor in all gradients drops out, but for the tiny ε in the denominator. For this error the test cannot
-# fail. With SGD, with clipping, or with weight decay in the gradient, the same code would train differently.
+# Even the first loss that is shown comes after an update, in a step of warm-up. Adam divides each gradient by its own
+# running size, so a factor in all gradients drops out, but for the tiny ε in the denominator. For this error the test
+# cannot fail. With SGD, with clipping, or with weight decay in the gradient, the same code would train differently.
 
 # %% tags=["claim"]
 claim("the losses agree, over all steps", apart.max() < 0.005)
@@ -682,7 +701,8 @@ parity(broken)
 # **core, 12 minutes**
 #
 # What is one unit decides what is whole at the same time. `root` makes the model one unit. `block` makes one unit of
-# each block. `layer` makes one of each linear layer. Beside them stands DDP, which shards nothing (`wrap="none"`).
+# each block. `layer` makes one of each linear layer. Beside them stands plain data parallelism, which shards nothing
+# (`wrap="none"`). It is labkit's own; its buckets live for a moment only.
 #
 # One run uses **activation checkpointing** as well: a checkpointed block keeps only its input, and computes its inner
 # activations again in the backward pass.
@@ -697,11 +717,17 @@ parity(broken)
 #
 # `theory.step_peak` is a ledger like yours, for `fully_shard`. It knows the buffers and the activations, too.
 #
-# Before you look: what is the peak of `block`, in bytes? It lies in the backward pass of block 1. Held are the rank's
-# shares of parameters and Adam's state, its share of block 2's gradients, block 1 gathered, block 0 gathered ahead in
-# its buffer, and the row of block 2's gradients. Besides, blocks 0 and 1 have kept nine activations of `4 * TOKENS *
-# DIM` bytes: inner widths 3 and 4, and two outputs. Temporary are the gradients before and after the ReLU of block 1, 4
-# + 4, and one whole weight gradient, as large as two more.
+# Before you look: what is the peak of `block`, in bytes? It lies in the backward pass of block 1. One *row* below is an
+# activation of the network's width, `4 * TOKENS * DIM` bytes.
+#
+# | held at that moment | bytes |
+# |---|---|
+# | shares of parameters and of Adam's state | `3 * sum(UNITS) / RANKS` |
+# | its share of block 2's gradients | `UNITS[2] / RANKS` |
+# | block 1 gathered, block 0 gathered ahead, the flat gradients of block 2 | `sum(UNITS)` |
+# | activations of blocks 0 and 1: inner widths 3 and 4, and two outputs | 9 rows |
+# | temporary: gradients before and after the ReLU of block 1 | how many rows? |
+# | temporary: one whole gradient of a weight, `DIM` × 4 `DIM` | as much as 2 rows |
 
 # %% tags=["commit"]
 mine = commit(peak_total_bytes=None)
@@ -710,8 +736,9 @@ mine = commit(peak_total_bytes=lambda: (3 * sum(UNITS) + UNITS[2]) / RANKS + sum
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
-runs = {"DDP": labkit.run("fsdp_wrap", wrap="none", **SETUP)}
-expected = {"DDP": theory.whole_step_peak(layers, TOKENS)}
+UNSHARDED = "data\nparallel"
+runs = {UNSHARDED: labkit.run("fsdp_wrap", wrap="none", **SETUP)}
+expected = {UNSHARDED: theory.whole_step_peak(layers, TOKENS)}
 for wrap, checkpointing in (("root", False), ("block", False), ("block", True), ("layer", False)):
     label = wrap + ",\ncheckpointing" * checkpointing
     walk = theory.mlp_stack_layers(wrap, DIM)
@@ -729,10 +756,9 @@ _ = plots.breakdown(
 )
 
 # %% [markdown]
-# *Peak memory of a rank. In a dashed frame: predicted. Dotted: the bound of exercise 7.
-# Wrapping the root alone hardly saves anything at the peak: it needs within 10 % of what DDP needs. Blocks need less
-# than the root, layers less than blocks. Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the
-# measurement.*
+# *Peak memory of a rank. In a dashed frame: predicted. Dotted: the bound of exercise 7. Wrapping the root alone hardly
+# saves anything at the peak: it needs within 10 % of what data parallelism needs. Blocks need less than the root,
+# layers less than blocks. Checkpointing lowers the peak of blocks. Every prediction is within 5 % of the measurement.*
 #
 # Wrapping the root alone gathers all parameters at once, and their buffer holds them a second time. The optimizer's
 # state is sharded all the same, so between the steps the root saves as much as the others do. At the root's peak there
@@ -744,7 +770,10 @@ _ = plots.breakdown(
 
 # %% tags=["claim"]
 peaks = {label: result.value("peak_total_bytes") for label, result in runs.items()}
-claim("wrapping the root alone needs within 10 % of what DDP needs", abs(peaks["root"] / peaks["DDP"] - 1) < 0.1)
+claim(
+    "wrapping the root alone needs within 10 % of what data parallelism needs",
+    abs(peaks["root"] / peaks[UNSHARDED] - 1) < 0.1,
+)
 claim("blocks need less than the root, layers less than blocks", peaks["layer"] < peaks["block"] < peaks["root"])
 claim("checkpointing lowers the peak of blocks", peaks["block,\ncheckpointing"] < peaks["block"])
 errors = {label: abs(peaks[label] / sizes["total"] - 1) for label, sizes in expected.items()}
@@ -759,7 +788,7 @@ collectives = ("all_gather_count", "reduce_scatter_count")
 rows = {
     " ".join(label.split()): [result.value(name) for name in collectives]
     for label, result in runs.items()
-    if label != "DDP"
+    if label != UNSHARDED
 }
 pandas.DataFrame.from_dict(rows, orient="index", columns=collectives).astype(int)
 
@@ -774,8 +803,10 @@ _ = plots.latency({" ".join(label.split()): result for label, result in runs.ite
 # Layers send twice as many messages as blocks, for the same bytes. Where latency, the fixed time that a message takes
 # to start, outweighs the time of the bytes, that shows. A transformer block a unit is the usual choice: large enough to
 # keep the network busy, small enough to be a small part of the model. Checkpointing is paid with arithmetic: the
-# backward pass computes each block's forward pass once more. It saves activations; sharding saves parameters, gradients
-# and optimizer state. The savings add up.
+# backward pass computes each block's forward pass once more. In your own script it is
+# `apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))`, of
+# `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, before `fully_shard`. It saves activations; sharding
+# saves parameters, gradients and optimizer state. The savings add up.
 
 # %% tags=["claim"]
 claim("layers send twice as many messages as blocks", rows["layer"] == [2 * count for count in rows["block"]])
@@ -830,8 +861,8 @@ _ = plots.timeline(waiting)
 # and after each block its gradients are reduce-scattered. There FSDP asks for the next block early: block 1 is gathered
 # before block 2 has computed. But a CPU rank waits for it at once, so nothing is hidden.
 #
-# Now with **prefetching**: while block 0 computes, block 1 is already gathered. On GPUs FSDP2 does this by itself. On
-# CPU ranks labkit asks for it.
+# Now with **prefetching**: while block 0 computes, block 1 is already gathered. On GPUs FSDP2 does this by itself;
+# `block.set_modules_to_forward_prefetch([next_block])` asks for more. On CPU ranks labkit asks for it.
 
 # %% tags=["nbval-ignore-output"]
 ahead = labkit.run("fsdp_wrap", prefetch=True, **slow)
@@ -879,8 +910,8 @@ checks.every_block_wrapped(mystery, blocks=9)
 #
 # <details><summary>Hint</summary>
 #
-# Above each all-gather stands the position of the unit that it gathers. Which position from 4 to 12 is missing? Block 0
-# stands at position 4.
+# At each all-gather, in it, above or below, stands the position of the unit that it gathers. Which position from 4 to
+# 12 is missing? Block 0 stands at position 4.
 #
 # </details>
 
@@ -917,7 +948,7 @@ checks.forgotten_block(forgotten, mystery)
 # operations a rank does in the time in which one byte travels. Add ranks and keep the whole batch, and each rank's
 # share of tokens shrinks. At some number of ranks communication binds.
 #
-# **Worked once.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is
+# **An example.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is
 # a good result in training: F = 400 · 10¹². NVLink brings 900 GB/s by the data sheet, that is 450 GB/s in each
 # direction. With 8 GPUs and 2 bytes a number, gradients included: T ≥ 2 · 7/8 · 400 · 10¹² / (2 · 450 · 10⁹) = 778
 # tokens for each GPU. One sequence of 2048 tokens is enough.
@@ -945,7 +976,7 @@ def tokens_to_hide(flops_per_s: float, wire_bytes_per_s: float, ranks: int, numb
 checks.tokens_to_hide(tokens_to_hide)
 
 # %% [markdown]
-# **Asked once.** Two hosts of 8 GPUs each, 16 ranks in one FSDP group. Each host has one network card of 400 Gbit/s,
+# **Your turn.** Two hosts of 8 GPUs each, 16 ranks in one FSDP group. Each host has one network card of 400 Gbit/s,
 # that is 50 GB/s in each direction. The ring crosses it, and the slowest link sets the ring's pace. (With a card for
 # each GPU, NCCL lets several rings cross side by side: eight cards carry up to eight times as much.) How many tokens
 # does a GPU need now? And this machine, with its own figures? Commit to the first.
@@ -965,7 +996,7 @@ print(f"two hosts: {right:,.0f} tokens; yours: {'–' if said is None else forma
 sums = labkit.run("all_reduce", nproc=RANKS, message_bytes=(2**20, 2**22), total_bytes=2**12, pieces=(1,), repeats=5)
 on_wire = 2 * (RANKS - 1) / RANKS * 2**22  # bytes that a rank sends for an all-reduce of 4 MiB
 bandwidth = on_wire / (sums.value(f"message_{2**22}_ms") / 1000)
-arithmetic_s = (runs["DDP"].value("forward_ms") + runs["DDP"].value("backward_ms")) / 1000
+arithmetic_s = (runs[UNSHARDED].value("forward_ms") + runs[UNSHARDED].value("backward_ms")) / 1000
 speed = 6 * PARAMETERS * TOKENS / arithmetic_s
 needed = theory.tokens_to_hide(speed, bandwidth, RANKS, 4)
 print(f"here: {speed / 1e9:.0f} billion operations a second, {bandwidth / 1e9:.2f} GB/s on the wire")
@@ -987,11 +1018,12 @@ panels = {
         },
     ),
 }
-_ = plots.batch_pays(panels)
+_ = plots.batch_pays(panels, batches={"this machine, this lab's network": TOKENS})
 
 # %% [markdown]
 # *Arithmetic grows with the tokens of a rank, messages do not. The dots are the numbers from above: right of its dot a
-# message can hide. All of it is predicted, on the left from what was measured here.*
+# message can hide. All of it is predicted, on the left from what was measured here; the dotted line is this lab's
+# batch.*
 
 # %% tags=["claim"]
 here_equal = [messages / a_token for a_token, by_label in panels.values() for messages in by_label.values()]
@@ -1018,7 +1050,9 @@ claim(
 # ### Fewer bytes: mixed precision (3 minutes)
 #
 # With a `MixedPrecisionPolicy` the shards stay in float32, but parameters are gathered and used in bfloat16. A bfloat16
-# number has 2 bytes. Gradients are reduced in float32 here, since a sum of many small numbers loses digits.
+# number has 2 bytes. In your own script each `fully_shard`, the root's too, gets
+# `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. Gradients are reduced in
+# float32 here, since a sum of many small numbers loses digits.
 
 # %% tags=["commit"]
 mine = commit(all_gather_bytes=None, reduce_scatter_bytes=None, end_parameter_bytes=None)
@@ -1118,8 +1152,18 @@ dist.destroy_process_group()
 # To load, make the model on the new ranks and `state = {"model": get_model_state_dict(model)}`. Then
 # `checkpoint.load(state, checkpoint_id=folder)` fills it, and `set_model_state_dict(model, state["model"])` puts it back.
 #
-# labkit saves the optimizer's state as well, which you need to go on. Train on some ranks, save, and go on with one
-# rank more.
+# To go on with the training you need the optimizer's state as well:
+#
+# ```python
+# model_state, optimizer_state = get_state_dict(model, optimizer)
+# state = {"model": model_state, "optimizer": optimizer_state}
+# checkpoint.save(state, checkpoint_id=folder)
+# # on the new ranks: make `state` in the same way, then
+# checkpoint.load(state, checkpoint_id=folder)
+# set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+# ```
+#
+# labkit does that. Train on some ranks, save, and go on with one rank more.
 
 
 # %%
@@ -1141,9 +1185,9 @@ claim("the training went on and did not begin anew", losses(after)[0] < losses(b
 # ### Tied weights (8 minutes)
 #
 # Language models often use one matrix twice: to embed tokens, and to predict them. If the two modules were in different
-# units, each would gather a copy of its own and reduce only its own part of the gradient. PyTorch 2.13 refuses that
-# with an error; before, it went on. `fully_shard` takes a list instead: `fully_shard([embedding, head])` makes one unit
-# of both.
+# units, each would gather a copy of its own and reduce only its own part of the gradient. PyTorch refuses that with an
+# error since 2.12; 2.11 went on. `fully_shard` takes a list instead: `fully_shard([embedding, head])` makes one unit of
+# both.
 #
 # ### Exercise 10: who must share a unit? (••, 8 minutes)
 #
@@ -1190,8 +1234,8 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 # ### Experts that must not be averaged (10 minutes)
 #
 # In a mixture of experts, each rank owns an expert of its own. The shared part is trained by all ranks together, so its
-# gradients are averaged. An expert has one owner. To average it with the others would mix strangers. The check below
-# looks for untouched expert gradients.
+# gradients are averaged. An expert has one owner. To average it with the others would mix strangers. Only its scale
+# needs care.
 #
 # In this lab's model an expert sees its own rank's samples only. **Expert parallelism** in use is different: a router
 # chooses an expert for each token, and an all-to-all carries the tokens to its rank and back. Then an expert sees
@@ -1200,13 +1244,13 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 # Mind the scale. On one device the loss is the mean over all samples. Each rank's own loss is the mean over its own, N
 # times larger for each sample. Averaging the shared gradients makes up for that. An expert's gradients are not
 # averaged. To equal one device's they must be divided by N all the same. "Nothing to average, so leave it alone" is a
-# known trap: pytorch/pytorch#160285 and #167178. To keep it short, exercise 11 leaves out that division, and its check
-# wants the experts untouched. So their steps are N times larger than one device would take with SGD.
+# known trap: pytorch/pytorch#160285 and #167178. FSDP2 has `set_gradient_divide_factor` for such cases.
 #
 # ### Exercise 11: average, but not everything (••, 6 minutes)
 #
-# Average every gradient over the ranks, and leave those of `experts` alone. `dist.all_reduce(tensor)` adds a tensor up
-# over all ranks, in place. Your function runs on two real ranks. Whatever it uses of this notebook is copied there.
+# Average every shared gradient over the ranks. Send nothing for those of `experts`, but divide them by the number of
+# ranks. `dist.all_reduce(tensor)` adds a tensor up over all ranks, in place. Your function runs on two real ranks.
+# Whatever it uses of this notebook is copied there.
 #
 # <details><summary>Hint</summary>
 #
@@ -1219,8 +1263,9 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:
     ### BEGIN SOLUTION
     for parameter in model.parameters():
-        if parameter not in experts and parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
+        if parameter.grad is not None:
+            if parameter not in experts:
+                dist.all_reduce(parameter.grad)
             parameter.grad /= ranks
     ### END SOLUTION
 
@@ -1256,18 +1301,18 @@ checks.expert_gradients(average_gradients)
 # + weight = model.layers[0].in_proj.weight.full_tensor()
 # ```
 #
-# Both are tested against one device in this kit: twelve models, wrapped and not, with checkpointing, bfloat16 and
-# offload.
+# Both are tested against one device in this kit: twelve models, wrapped and not, with checkpointing, bfloat16, and
+# parameters that stay in the host's memory (*offload*).
 #
 # ### What to expect on GPUs (2 minutes)
 #
-# - The same program runs unchanged: `labkit.run("fsdp_wrap", nproc=4, preset="paper")`. It has 217 million parameters.
+# - The same program is written to run unchanged, which has not been verified yet: `labkit.run("fsdp_wrap", nproc=4,
+#   preset="paper")`. It has 217 million parameters.
 # - Counts, bytes and the tensors that a rank keeps between steps follow the same formulas: they do not depend on the
 #   device. The allocator and NCCL take memory of their own beside them.
 # - All-gathers and reduce-scatters run on their own CUDA streams and hide behind arithmetic by themselves. What stays
 #   exposed is the first all-gather, the last reduce-scatter, and whatever is slower than the arithmetic.
 #
-# Figures from named GPUs belong in the folder `results`. None is recorded there yet for this lab.
 
 # %% [markdown]
 # ## 10. Leave with
@@ -1303,7 +1348,7 @@ summary
 # DDP's one all-reduce is a reduce-scatter and an all-gather: two passes. FSDP makes three.
 #
 # </details>
-# <details><summary>3. Why is the root unit not freed after its forward pass?</summary>
+# <details><summary>3. Why is the root unit by default not freed after its forward pass?</summary>
 #
 # Its backward pass comes next. It would be gathered again at once.
 #

@@ -51,6 +51,7 @@ SUMMED = (
     "for parameter in model.parameters():\n    if parameter not in experts:\n        dist.all_reduce(parameter.grad)"
 )
 DIVIDED = "for parameter in model.parameters():\n    if parameter not in experts:\n        parameter.grad /= ranks"
+UNTOUCHED = SUMMED + "\n        parameter.grad /= ranks"
 CLOSE = "(mine[name] - reference[name]).abs().max() <= 1e-5 * reference[name].abs().max()"
 
 EXERCISES = [
@@ -244,6 +245,7 @@ EXERCISES = [
             "on rank 0, the expert's gradient of net.2.weight was averaged": ALL,
             "on rank 0, the shared gradient of net.0.weight was summed and not divided": SUMMED,
             "on rank 0, the shared gradient of net.0.weight was divided but not summed": DIVIDED,
+            "on rank 0, the expert's gradient of net.2.weight is still this rank's own": UNTOUCHED,
         },
     ),
 ]
