@@ -321,11 +321,13 @@ def test_strips_pay_stacks_messages_on_arithmetic():
 
 
 def test_batch_pays_puts_a_dot_where_arithmetic_and_messages_take_equally_long():
-    left, right = plots.batch_pays({"one": (1e-6, {"slow": 5e-3, "fast": 1e-3}), "two": (2e-6, {"only": 5e-3})})
+    panels = {"one": (1e-6, {"slow": 5e-3, "fast": 1e-3}), "two": (2e-6, {"only": 5e-3})}
+    left, right = plots.batch_pays(panels, batches={"two": 90_000})
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "o"]
     assert dots == [pytest.approx((5000, 5)), pytest.approx((1000, 1))]
     assert texts_of(left) == ["computing", "slow", "5,000", "fast", "1,000"]
-    assert texts_of(right) == ["computing", "only", "2,500"]
+    assert texts_of(right) == ["computing", "only", "2,500", "batch: 90,000"]
+    assert right.get_xlim()[1] > 90_000, "the batch is on the axis"
     assert {line.get_linestyle() for line in left.lines if line.get_marker() != "o"} == {"--"}
     assert right.get_title(loc="left") == "two"
 
