@@ -84,7 +84,8 @@ print(
 # This is a whole distributed program: data-parallel training. Every process holds the same network, and each takes
 # samples of its own. `%%torchrun -n 4`, a magic that `import labkit` brings, runs the cell on four processes. Saved as
 # a file `train.py`, the same lines run with `torchrun --nproc-per-node 4 train.py`. On two machines: `torchrun --nnodes
-# 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py`, on both.
+# 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py`, on both, with the name of one of them
+# as HOST.
 
 # %% tags=["script"]
 # %%torchrun -n 4
@@ -116,13 +117,21 @@ dist.destroy_process_group()
 
 # %% [markdown]
 # Little is new: `init_process_group`, the rank, the wrapper `DistributedDataParallel` (*DDP*), `all_reduce`,
-# `destroy_process_group`. The sections below take them apart. In section 8 you do the wrapper's work by hand. On a
-# machine with GPUs each rank takes one, with `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` (its number on its
-# machine), and model and samples go there.
+# `destroy_process_group`. The sections below take them apart. In section 8 you do the wrapper's work by hand.
+#
+# On a machine with GPUs each rank takes one, and the network goes there; so do the samples:
+#
+# ```python
+# device = int(os.environ["LOCAL_RANK"])  # this rank's number on its machine
+# torch.cuda.set_device(device)
+# dist.init_process_group("nccl")
+# model = DistributedDataParallel(network.to(device), device_ids=[device])
+# ```
 #
 # Two lines more for your own data. `sampler = DistributedSampler(dataset)` with `DataLoader(dataset, sampler=sampler)`
 # gives each rank other samples, and `sampler.set_epoch(epoch)` shuffles them anew in each epoch. Without the sampler
-# every rank trains on all of them. And save on rank 0 only: `model.module.state_dict()`.
+# every rank trains on all of them. (It repeats a few where the ranks cannot share them evenly.) And save on rank 0
+# only: `model.module.state_dict()`.
 #
 # Here is a measured version of such a training, on a larger network: four linear layers, each `DIM` wide. `labkit.run`
 # starts one of the course's programs, here `launch/ddp_compile.py`, and returns what it measured. `claim` speaks up if
@@ -138,8 +147,8 @@ print(
 # ## 3. What a rank is (core, 6 minutes)
 #
 # Each `%%torchrun` cell starts new processes, which remember nothing of earlier cells. For brevity the magic brings
-# `torch`, `dist` and the modules that the notebook imported, and shows each rank's last line. In a `train.py` you write
-# the imports and `destroy_process_group` yourself.
+# `torch`, `dist` and the modules that the notebook imported, and shows the value of the cell's last line on each rank.
+# In a `train.py` you write the imports and `destroy_process_group` yourself.
 #
 # A **rank** is one process of a run, and also its number, from 0. The number of ranks is the **world size**. `torchrun`
 # starts the processes and tells each its number in an environment variable. Look at them start: each has a process id of
@@ -246,9 +255,9 @@ dist.send(torch.tensor([float(rank)]), (rank + 1) % ranks)
 
 # %% [markdown]
 # All stand in `recv`. Each waits for a message that its neighbour would send next, and nobody gets there. That is a
-# **deadlock**. There is no error until a timeout strikes, by default after 30 minutes with gloo and 10 with NCCL;
-# `init_process_group(timeout=timedelta(minutes=2))` sets another. Until then nothing is printed, and a GPU may even
-# look busy.
+# **deadlock**. There is no error until a timeout strikes, by default after 30 minutes, or after 10 with
+# `init_process_group("nccl")`; `timeout=timedelta(minutes=2)` there sets another. Until then nothing is printed, and a
+# GPU may even look busy.
 #
 # **What does a hang mean?** Some rank waits for something that no other will send. Either ranks wait in a circle, as
 # here, or they went different ways: one called an all-reduce that another never reached. So look where *each* rank is.
@@ -305,9 +314,10 @@ checks.shift(shift)
 # %% [markdown]
 # ## 5. Five collectives, drawn (core, 10 minutes)
 #
-# A **collective** is a message in which all ranks of a group take part. All call the same function, in the same order. Five
-# of them carry nearly all of distributed training. These are two, as four real ranks did them. Every rank begins with
-# numbers of its own, and sends home what it held before and after.
+# A **collective** is a message in which all ranks of a group take part. All call the same function, in the same order.
+# Five of them carry nearly all of distributed training. These are two, as four real ranks did them. Every rank begins
+# with numbers of its own, and sends home what it held before and after. `--name first_two` leaves that in a variable of
+# this name.
 
 # %%
 # %%torchrun -n 4 --name first_two
@@ -427,10 +437,10 @@ pandas.DataFrame({"yours": yours, "held": after.tolist()}, index=[f"rank {rank}"
 # | collective | where you will meet it |
 # |---|---|
 # | broadcast | equal weights at the start |
-# | all-reduce | gradients of data-parallel training; partial sums of tensor parallelism (lab 5) |
+# | all-reduce | gradients of data-parallel training; partial sums where each layer's matrix is cut (lab 5) |
 # | all-gather | parameters of FSDP, just before a layer computes (lab 2) |
 # | reduce-scatter | gradients of FSDP |
-# | all-to-all | mixture of experts: each token goes to the rank that holds its expert |
+# | all-to-all | models of many small networks, *experts*: each token goes to the rank that holds its expert |
 #
 # ### An all-reduce is two collectives
 #
@@ -564,7 +574,7 @@ pandas.DataFrame({"on the wire / handed to the call": factors}, index=pandas.Ind
 #
 # Is that so? On Linux one can look. The ranks of this machine talk over its loopback interface, and the system counts
 # the bytes on it. Each line is one collective of a 4 MB tensor on four ranks: what left all four together, beside what
-# a ring of four ranks sends.
+# a ring of four ranks sends. (`--use theory` takes that name of the notebook along.)
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --use theory
@@ -661,9 +671,9 @@ ax = plots.messages(messages)
 # %% [markdown]
 # *Time of one all-reduce against the bytes handed to it, on logarithmic axes. The dashed line is alpha + bytes · beta,
 # fitted to the fastest rounds. It weighs relative errors of all sizes alike, and on an idle machine misses single
-# points by up to a third: a real bandwidth is not quite the same at all sizes. A dot that lies more than twice above it
-# was disturbed: other programs held the cores. Then run the cell again. 1 MiB is 1024 times 1 KiB, and takes far less
-# than 1024 times as long.*
+# points by up to a third: a real bandwidth is not quite the same at all sizes. A blue dot at more than twice the line's
+# height was disturbed (grey ones often are): other programs held the cores. Then run the cell again. 1 MiB is 1024
+# times 1 KiB, and takes far less than 1024 times as long.*
 
 # %% tags=["claim"]
 times = message_times(messages)
@@ -684,9 +694,9 @@ ax = plots.pieces(messages, network=network)
 # %% [markdown]
 # *The same bytes in 1 to 64 messages. The bytes cost the same in all; what grows is the number of latencies. The dashed
 # lines are predicted from alpha and beta of single messages. Exercise 5 uses two sizes and labkit's line all seven, so
-# the two fits differ. Alpha comes from the luckiest round of a single message, and sixty-four in a row are never all
-# lucky. So on busy cores the bars stand far above the dashed lines. That they grow with the number of messages holds
-# all the same.*
+# the two fits differ. The bars may lie below the dashed lines, if a large message of the last figure was disturbed, or
+# above. On busy cores they stand far above: alpha comes from the luckiest round of a single message. That they grow
+# with the number of messages holds all the same.*
 
 # %% tags=["claim"]
 pieces = message_times(messages, "pieces")
@@ -907,7 +917,8 @@ if yours is gloos:
 plots.table(ring_run, by_theory, yours=mine, tolerance=0.02)
 
 # %% [markdown]
-# *A real network trained with your all-reduce. What your ring handed to its sends is what section 6 computed for the wire.*
+# *A real network trained with your all-reduce. What your ring handed to its sends is what section 6's formula gives for
+# the wire, here on two ranks.*
 #
 # **Is it right?** A loss that falls proves nothing. So `check="parity"` trains the same network on one device that goes
 # through all ranks' samples. Over two steps it compares the output and all 8 gradients of each, and the 8 parameters at
@@ -1019,9 +1030,10 @@ print(f"sending takes as long as computing at {pays:.1f} samples on each rank; t
 # %% [markdown]
 # Now GPUs, from data sheets. An H100 (SXM) does 989 · 10^12 operations a second in bfloat16, without sparsity. Programs
 # reach perhaps 40 % of it: Llama 2's 127 TFLOP/s (section 1) are 41 % of an A100's 312. Its NVLink moves 900 GB/s in
-# both directions together: 450 GB/s out, to GPUs of the same machine. Between machines a DGX H100 has one 400 Gbit/s
-# adapter a GPU: 50 GB/s. Source: NVIDIA's data sheets of the H100 and the DGX H100, see section 12. Gradients travel in
-# bfloat16, 2 bytes.
+# both directions together: 450 GB/s out, to GPUs of the same machine. Between machines we take one ring that leaves
+# each machine through one adapter of 400 Gbit/s: 50 GB/s. (A DGX H100 has one adapter a GPU. There NCCL lets up to
+# eight rings run side by side, and the number below falls by up to eight.) Source: NVIDIA's data sheets of the H100 and
+# the DGX H100, see section 12. Gradients travel in bfloat16, 2 bytes.
 #
 # ### Exercise 8: tokens that pay (optional, ••, 6 minutes)
 #
@@ -1045,7 +1057,7 @@ def tokens_that_pay(flops_per_s: float, bytes_per_s: float, ranks: int, gradient
 checks.tokens_that_pay(tokens_that_pay)
 
 # %% [markdown]
-# Commit before you compute: how many tokens a GPU, for 1024 GPUs on the adapters of 50 GB/s?
+# Commit before you compute: how many tokens a GPU, for 1024 GPUs, if one adapter of 50 GB/s a machine carries the ring?
 
 # %% tags=["commit"]
 mine = commit(tokens=None)
@@ -1057,7 +1069,7 @@ mine = commit(tokens=5000)
 H100_FLOPS = 0.4 * 989e12
 yours_now = [tokens_that_pay(H100_FLOPS, speed, 1024, 2) for speed in (450e9, 50e9)]
 by_hand = [theory.wire_bytes("all_reduce", 2, 1024) / speed * H100_FLOPS / 6 for speed in (450e9, 50e9)]
-index = ["NVLink, 450 GB/s", "adapter, 50 GB/s"]
+index = ["NVLink, 450 GB/s", "one adapter a machine, 50 GB/s"]
 guess = f"{mine['tokens']:,.0f}" if mine["tokens"] else "–"
 columns = {"your guess": ["–", guess], "your function": [f"{t:,.0f}" if t else "–" for t in yours_now]}
 pandas.DataFrame(columns | {"theory": [f"{t:,.0f}" for t in by_hand]}, index=index)
@@ -1072,7 +1084,7 @@ panels = {
     ),
     "1024 H100s, 7 billion parameters": (
         6 * llama / H100_FLOPS,
-        {"NVLink, 450 GB/s": seconds[450e9], "adapter, 50 GB/s": seconds[50e9]},
+        {"NVLink, 450 GB/s": seconds[450e9], "one adapter a machine, 50 GB/s": seconds[50e9]},
     ),
 }
 _ = plots.batch_pays(panels, batches={"this machine, this lab's network": batch})
@@ -1083,9 +1095,10 @@ _ = plots.batch_pays(panels, batches={"this machine, this lab's network": batch}
 # it is predicted, on the left from what was measured above. There a token is a sample, and the dotted line is this
 # lab's batch.
 #
-# *One sequence of Llama 2 has 4096 tokens. So between machines a GPU wants two of them or more, and within a machine a
-# part of one is enough. Both dots on the right use the factor of 1024 ranks, nearly 2. For the 8 GPUs of one machine it
-# is 1.75, and the 586 become 513.*
+# *One sequence of Llama 2 has 4096 tokens. So where one adapter carries the ring a GPU wants two of them or more, and
+# within a machine a part of one is enough. Both dots on the right use the factor of 1024 ranks, nearly 2. For the 8
+# GPUs of one machine it is 1.75, and the 586 become 513. (Section 1's 7 billion parameters do not fit one H100. P
+# cancels: the dots hold for smaller networks, too.)*
 
 # %% tags=["claim"]
 claim("a GPU wants two sequences or more", 4096 < by_hand[1] < 2 * 4096)

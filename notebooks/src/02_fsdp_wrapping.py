@@ -137,13 +137,13 @@ def fits(wrap: str) -> str:
     """Whether a rank stays below the cap; on a system that knows no such cap, why not."""
     try:
         model = {"model": "toy", "hidden": 3000, "narrow": 16, "batch": 1, "steps": 1}
-        labkit.run("fsdp_wrap", nproc=2, wrap=wrap, memory_cap_mib=320, **model)
+        labkit.run("fsdp_wrap", nproc=4, wrap=wrap, memory_cap_mib=320, **model)
     except labkit.RankFailed as failure:
         return failure.exc_type
     return "trained"
 
 
-outcome = {"DDP, every rank holds all": fits("none"), "FSDP, every rank holds half": fits("layer")}
+outcome = {"DDP, every rank holds all": fits("none"), "FSDP, every rank holds a quarter": fits("layer")}
 print("\n".join(f"{how}: {what}" for how, what in outcome.items()))
 
 # %% [markdown]
@@ -162,10 +162,10 @@ claim("DDP breaks the cap, FSDP keeps it", list(outcome.values()) == ["MemoryCap
 #
 # **core, 10 minutes**
 #
-# This is all that your own script needs, as long as the whole model fits into each host's memory once. `fully_shard`
-# changes a module in place: its parameters become `DTensor`s, of which each rank holds a part. The *mesh* says which
-# ranks share them; `Shard(dim=0)` means cut by rows. Call it on the parts first, then on the whole. Make the optimizer
-# afterwards.
+# This is all that your own script needs, as long as every rank can build the whole model in its host's memory: 8 ranks
+# on a host, 8 copies. `fully_shard` changes a module in place: its parameters become `DTensor`s, of which each rank
+# holds a part. The *mesh* says which ranks share them; `Shard(dim=0)` means cut by rows. Call it on the parts first,
+# then on the whole. Make the optimizer afterwards.
 
 # %% tags=["script"]
 # %%torchrun -n 2
@@ -198,8 +198,8 @@ dist.destroy_process_group()
 # %% [markdown]
 # Under `torchrun --nproc-per-node 2` the same lines run as a file of their own.
 #
-# A model that is too large for the host is made on PyTorch's *meta* device, where tensors have shapes and no memory.
-# Shard it there, and then give memory to the shards only:
+# A model that is too large for that is made on PyTorch's *meta* device, where tensors have shapes and no memory. Shard
+# it there, and then give memory to the shards only:
 #
 # ```python
 # with torch.device("meta"):
@@ -364,9 +364,9 @@ claim("FSDP sends 1.5 times as much as DDP", sent["FSDP"] == 1.5 * sent["DDP"])
 # ### Gather once or twice
 #
 # `reshard_after_forward=False` keeps the parameters between forward and backward pass. That saves one all-gather for
-# each unit, but during a step it costs the memory that FSDP should save. PyTorch's older name for it is SHARD_GRAD_OP.
-# It computes as ZeRO stage 2 does, with whole parameters. But between the steps the parameters are sharded as well,
-# which stage 2 does not do.
+# each unit, but during a step it costs memory that FSDP should save, the more the more units there are. PyTorch's older
+# name for it is SHARD_GRAD_OP. It computes as ZeRO stage 2 does, with whole parameters. But between the steps the
+# parameters are sharded as well, which stage 2 does not do.
 #
 # What does it change for the stack? Commit to what a rank hands to its calls.
 
@@ -384,22 +384,32 @@ mine = commit(
 kept = labkit.run("fsdp_wrap", wrap="block", reshard_after_forward=False, **SETUP)
 plots.table(kept, theory.collectives(layers, RANKS, reshard_after_forward=False), yours=mine)
 
+# %% [markdown]
+# And what does it cost in memory? A rank's **peak** is the moment at which it holds most in all.
+
 # %%
 gathered = {name: run.value("peak_unsharded_parameter_bytes") for name, run in {"freed": block, "kept": kept}.items()}
 for name, size in gathered.items():
     print(f"{name} after the forward pass: {size:,.0f} bytes of gathered parameters at the peak")
+for name, run in {"freed": block, "kept": kept}.items():
+    print(f"{name} after the forward pass: {run.value('peak_total_bytes'):,.0f} bytes in all at the peak")
 
 # %% [markdown]
 # *Half the all-gathers, half their bytes. Reduce-scatters stay as they were. At the peak, more gathered parameters are
-# held. (The peak is the moment at which a rank holds most in all. Here it lies in the backward pass of the middle
-# block: the last block is freed by then, so two blocks of three are held. At the end of the forward pass it is all
-# three.)*
+# held,
+# yet the peak as a whole is the same.*
+#
+# How can that be? The peak lies in the backward pass of the middle block. The last block is freed by then, so two
+# blocks of three are held. Where parameters are freed, FSDP has gathered the first block ahead by then, into a buffer,
+# which is another category. With three blocks the two come out alike. With many blocks "kept" holds nearly the whole
+# model, and "freed" two blocks.
 
 # %% tags=["claim"]
 claim("half the all-gathers", 2 * kept.value("all_gather_count") == block.value("all_gather_count"))
 claim("half their bytes", 2 * kept.value("all_gather_bytes") == block.value("all_gather_bytes"))
 claim("more gathered parameters are held at the peak", gathered["kept"] > gathered["freed"])
 all_parameters = RANKS * block.value("end_parameter_bytes")
+claim("the peak as a whole is the same", kept.value("peak_total_bytes") == block.value("peak_total_bytes"))
 claim("two blocks of three are held there", 0.6 < gathered["kept"] / all_parameters < 0.8)
 
 # %% [markdown]
@@ -609,10 +619,10 @@ excess = own.value("peak_total_bytes") / theory.small_peak_bytes(UNITS, RANKS) -
 claim("the peak is within 5 % of the ledger's", 0 <= excess < 0.05)
 
 # %% [markdown]
-# What does `fully_shard` do that yours does not? It starts the next all-gather while a unit computes, so that it hides
-# (section 7). It gathers into a buffer of its own and copies from there into each parameter. It takes parameters in
-# other precisions, and it keeps each parameter's own shape: a shard is a `DTensor` of some rows, which can be saved by
-# name.
+# What does `fully_shard` do that yours does not? On GPUs it starts the next all-gather while a unit computes, so that
+# it hides (section 7). It gathers into a buffer of its own and copies from there into each parameter. It takes
+# parameters in other precisions, and it keeps each parameter's own shape: a shard is a `DTensor` of some rows, which
+# can be saved by name.
 #
 # ## 5. Break it
 #
@@ -796,17 +806,26 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=collectives).astype(int
 _ = plots.latency({" ".join(label.split()): result for label, result in runs.items()})
 
 # %% [markdown]
-# *Time of a step. These ranks share two cores, so the bars move from run to run: on this machine the order of block and
-# layer may turn round in the next run, however clear it looks here. Take several runs before you believe an order. What
-# can be counted are the messages, in the table above.*
+# *Time of a step. These ranks share two cores, so the bars move from run to run: on this machine the order of the three
+# lower bars may turn round in the next run, however clear it looks here. Even the checkpointed run may look faster,
+# though it computes more: here waiting for messages weighs more than arithmetic. Take several runs before you believe
+# an order. What can be counted are the messages, in the table above.*
 #
 # Layers send twice as many messages as blocks, for the same bytes. Where latency, the fixed time that a message takes
-# to start, outweighs the time of the bytes, that shows. A transformer block a unit is the usual choice: large enough to
-# keep the network busy, small enough to be a small part of the model. Checkpointing is paid with arithmetic: the
-# backward pass computes each block's forward pass once more. In your own script it is
-# `apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))`, of
-# `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, before `fully_shard`. It saves activations; sharding
-# saves parameters, gradients and optimizer state. The savings add up.
+# to start, outweighs the time of the bytes, that shows.
+#
+# A transformer block a unit is the usual choice: large enough to keep the network busy, small enough to be a small part
+# of the model.
+#
+# Checkpointing is paid with arithmetic: the backward pass computes each block's forward pass once more. It saves
+# activations; sharding saves parameters, gradients and optimizer state. The savings add up. In your own script, before
+# `fully_shard`:
+#
+# ```python
+# from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+#
+# apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+# ```
 
 # %% tags=["claim"]
 claim("layers send twice as many messages as blocks", rows["layer"] == [2 * count for count in rows["block"]])
@@ -855,7 +874,7 @@ _ = plots.timeline(waiting)
 # %% [markdown]
 # *Two rows for each rank. The numbers are the blocks. What is underlined is exposed. Thin pale bars are small
 # operations between the large ones, such as copies. A block takes the 5 ms and its own arithmetic, which the profiler
-# stretches.*
+# stretches. A short bar of a block before its all-gather prepares it: the shard is copied.*
 #
 # Read the order. In the forward pass the blocks are gathered as 0, 1, 2. In the backward pass it is 2, then 1 and 0,
 # and after each block its gradients are reduce-scattered. There FSDP asks for the next block early: block 1 is gathered
@@ -978,8 +997,8 @@ checks.tokens_to_hide(tokens_to_hide)
 # %% [markdown]
 # **Your turn.** Two hosts of 8 GPUs each, 16 ranks in one FSDP group. Each host has one network card of 400 Gbit/s,
 # that is 50 GB/s in each direction. The ring crosses it, and the slowest link sets the ring's pace. (With a card for
-# each GPU, NCCL lets several rings cross side by side: eight cards carry up to eight times as much.) How many tokens
-# does a GPU need now? And this machine, with its own figures? Commit to the first.
+# each GPU, NCCL lets several rings cross side by side: eight cards carry up to eight times as much, and about 940
+# tokens are enough.) How many tokens does a GPU need now? And this machine, with its own figures? Commit to the first.
 
 # %% tags=["commit"]
 mine = commit(two_hosts=None)
@@ -1034,10 +1053,11 @@ claim(
 )
 
 # %% [markdown]
-# Slow arithmetic is easy to hide behind: a laptop's cores need few tokens, fast GPUs on a slow network need thousands.
-# The inequality knows no latency. Small units, such as those of this lab, wait for messages rather than for bytes, and
-# by default CPU ranks wait for each message where it starts, so that here a step of FSDP takes longer than one of DDP
-# in most runs.
+# The time of the arithmetic includes the all-reduces of data parallelism, so this machine's speed and tokens are a
+# little too low. Slow arithmetic is easy to hide behind: a laptop's cores need few tokens, fast GPUs on a slow network
+# need thousands. The inequality knows no latency. Small units, such as those of this lab, wait for messages rather than
+# for bytes, and by default CPU ranks wait for each message where it starts, so that here a step of FSDP takes longer
+# than one of DDP in most runs.
 #
 # When the batch is too small, there are four ways out: a larger batch, shorter numbers (next section), parameters that
 # are kept (two passes instead of three), or groups that share parameters only where the network is fast (HSDP, below).
@@ -1135,12 +1155,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 model = nn.Linear(4, 6)
-fully_shard(model)
+fully_shard(model, mesh=mesh)
 folder = [tempfile.mkdtemp()]
 dist.broadcast_object_list(folder)  # all ranks write into rank 0's folder
 checkpoint.save({"model": get_model_state_dict(model)}, checkpoint_id=folder[0])  # a part from each rank
@@ -1155,6 +1177,8 @@ dist.destroy_process_group()
 # To go on with the training you need the optimizer's state as well:
 #
 # ```python
+# from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+#
 # model_state, optimizer_state = get_state_dict(model, optimizer)
 # state = {"model": model_state, "optimizer": optimizer_state}
 # checkpoint.save(state, checkpoint_id=folder)
@@ -1244,7 +1268,7 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 # Mind the scale. On one device the loss is the mean over all samples. Each rank's own loss is the mean over its own, N
 # times larger for each sample. Averaging the shared gradients makes up for that. An expert's gradients are not
 # averaged. To equal one device's they must be divided by N all the same. "Nothing to average, so leave it alone" is a
-# known trap: pytorch/pytorch#160285 and #167178. FSDP2 has `set_gradient_divide_factor` for such cases.
+# known trap: pytorch/pytorch#160285 and #167178.
 #
 # ### Exercise 11: average, but not everything (••, 6 minutes)
 #
@@ -1274,7 +1298,9 @@ def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) 
 checks.expert_gradients(average_gradients)
 
 # %% [markdown]
-# With FSDP2 the expert is sharded over a mesh of one rank, its own. It then has nothing to gather.
+# With FSDP2 the expert is sharded over a mesh of one rank, its own. It then has nothing to gather, and nothing divides
+# its gradient. `expert.set_gradient_divide_factor(ranks)` asks for that; hold it against one device, since older
+# versions ignored it there (pytorch/pytorch#167178).
 #
 # ### FSDP1 and FSDP2 (4 minutes)
 #
