@@ -28,7 +28,7 @@ from labkit.parallel.extensions import Gather, apply_extension
 from labkit.parity import extensions as parity
 from labkit.parity import seed_of
 from labkit.tensors import EXTENSIONS, Extension, gathered_errors, held_bytes, plain_tensors, refuse_leak, twice
-from labkit.tensors.cost import coding_ms, gather_ms
+from labkit.tensors.cost import gather_ms
 from labkit.theory.extensions import FINAL_STEPS
 
 TILE, CLASSES = 16, 10
@@ -177,14 +177,13 @@ def look(config: Config, here: rank.Here, model: nn.Module) -> None:
     here.scalar("weight_rms_error", errors.rms)
     exact = whole_network(config, here.device)
     for own, each in zip(exact.parameters(), model.parameters(), strict=True):
-        own.copy_(plain_tensors(each.full_tensor())[0])  # type: ignore[attr-defined]
+        own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
     rounded, right = (plain_tensors(loss_of(config, here, config.steps, each))[0] for each in (model, exact))
     here.scalar("loss_change", float(rounded / right - 1))
     here.scalar("held_bytes", held_bytes(model))
-    here.scalar("gather_ms", gather_ms(model))
-    how = chosen(config.extension)
-    if isinstance(how, Extension):
-        here.scalar("coding_ms", coding_ms(model, how, DTYPES[config.policy]))
+    taken, within_hooks = gather_ms(model)
+    here.scalar("gather_ms", taken)
+    here.scalar("hooks_ms", within_hooks)
 
 
 if __name__ == "__main__":

@@ -411,7 +411,7 @@ class _Gathered:
             largest
         ):
             hint = "Was each row multiplied by the scale of its own rank, or its own row?"
-            raise Wrong(f"{whose} came back {factor:.2g} times as large", hint=hint)
+            raise Wrong(f"{whose} came back {shown(round(factor, 1))} times as large", hint=hint)
         said = f"{whose} are off by {error:.2g} of the parameter's largest weight"
         raise Wrong(said, expected=f"expected at most {most_error:.2g}")
 

@@ -134,7 +134,7 @@ def gather_costs(
         ax.set_xticks(range(len(results)), list(results), fontsize=9)
     for column, (label, result) in enumerate(results.items()):
         took = result.value("gather_ms")
-        coding = min(took, result.value("coding_ms")) if "coding_ms" in result.summary() else 0.0
+        coding = result.value("hooks_ms")
         axes[0].bar(column, coding, 0.6, color=style.GREY)
         axes[0].bar(column, took - coding, 0.6, coding, color=style.COMMUNICATION["all_gather"])
         held = result.value("held_bytes") / 1e6
@@ -143,7 +143,10 @@ def gather_costs(
         for ax, height in ((axes[0], took), (axes[1], held)):
             text = ax.annotate(f"{height:.3g}", (column, height), (0, 4), textcoords="offset points", ha="center")
             text.set_fontsize(9)
-    meanings = {"encode and decode": style.GREY, "the rest of the gather": style.COMMUNICATION["all_gather"]}
+    meanings = {
+        "in the hooks: encode and decode": style.GREY,
+        "the rest of the gather": style.COMMUNICATION["all_gather"],
+    }
     style.legend_above(axes[0], 2, [Patch(color=colour, label=meaning) for meaning, colour in meanings.items()])
     bar = Patch(color=style.MEMORY["gathered parameters"][1], label="measured")
     line = axes[1].plot([], [], label="predicted", **style.PREDICTED)[0]

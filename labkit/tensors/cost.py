@@ -1,65 +1,61 @@
-"""How long a model's parameters take to gather, and how much of that is encoding and decoding.
+"""How long a model's parameters take to gather, and how much of that their own hooks take.
 
-The model comes after ``fully_shard``; its units are left sharded. All functions are collectives.
+The model comes after ``fully_shard``; its units are left sharded.
 """
 
-import statistics
+import functools
 import time
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from labkit.tensors.quantised import Extension
-from labkit.tensors.two_tensor import pad_rows
-
 REPEATS = 15
-"""Times that each is done; the middle one counts."""
+"""Times that all is gathered; the middle one counts."""
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
-def gather_ms(model: nn.Module) -> float:
-    """Milliseconds to gather and free every unit once, one after another."""
+def gather_ms(model: nn.Module) -> tuple[float, float]:
+    """Milliseconds to gather and free every unit once, one after another; and those within hooks. A collective."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-    def gather() -> None:
-        for unit in units:
-            unit.unshard()
-            unit.reshard()
-
-    return _milliseconds(gather)
-
-
-@torch.no_grad()
-def coding_ms(model: nn.Module, extension: Extension, dtype: torch.dtype) -> float:
-    """Milliseconds to encode this rank's rows of every parameter, and to decode those of all ranks; nothing is sent."""
-    steps: list[Callable[[], object]] = []
+    within: list[float] = []
     for parameter in model.parameters():
-        ranks = parameter.device_mesh.size()  # type: ignore[attr-defined]
-        rows = pad_rows(parameter.to_local(), -(-len(parameter) // ranks))  # type: ignore[attr-defined]
-        arrived = [sent.repeat(ranks, *[1] * (sent.ndim - 1)) for sent in extension.encode(rows)]
-        steps += [partial(extension.encode, rows), partial(extension.decode, arrived, dtype)]
-
-    def code() -> None:
-        for step in steps:
-            step()
-
-    return _milliseconds(code)
-
-
-def _milliseconds(action: Callable[[], None]) -> float:
-    """How long an action takes that all ranks begin together."""
+        _watch(parameter._local_tensor, within)  # type: ignore[attr-defined]
     taken = []
     for _ in range(REPEATS):
         _finished()
         dist.barrier()
+        within.clear()
         start = time.perf_counter()
-        action()
+        for unit in units:
+            unit.unshard()
+            unit.reshard()
         _finished()
-        taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(taken)
+        taken.append((1e3 * (time.perf_counter() - start), 1e3 * sum(within)))
+    return sorted(taken)[len(taken) // 2]
+
+
+def _watch(shard: Tensor, within: list[float]) -> None:
+    """Let a shard's hooks add the seconds that they take to a list."""
+    for name in HOOKS:
+        if hasattr(shard, name):
+            setattr(shard, name, _timed(getattr(shard, name), within))
+
+
+def _timed(hook: Callable[..., Any], within: list[float]) -> Callable[..., Any]:
+    @functools.wraps(hook)  # FSDP2 counts its arguments
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        _finished()
+        start = time.perf_counter()
+        answer = hook(*args, **kwargs)
+        _finished()
+        within.append(time.perf_counter() - start)
+        return answer
+
+    return timed
 
 
 def _finished() -> None:

@@ -793,7 +793,7 @@ eight
 
 # %%
 use = {"encode": encode_8bit, "decode": decode_8bit} if eight.ok else {"encode": encode, "decode": decode}
-yours = labkit.run("allgather_extensions", extension="yours", use=use, **SETUP)
+yours = labkit.run("allgather_extensions", extension="yours", use=use, **SETUP | {"steps": 10})
 part = yours.value("all_gather_bytes") / plain.value("all_gather_bytes")
 print(f"at most 0.26 of the bytes without hooks: {part <= 0.26}")
 
@@ -862,9 +862,9 @@ plots.bytes_against_error(runs, bounds=bounds, ax=panels[0])
 _ = plots.bytes_against_error(runs, error="rms", ax=panels[1])
 
 # %% [markdown]
-# *One point a run. Left the largest error: int8 errs no more than bfloat16 does by this measure, within a tenth, and no
-# point lies above its bound. Right the RMS: int8 errs more than twice as much as bfloat16. With as many bytes, int8 is more
-# exact than float8 by both.*
+# *One point a run. Left the largest error: int8 and bfloat16 have nearly the same bound, and int8's error is at most a
+# third larger. No point lies above its bound. Right the RMS: int8 errs more than twice as much as bfloat16. With as many
+# bytes, int8 is more exact than float8 by both.*
 #
 # Which is true? Both. A float rounds each number to some digits, so that small weights have small errors. int8 rounds to
 # steps of equal size, so that all weights of a row have errors of the size that suits the largest. Most weights are small.
@@ -873,7 +873,8 @@ _ = plots.bytes_against_error(runs, error="rms", ax=panels[1])
 # %% tags=["claim"]
 largest = {name: run.value("weight_error") for name, run in runs.items()}
 rms = {name: run.value("weight_rms_error") for name, run in runs.items()}
-claim("int8 errs no more than bfloat16 by the largest error, within a tenth", largest["int8"] <= 1.1 * largest["bf16"])
+claim("int8 and bfloat16 have nearly the same bound", abs(bounds["int8"] / bounds["bf16"] - 1) < 0.02)
+claim("int8's largest error is at most a third larger", largest["int8"] <= 4 / 3 * largest["bf16"])
 claim("no point lies above its bound", all(largest[name] <= bounds[name] + 1e-6 for name in NAMES))
 claim("in RMS int8 errs more than twice as much as bfloat16", rms["int8"] > 2 * rms["bf16"])
 claim("int8 is more exact than float8 by both", largest["int8"] < largest["float8"] and rms["int8"] < rms["float8"])
@@ -881,18 +882,26 @@ claim("int8 is more exact than float8 by both", largest["int8"] < largest["float
 # %% [markdown]
 # ### In the loss
 #
-# Does the network notice? At the end of each run the same samples went through the gathered weights and through the exact
-# ones. That is what rounding does to a loss by itself. During training the errors also push the weights onto another path,
-# which the figure shows.
+# Does the network notice? Two things must be kept apart. What does rounding do to a loss by itself? At the end of each run
+# the same samples went through the gathered weights and through the exact ones.
 
 # %% tags=["nbval-ignore-output"]
 for name in NAMES:
     print(f"{name:7} changes the loss of the trained network by {runs[name].value('loss_change'):+.3%}")
+
+# %% [markdown]
+# float8 changes it most, as its error is the largest. And during training? The small errors push the weights onto another
+# path.
+
+# %% tags=["nbval-ignore-output"]
 _ = plots.loss_difference({name: runs[name] for name in NAMES}, plain, name="plain FSDP")
 
 # %% [markdown]
-# *How far the loss is from that of plain FSDP, by step. The difference starts where one step's rounding leaves it and grows
-# while the paths part. float8's is the largest on average, as its error is.*
+# *How far each run's loss is from that of plain FSDP, by step. All begin within 0.1 % and end more than ten times further
+# apart. On average the three are within a factor of 2 of each other, although their errors are not.*
+#
+# So this figure says little about precision. Training enlarges any small disturbance until the paths have parted, and then
+# the distance no longer tells how small it was. Nor is a difference a loss of quality: it may have either sign.
 
 
 # %% tags=["claim"]
@@ -901,15 +910,16 @@ def losses(result: labkit.RunResult) -> pandas.Series:
     return frame.groupby("step")["value"].mean()
 
 
+changes = {name: abs(runs[name].value("loss_change")) for name in NAMES}
+claim("float8 changes the loss most", changes["float8"] == max(changes.values()))
 apart = {name: (losses(runs[name]) / losses(plain) - 1).abs() for name in NAMES}
-claim(
-    "float8's difference is the largest on average",
-    apart["float8"].mean() == max(each.mean() for each in apart.values()),
-)
-claim("it grows", all(each.iloc[-10:].mean() > each.iloc[0] for each in apart.values()))
+claim("all begin within 0.1 %", all(each.iloc[0] < 1e-3 for each in apart.values()))
+claim("and end more than ten times further apart", all(e.iloc[-10:].mean() > 10 * e.iloc[0] for e in apart.values()))
+means = [each.mean() for each in apart.values()]
+claim("on average they are within a factor of 2 of each other", max(means) < 2 * min(means))
 
 # %% [markdown]
-# A difference is not a loss of quality. It may have either sign. Compare the last ten losses with those of plain FSDP:
+# What can be asked of it: does training still get there? Compare the last ten losses with those of plain FSDP.
 
 # %%
 for name, percent in (("bf16", 2), ("float8", 10), ("int8", 10)):
@@ -959,7 +969,7 @@ mine = {
 }
 
 # %%
-both = labkit.run("allgather_extensions", extension="int8", policy="bf16", **SETUP | {"steps": 20})
+both = labkit.run("allgather_extensions", extension="int8", policy="bf16", **SHORT)
 costs = {
     "plain": (plain, "fp32", 4),
     "policy\nbf16": (policy, "bf16", 2),
@@ -1037,39 +1047,43 @@ def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
 checks.pays_below(pays_below)
 
 # %% [markdown]
-# **Worked once, with this machine.** The bandwidth comes from the plain gather, latency included. `coding_ms` was measured
-# by itself, on both ranks at once.
+# **Worked once, with this machine.** The network of this notebook is so small that its gathers cost mostly latency, which
+# fewer bytes do not shorten: look at the left panel above. So take one that is four times as wide, 4.6 million numbers for
+# the parameters given, gathered once without hooks and once with int8. The bandwidth comes from the plain gather, its
+# copies and latency included. The time in the hooks was measured while int8 was gathered.
 
 # %% tags=["nbval-ignore-output"]
-on_wire = {
-    name: (RANKS - 1) * sum(theory.gather_bytes(shape, RANKS, name) for shape in SHAPES) for name in ("fp32", "int8")
-}
-plain_s, int8_s = plain.value("gather_ms") / 1e3, runs["int8"].value("gather_ms") / 1e3
-coding_s, bandwidth = runs["int8"].value("coding_ms") / 1e3, on_wire["fp32"] / plain_s
-saved = RANKS / (RANKS - 1) * (on_wire["fp32"] - on_wire["int8"])
-threshold = theory.pays_below(saved, coding_s, RANKS)
-print(f"coding takes {1e3 * coding_s:.2f} ms, so int8 pays below {threshold / 1e9:.2f} GB/s")
-print(
-    f"this machine moves {bandwidth / 1e9:.2f} GB/s between its ranks: so it should {'' if bandwidth < threshold else 'not '}pay"
-)
-print(f"measured: {1e3 * plain_s:.2f} ms plain, {1e3 * int8_s:.2f} ms with int8")
+wide = {"nproc": RANKS, "dim": 4 * DIM, "batch": 4, "steps": 1}
+large = {name: labkit.run("allgather_extensions", extension=name, **wide) for name in ("none", "int8")}
+plain_s, int8_s = (run.value("gather_ms") / 1e3 for run in large.values())
+coding_s = large["int8"].value("hooks_ms") / 1e3
+on_wire = {name: (RANKS - 1) * run.value("all_gather_bytes") / 2 for name, run in large.items()}  # of one gather of all
+bandwidth = on_wire["none"] / plain_s
+threshold = (on_wire["none"] - on_wire["int8"]) / coding_s
+print(f"the hooks take {1e3 * coding_s:.1f} ms, so int8 pays below {threshold / 1e9:.2f} GB/s")
+print(f"this machine moves {bandwidth / 1e9:.2f} GB/s: int8 should {'pay' if bandwidth < threshold else 'not pay'}")
+print(f"measured: {1e3 * plain_s:.1f} ms plain, {1e3 * int8_s:.1f} ms with int8")
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.gather_times(
-    {"float32": (on_wire["fp32"], 0.0), "int8": (on_wire["int8"], coding_s)},
+    {"float32": (on_wire["none"], 0.0), "int8": (on_wire["int8"], coding_s)},
     machines={"this machine": bandwidth, "lines cross": threshold},
     measured={"float32": (bandwidth, plain_s), "int8": (bandwidth, int8_s)},
 )
 
 # %% [markdown]
-# *Predicted time of gathering all units once. Left of the crossing the bytes decide and int8 is faster. Right of it
-# nothing is left to save, and int8's line runs level: that is the coding. float32's point lies on its line, since the
-# bandwidth was taken from it. int8's point may lie off: the four gathers also cost their latency, which fewer bytes do not
-# shorten, and two cores are shared by all.*
+# *Predicted time of gathering all units of the wider network once. Left of the crossing the bytes decide and int8 is faster.
+# Right of it int8 is slower, and its line runs level: that is the coding. float32's point lies on its line, since the
+# bandwidth was taken from it. int8's point may lie above: two tensors for each parameter are more calls and more copies than
+# one. Close to the crossing such things, and noise, decide.*
+#
+# Between processes of one machine a message is a copy in memory, and so is coding. So here int8 saves little or nothing,
+# and on some machines it loses. It is made for wires that are slow beside memory.
 
 # %% tags=["claim"]
 ends = {name: on_wire[name] / (1e3 * threshold) + coding_s * (name == "int8") for name in on_wire}
-claim("right of the crossing int8 is slower", ends["int8"] > ends["fp32"])
+claim("right of the crossing int8 is slower", ends["int8"] > ends["none"])
+claim("its line runs level", ends["int8"] < 1.01 * coding_s)
 
 # %% [markdown]
 # **Asked once, with a GPU's data sheet.** The memory of an H100 (SXM) moves 3.35 · 10¹² bytes a second. Coding is bound by
