@@ -1,6 +1,6 @@
 """Figures of all-gather extensions: who holds which memory when, and what fewer bytes cost in error."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.plots import style
+from labkit.plots.spatial import GAP, shards
 from labkit.result import RunResult
 
 COLOURS = {"local shard": style.BLUE, "sent": style.ORANGE, "gathered": style.SKY, "parameter": style.GREEN}
@@ -79,6 +80,24 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     below = (0.5, 0.0)
     ax.legend([own, shared], meanings, loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=8)
     return ax
+
+
+def padded_shards(
+    whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]
+) -> Sequence[Axes]:
+    """A matrix and what two ranks hold of it; the matrix with the rows of zeros that they add, and what they send."""
+    padded = numpy.concatenate([sent[rank] for rank in sorted(sent)])
+    axes = list(pyplot.subplots(1, 4, figsize=(10, 1.9), layout="constrained")[1])
+    for first, matrix, name, parts in ((0, whole, "held", held), (2, padded, "sent", sent)):
+        shards(matrix, {name: parts}, axes=axes[first : first + 2])
+        rows, columns = matrix.shape
+        down, right = (rows + GAP) / 2, (columns + GAP) / 2  # where shards puts the matrix, which stands between four
+        axes[first].set(xlim=(right - 0.1, right + 2 * columns + GAP + 0.1), ylim=(down + rows + 0.1, down - 0.75))
+        axes[first + 1].set_ylim(rows + 0.1, -0.75)
+    axes[2].set_title("the matrix, padded", fontsize=10, loc="left")
+    for ax in axes:
+        ax.set_anchor("NW")
+    return axes
 
 
 def bytes_against_error(
@@ -164,6 +183,7 @@ def gather_times(
     *,
     machines: Mapping[str, float],
     measured: Mapping[str, tuple[float, float]] | None = None,
+    results: Iterable[RunResult] = (),
     ax: Axes | None = None,
 ) -> Axes:
     """Predicted time of gathers against bandwidth, a line for each way to send; its lines cross where one pays.
@@ -172,6 +192,7 @@ def gather_times(
         seconds: for each way's name, bytes that a rank sends over the wire, and seconds to encode and decode.
         machines: bandwidths to mark, in bytes a second, by name.
         measured: for some of the ways, a bandwidth and the seconds that were measured there.
+        results: the runs that this was measured in.
         ax: where to draw.
     """
     ax = style.axes(ax, 5.2, 3.6)
@@ -189,7 +210,7 @@ def gather_times(
         ax.annotate(name, (bandwidth / 1e9, 0.02), (-3, 0), rotation=90, ha="right", fontsize=8, **place)
     ax.set(xscale="log", yscale="log", xlabel="bandwidth on the wire, GB/s", ylabel="gathering all units once, ms")
     style.legend_above(ax, 2)
-    return ax
+    return style.stamp(ax, results)
 
 
 def _block(ax: Axes, row: str, start: int, end: int, shares: str, text: str) -> None:

@@ -109,10 +109,7 @@ for dtype in (torch.float32, torch.bfloat16):
 weight = torch.arange(1.0, 13.0).view(3, 4)
 held = local_ranks.shards_by_rank(weight, (2,), [Shard(0)])
 sent = {rank: pad_rows(torch.from_numpy(rows), 2).numpy() for rank, rows in held.items()}
-figure, panels = pyplot.subplots(1, 4, figsize=(10, 2.6), layout="constrained")
-plots.shards(weight.numpy(), {"held": held}, axes=panels[:2])
-_ = plots.shards(pad_rows(weight, 4).numpy(), {"sent": sent}, axes=panels[2:])
-panels[2].set_title("the matrix, padded", fontsize=10, loc="left")
+_ = plots.padded_shards(weight.numpy(), held, sent)
 
 # %% [markdown]
 # *Three rows on two ranks. Rank 1 holds one row and sends two, the last one of zeros.*
@@ -1067,8 +1064,9 @@ print(f"measured: {1e3 * plain_s:.1f} ms plain, {1e3 * int8_s:.1f} ms with int8"
 # %% tags=["nbval-ignore-output"]
 _ = plots.gather_times(
     {"float32": (on_wire["none"], 0.0), "int8": (on_wire["int8"], coding_s)},
-    machines={"this machine": bandwidth, "lines cross": threshold},
+    machines={"this machine": bandwidth},
     measured={"float32": (bandwidth, plain_s), "int8": (bandwidth, int8_s)},
+    results=large.values(),
 )
 
 # %% [markdown]
