@@ -207,7 +207,7 @@ def test_a_hook_that_remembers_fails_parity_and_one_that_sends_a_twice_cannot():
     parity("allgather_extensions", use=two_tensor(fsdp_pre_all_gather=only_a), **TWO_TENSOR)
 
 
-def test_a_type_without_hooks_sends_nothing_of_its_own():
+def test_a_parameter_that_becomes_nothing_is_refused():
     with pytest.raises(RankFailed, match=r"became a NoneType: give a tensor of the same shape"):
         labkit.run("allgather_extensions", device="cpu", use={"parameter": lambda weight: None}, **TWO_TENSOR)
 
