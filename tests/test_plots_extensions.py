@@ -198,6 +198,17 @@ def test_lines_of_predicted_times_cross_where_the_coding_takes_what_the_bytes_sa
     assert plots.gather_times(ways, machines={"here": 1e9}).figure.get_supxlabel() == ""
 
 
+def test_a_way_to_send_has_one_colour_in_all_figures():
+    errors = plots.bytes_against_error(RUNS)
+    times = plots.gather_times({"float32": (4e6, 0.0), "int8": (1e6, 0.003)}, machines={"here": 1e9})
+    colours = [line.get_color() for line in errors.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert colours == [figures.colour_of(label) for label in RUNS] and len(set(colours)) == 3
+    assert [line.get_color() for line in dashed(times)] == [colours[0], colours[2]]
+    # as the lines of losses, which come in this order
+    names = ("bf16", "float8", "int8")
+    assert [figures.colour_of(name) for name in names] == list(figures.style.RANK_COLOURS[:3])
+
+
 def test_a_padded_matrix_stands_beside_what_each_rank_sends_of_it():
     whole = numpy.arange(1.0, 13).reshape(3, 4)
     held = {0: whole[:2], 1: whole[2:]}

@@ -22,6 +22,12 @@ GATHER = ("pre hook", "all-gather", "post hook", "compute")
 """The moments of a gather; before and after it the parameter is sharded."""
 
 
+def colour_of(label: str) -> str:
+    """The colour of a way to send, whatever figure it is in: bfloat16, float8, int8, or anything else."""
+    known = {"bf": style.BLUE, "float8": style.ORANGE, "int8": style.GREEN}
+    return next((colour for word, colour in known.items() if word in label), style.PURPLE)
+
+
 class Held(NamedTuple):
     """A tensor that a gather brings and that goes again.
 
@@ -121,9 +127,9 @@ def bytes_against_error(
     ax = style.axes(ax, 6.5, 3.8)
     whole = results["fp32"].value("all_gather_bytes")
     value, what = ERRORS[error]
-    for index, (label, result) in enumerate(results.items()):
+    for label, result in results.items():
         sent, found = result.value("all_gather_bytes") / whole, result.value(value)
-        colour = style.RANK_COLOURS[index % len(style.RANK_COLOURS)]
+        colour = colour_of(label)
         ax.plot(sent, found, "o", color=colour, ms=8, clip_on=False, zorder=3)
         text = f"{label}\n{found:.2g}"
         above = 20 if found == 0 else -20  # points; below the lowest one is the axis
@@ -198,8 +204,8 @@ def gather_times(
     ax = style.axes(ax, 5.2, 3.6)
     low, high = min(machines.values()) / 10, max(machines.values()) * 10
     bandwidths = numpy.geomspace(low, high, 60)
-    for index, (name, (sent, coding)) in enumerate(seconds.items()):
-        colour = style.RANK_COLOURS[index % len(style.RANK_COLOURS)]
+    for name, (sent, coding) in seconds.items():
+        colour = colour_of(name)
         ax.plot(bandwidths / 1e9, 1e3 * (sent / bandwidths + coding), **style.PREDICTED | {"color": colour}, label=name)
         if name in (measured or {}):
             bandwidth, took = (measured or {})[name]
