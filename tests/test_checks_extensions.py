@@ -247,6 +247,7 @@ def test_bytes_of_an_uneven_shard(body, reason, answer):
             "one was modified by an inplace operation: [x]",
             "autograd has saved this parameter: fill it with refill (Run",
         ),
+        ("written to twice. Please clone() the tensor", "autograd has saved this parameter: fill it with refill (Run"),
         ("self.dim() cannot be 0 to view Float as Byte", "what is sent needs a first dimension"),
         ("Invalid scalar type", "gloo sends no float8 tensor by itself: send it as .view(torch.uint8), or with its sc"),
     ],

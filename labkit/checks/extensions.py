@@ -34,7 +34,6 @@ RANKS = 2
 REFILL = "autograd has saved this parameter: fill it with refill"
 HINTS = {
     "modified by an inplace operation": REFILL,
-    "being used in an in-place operation": REFILL,
     "Please clone()": REFILL,
     "cannot be 0 to view": "what is sent needs a first dimension: send one scale as scale.reshape(1)",
     "Invalid scalar type": "gloo sends no float8 tensor by itself: send it as .view(torch.uint8), or with its scale",
