@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 
@@ -23,21 +24,26 @@ from labkit.config import PositiveInt
 from labkit.models import photo
 from labkit.models.mlp import MLP
 from labkit.parallel.compiling import apply_compile
-from labkit.parallel.extensions import apply_extension
+from labkit.parallel.extensions import Gather, apply_extension
 from labkit.parity import extensions as parity
 from labkit.parity import seed_of
-from labkit.tensors import Extension, gathered_error, plain_tensors, refuse_leak
+from labkit.tensors import EXTENSIONS, Extension, gathered_errors, held_bytes, plain_tensors, refuse_leak, twice
+from labkit.tensors.cost import gather_ms
 from labkit.theory.extensions import FINAL_STEPS
 
 TILE, CLASSES = 16, 10
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
 class Config:
     """What is sent, and what is looked at."""
 
-    extension: Literal["two_tensor", "fp32", "bf16", "float8", "int8", "yours"] = "two_tensor"
-    """What a parameter sends: itself twice, its numbers in this type, or what encode of use= makes of them."""
+    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "yours", "your_type"] = "two_tensor"
+    """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this type, what encode of
+    use= makes of them, or what the type sends that parameter of use= gives it."""
+    policy: Literal["fp32", "bf16"] = "fp32"
+    """What a unit computes in, its MixedPrecisionPolicy; gradients are reduced in float32."""
     check: Literal["none", "parity", "meta", "wire", "loss"] = "none"
     """parity: exactly plain training; meta: nothing left unset; wire, loss: bytes and final loss of each extension."""
     dim: PositiveInt = 128
@@ -59,8 +65,10 @@ class Config:
             raise ValueError(f"check {self.check} trains models that are not compiled: leave compile out")
         if self.compile:
             requirements.refuse_without_compiler()
-        if self.check == "parity" and self.extension not in ("two_tensor", "fp32", "yours"):
+        if self.check == "parity" and self.extension in ("bf16", "float8", "int8"):
             raise ValueError(f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain")
+        if self.check != "none" and self.policy != "fp32":
+            raise ValueError(f"policy {self.policy} is for a measured run: check {self.check} has a policy of its own")
         if self.check == "wire" and self.dim < 128:
             raise ValueError(f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale")
         if self.check == "meta" and self.steps < 2:
@@ -81,9 +89,17 @@ def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return gathered[0].to(dtype)
 
 
-def yours() -> Extension:
-    """The extension of these two functions. Each tensor that encode gives is sent."""
-    return Extension(tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))), encode, decode)
+@rank.replaceable
+def parameter(weight: Tensor) -> Tensor:
+    """What a weight becomes before it is sharded: a tensor of its shape, of a type that has FSDP2's two hooks."""
+    return twice(weight)
+
+
+def chosen(extension: str) -> Gather:
+    """What a name of Config stands for. Each tensor that a function encode gives is sent."""
+    if extension == "yours":
+        return Extension(tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))), encode, decode)
+    return parameter if extension == "your_type" else EXTENSIONS.get(extension, extension)
 
 
 def main(config: Config) -> None:
@@ -92,7 +108,9 @@ def main(config: Config) -> None:
         mesh = here.mesh(data=here.world_size)
         network = partial(build, config, here, mesh)
         if config.check == "none":
-            train(config, here, network(config.extension), here.steps)
+            model = network(config.extension)
+            train(config, here, model, here.steps)
+            look(config, here, model)
         elif config.check == "wire":
             step = partial(backward, config, here, 0)
             here.verdict(**parity.compare_bytes(mesh, network, step, config.reshard_after_forward))
@@ -101,28 +119,37 @@ def main(config: Config) -> None:
             here.verdict(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
         else:
             compare = {"parity": parity.compare_training, "meta": parity.train_from_meta_device}[config.check]
-            extension = yours() if config.extension == "yours" else config.extension
-            here.verdict(**compare(mesh, here.device, extension, config.steps))
+            here.verdict(**compare(mesh, here.device, chosen(config.extension), config.steps))
 
 
 def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> nn.Sequential:
     """A network that says from which region of the photo a tile was cut; starts equal whatever the extension."""
-    torch.manual_seed(0)
-    first, last = nn.Linear(3 * TILE * TILE, config.dim, bias=False), nn.Linear(config.dim, CLASSES, bias=False)
-    model = nn.Sequential(nn.Flatten(), first, MLP(config.dim, bias=False), MLP(config.dim, bias=False), last)
-    model.to(here.device)
+    model = whole_network(config, here.device)
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
-    chosen = yours() if extension == "yours" else extension
-    return apply_extension(model, mesh, chosen, reshard_after_forward=config.reshard_after_forward)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
+    reshard = config.reshard_after_forward
+    return apply_extension(model, mesh, chosen(extension), reshard_after_forward=reshard, mp_policy=policy)
+
+
+def whole_network(config: Config, device: torch.device) -> nn.Sequential:
+    """The same before it is sharded."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(3 * TILE * TILE, config.dim, bias=False), nn.Linear(config.dim, CLASSES, bias=False)
+    return nn.Sequential(nn.Flatten(), first, MLP(config.dim, bias=False), MLP(config.dim, bias=False), last).to(device)
 
 
 def backward(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
     """Forward and backward pass on this rank's tiles of one step; the loss."""
-    images, labels = photo.batch("photo", config.batch, TILE, TILE, CLASSES, seed_of(index, here.rank))
-    loss = cross_entropy(model(images.to(here.device)), labels.to(here.device))
+    loss = loss_of(config, here, index, model)
     loss.backward()
     return plain_tensors(loss.detach())[0]
+
+
+def loss_of(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
+    """The loss of this rank's tiles of one step."""
+    images, labels = photo.batch("photo", config.batch, TILE, TILE, CLASSES, seed_of(index, here.rank))
+    return cross_entropy(model(images.to(here.device)).float(), labels.to(here.device))
 
 
 def train(config: Config, here: rank.Here, model: nn.Module, measure: rank.Measure) -> list[Tensor]:
@@ -138,9 +165,25 @@ def train(config: Config, here: rank.Here, model: nn.Module, measure: rank.Measu
             optimizer.step()
         slower.step()
         step.scalar("loss", losses[-1])
-    here.scalar("weight_error", gathered_error(model))
     refuse_leak(model)
     return losses
+
+
+@torch.no_grad()
+def look(config: Config, here: rank.Here, model: nn.Module) -> None:
+    """Record what gathering costs: in error, in the loss, in memory and in time. A collective."""
+    errors = gathered_errors(model)
+    here.scalar("weight_error", errors.largest)
+    here.scalar("weight_rms_error", errors.rms)
+    exact = whole_network(config, here.device)
+    for own, each in zip(exact.parameters(), model.parameters(), strict=True):
+        own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
+    rounded, right = (plain_tensors(loss_of(config, here, config.steps, each))[0] for each in (model, exact))
+    here.scalar("loss_change", float(rounded / right - 1))
+    here.scalar("held_bytes", held_bytes(model))
+    taken, within_hooks = gather_ms(model)
+    here.scalar("gather_ms", taken)
+    here.scalar("hooks_ms", within_hooks)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,9 @@ def test_a_parameter_that_was_never_set_is_found(ranks):
 
 
 CELLS = {
+    "none": {"extension": "none", "steps": 1},
+    "policy": {"extension": "none", "policy": "bf16", "steps": 1},
+    "both": {"extension": "int8", "policy": "bf16", "steps": 1},
     "wire": {"check": "wire"},
     "loss": {"check": "loss", "steps": 60},
     "eager": {"extension": "int8", "steps": 3},
@@ -96,9 +99,30 @@ def wire(runs):
 
 def test_the_bytes_on_the_wire_are_those_of_theory(wire):
     dim = 128
-    shapes = [(dim, 768), *[(4 * dim, dim), (dim, 4 * dim)] * 2, (10, dim)]
-    expected = {name: theory.step_bytes(shapes, 2, name) for name in theory.BYTES}
+    expected = {name: theory.step_bytes(shapes_of(dim), 2, name) for name in theory.BYTES}
     assert wire == {"check": "wire", "compared": len(theory.BYTES), **expected, "theory": expected, "ok": True}
+
+
+def shapes_of(dim):
+    return [(dim, 768), *[(4 * dim, dim), (dim, 4 * dim)] * 2, (10, dim)]
+
+
+def test_a_policy_halves_the_bytes_and_what_is_held_and_reduces_in_float32(runs):
+    plain, policy, both = (runs[name] for name in ("none", "policy", "both"))
+    for run, sent, compute_bytes in ((plain, "fp32", 4), (policy, "bf16", 2), (both, "int8", 2)):
+        assert run.value("all_gather_bytes") == theory.step_bytes(shapes_of(128), 2, sent)
+        held = [theory.held_bytes(shape, 2, sent, compute_bytes=compute_bytes) for shape in shapes_of(128)]
+        assert run.value("held_bytes") == sum(held)
+        assert run.value("reduce_scatter_bytes") == theory.step_bytes(shapes_of(128), 2, "fp32")
+    assert plain.value("hooks_ms") == policy.value("hooks_ms") == 0
+    assert 0 < both.value("hooks_ms") < both.value("gather_ms")
+
+
+def test_what_rounding_does_to_the_loss_is_measured_with_equal_weights_and_samples(runs):
+    assert runs["none"].value("loss_change") == runs["none"].value("weight_rms_error") == 0
+    for name in ("policy", "both", "eager"):
+        assert 1e-7 < abs(runs[name].value("loss_change")) < 1e-2
+        assert 0 < runs[name].value("weight_rms_error") < 0.01
 
 
 def wire_against_a_wrong_theory():
@@ -212,6 +236,11 @@ def test_training_records_losses_traffic_and_the_error_of_the_weights(runs, name
         (1, {}, "at least 2 ranks: with 1 FSDP2 gathers nothing"),
         (2, {"check": "parity", "extension": "int8"}, "int8 rounds: only two_tensor and fp32 can be equal"),
         (2, {"check": "meta", "compile": True}, "check meta trains models that are not compiled"),
+        (
+            2,
+            {"check": "wire", "policy": "bf16"},
+            "policy bf16 is for a measured run: check wire has a policy of its own",
+        ),
         (2, {"check": "loss"}, "steps 10: the final loss is a mean over 10: take 20"),
         (2, {"check": "wire", "dim": 64}, "dim 64: a row of fewer than 128 numbers"),
     ],

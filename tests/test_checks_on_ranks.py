@@ -18,7 +18,7 @@ ON_RANKS = {
     "halo_exchange": (spatial.halo_exchange, "strip, halo, rank, ranks", "strip.new_zeros(2, 3, 5, 14)"),
     "halo_gradient": (spatial.halo_gradient, "grad, halo, rank, ranks", "grad.new_zeros(2, 3, 5, 8)"),
     "expert_gradients": (fsdp.expert_gradients, "model, experts, ranks", "None"),
-    "post_all_gather": (extensions.post_all_gather, "given, metadata, dtype, *, out=None", None),
+    "post_all_gather": (extensions.post_all_gather, "self, given, metadata, dtype, *, out=None", None),
     "mended": (
         extensions.mended,
         "given, metadata, dtype, *, out=None",

@@ -4,6 +4,7 @@ import functools
 import weakref
 from pathlib import Path
 
+import numpy
 import pytest
 import torch.distributed as dist
 from matplotlib import pyplot
@@ -127,38 +128,108 @@ def test_what_is_said_fits_into_its_block():
             assert said.width < box.width, (extension, held)
 
 
-def run(sent, error):
+def run(sent, error, held=0, gather=(0.0, 0.0)):
     common = {"v": 2, "rank": 0}
-    lines = [
-        common | {"step": 3, "kind": "comm", "name": "all_gather", "axis": "", "count": 2, "bytes": sent},
-        common | {"step": -1, "kind": "scalar", "name": "weight_error", "value": error, "unit": ""},
+    scalars = {"weight_error": error, "weight_rms_error": error / 2, "held_bytes": held}
+    scalars |= dict(zip(("gather_ms", "hooks_ms"), gather, strict=True))
+    lines = [common | {"step": 3, "kind": "comm", "name": "all_gather", "axis": "", "count": 2, "bytes": sent}]
+    lines += [
+        common | {"step": -1, "kind": "scalar", "name": name, "value": value, "unit": ""}
+        for name, value in scalars.items()
     ]
     info = {"program": "made up", "nproc": 1, "exit": "ok", "params": {}, "session": SESSION}
     return RunResult(Path("nowhere"), info, lines, [])
 
 
-RUNS = {"fp32": run(1000, 0.0), "bf16": run(500, 0.003), "int8": run(260, 0.002)}
+RUNS = {
+    "fp32": run(1000, 0.0, 4_000_000, (2.5, 0.0)),
+    "bf16": run(500, 0.003, 6_000_000, (3.0, 0.5)),
+    "int8": run(260, 0.002, 5_000_000, (4.0, 1.25)),
+}
+
+
+def points(ax):
+    return [tuple(line.get_xydata()[0]) for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+
+
+def dashed(ax):
+    return [line for line in ax.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
 
 
 def test_a_point_a_run_and_the_bound_of_theory_beside_it():
     ax = plots.bytes_against_error(RUNS, bounds={"bf16": 0.004, "int8": 0.005})
-    points = [tuple(line.get_xydata()[0]) for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert points == [(1.0, 0.0), (0.5, 0.003), (0.26, 0.002)]
-    bounds = [line for line in ax.lines if line.get_marker() != "o" and len(line.get_xdata())]
-    assert [set(line.get_ydata()) for line in bounds] == [{0.004}, {0.005}]
-    assert [sum(line.get_xdata()) / 2 for line in bounds] == pytest.approx([0.5, 0.26])
-    assert [text.get_text() for text in ax.texts] == ["fp32\n1", "bf16\n0.5", "int8\n0.26"]
+    assert points(ax) == [(1.0, 0.0), (0.5, 0.003), (0.26, 0.002)]
+    assert [set(line.get_ydata()) for line in dashed(ax)] == [{0.004}, {0.005}]
+    assert [sum(line.get_xdata()) / 2 for line in dashed(ax)] == pytest.approx([0.5, 0.26])
+    assert [text.get_text() for text in ax.texts] == ["fp32\n0", "bf16\n0.003", "int8\n0.002"]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["measured", "theory: at most"]
     assert ax.get_ylim()[0] == 0, "float32's error has a place"
     assert ax.figure.get_supxlabel() == "CPU · 1 rank on 2 cores · torch 9.9"
 
 
+def test_the_other_error_is_that_of_all_weights():
+    ax = plots.bytes_against_error(RUNS, error="rms")
+    assert points(ax) == [(1.0, 0.0), (0.5, 0.0015), (0.26, 0.001)]
+    assert "RMS" in ax.get_ylabel()
+
+
+def test_bars_of_time_and_memory_say_their_sums_and_what_was_predicted():
+    held = {"fp32": 4_000_000, "bf16": 6_000_000, "int8": 5_100_000}
+    left, right = plots.gather_costs(RUNS, predicted=held)
+    assert [bar.get_height() for bar in left.patches] == [0.0, 2.5, 0.5, 2.5, 1.25, 2.75]
+    assert [text.get_text() for text in left.texts] == ["2.5", "3", "4"]
+    assert [bar.get_height() for bar in right.patches] == [4.0, 6.0, 5.0]
+    assert [set(line.get_ydata()) for line in dashed(right)] == [{4.0}, {6.0}, {5.1}]
+    assert [text.get_text() for text in right.texts] == ["4", "6", "5"]
+    assert left.figure.get_supxlabel() == "CPU · 1 rank on 2 cores · torch 9.9"
+
+
+def test_lines_of_predicted_times_cross_where_the_coding_takes_what_the_bytes_save():
+    ways = {"float32": (4e6, 0.0), "int8": (1e6, 0.003)}
+    ax = plots.gather_times(ways, machines={"here": 1e9}, measured={"int8": (1e9, 0.005)}, results=RUNS.values())
+    plain, coded = dashed(ax)
+    assert (plain.get_xdata() == coded.get_xdata()).all()
+    cheaper = plain.get_ydata() < coded.get_ydata()
+    assert not cheaper[plain.get_xdata() < 1.0].any() and cheaper[plain.get_xdata() > 1.0].all()
+    assert plain.get_ydata()[0] == pytest.approx(1e3 * 4e6 / 1e8)
+    assert points(ax) == [(1.0, 5.0)]
+    assert [text.get_text() for text in ax.texts] == ["here"]
+    assert ax.figure.get_supxlabel() == "CPU · 1 rank on 2 cores · torch 9.9"
+    assert plots.gather_times(ways, machines={"here": 1e9}).figure.get_supxlabel() == ""
+
+
+def test_a_way_to_send_has_one_colour_in_all_figures():
+    errors = plots.bytes_against_error(RUNS)
+    times = plots.gather_times({"float32": (4e6, 0.0), "int8": (1e6, 0.003)}, machines={"here": 1e9})
+    colours = [line.get_color() for line in errors.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert colours == [figures.colour_of(label) for label in RUNS] and len(set(colours)) == 3
+    assert [line.get_color() for line in dashed(times)] == [colours[0], colours[2]]
+    # as the lines of losses, which come in this order
+    names = ("bf16", "float8", "int8")
+    assert [figures.colour_of(name) for name in names] == list(figures.style.RANK_COLOURS[:3])
+
+
+def test_a_padded_matrix_stands_beside_what_each_rank_sends_of_it():
+    whole = numpy.arange(1.0, 13).reshape(3, 4)
+    held = {0: whole[:2], 1: whole[2:]}
+    sent = held | {1: numpy.concatenate([whole[2:], numpy.zeros((1, 4))])}
+    axes = plots.padded_shards(whole, held, sent)
+    assert [ax.get_title(loc="left") for ax in axes] == ["the matrix", "held", "the matrix, padded", "sent"]
+    numbers = [[text.get_text() for text in ax.texts if not text.get_text().startswith("rank")] for ax in axes]
+    assert numbers[0] == numbers[1] == [str(number) for number in range(1, 13)]
+    assert numbers[2] == numbers[3] == numbers[0] + ["0"] * 4
+    axes[0].figure.canvas.draw()
+    scales = {round(ax.transData.transform((0, 1))[1] - ax.transData.transform((0, 0))[1], 3) for ax in axes}
+    assert len(scales) == 1, "a cell has one size in all of them"
+
+
 def test_labels_do_not_meet():
-    ax = plots.bytes_against_error(RUNS)
-    ax.figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in ax.texts]
-    assert not any(one.overlaps(other) for one in boxes for other in boxes if one is not other)
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["measured"]
+    for error in ("largest", "rms"):
+        ax = plots.bytes_against_error(RUNS, error=error)
+        ax.figure.canvas.draw()
+        boxes = [text.get_window_extent() for text in ax.texts]
+        assert not any(one.overlaps(other) for one in boxes for other in boxes if one is not other)
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["measured"]
 
 
 def test_without_float32_there_is_nothing_to_compare_with():

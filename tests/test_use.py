@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils._pytree import tree_map, tree_map_only
 
 import labkit
 from labkit.checks.fsdp import without
 from labkit.errors import ParameterError, RankFailed
 from labkit.launcher import run as launcher
 from labkit.parallel.halo import Strip, with_halo
+from labkit.tensors import pad_rows
 
 SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "src"
 
@@ -31,7 +33,8 @@ def solved(lab, *names):
 
 def in_a_cell(file, text):
     """What a cell of code defines."""
-    known = {"torch": torch, "dist": dist, "nn": nn, "__name__": "__main__"}
+    known = {"torch": torch, "dist": dist, "nn": nn, "pad_rows": pad_rows, "__name__": "__main__"}
+    known |= {"tree_map": tree_map, "tree_map_only": tree_map_only}
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), known)
     return known
@@ -172,6 +175,41 @@ def test_a_mutant_takes_a_line_that_is_there_once():
         without(right, "shard.grad = 0")
     with pytest.raises(ValueError, match=r"stands 3 times in small_fsdp: take a line that stands once"):
         without(right, "buffer.resize_(0)")
+
+
+TWO_TENSOR = {"extension": "your_type", "steps": 3}
+
+
+def two_tensor(**changed):
+    """What the notebook's own class makes of a weight, with methods of its own or with others."""
+    kind = solved("03", "new_two", "dispatch", "pre_all_gather", "post_all_gather", "TwoTensor")["TwoTensor"]
+    kind = type("Changed", (kind,), changed) if changed else kind
+    return {"parameter": lambda weight: kind(weight, weight.clone())}
+
+
+def test_the_learners_two_tensor_trains_exactly_as_plain_parameters_do():
+    use = two_tensor()
+    run = labkit.run("allgather_extensions", device="cpu", check="parity", extension="your_type", steps=10, use=use)
+    assert (run.value("compared"), run.value("max_rel_error")) == (400, 0)
+    yours, ours = (
+        labkit.run("allgather_extensions", device="cpu", **how)
+        for how in (TWO_TENSOR | {"use": use}, {"extension": "two_tensor", "steps": 3})
+    )
+    assert losses(yours) == losses(ours)
+    assert yours.value("all_gather_bytes") == ours.value("all_gather_bytes")
+    assert yours.value("held_bytes") == ours.value("held_bytes")
+
+
+def test_a_hook_that_remembers_fails_parity_and_one_that_sends_a_twice_cannot():
+    (remembering,) = solved("03", "remembering").values()
+    fails_parity("allgather_extensions", use=two_tensor(fsdp_pre_all_gather=remembering), **TWO_TENSOR)
+    (only_a,) = solved("03", "only_a").values()
+    parity("allgather_extensions", use=two_tensor(fsdp_pre_all_gather=only_a), **TWO_TENSOR)
+
+
+def test_a_parameter_that_becomes_nothing_is_refused():
+    with pytest.raises(RankFailed, match=r"became a NoneType: give a tensor of the same shape"):
+        labkit.run("allgather_extensions", device="cpu", use={"parameter": lambda weight: None}, **TWO_TENSOR)
 
 
 def test_encode_and_decode_decide_what_is_gathered():

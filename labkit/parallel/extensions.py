@@ -1,31 +1,36 @@
 """FSDP2 with an all-gather extension: every parameter decides what its units send."""
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from labkit import tensors
 
+Gather = str | tensors.Extension | Callable[[Tensor], Tensor]
+"""How parameters are gathered: "none" (as FSDP2 does by itself), "two_tensor", a key of ``tensors.EXTENSIONS``, an
+Extension of one's own, or a function that makes of each parameter a tensor of a type with hooks."""
+
 
 def apply_extension(
     model: nn.Sequential,
     mesh: DeviceMesh,
-    extension: str | tensors.Extension,
+    extension: Gather,
     *,
     reshard_after_forward: bool = True,
     **policies: Any,
 ) -> nn.Sequential:
     """Shard a model, each child that has parameters a unit, and let its parameters send what the extension says.
 
-    A model on the meta device gets its hooks later, by ``tensors.extend_all`` once it has memory: ``to_empty`` makes
-    new tensors without them. A ``TwoTensor`` is a type and not an attribute: it stays.
+    A model on the meta device gets its hooks later, by ``add_hooks`` once it has memory: ``to_empty`` makes new
+    tensors without them. A ``TwoTensor`` is a type and not an attribute: it stays.
 
     Args:
         model: equal on all ranks, on this rank's device or on the meta device.
         mesh: one axis.
-        extension: "two_tensor", a key of ``tensors.EXTENSIONS``, or one's own.
+        extension: see ``Gather``.
         reshard_after_forward: free a unit's full parameters after its forward pass and gather them again.
         **policies: of ``fully_shard``.
 
@@ -38,13 +43,19 @@ def apply_extension(
     """
     if mesh.size() < 2:
         raise ValueError("an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing")
-    if extension == "two_tensor":
-        tensors.to_two_tensors(model)
+    if extension == "two_tensor" or callable(extension):
+        tensors.convert_parameters(model, extension if callable(extension) else tensors.twice)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     for child in model:
         if list(child.parameters()):
             fully_shard(child, mesh=mesh, reshard_after_forward=reshard_after_forward, **policies)
     fully_shard(model, mesh=mesh, **policies)
-    if extension != "two_tensor" and not on_meta:
-        tensors.extend_all(model, extension)
+    if not on_meta:
+        add_hooks(model, extension)
     return model
+
+
+def add_hooks(model: nn.Module, extension: Gather) -> None:
+    """Put the hooks of an extension onto a sharded model's parameters; those of a type with hooks have them."""
+    if not callable(extension) and extension not in ("none", "two_tensor"):
+        tensors.extend_all(model, extension)

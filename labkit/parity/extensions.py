@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from labkit import tensors
 from labkit.models.mlp import MLP
 from labkit.models.protocol import at_least_float32, seeded_normal
-from labkit.parallel.extensions import apply_extension
+from labkit.parallel.extensions import Gather, add_hooks, apply_extension
 from labkit.parity.one_device import seed_of
 from labkit.parity.training import Parity, count_tensors, shard_of
 from labkit.rank.traffic import CommunicationCounter
@@ -39,19 +39,18 @@ def three_mlps(device: torch.device | str) -> nn.Sequential:
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
-def compare_training(
-    mesh: DeviceMesh, device: torch.device, extension: str | tensors.Extension, steps: int
-) -> dict[str, Any]:
+def compare_training(mesh: DeviceMesh, device: torch.device, extension: Gather, steps: int) -> dict[str, Any]:
     """Compare every loss, gradient and shard with plain training whose gradients are reduced by hand. A collective.
 
     Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive. So the
     reference is not ``OneDevice``, which would add the ranks' gradients in another order than an all-reduce does.
     """
-    found, halves = Parity(), 2 if extension == "two_tensor" else 1
+    found, halves = Parity(), 1
     for reshard in (True, False):
         torch.manual_seed(0)
         reference = three_mlps(device)
         model = apply_extension(copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard)
+        halves = len(tensors.plain_shards(next(model.parameters())))
         optimizer, expected_optimizer = adam(model.parameters()), adam(reference.parameters())
         for step in range(steps):
             x = _samples(mesh, device, step)
@@ -71,9 +70,7 @@ def compare_training(
     return found.verdict(limit=0.0, expected=2 * steps * a_step)
 
 
-def train_from_meta_device(
-    mesh: DeviceMesh, device: torch.device, extension: str | tensors.Extension, steps: int
-) -> dict[str, Any]:
+def train_from_meta_device(mesh: DeviceMesh, device: torch.device, extension: Gather, steps: int) -> dict[str, Any]:
     """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
 
     With and without resharding after the forward pass; the losses are those of the second.
@@ -83,9 +80,7 @@ def train_from_meta_device(
     return {"check": "meta"} | second | counted | {"ok": first["ok"] and second["ok"]}
 
 
-def _from_meta(
-    mesh: DeviceMesh, device: torch.device, extension: str | tensors.Extension, steps: int, reshard: bool
-) -> dict[str, Any]:
+def _from_meta(mesh: DeviceMesh, device: torch.device, extension: Gather, steps: int, reshard: bool) -> dict[str, Any]:
     """The same, one way.
 
     Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN after training, and have
@@ -103,8 +98,7 @@ def _from_meta(
     for parameter in parameters:
         _initialise(parameter)
     alike = all(half.equal(halves[0]) for halves in map(tensors.plain_shards, parameters) for half in halves)
-    if extension != "two_tensor":
-        tensors.extend_all(model, extension)
+    add_hooks(model, extension)
     start = [tensors.plain_shards(parameter)[0].clone() for parameter in parameters]
     optimizer, x, losses = adam(parameters), _samples(mesh, device, 0).bfloat16(), []
     for _ in range(steps):

@@ -1,17 +1,31 @@
 """Figures of all-gather extensions: who holds which memory when, and what fewer bytes cost in error."""
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
+import numpy
+from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.plots import style
+from labkit.plots.spatial import GAP, shards
 from labkit.result import RunResult
 
 COLOURS = {"local shard": style.BLUE, "sent": style.ORANGE, "gathered": style.SKY, "parameter": style.GREEN}
+ERRORS = {
+    "largest": ("weight_error", "largest error of a gathered weight,\nas a part of the largest weight"),
+    "rms": ("weight_rms_error", "RMS error of the gathered weights,\nas a part of the weights' own RMS"),
+}
+"""What a figure of errors draws: the value of a run, and the words for it."""
 GATHER = ("pre hook", "all-gather", "post hook", "compute")
 """The moments of a gather; before and after it the parameter is sharded."""
+
+
+def colour_of(label: str) -> str:
+    """The colour of a way to send, whatever figure it is in: bfloat16, float8, int8, or anything else."""
+    known = {"bf": style.BLUE, "float8": style.ORANGE, "int8": style.GREEN}
+    return next((colour for word, colour in known.items() if word in label), style.PURPLE)
 
 
 class Held(NamedTuple):
@@ -43,7 +57,7 @@ LIVES = {
     "int8": (
         Held("sent", "pre hook", "all-gather", "", "int8, scales", "int8, scales"),
         Held("gathered", "all-gather", "compute", "", "all int8, all scales", "same tensors, new memory"),
-        Held("parameter", "post hook", "compute", "", "decoded: name it", "decoded into out"),
+        Held("parameter", "post hook", "compute", "", "the decoded parameter", "decoded into out"),
     ),
 }
 """What each gather holds beside the local shard, which is always there."""
@@ -51,7 +65,7 @@ LIVES = {
 
 def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = None) -> Axes:
     """Who holds which memory in the first gather of a parameter and in a later one. A drawing, nothing is measured."""
-    ax = style.axes(ax, 10.0, 3.0)
+    ax = style.axes(ax, 10.0, 3.4)
     moments = ("sharded", *GATHER) * 2 + ("sharded",)
     _block(ax, "local shard", 0, len(moments), "", "this rank's rows: always there, the optimizer updates them")
     for call, title in enumerate(("the first gather", "every later gather, with out=")):
@@ -60,7 +74,7 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
             start, end = offset + GATHER.index(held.start), offset + GATHER.index(held.end) + 1
             _block(ax, held.row, start, end, held.shares, held.again if call else held.first)
         ax.axvline(offset + len(GATHER), color="black", lw=1, zorder=0)
-        ax.text(offset + len(GATHER) / 2, -1.25, title, ha="center", weight="bold", fontsize=9)
+        ax.text(offset + len(GATHER) / 2, -1.25, title, ha="center", weight="bold", fontsize=10)
         ax.text(offset + len(GATHER) + 0.5, 2, "freed\nby FSDP", ha="center", va="center", fontsize=8)
     ax.set_xticks([column + 0.5 for column in range(len(moments))], moments, fontsize=8)
     ax.xaxis.tick_top()
@@ -74,13 +88,36 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     return ax
 
 
+def padded_shards(
+    whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]
+) -> Sequence[Axes]:
+    """A matrix and what two ranks hold of it; the matrix with the rows of zeros that they add, and what they send."""
+    padded = numpy.concatenate([sent[rank] for rank in sorted(sent)])
+    axes = list(pyplot.subplots(1, 4, figsize=(10, 1.9), layout="constrained")[1])
+    for first, matrix, name, parts in ((0, whole, "held", held), (2, padded, "sent", sent)):
+        shards(matrix, {name: parts}, axes=axes[first : first + 2])
+        rows, columns = matrix.shape
+        down, right = (rows + GAP) / 2, (columns + GAP) / 2  # where shards puts the matrix, which stands between four
+        axes[first].set(xlim=(right - 0.1, right + 2 * columns + GAP + 0.1), ylim=(down + rows + 0.1, down - 0.75))
+        axes[first + 1].set_ylim(rows + 0.1, -0.75)
+    axes[2].set_title("the matrix, padded", fontsize=10, loc="left")
+    for ax in axes:
+        ax.set_anchor("NW")
+    return axes
+
+
 def bytes_against_error(
-    results: Mapping[str, RunResult], *, bounds: Mapping[str, float] | None = None, ax: Axes | None = None
+    results: Mapping[str, RunResult],
+    *,
+    bounds: Mapping[str, float] | None = None,
+    error: Literal["largest", "rms"] = "largest",
+    ax: Axes | None = None,
 ) -> Axes:
     """One point a run: what it gathered in a step, over float32's bytes, against the error of its gathered weights.
 
-    The results are runs of allgather_extensions; the one that is called "fp32" is the unit of the bytes. ``bounds`` are
-    the largest errors that theory allows, by label: each is drawn as a line above its point.
+    The results are runs of allgather_extensions; the one that is called "fp32" is the unit of the bytes. The error is
+    the largest, over the largest weight, or the root mean square, over that of the weights. ``bounds`` are errors that
+    theory allows, by label: each is drawn as a dashed line above its point.
 
     Raises:
         ValueError: there is no run "fp32" to compare with.
@@ -89,23 +126,97 @@ def bytes_against_error(
         raise ValueError(f"no run 'fp32' among {', '.join(results) or 'no runs'}: add one, the bytes are parts of its")
     ax = style.axes(ax, 6.5, 3.8)
     whole = results["fp32"].value("all_gather_bytes")
-    for index, (label, result) in enumerate(results.items()):
-        sent, error = result.value("all_gather_bytes") / whole, result.value("weight_error")
-        colour = style.RANK_COLOURS[index % len(style.RANK_COLOURS)]
-        ax.plot(sent, error, "o", color=colour, ms=8, clip_on=False, zorder=3)
-        above = 20 if error == 0 else -20  # points; below the lowest one is the axis
-        text = f"{label}\n{sent:.3g}"
-        ax.annotate(text, (sent, error), (0, above), textcoords="offset points", ha="center", va="center", fontsize=9)
+    value, what = ERRORS[error]
+    for label, result in results.items():
+        sent, found = result.value("all_gather_bytes") / whole, result.value(value)
+        colour = colour_of(label)
+        ax.plot(sent, found, "o", color=colour, ms=8, clip_on=False, zorder=3)
+        text = f"{label}\n{found:.2g}"
+        above = 20 if found == 0 else -20  # points; below the lowest one is the axis
+        ax.annotate(text, (sent, found), (0, above), textcoords="offset points", ha="center", va="center", fontsize=9)
         if bounds and label in bounds:
-            ax.plot([sent - 0.03, sent + 0.03], [bounds[label]] * 2, color=colour, lw=2, clip_on=False)
+            ax.plot([sent - 0.05, sent + 0.05], [bounds[label]] * 2, clip_on=False, **style.PREDICTED)
     # 0, the error of float32, has a place on this axis
     ax.set_yscale("symlog", linthresh=1e-3)
-    ax.set(xlim=(0, 1.1), ylim=(0, 0.2), xlabel="bytes gathered in a step, as a part of float32's")
-    ax.set_ylabel("largest error of a gathered weight,\nas a part of the largest weight")
+    ax.set(xlim=(0, 1.1), ylim=(0, 0.2), xlabel="bytes gathered in a step, as a part of float32's", ylabel=what)
     handles = [ax.plot([], [], "o", color=style.GREY, label="measured")[0]]
-    handles += [ax.plot([], [], "-", color=style.GREY, lw=2, label="theory: at most")[0]] if bounds else []
+    handles += [ax.plot([], [], label="theory: at most", **style.PREDICTED)[0]] if bounds else []
     ax.legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
     return style.stamp(ax, results.values())
+
+
+def gather_costs(
+    results: Mapping[str, RunResult], *, predicted: Mapping[str, float], axes: Sequence[Axes] | None = None
+) -> Sequence[Axes]:
+    """Two panels of bars, one a run: time to gather all units once, and what is held of them while they compute.
+
+    The results are runs of allgather_extensions. ``predicted`` are bytes that are held, by label.
+    """
+    if axes is None:
+        axes = list(pyplot.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")[1])
+    for ax in axes:
+        style.axes(ax)
+        ax.set_xticks(range(len(results)), list(results), fontsize=9)
+    for column, (label, result) in enumerate(results.items()):
+        took = result.value("gather_ms")
+        coding = result.value("hooks_ms")
+        axes[0].bar(column, coding, 0.6, color=style.GREY)
+        axes[0].bar(column, took - coding, 0.6, coding, color=style.COMMUNICATION["all_gather"])
+        held = result.value("held_bytes") / 1e6
+        axes[1].bar(column, held, 0.6, color=style.MEMORY["gathered parameters"][1])
+        axes[1].plot([column - 0.35, column + 0.35], [predicted[label] / 1e6] * 2, **style.PREDICTED)
+        for ax, height in ((axes[0], took), (axes[1], held)):
+            text = ax.annotate(f"{height:.3g}", (column, height), (0, 4), textcoords="offset points", ha="center")
+            text.set_fontsize(9)
+    meanings = {
+        "in the hooks: encode and decode": style.GREY,
+        "the rest of the gather": style.COMMUNICATION["all_gather"],
+    }
+    style.legend_above(axes[0], 2, [Patch(color=colour, label=meaning) for meaning, colour in meanings.items()])
+    bar = Patch(color=style.MEMORY["gathered parameters"][1], label="measured")
+    line = axes[1].plot([], [], label="predicted", **style.PREDICTED)[0]
+    style.legend_above(axes[1], 2, [bar, line])
+    axes[0].set_ylabel("gathering all units once, ms")
+    axes[1].set_ylabel("held while they compute, MB")
+    for ax in axes:
+        ax.margins(y=0.12)
+    style.stamp(axes[0], results.values())
+    return axes
+
+
+def gather_times(
+    seconds: Mapping[str, tuple[float, float]],
+    *,
+    machines: Mapping[str, float],
+    measured: Mapping[str, tuple[float, float]] | None = None,
+    results: Iterable[RunResult] = (),
+    ax: Axes | None = None,
+) -> Axes:
+    """Predicted time of gathers against bandwidth, a line for each way to send; its lines cross where one pays.
+
+    Args:
+        seconds: for each way's name, bytes that a rank sends over the wire, and seconds to encode and decode.
+        machines: bandwidths to mark, in bytes a second, by name.
+        measured: for some of the ways, a bandwidth and the seconds that were measured there.
+        results: the runs that this was measured in.
+        ax: where to draw.
+    """
+    ax = style.axes(ax, 5.2, 3.6)
+    low, high = min(machines.values()) / 10, max(machines.values()) * 10
+    bandwidths = numpy.geomspace(low, high, 60)
+    for name, (sent, coding) in seconds.items():
+        colour = colour_of(name)
+        ax.plot(bandwidths / 1e9, 1e3 * (sent / bandwidths + coding), **style.PREDICTED | {"color": colour}, label=name)
+        if name in (measured or {}):
+            bandwidth, took = (measured or {})[name]
+            ax.plot(bandwidth / 1e9, 1e3 * took, "o", color=colour, ms=7, label=f"{name}, measured")
+    for name, bandwidth in machines.items():
+        ax.axvline(bandwidth / 1e9, color=style.GREY, lw=1, ls=":", zorder=0)
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        ax.annotate(name, (bandwidth / 1e9, 0.02), (-3, 0), rotation=90, ha="right", fontsize=8, **place)
+    ax.set(xscale="log", yscale="log", xlabel="bandwidth on the wire, GB/s", ylabel="gathering all units once, ms")
+    style.legend_above(ax, 2)
+    return style.stamp(ax, results)
 
 
 def _block(ax: Axes, row: str, start: int, end: int, shares: str, text: str) -> None:

@@ -4,11 +4,19 @@
 ``inspection`` looks at what these leave in memory.
 """
 
-from labkit.tensors.inspection import gathered_error, plain_shards, plain_tensors, refuse_leak, unfreed_bytes
+from labkit.tensors.inspection import (
+    Errors,
+    gathered_errors,
+    held_bytes,
+    plain_shards,
+    plain_tensors,
+    refuse_leak,
+    unfreed_bytes,
+)
 from labkit.tensors.quantised import EXTENSIONS, Extension, extend, extend_all
-from labkit.tensors.two_tensor import TwoTensor, pad_rows, refill, to_two_tensors
+from labkit.tensors.two_tensor import TwoTensor, convert_parameters, pad_rows, refill, twice
 
 __all__ = [
-    "EXTENSIONS", "Extension", "TwoTensor", "extend", "extend_all", "gathered_error", "pad_rows",
-    "plain_shards", "plain_tensors", "refill", "refuse_leak", "to_two_tensors", "unfreed_bytes",
+    "EXTENSIONS", "Errors", "Extension", "TwoTensor", "convert_parameters", "extend", "extend_all", "gathered_errors",
+    "held_bytes", "pad_rows", "plain_shards", "plain_tensors", "refill", "refuse_leak", "twice", "unfreed_bytes",
 ]  # fmt: skip

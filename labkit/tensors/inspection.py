@@ -3,6 +3,8 @@
 The model comes after ``fully_shard``; its units are left sharded.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -23,10 +25,22 @@ def plain_shards(parameter: Tensor) -> list[Tensor]:
         return plain_tensors(parameter.to_local())  # type: ignore[attr-defined]
 
 
+class Errors(NamedTuple):
+    """How far gathered weights are from exact ones, of the parameter that is worst; NaN where a weight is.
+
+    Attributes:
+        largest: the largest error, over the largest weight of its parameter.
+        rms: the root of the mean squared error, over that of the parameter's weights.
+    """
+
+    largest: float
+    rms: float
+
+
 @torch.no_grad()
-def gathered_error(model: nn.Module) -> float:
-    """Largest error of a gathered weight, over the largest weight of its parameter; NaN where one is. A collective."""
-    errors = [torch.zeros(())]
+def gathered_errors(model: nn.Module) -> Errors:
+    """The errors of what a model gathers. A collective."""
+    largest, rms = [torch.zeros(())], [torch.zeros(())]
     for name, unit in _units(model).items():
         unit.reshard()
         sharded = [(key, each) for key, each in unit.named_parameters(name) if isinstance(each, DTensor)]  # type: ignore[attr-defined]
@@ -34,10 +48,36 @@ def gathered_error(model: nn.Module) -> float:
         exact = {key: plain_tensors(each.full_tensor().clone()) for key, each in sharded}
         for key, each in _gather(name, unit).items():
             for whole, expected in zip(plain_tensors(each), exact[key], strict=True):
-                largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)  # of a parameter of zeros
-                errors.append(((whole - expected).abs().max() / largest).cpu())
+                off, tiny = whole.float() - expected, torch.finfo(expected.dtype).tiny  # for a parameter of zeros
+                largest.append((off.abs().max() / expected.abs().max().clamp(min=tiny)).cpu())
+                rms.append((_rms(off) / _rms(expected).clamp(min=tiny)).cpu())
         unit.reshard()
-    return float(torch.stack(errors).max())
+    return Errors(float(torch.stack(largest).max()), float(torch.stack(rms).max()))
+
+
+def _rms(numbers: Tensor) -> Tensor:
+    """The root of the mean of the squares."""
+    return numbers.square().mean().sqrt()
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes that a rank holds of gathered parameters while their unit computes, summed over the units. A collective.
+
+    They are the parameter, and what was gathered for it; each piece of memory counts once.
+    """
+    total = 0
+    for name, unit in _units(model).items():
+        held = [plain for each in _gather(name, unit).values() for plain in plain_tensors(each)]
+        memory = [each.untyped_storage() for each in (*held, *_gathered(unit))]
+        total += sum({each._cdata: each.nbytes() for each in memory}.values())
+        unit.reshard()
+    return total
+
+
+def _gathered(unit: FSDPModule) -> list[Tensor]:
+    """What FSDP2 gathered for a unit's parameters and keeps until they are resharded; private to it (2.11 to 2.13)."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return [tensor for each in (group.fsdp_params if group else ()) for tensor in each.all_gather_outputs]
 
 
 def unfreed_bytes(model: nn.Module) -> dict[str, int]:

@@ -17,7 +17,7 @@ Shapes: R rows on this rank, P rows on every rank once padded, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,12 +147,25 @@ class TwoTensor(Tensor):
         return None
 
 
-def to_two_tensors(model: nn.Module) -> None:
-    """Make every parameter a TwoTensor of itself and a copy, in place; before ``fully_shard``."""
+def twice(weight: Tensor) -> TwoTensor:
+    """A TwoTensor of a weight and a copy."""
+    return TwoTensor(weight, weight.detach().clone())
+
+
+def convert_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor] = twice) -> None:
+    """Give every parameter the type that ``convert`` makes of it, in place; before ``fully_shard``.
+
+    Raises:
+        ValueError: what ``convert`` made is no tensor of the parameter's shape.
+    """
     for module in model.modules():
         for name, each in list(module.named_parameters(recurse=False)):
-            two = nn.Parameter(TwoTensor(each, each.detach().clone()), each.requires_grad)
-            module.register_parameter(name, two)
+            converted = convert(each.detach())
+            if not isinstance(converted, Tensor) or converted.shape != each.shape:
+                shape = f" of shape {tuple(converted.shape)}" if isinstance(converted, Tensor) else ""
+                was = f"a parameter of shape {tuple(each.shape)}"
+                raise ValueError(f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same shape")
+            module.register_parameter(name, nn.Parameter(converted, each.requires_grad))
 
 
 _MUST_AGREE: dict[str, Any] = {

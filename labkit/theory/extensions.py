@@ -39,11 +39,34 @@ def step_bytes(shapes: Sequence[Sequence[int]], ranks: int, extension: str, *, r
     return (1 + reshard) * sum(gather_bytes(shape, ranks, extension) for shape in shapes)
 
 
+def held_bytes(shape: Sequence[int], ranks: int, extension: str, *, compute_bytes: int = 4) -> int:
+    """Bytes that a rank holds of a parameter while it computes with so many bytes a number, padding included.
+
+    What was gathered is the parameter itself where it has the right dtype. Otherwise both are there.
+    """
+    gathered = ranks * gather_bytes(shape, ranks, extension)
+    own = {"fp32": 4, "bf16": 2, "two_tensor": 4}.get(extension) == compute_bytes
+    halves = 2 if extension == "two_tensor" else 1
+    decoded = halves * ranks * -(-shape[0] // ranks) * math.prod(shape[1:]) * compute_bytes
+    return gathered if own else gathered + decoded
+
+
+def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
+    """Bandwidth, in bytes a second on the wire of a rank, below which a gather of fewer bytes is faster.
+
+    ``bytes_saved`` are those of the whole parameters, of which a ring sends (ranks - 1) / ranks from each rank;
+    ``coding_s`` is the time to encode a rank's rows and to decode all. Nothing is hidden behind arithmetic.
+    """
+    return bytes_saved * (ranks - 1) / ranks / coding_s
+
+
 def rounding_error(extension: str) -> float:
     """Largest error of a gathered weight, over the largest absolute value that shares its scale.
 
     A float with m bits of mantissa rounds a number by up to 2 ** -(m + 1) of it: bfloat16 has 7, float8 e4m3fn has 3.
-    Of int8, 127 steps reach the largest value, and rounding misses by up to half a step. Sources: Micikevicius et al.,
-    "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433); Dettmers et al., "LLM.int8()", 2022 (arXiv:2208.07339).
+    Of int8, 127 steps reach the largest value, of 4 bits 7, and rounding misses by up to half a step. Sources:
+    Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433); Dettmers et al., "LLM.int8()", 2022
+    (arXiv:2208.07339).
     """
-    return {"fp32": 0.0, "two_tensor": 0.0, "bf16": 2**-8, "float8": 2**-4, "int8": 0.5 / 127}[extension]
+    exact = {"fp32": 0.0, "two_tensor": 0.0}
+    return (exact | {"bf16": 2**-8, "float8": 2**-4, "int8": 0.5 / 127, "int4": 0.5 / 7})[extension]

@@ -4,6 +4,7 @@ The notebook's process trains the same model on one device: it imports what both
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,13 +23,17 @@ from labkit.tensors import Extension, TwoTensor
 Hook = Callable[..., Any]
 STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
 HOOK_WIDTHS = (64, 51, 80, 33)  # weights [51, 64], [80, 51], [33, 80]: two of them do not divide by 2
-CODEC_WIDTHS = (128, 128, 129, 128)  # rows long enough to have a scale each and stay below 0.26 of float32
-DTYPES = {"two_tensor": (torch.float32, torch.bfloat16), "int8": (torch.float32,)}
+CODEC_WIDTHS = (128, 128, 128, 129)  # rows long enough to have a scale each, of even length; the last are padded
+BOTH = (torch.float32, torch.bfloat16)
+DTYPES = {"two_tensor": (torch.float32,), "cast": BOTH, "int8": BOTH}
 """For each kind of hook, the dtypes to compute in."""
 
 
 def feed(*answers: Hook, what: str) -> dict[str, Any]:
-    """Train with a post-all-gather hook without ``self`` ("two_tensor", "int8"), or with an encode and a decode.
+    """Train with a post-all-gather hook, or with an encode and a decode.
+
+    ``what`` is "two_tensor" for a hook of that type, "cast" for one that can cast, "int8" for a hook without ``self``
+    of plain parameters, "codec" for an encode and a decode.
 
     Returns:
         Of a hook, by dtype: ``losses`` of each step, and ``left``, bytes of full parameters that stay in memory, by
@@ -106,11 +111,18 @@ def with_hook(mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook) -> nn
         for parameter in model.parameters():
             parameter._local_tensor.fsdp_post_all_gather = watched  # type: ignore[attr-defined]  # see tensors.extend
         return model
-    kind = type("Answered", (TwoTensor,), {"fsdp_post_all_gather": staticmethod(observed(hook, TwoTensor))})
-    for module in model:
-        assert isinstance(module, nn.Linear)
-        module.weight = nn.Parameter(kind(module.weight, 2 * module.weight.detach()))
+    kind = type("Answered", (TwoTensor,), {"fsdp_post_all_gather": method(hook)})
+    tensors.convert_parameters(model, lambda weight: kind(weight, 2 * weight))
     return shard(model, mesh, dtype)
+
+
+def method(hook: Hook) -> Hook:
+    """The hook as a method of a TwoTensor, looked at."""
+
+    def post_all_gather(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return observed(partial(hook, self), TwoTensor)(*args, **kwargs)
+
+    return post_all_gather
 
 
 def observed(hook: Hook, kind: type[Tensor]) -> Hook:
