@@ -92,10 +92,11 @@ def tokens(tp: int) -> int:
 # FSDP shares parameters, gradients and the optimizer's state. It does not share a sample: every rank needs at least one
 # of its own, and holds all activations of it.
 #
-# Llama 3 with 405 billion parameters was trained on 16,384 GPUs. A step took 2,048 texts of 8,192 tokens each; a larger
-# batch would have trained worse (Grattafiori et al. 2024, table 4). With FSDP alone, seven GPUs of eight would have had
-# no text. So eight GPUs of a host share each matrix product, and all eight work on the same texts. (Sixteen such groups
-# share the layers, one after another. That is pipeline parallelism, and no part of this course.)
+# Llama 3 with 405 billion parameters was trained on 16,384 GPUs, with 2,048 texts of 8,192 tokens in a step (Grattafiori
+# et al. 2024, table 4). With FSDP alone, seven GPUs of eight would have had no text. More texts in a step would be another
+# training: fewer steps with the same data. So the eight GPUs of a *host*, one machine, share each matrix product, and all
+# eight work on the same texts. (Sixteen such groups share the layers, one after another. That is pipeline parallelism,
+# and no part of this course.)
 #
 # The same in small: a step of two samples, on four ranks. **The first run is meant to be refused.**
 
@@ -117,13 +118,15 @@ print("\n".join(f"{how}: {what}" for how, what in outcome.items()))
 claim("the first is refused, the second trains", [what == "trained" for what in outcome.values()] == [False, True])
 
 # %% [markdown]
+# `tp` is the number of ranks that share each matrix.
+#
 # The second reason is memory. The activations of one long text may not fit on one GPU. FSDP cannot help there. Ranks
 # that share a matrix also share the activations behind it.
 
 # %% [markdown]
 # ## 2. The code you would write
 #
-# **core, 14 minutes**
+# **core, 12 minutes**
 #
 # A mesh with two axes, a plan, `parallelize_module`, then `fully_shard`. A **plan** says how each layer is cut: the
 # first layer of a pair **colwise**, the second **rowwise**. Section 3 explains why, and section 4 what PyTorch then
@@ -166,7 +169,7 @@ dist.destroy_process_group()
 # `init_device_mesh` puts the ranks into the grid row by row. The last axis runs fastest: ranks 0 and 1 are neighbours
 # along `tp`, ranks 0 and 2 along `data`. `mesh["tp"]` is the row that this rank is in, `mesh["data"]` its column.
 # torchrun gives neighbouring numbers to the ranks of one host. So the last axis lies inside a host, where links are
-# fast. That is where `tp` belongs: its messages are sent in the middle of the computation, and everybody waits for
+# fast, if it is not longer than a host has ranks. That is where `tp` belongs: its messages are sent in the middle of the computation, and everybody waits for
 # them. With the axes swapped, every one of them would leave the host.
 
 # %%
@@ -179,6 +182,11 @@ _ = plots.mesh(**MESHES[2])
 
 # %% tags=["claim"]
 claim("two rows and two columns", MESHES[2] == {"data": 2, "tp": 2})
+weights = [layer.shapes[0] for layer in theory.rank_layers(PAIRS, 2)]  # of a rank along tp: [out, in]
+kept = [fsdp.shard_elements(shape, 2) for shape in weights]  # and of that, along data
+claim(
+    "each rank keeps a quarter of each weight", kept == [width * inner / 4 for width, inner in PAIRS for _ in range(2)]
+)
 
 # %% [markdown]
 # ### Reading `placements`
@@ -223,7 +231,7 @@ claim("two means, and 4 bytes for each of 12 tensors", kept["optstate"] == 2 * k
 # %% [markdown]
 # ## 3. One pair of layers, by hand
 #
-# **core, 10 minutes**
+# **core, 9 minutes**
 #
 # Take two linear layers with a ReLU between: `y = relu(x @ first.T) @ second.T`. PyTorch stores a weight as [features
 # out, features in]. Row i of `first` makes inner feature i. Column i of `second` says what feature i does to `y`. So a
@@ -292,7 +300,7 @@ for name, act in (("relu", relu), ("softmax", lambda some: softmax(some, dim=1))
 # %% [markdown]
 # ## 4. And backward
 #
-# **core, 10 minutes**
+# **core, 9 minutes**
 #
 # Each rank can take the gradient of its own two pieces. What about the gradient of `x`, which the layers before need?
 # Let us look, on one device. The gradient of `y` is the same on every rank, since `y` is.
@@ -655,7 +663,8 @@ seen = {
     "output_right": sum(abs(first_loss(run) / first_loss(square) - 1) < 1e-5 for run in runs.values()),
     "parity_fails": sum("differ" in verdict for verdict in said.values()),
 }
-pandas.DataFrame({"yours": mine, "measured": seen}).astype(object).fillna("–")
+guesses = {name: "–" if number is None else f"{number:g}" for name, number in mine.items()}
+pandas.DataFrame.from_dict({"yours": guesses, "measured": seen}).T
 
 # %% tags=["claim"]
 claim("one first output of two is right", seen["output_right"] == 1)
@@ -687,11 +696,11 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
 # %% [markdown]
 # ## 7. Two axes: what travels where
 #
-# **core, 11 minutes**
+# **core, 8 minutes, and 4 for an optional part**
 #
 # With n pairs, TP adds up activations 2 n - 1 times in a step, nearly twice for each pair. Each time everybody waits.
 # With more ranks along `tp` each computes less, but sends a little more. So the part of a step that is spent waiting
-# grows with `tp`: this is why one does not simply put all ranks there. A second axis takes the others.
+# grows. This is why one does not simply put all ranks there. A second axis takes the others.
 #
 # Along `data` FSDP shards what tensor parallelism leaves to a rank. To FSDP that is a thinner model: each inner width is
 # divided by the ranks along `tp`, and all of lab 2's formulas hold.
@@ -787,7 +796,7 @@ claim("they agree", by_theory == by_count)
 claim("the square sends least", min(totals, key=totals.get) == labels[2])
 
 # %% [markdown]
-# ### Memory
+# ### Memory (optional, 4 minutes)
 #
 # What does a rank hold at its peak, the moment when it holds most? For FSDP's share lab 2's ledger walks through the step
 # of the thinner model. With TP alone the peak lies where the backward pass begins: all activations are there, and the
@@ -829,7 +838,7 @@ for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
 # %% [markdown]
 # ## 8. When does it pay?
 #
-# **core, 12 minutes**
+# **core, 14 minutes**
 #
 # Bytes are not time. Bytes along `data` can travel while a rank computes. Those along `tp` are waited for, but on faster
 # links. So compare times.
@@ -937,7 +946,7 @@ print(
 #
 # - Along `tp`, inside a host: NVLink, 450 GB/s. With 16 ranks along `tp`, two hosts.
 # - Along `data`, between hosts. Rings run side by side, one for each card. A group that has k GPUs in a host has k of its
-#   eight cards to itself. With `tp` ranks along `tp`, k = 8 / `tp`.
+#   eight cards to itself. With one rank along `tp`, k is 8; with two it is 4; from eight on it is 1.
 #
 # Latency is left out: data sheets do not give it, and these messages are large.
 
@@ -1346,9 +1355,8 @@ f"parameters: {before} before the first forward pass, {len(list(model.parameters
 # %% [markdown]
 # The parameters are gone. DDP knows no DTensors. So `replicate` makes plain parameters of them, for DDP, and before each
 # forward pass it puts DTensors made from these into the modules, as ordinary attributes
-# ([pytorch#152712](https://github.com/pytorch/pytorch/issues/152712)). Training goes on if the optimizer was made before. But a
-# test that goes through `parameters()` afterwards compares nothing, and passes. An optimizer that is made afterwards trains
-# nothing, and a checkpoint is empty.
+# ([pytorch#152712](https://github.com/pytorch/pytorch/issues/152712)). There is no error. But a test that goes through
+# `parameters()` afterwards compares nothing, and passes, and a checkpoint of the model is empty.
 #
 # labkit works around it with a wrapper, `PlainParameters`. It keeps this rank's shards as plain parameters, which DDP takes
 # as they are. In every forward pass it makes DTensors of them for this one call:
