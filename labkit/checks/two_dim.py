@@ -96,14 +96,17 @@ def _judge_parts(found: Any, x: Tensor, first: Tensor, second: Tensor, ranks: in
 def tp_bytes(answer: Callable[..., int]) -> Verdict:
     """Exercise 2: bytes that a rank hands to all-reduces along tp in a training step, from (tokens, dim, mlps)."""
     once = "One all-reduce sums a tensor of tokens x dim numbers, 4 bytes each."
-    first = (
-        "Forward there is one all-reduce for each MLP; backward one for each but the first, whose input are samples."
-    )
+    forward = "Forward there is one all-reduce for each MLP."
+    backward = "Backward, too, ranks add up: the gradient of an MLP's input."
+    first = "The first MLP's input are samples: nobody asks for their gradient."
+    found = call(answer, tokens=1, dim=1, mlps=3)
+    likely = {24: first, 12: backward, 5: once}
+    hint = next((each for wrong, each in likely.items() if isinstance(found, Integral) and found == wrong), "")
     return check_values(
         answer,
         lambda tokens, dim, mlps: theory.activations_sent([(dim, 4 * dim)] * mlps, tokens, 2)["tp/all_reduce_bytes"],
         [(1, 1, 3), (32, 8, 3), (8, 16, 2), (32, 8, 1)],
-        [first, once, first, first],
+        [hint or f"{forward} {backward}", once, first, first],
     )
 
 

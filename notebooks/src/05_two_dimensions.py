@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Lab 5. Two dimensions: share the matrices, and share the samples
 #
-# In lab 2 every rank took its own samples, and parameters were put together before they were used. There is another way:
-# leave a matrix in pieces, and let each rank compute with its piece. This is **tensor parallelism** (TP).
+# In lab 2 every rank took its own samples, and parameters were put together before they were used. There is another
+# way: leave a matrix in pieces, and let each rank compute with its piece. This is **tensor parallelism** (TP).
 #
 # The two can be combined. Ranks then stand in a grid, a *mesh* with two axes. Along one axis they share matrices, along
 # the other they share out samples.
@@ -12,7 +12,7 @@
 # - cut two linear layers over ranks, forward and backward, and prove that they train as on one device;
 # - make a mesh of two axes, and read where each piece of a parameter lies;
 # - say what crosses each axis in a step, in bytes and in time, and choose how many ranks share a matrix;
-# - write a plan for attention, embedding and loss, and find out that a plan is silently wrong.
+# - write a plan for attention, embedding and loss, and recognise one that is silently wrong.
 #
 # You need lab 0's words (rank, group, all-reduce, all-gather, reduce-scatter) and lab 2's FSDP, *fully sharded data
 # parallelism*: units, gathering, activation checkpointing. You need no GPU. The sections marked **core** take about 95
@@ -92,11 +92,11 @@ def tokens(tp: int) -> int:
 # FSDP shares parameters, gradients and the optimizer's state. It does not share a sample: every rank needs at least one
 # of its own, and holds all activations of it.
 #
-# Llama 3 with 405 billion parameters was trained on 16,384 GPUs, with 2,048 texts of 8,192 tokens in a step (Grattafiori
-# et al. 2024, table 4). With FSDP alone, seven GPUs of eight would have had no text. More texts in a step would be another
-# training: fewer steps with the same data. So the eight GPUs of a *host*, one machine, share each matrix product, and all
-# eight work on the same texts. (Sixteen such groups share the layers, one after another. That is pipeline parallelism,
-# and no part of this course.)
+# Llama 3 with 405 billion parameters was trained on 16,384 GPUs, with 2,048 texts of 8,192 tokens in a step
+# (Grattafiori et al. 2024, table 4). With FSDP alone, seven GPUs of eight would have had no text. More texts in a step
+# would be another training: fewer steps with the same data. So the eight GPUs of a *host*, one machine, share each
+# matrix product, and all eight work on the same texts. (Sixteen such groups share the layers, one after another. That
+# is pipeline parallelism, and no part of this course.)
 #
 # The same in small: a step of two samples, on four ranks. **The first run is meant to be refused.**
 
@@ -169,8 +169,8 @@ dist.destroy_process_group()
 # `init_device_mesh` puts the ranks into the grid row by row. The last axis runs fastest: ranks 0 and 1 are neighbours
 # along `tp`, ranks 0 and 2 along `data`. `mesh["tp"]` is the row that this rank is in, `mesh["data"]` its column.
 # torchrun gives neighbouring numbers to the ranks of one host. So the last axis lies inside a host, where links are
-# fast, if it is not longer than a host has ranks. That is where `tp` belongs: its messages are sent in the middle of the computation, and everybody waits for
-# them. With the axes swapped, every one of them would leave the host.
+# fast, if it is not longer than a host has ranks. That is where `tp` belongs: its messages are sent in the middle of
+# the computation, and everybody waits for them. With the axes swapped, every one of them would leave the host.
 
 # %%
 _ = plots.mesh(**MESHES[2])
@@ -195,17 +195,18 @@ claim(
 # by rows, `Shard(1)` by columns, and `Replicate()` is not cut.
 #
 # - The second weight is `(Shard(0), Shard(1))`: rows over `data`, columns over `tp`.
-# - The second bias is `(Shard(0), Replicate())`. Along `tp` it is whole on every rank. Section 5 shows what a trap that is.
+# - The second bias is `(Shard(0), Replicate())`. Along `tp` it is whole on every rank. Section 5 shows what a trap that
+#   is.
 # - The first weight is cut by rows along both axes. TP came first and gave rank 0 the rows 0–15, rank 1 the rows 16–31.
-#   FSDP then halved what was there: rank 0 keeps 0–7, rank 2 8–15, rank 1 16–23, rank 3 24–31. Read by the order of
-#   the axes, first `data`, then `tp`, this would be another cut. So PyTorch writes `_StridedShard`: along `data` the rows
+#   FSDP then halved what was there: rank 0 keeps 0–7, rank 2 8–15, rank 1 16–23, rank 3 24–31. Read by the order of the
+#   axes, first `data`, then `tp`, this would be another cut. So PyTorch writes `_StridedShard`: along `data` the rows
 #   come in steps. `sf=2` counts the parts that the other axis had made before.
 #
 # ### Commit, run, compare
 #
-# Now the measured program, `launch/two_dim.py`. It does what the script does, with this notebook's stack. How many bytes
-# of parameters does a rank keep between steps? Mind the biases. An MLP of width d and inner width h has weights of d · h
-# numbers, twice, and biases of h and of d.
+# Now the measured program, `launch/two_dim.py`. It does what the script does, with this notebook's stack. How many
+# bytes of parameters does a rank keep between steps? Mind the biases. An MLP of width d and inner width h has weights
+# of d · h numbers, twice, and biases of h and of d.
 
 # %% tags=["commit"]
 mine = commit(end_parameter_bytes=None)
@@ -335,8 +336,8 @@ print("the sum over the ranks is right:", torch.allclose(sum(from_ranks), x.grad
 #
 # ### Exercise 2: bytes of a training step (•, 5 minutes)
 #
-# A stack has `mlps` pairs of layers. How many bytes does a rank **hand to all-reduces** along `tp` in one training step?
-# There are `tokens` tokens of `dim` numbers, 4 bytes each. The inner width does not matter. Why?
+# A stack has `mlps` pairs of layers. How many bytes does a rank **hand to all-reduces** along `tp` in one training
+# step? There are `tokens` tokens of `dim` numbers, 4 bytes each. The inner width does not matter. Why?
 #
 # <details><summary>Hint 1</summary>
 #
@@ -370,10 +371,11 @@ checks.tp_bytes(tp_bytes)
 #
 # **core, 25 minutes**
 #
-# You write what PyTorch's plan does, without DTensor. First the two functions of the table, as `torch.autograd.Function`s.
-# Such a class tells autograd what to do: `forward(ctx, ...)` computes. `backward(ctx, grad)` gets the gradient of what
-# `forward` returned, and gives one value for each argument of `forward` after `ctx`, None for what has no gradient.
-# Both are static methods. `ctx` carries along what `backward` needs. You call it by `apply`: `CopyToRanks.apply(x, group)`.
+# You write what PyTorch's plan does, without DTensor. First the two functions of the table, as
+# `torch.autograd.Function`s. Such a class tells autograd what to do: `forward(ctx, ...)` computes. `backward(ctx,
+# grad)` gets the gradient of what `forward` returned, and gives one value for each argument of `forward` after `ctx`,
+# None for what has no gradient. Both are static methods. `ctx` carries along what `backward` needs. You call it by
+# `apply`: `CopyToRanks.apply(x, group)`.
 #
 # `group` is the process group of the ranks that share the matrix: `dist.all_reduce(tensor, group=group)` adds a tensor
 # up over these ranks alone, in place.
@@ -671,14 +673,32 @@ claim("one first output of two is right", seen["output_right"] == 1)
 claim("parity fails for both", seen["parity_fails"] == 2)
 
 # %% [markdown]
-# *Without the sum in the backward pass, the first output and the first loss are those of the right program. Parity fails
-# for both.*
+# *Without the sum in the backward pass, the first output and the first loss are those of the right program. Parity
+# fails for both.*
 #
+# Now your own mistake. Change something in the first layer: hold other rows, divide, leave something out. `Broken`
+# begins as labkit's layer, which is right.
+
+
+# %%
+class Broken(ours.ColumnParallel):
+    ### BEGIN SOLUTION
+    def __init__(self, layer, group):
+        super().__init__(layer, group)
+        self.bias = nn.Parameter(layer.bias.detach()[: len(self.bias)].clone())  # rank 0's part, on every rank
+
+    ### END SOLUTION
+
+
+# %%
+parity({"column_parallel": Broken})
+
+# %% [markdown]
 # ### A test that cannot fail
 #
-# Most language models begin with biases of zero. Suppose somebody tests the second layer with such a model: its output
-# on two ranks must equal one device's. Will this test find the bias that is added twice? Here are both ranks' parts on
-# one device.
+# Some language models begin with biases of zero; GPT-2 and BERT do. Suppose somebody tests the second layer with such a
+# model: its output on two ranks must equal one device's. Will this test find the bias that is added twice? Here are
+# both ranks' parts on one device.
 
 # %%
 draw = torch.Generator().manual_seed(2)
@@ -690,8 +710,8 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
     print(f"{name}: the test passes although the layer is wrong: {passes}")
 
 # %% [markdown]
-# With zeros it cannot fail: twice zero is zero. After the first step it would. A test wants numbers that are not special,
-# and more than one step. labkit's check draws all biases at random.
+# With zeros it cannot fail: twice zero is zero. After the first step it would. A test wants numbers that are not
+# special, and more than one step. labkit's check draws all biases at random.
 
 # %% [markdown]
 # ## 7. Two axes: what travels where
@@ -702,14 +722,14 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
 # With more ranks along `tp` each computes less, but sends a little more. So the part of a step that is spent waiting
 # grows. This is why one does not simply put all ranks there. A second axis takes the others.
 #
-# Along `data` FSDP shards what tensor parallelism leaves to a rank. To FSDP that is a thinner model: each inner width is
-# divided by the ranks along `tp`, and all of lab 2's formulas hold.
+# Along `data` FSDP shards what tensor parallelism leaves to a rank. To FSDP that is a thinner model: each inner width
+# is divided by the ranks along `tp`, and all of lab 2's formulas hold.
 #
 # ### Exercise 7: which axis does it run on? (•, 4 minutes)
 #
-# Take section 2's run, 2 × 2 ranks. How often does each collective run in a step, and along which axis? Return a dict. A
-# key is an axis, a slash and a collective, such as `"tp/all_gather"`. There are three MLPs, each a unit of FSDP. Leave
-# out what does not happen.
+# Take section 2's run, 2 × 2 ranks. How often does each collective run in a step, and along which axis? Return a dict.
+# A key is an axis, a slash and a collective, such as `"tp/all_gather"`. There are three MLPs, each a unit of FSDP.
+# Leave out what does not happen.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -798,9 +818,9 @@ claim("the square sends least", min(totals, key=totals.get) == labels[2])
 # %% [markdown]
 # ### Memory (optional, 4 minutes)
 #
-# What does a rank hold at its peak, the moment when it holds most? For FSDP's share lab 2's ledger walks through the step
-# of the thinner model. With TP alone the peak lies where the backward pass begins: all activations are there, and the
-# gradient of the loss needs four tensors of the output's size while it is worked out (*temporary*).
+# What does a rank hold at its peak, the moment when it holds most? For FSDP's share lab 2's ledger walks through the
+# step of the thinner model. With TP alone the peak lies where the backward pass begins: all activations are there, and
+# the gradient of the loss needs four tensors of the output's size while it is worked out (*temporary*).
 
 # %%
 expected = {}
@@ -816,9 +836,9 @@ _ = plots.breakdown(
 # *Peak memory of a rank. Every prediction is within 2 % of the measurement. FSDP alone pays for gathered parameters and
 # communication buffers, TP alone for activations; the square needs least.*
 #
-# TP alone keeps every sample on every rank: between the pairs all four hold the same activations. FSDP alone gathers whole
-# layers. The square does half of each. It depends on the sizes: by the same formulas FSDP alone sends least with four
-# times the samples, and TP alone with layers four times as wide.
+# TP alone keeps every sample on every rank: between the pairs all four hold the same activations. FSDP alone gathers
+# whole layers. The square does half of each. It depends on the sizes: by the same formulas FSDP alone sends least with
+# four times the samples, and TP alone with layers four times as wide.
 
 # %% tags=["claim"]
 peaks = {labels[tp]: result.value("peak_total_bytes") for tp, result in runs.items()}
@@ -840,26 +860,19 @@ for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
 #
 # **core, 14 minutes**
 #
-# Bytes are not time. Bytes along `data` can travel while a rank computes. Those along `tp` are waited for, but on faster
-# links. So compare times.
+# Bytes are not time. Bytes along `data` can travel while a rank computes. Those along `tp` are waited for, but on
+# faster links. So compare times.
 #
 # Take one pair, of width d and inner width h, and T tokens on a rank.
 #
-# - Arithmetic: a step takes 6 operations for each number of the two weights and each token, and a rank has 1/tp of them:
-#   `12 d h T / tp / F` seconds, with F operations a second.
+# - Arithmetic: a step takes 6 operations for each number of the two weights and each token, and a rank has 1/tp of
+#   them: `12 d h T / tp / F` seconds, with F operations a second.
 # - Messages: two all-reduces, one forward and one backward, of T d numbers of b bytes. On the wire each takes
 #   2 (tp - 1) / tp of that: `4 (tp - 1) / tp * b T d / B` seconds, with B bytes a second.
 #
-# Divide the second by the first, and T and d drop out:
-#
-# > messages / arithmetic = (tp - 1) · b · F / (3 · h · B)
-#
-# With FSDP the batch decided (lab 2). Here it is the **inner width**: a wide layer can be shared by many ranks, a narrow
-# one by few.
-#
 # ### Exercise 8: what the messages cost (••, 5 minutes)
 #
-# Write it as a function: the time of the messages as a part of the time of the arithmetic.
+# Return the time of the messages as a part of the time of the arithmetic. `inner` is h. Which of the letters drop out?
 #
 # <details><summary>Hint</summary>
 #
@@ -881,13 +894,20 @@ def message_share(inner: int, tp: int, flops_per_s: float, wire_bytes_per_s: flo
 checks.message_share(message_share)
 
 # %% [markdown]
-# **Worked once.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is a
-# good result in training: F = 400 · 10¹². NVLink moves 450 GB/s in each direction. GPT-3 has an inner width of 49,152.
-# Eight GPUs share it: 7 · 2 · 400 · 10¹² / (3 · 49,152 · 450 · 10⁹) = 0.084. The messages cost 8 % of the arithmetic. In a
-# model with an inner width of 4,096 they cost as much as the arithmetic itself.
+# T and d drop out:
 #
-# **Asked once.** Sixteen GPUs in two hosts share GPT-3's layers. Each host has a single network card of 50 GB/s, which the
-# ring must cross, so that B is 50 GB/s. What do the messages cost now?
+# > messages / arithmetic = (tp - 1) · b · F / (3 · h · B)
+#
+# With FSDP the batch decided (lab 2). Here it is the **inner width**: a wide layer can be shared by many ranks, a
+# narrow one by few.
+#
+# **Worked once.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is
+# a good result in training: F = 400 · 10¹². NVLink moves 450 GB/s in each direction. GPT-3 has an inner width of
+# 49,152. Eight GPUs share it: 7 · 2 · 400 · 10¹² / (3 · 49,152 · 450 · 10⁹) = 0.084. The messages cost 8 % of the
+# arithmetic. In a model with an inner width of 4,096 they cost as much as the arithmetic itself.
+#
+# **Asked once.** Sixteen GPUs in two hosts share GPT-3's layers. Each host has a single network card of 50 GB/s, which
+# the ring must cross, so that B is 50 GB/s. What do the messages cost now?
 
 # %% tags=["commit"]
 mine = commit(two_hosts=None)
@@ -917,7 +937,7 @@ claim(
 
 # %% tags=["nbval-ignore-output"]
 alone = labkit.run("two_dim", nproc=1, tp=1, **{name: SETUP[name] for name in ("dim", "batch")}, steps=5)
-numbers = sum(2 * width * inner for width, inner in PAIRS)
+numbers = sum(2 * width * inner for width, inner in PAIRS)  # of all weights
 speed = 6 * numbers * 8 * BATCH / ((alone.value("forward_ms") + alone.value("backward_ms")) / 1e3) / RANKS
 sizes = {"message_bytes": (2**12, 2**18, 2**22), "total_bytes": 2**12, "pieces": (1,), "repeats": 15}
 fitted = fit(message_times(labkit.run("all_reduce", nproc=2, **sizes)).to_dict())
@@ -934,19 +954,26 @@ print(
     f"so a step of 2 x 2 has {1e3 * here['compute']:.1f} ms of arithmetic, "
     f"and {1e3 * here['tp']:.1f} ms of messages along tp, of which {1e3 * latency_s:.1f} ms are latency"
 )
+took_ms = {"PyTorch's plan": square.value("step_ms"), "section 5's layers": own.value("step_ms")}
+print("measured steps: " + ", ".join(f"{step_ms:.0f} ms with {how}" for how, step_ms in took_ms.items()))
+
+# %% tags=["claim"]
+claim("the real steps take longer", min(took_ms.values()) > 1e3 * sum(here.values()))
 
 # %% [markdown]
-# The four ranks share two cores, and each number moves from run to run. On so small a network latency is often a large part of
-# the messages' time, and exercise 8's formula leaves it out. With more tokens bytes and arithmetic grow, and latency does not.
+# *The real steps take longer than arithmetic and messages together.* Four ranks share two cores, and on tensors as small
+# as these PyTorch's own work for every operation outweighs the arithmetic. Latency is often the larger part of the
+# messages' time here, and exercise 8's formula leaves it out. With more tokens, bytes and arithmetic grow, and latency
+# does not.
 #
 # ### How many ranks along tp?
 #
-# Now a whole step, both axes, on a cluster: 64 H100s in eight hosts, with a card of 50 GB/s for *each* GPU. The network has
-# 32 MLPs of width 4096, and a step takes 64 texts of 2048 tokens, in bfloat16. Two links:
+# Now a whole step, both axes, on a cluster: 64 H100s in eight hosts, with a card of 50 GB/s for *each* GPU. The network
+# has 32 MLPs of width 4096, and a step takes 64 texts of 2048 tokens, in bfloat16. Two links:
 #
 # - Along `tp`, inside a host: NVLink, 450 GB/s. With 16 ranks along `tp`, two hosts.
-# - Along `data`, between hosts. Rings run side by side, one for each card. A group that has k GPUs in a host has k of its
-#   eight cards to itself. With one rank along `tp`, k is 8; with two it is 4; from eight on it is 1.
+# - Along `data`, between hosts. Rings run side by side, one for each card. A group that has k GPUs in a host has k of
+#   its eight cards to itself. With one rank along `tp`, k is 8; with two it is 4; from eight on it is 1.
 #
 # Latency is left out: data sheets do not give it, and these messages are large.
 
@@ -971,9 +998,9 @@ _ = plots.step_times(panels, sent=wires, xlabel="ranks along tp, of 64")
 
 # %% [markdown]
 # *Theory alone. Left: bytes that a rank puts on the wire; four ranks along* `tp` *send least, half of what one sends.
-# Middle and right: a step's time. The computing is the same everywhere. Along* `data` *it takes nearly the same time from 1
-# to 8. With every more rank along* `tp` *a step takes longer, whether data is hidden or not. With data hidden, FSDP alone
-# waits for nothing.*
+# Middle and right: a step's time. The computing is the same everywhere. Along* `data` *it takes nearly the same time
+# from 1 to 8. The more ranks along* `tp`*, the longer a step takes, whether data is hidden or not. With data hidden,
+# FSDP alone waits for nothing.*
 
 # %% tags=["claim"]
 bytes_by_tp = {tp: sum(parts.values()) for tp, parts in wires.items()}
@@ -984,26 +1011,27 @@ by_data = [seconds[tp]["data"] for tp in ("1", "2", "4", "8")]
 claim("along data nearly the same time from 1 to 8", max(by_data) / min(by_data) < 1.15)
 for bars in panels.values():
     times = [sum(parts.values()) for parts in bars.values()]
-    claim("a step takes longer with every more rank", times == sorted(times))
+    claim("the more ranks along tp, the longer a step takes", times == sorted(times))
 claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidden behind computing"]["1"]["data"] == 0)
 
 # %% [markdown]
 # Three things are worth a thought.
 #
 # - The bytes mislead. They add a slow and hidden byte to a fast and exposed one.
-# - Along `data` the time hardly depends on `tp`. A host needs all parameters, however its GPUs share them, and all of them
-#   come in through the same eight cards.
-# - So `tp` does not make the step faster here. It makes steps **possible**: with 16 texts instead of 64, one or two ranks
-#   along `tp` cannot be had at all, and a long text's activations may not fit on one GPU.
+# - Along `data` the time hardly depends on `tp`. A host needs all parameters, however its GPUs share them, and all of
+#   them come in through the same eight cards.
+# - So `tp` does not make the step faster here. It makes steps **possible**: with 16 texts instead of 64, one or two
+#   ranks along `tp` cannot be had at all, and a long text's activations may not fit on one GPU.
 #
-# Hence the rule: **take the smallest `tp` that batch and memory allow, and stay inside a host.** It must also divide the
-# inner widths and the attention heads (section 9). Then check the cost, with the alpha and beta of your links: for each pair,
-# `2 (alpha + b T d · beta)` against `12 d h T / (tp F)`, where beta is for a byte handed to the all-reduce. For many tokens
-# alpha drops out, and this is exercise 8. For few, as when a model writes one token after another, alpha decides.
+# Hence the rule: **take the smallest `tp` that batch and memory allow, and stay inside a host.** It must also divide
+# the inner widths and the attention heads (section 9). Then check the cost, with the alpha and beta of your links: for
+# each pair, `2 (alpha + b T d · beta)` against `12 d h T / (tp F)`, where beta is for a byte handed to the all-reduce.
+# For many tokens alpha drops out, and this is exercise 8. For few, as when a model writes one token after another,
+# alpha decides.
 #
 # Can the messages along `tp` hide after all? In part. Megatron-LM computes the weight's gradient while the backward
-# all-reduce travels. PyTorch can cut a product into pieces and send each while the next is computed (*asynchronous TP*). The
-# figure is for a stack without any of this.
+# all-reduce travels. PyTorch can cut a product into pieces and send each while the next is computed (*asynchronous
+# TP*). The figure is for a stack without any of this.
 
 # %% [markdown]
 # ## 9. A real block: attention, embedding, loss
@@ -1012,14 +1040,14 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 #
 # ### How is attention cut? By heads
 #
-# An attention layer projects each token to a query, a key and a value, and cuts these into **heads**. Each head mixes the
-# values of the tokens by itself. So heads are to attention what inner features are to an MLP: give each rank some of them.
-# Query, key and value are colwise, the projection behind is rowwise, and one all-reduce adds up the parts. There is a softmax
-# in between. It sums over tokens, inside a head, and each rank has all tokens.
+# An attention layer projects each token to a query, a key and a value, and cuts these into **heads**. Each head mixes
+# the values of the tokens by itself. So heads are to attention what inner features are to an MLP: give each rank some
+# of them. Query, key and value are colwise, the projection behind is rowwise, and one all-reduce adds up the parts.
+# There is a softmax in between. It sums over tokens, inside a head, and each rank has all tokens.
 #
-# So the number of heads must be a multiple of `tp`. (With grouped queries, several heads share a key and a value: then the
-# number of those counts. Llama 3 has 8.) And the code that cuts features into heads must know that a rank has fewer of them.
-# If it insists on the number of heads, it runs without an error, and cuts heads that are too small:
+# So the number of heads must be a multiple of `tp`. (With grouped queries, several heads share a key and a value: then
+# the number of those counts. Llama 3 has 8.) And the code that cuts features into heads must know that a rank has fewer
+# of them. If it insists on the number of heads, it runs without an error, and cuts heads that are too small:
 
 # %%
 HEADS, SIZE = 4, 2
@@ -1041,16 +1069,16 @@ for name, shape in {"heads of 2 features": (-1, SIZE), "4 heads": (HEADS, -1)}.i
 # %% [markdown]
 # ### Exercise 9: a block's plan (••, 7 minutes)
 #
-# This block has what those of language models have: attention, and a *gated* MLP, in which one layer opens and closes the
-# other's features. (Norms are left out. They treat each token alone, and every rank does the same.)
+# This block has what those of language models have: attention, and a *gated* MLP, in which one layer opens and closes
+# the other's features. (Norms are left out. They treat each token alone, and every rank does the same.)
 
 # %%
 print(inspect.getsource(two_dim.Block.forward))
 
 # %% [markdown]
-# Write its plan: a dict from the names `query`, `key`, `value`, `out`, `gate`, `up` and `down` to `ColwiseParallel()` or
-# `RowwiseParallel()`. It runs on 2 × 2 ranks, in other processes; whatever it uses of this notebook is copied there. Four
-# all-reduces along `tp` are enough for a step.
+# Write its plan: a dict from the names `query`, `key`, `value`, `out`, `gate`, `up` and `down` to `ColwiseParallel()`
+# or `RowwiseParallel()`. It runs on 2 × 2 ranks, in other processes; whatever it uses of this notebook is copied there.
+# Four all-reduces along `tp` are enough for a step.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -1076,29 +1104,31 @@ def block_plan() -> dict[str, object]:
 checks.block_plan(block_plan)
 
 # %% [markdown]
-# Why four, and not three? Forward there are two, one behind each pair. Backward, `gate` and `up` have the same input, and
-# PyTorch's plan sums the gradient of each by itself. Query, key and value are spared: their input here are the samples. In a
-# deeper model they would cost three more. Megatron-LM makes one matrix of such layers, with one all-reduce. In PyTorch,
-# `PrepareModuleInput` for the module around them does the same.
+# Why four, and not three? Forward there are two, one behind each pair. Backward, `gate` and `up` have the same input,
+# and PyTorch's plan sums the gradient of each by itself. Query, key and value are spared: their input here are the
+# samples. In a deeper model they would cost three more. Megatron-LM makes one matrix of such layers, with one
+# all-reduce. In PyTorch, `PrepareModuleInput` for the module around them does the same.
 #
 # ### How are embedding and loss cut?
 #
-# An **embedding** is a table with a row for each word of the vocabulary. Cut it by rows: a rank looks up the words that it
-# has, takes zeros for the others, and an all-reduce adds up. In PyTorch that is `RowwiseParallel`. It must be told that the
-# token ids come whole: `input_layouts=Replicate()`.
+# An **embedding** is a table with a row for each word of the vocabulary. Cut it by rows: a rank looks up the words that
+# it has, takes zeros for the others, and an all-reduce adds up. In PyTorch that is `RowwiseParallel`. The **last layer**
+# makes a *logit* for each word: cut it colwise, and each rank has the logits of its words.
 #
-# The **last layer** makes a *logit* for each word: cut it colwise. Left so, each rank has the logits of its words. To get
-# them whole, say `output_layouts=Replicate()`.
+# Now the two ends of such a layer matter. In a plan, `input_layouts` says how its input *is* laid out when it arrives,
+# and `output_layouts` how the output *shall* leave: `Replicate()` is whole, `Shard(-1)` is cut along the last
+# dimension. If you say nothing, a colwise layer takes `Replicate()` and leaves `Shard(-1)`, and a rowwise layer the
+# other way round.
 #
 # ### Exercise 10: both ends (••, 5 minutes)
 #
-# Write the plan for `embed`, an `nn.Embedding`, and `head`, an `nn.Linear`. Token ids come in whole, and whole logits shall
-# come out.
+# Write the plan for `embed`, an `nn.Embedding`, and `head`, an `nn.Linear`. Token ids come in whole, and whole logits
+# shall come out.
 #
 # <details><summary>Hint</summary>
 #
-# A plan says by `input_layouts` how a layer's input is laid out when it arrives, and by `output_layouts` how the output shall
-# leave. By default a rowwise layer believes that its input comes cut, and a colwise one leaves its output cut.
+# By default a rowwise layer believes that its input comes cut, and a colwise one leaves its output cut. Neither is so
+# here.
 #
 # </details>
 
@@ -1117,9 +1147,9 @@ def words_plan() -> dict[str, object]:
 checks.words_plan(words_plan)
 
 # %% [markdown]
-# Whole logits are large: with Llama 3's 128,256 words, a text of 8,192 tokens has 4.2 GB of them in float32. They need not be
-# put together. The **cross-entropy** of a token needs three numbers from all ranks: the largest logit, the sum of the
-# exponentials, and the logit of the right word. `loss_parallel` does that, with logits that stay cut:
+# Whole logits are large: with Llama 3's 128,256 words, a text of 8,192 tokens has 4.2 GB of them in float32. They need
+# not be put together. The **cross-entropy** of a token needs three numbers from all ranks: the largest logit, the sum
+# of the exponentials, and the logit of the right word. `loss_parallel` does that, with logits that stay cut:
 
 # %%
 # %%torchrun -n 2
@@ -1143,21 +1173,22 @@ right = torch.allclose(cut.grad.full_tensor(), logits.grad)
 f"the gradient is right: {right}; collectives: {sum(counted.get_comm_counts().values())}"
 
 # %% [markdown]
-# In a plan the last layer then is `ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)`: the logits stay a
-# DTensor. In your own script, the loss and its backward pass stand inside `with loss_parallel():`.
+# In a plan the last layer then is `ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)`: the logits stay
+# a DTensor. In your own script, the loss and its backward pass stand inside `with loss_parallel():`.
 
 # %% [markdown]
 # ## 10. Cut the sequence, too
 #
 # **optional, 10 minutes**
 #
-# TP leaves the activations between the pairs whole on every rank. What happens there, such as ReLU, norm or dropout, treats
-# each token alone. So each rank could keep only its share of the tokens. This is **sequence parallelism**.
+# TP leaves the activations between the pairs whole on every rank. What happens there, such as ReLU, norm or dropout,
+# treats each token alone. So each rank could keep only its share of the tokens. This is **sequence parallelism**.
 #
-# An all-reduce is a reduce-scatter followed by an all-gather (lab 0). Split it: reduce-scatter behind a pair, all-gather in
-# front of the next. Each puts half of an all-reduce's bytes on the wire. Our three pairs had five all-reduces, that is ten
-# halves. Now there are five reduce-scatters and five all-gathers, ten halves as well. But the samples come in whole and the
-# result goes out whole, and each of these two ends costs one all-gather more: twelve halves.
+# An all-reduce is a reduce-scatter followed by an all-gather (lab 0). Split it: reduce-scatter behind a pair,
+# all-gather in front of the next. Each puts half of an all-reduce's bytes on the wire. Our three pairs had five
+# all-reduces, that is ten halves. Now there are five reduce-scatters and five all-gathers, ten halves as well. But the
+# samples come in whole and the result goes out whole, and each of these two ends costs one all-gather more: twelve
+# halves.
 
 # %%
 halves = {}
@@ -1177,9 +1208,9 @@ claim("twelve halves instead of ten", abs(halves["sequence cut"] / halves["seque
 # %% [markdown]
 # In a stack of many layers, two more do not matter.
 #
-# And the memory? Here it pays to look closely. `ColwiseParallel` keeps the input that it has gathered, because the gradient of
-# its weight needs it. In a stack of bare MLPs that costs more than is gained. It pays off with activation checkpointing,
-# where a pair keeps only its own tokens of the input, and gathers the others again.
+# And the memory? Here it pays to look closely. `ColwiseParallel` keeps the input that it has gathered, because the
+# gradient of its weight needs it. In a stack of bare MLPs that costs more than is gained. It pays off with activation
+# checkpointing, where a pair keeps only its own tokens of the input, and gathers the others again.
 
 # %%
 rows = {}
@@ -1207,8 +1238,8 @@ forecast = {
 _ = plots.breakdown(forecast, sequence)
 
 # %% [markdown]
-# *Peak memory of a rank. With the sequence cut, activations are fewer: between the pairs a rank keeps a quarter of the tokens.
-# All else stays as it was, and every prediction is within 2 % of the measurement.*
+# *Peak memory of a rank. With the sequence cut, activations are fewer: between the pairs a rank keeps a quarter of the
+# tokens. All else stays as it was, and every prediction is within 2 % of the measurement.*
 
 # %% tags=["claim"]
 held = {label: result.value("peak_activation_bytes") for label, result in sequence.items()}
@@ -1231,8 +1262,9 @@ plots.table(sequence["sequence cut"], predicted_cut)
 #
 # **optional, 14 minutes**
 #
-# Somebody wanted to cut the sequence between the MLPs of our stack. `Shard(1)` is the dimension of tokens. **The next verdict
-# is meant to be red.**
+# Somebody wanted to cut the sequence between the MLPs of our stack. In a plan, `input_layouts` says how a layer's input
+# *is* laid out when it arrives, and `output_layouts` how the output *shall* leave. `Shard(1)` is cut along the tokens.
+# **The next verdict is meant to be red.**
 
 
 # %%
@@ -1250,13 +1282,13 @@ checks.stack_plan(broken_plan)
 # The output is right on every rank, and so is the loss of the first step. But each gradient is twice as large as it
 # should be.
 #
-# The samples come in whole on every rank of `tp`. The plan says that they are cut. So PyTorch takes two copies of a text for
-# two halves of a longer one, computes everything twice, and adds up the gradients of both.
+# The samples come in whole on every rank of `tp`. The plan says that they are cut. So PyTorch takes two copies of a
+# text for two halves of a longer one, computes everything twice, and adds up the gradients of both.
 #
 # ### The loss hides it
 #
-# Does training show it? Both plans train the stack with Adam. Before you run: by how much, in percent, does the loss of the
-# wrong plan differ after ten steps?
+# Does training show it? Both plans train the stack with Adam. Before you run: by how much, in percent, does the loss of
+# the wrong plan differ after ten steps?
 
 # %% tags=["commit"]
 mine = commit(percent=None)
@@ -1278,21 +1310,22 @@ print(
 _ = plots.loss_difference({"every gradient twice as large": doubled}, pairwise, name="the right plan")
 
 # %% [markdown]
-# *How far the wrong plan's loss is from the right one's, as a part of it. It stays below a thousandth in all these steps.*
+# *How far the wrong plan's loss is from the right one's, as a part of it. It stays below a thousandth in all these
+# steps.*
 
 # %% tags=["claim"]
 claim("below a thousandth in all these steps", apart.max() < 0.1)
 
 # %% [markdown]
-# Adam divides each gradient's running mean by its running size. A factor in all gradients drops out, but for the tiny ε in the
-# denominator. So the curve looks right. With SGD, with clipping of gradients, or with weight decay inside the gradient, the
-# same plan would train differently. A check of the loss would not have found it. Compare gradients, and count what was
-# compared.
+# Adam divides each gradient's running mean by its running size. A factor in all gradients drops out, but for the tiny ε
+# in the denominator. So the curve looks right. With SGD, with clipping of gradients, or with weight decay inside the
+# gradient, the same plan would train differently. A check of the loss would not have found it. Compare gradients, and
+# count what was compared.
 #
 # ### Exercise 11: repair it (•••, 8 minutes)
 #
-# Write a plan that is right. Between the MLPs the sequence shall stay cut. `input_layouts` says how a layer's input *is* laid
-# out when it arrives, and `output_layouts` how the output shall leave. It runs in other processes, as above.
+# Write a plan that is right. Between the MLPs the sequence shall stay cut. The samples come in whole, and the result
+# shall go out whole. Your plan runs in other processes, as above.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -1327,9 +1360,9 @@ checks.stack_plan(repaired_plan)
 #
 # **optional, 10 minutes**
 #
-# Where memory is no concern, gradients can be averaged along `data` as in plain data parallelism (DDP): every rank keeps its
-# thin model whole, and one all-reduce averages. DDP comes as `replicate`, which changes a model in place. Is it enough to
-# write `replicate` where section 2 has `fully_shard`? Look at `parameters()`.
+# Where memory is no concern, gradients can be averaged along `data` as in plain data parallelism (DDP): every rank
+# keeps its thin model whole, and one all-reduce averages. DDP comes as `replicate`, which changes a model in place. Is
+# it enough to write `replicate` where section 2 has `fully_shard`? Look at `parameters()`.
 
 # %%
 # %%torchrun -n 4
@@ -1353,25 +1386,25 @@ model(torch.randn(3, 4)).sum().backward()
 f"parameters: {before} before the first forward pass, {len(list(model.parameters()))} after it"
 
 # %% [markdown]
-# The parameters are gone. DDP knows no DTensors. So `replicate` makes plain parameters of them, for DDP, and before each
-# forward pass it puts DTensors made from these into the modules, as ordinary attributes
+# The parameters are gone. DDP knows no DTensors. So `replicate` makes plain parameters of them, for DDP, and before
+# each forward pass it puts DTensors made from these into the modules, as ordinary attributes
 # ([pytorch#152712](https://github.com/pytorch/pytorch/issues/152712)). There is no error. But a test that goes through
 # `parameters()` afterwards compares nothing, and passes, and a checkpoint of the model is empty.
 #
-# labkit works around it with a wrapper, `PlainParameters`. It keeps this rank's shards as plain parameters, which DDP takes
-# as they are. In every forward pass it makes DTensors of them for this one call:
+# labkit works around it with a wrapper, `PlainParameters`. It keeps this rank's shards as plain parameters, which DDP
+# takes as they are. In every forward pass it makes DTensors of them for this one call:
 
 # %%
 print(inspect.getsource(PlainParameters.forward))
 print(inspect.getsource(PlainParameters.as_dtensors))
 
 # %% [markdown]
-# Your own layers of section 5 need no workaround: their parameters are plain. (PyTorch has a newer `replicate`, made of FSDP's
-# parts, in `torch.distributed._composable.replicate_with_fsdp`. It takes DTensors and keeps the parameters. The underscore says
-# that it may still change.)
+# Your own layers of section 5 need no workaround: their parameters are plain. (PyTorch has a newer `replicate`, made of
+# FSDP's parts, in `torch.distributed._composable.replicate_with_fsdp`. It takes DTensors and keeps the parameters. The
+# underscore says that it may still change.)
 #
-# Here it is, measured. **This run has another model**, the four linear layers of lab 4: two pairs, with no ReLU. A sample has one
-# token there, so on the 2 × 2 mesh a rank works on `BATCH / 2` tokens.
+# Now DDP along `data`, measured. **This run has another model**, the four linear layers of lab 4: two pairs, with no ReLU. A
+# sample has one token there, so on the 2 × 2 mesh a rank works on `BATCH / 2` tokens.
 
 # %%
 replicated = labkit.run("two_dim", plan="ddp_tp", **SETUP)
@@ -1380,11 +1413,11 @@ predicted_ddp = theory.collectives(chain, BATCH // MESHES[2]["data"], **MESHES[2
 plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 
 # %% [markdown]
-# All gradients travel in one all-reduce along `data`: they fit into one bucket, as lab 4 explains. Along `tp` there are two
-# all-reduces forward and one backward.
+# All gradients travel in one all-reduce along `data`: they fit into one bucket, as lab 4 explains. Along `tp` there are
+# two all-reduces forward and one backward.
 #
-# What does FSDP save against DDP on the same mesh? It divides parameters, gradients and Adam's means by the number of ranks
-# along `data`. By theory, for this lab's stack:
+# What does FSDP save against DDP on the same mesh? It divides parameters, gradients and Adam's means by the number of
+# ranks along `data`. By theory, for this lab's stack:
 
 # %%
 plans = ("ddp_tp", "fsdp_tp")
@@ -1394,8 +1427,8 @@ pandas.DataFrame.from_dict(states, orient="index")
 # %% [markdown]
 # ### What to expect on GPUs (2 minutes)
 #
-# - The same program runs unchanged, over NCCL: `labkit.run("two_dim", nproc=4, preset="paper")`. Counts and bytes should be the
-#   same; no GPU run is recorded yet.
+# - The same program runs unchanged, over NCCL: `labkit.run("two_dim", nproc=4, preset="paper")`. Counts and bytes
+#   should be the same; no GPU run is recorded yet.
 # - `tp` belongs inside a host, and is seldom larger than 8. FSDP gathers ahead along `data`, on streams of its own.
 # - A third axis can follow, such as pipeline stages. The method stays: predict each axis by itself.
 #
@@ -1432,8 +1465,8 @@ pandas.concat(tables)
 #
 # <details><summary>1. Why is the first layer of a pair cut colwise and the second rowwise, and not the other way round?</summary>
 #
-# Rowwise first would need an all-reduce before the ReLU, since the ReLU of a sum is not the sum of the ReLUs. Colwise first lets each
-# rank go on with its features.
+# Rowwise first would need an all-reduce before the ReLU, since the ReLU of a sum is not the sum of the ReLUs. Colwise
+# first lets each rank go on with its features.
 #
 # </details>
 # <details><summary>2. A row-parallel layer on 8 ranks gives outputs that are off by the same vector everywhere. What do you look at?</summary>
@@ -1443,8 +1476,8 @@ pandas.concat(tables)
 # </details>
 # <details><summary>3. You double the texts on each rank. What happens to the part of a step that waits for tp? And for data?</summary>
 #
-# For tp it stays: messages and arithmetic both double. For data it shrinks: the parameters stay as large as they are, and there is
-# more to hide behind.
+# For tp it stays: messages and arithmetic both double. For data it shrinks: the parameters stay as large as they are,
+# and there is more to hide behind.
 #
 # </details>
 # <details><summary>4. A model has 32 heads, 8 of them for keys and values. Which tp are possible?</summary>
@@ -1462,11 +1495,12 @@ pandas.concat(tables)
 #
 # - Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019:
 #   https://arxiv.org/abs/1909.08053
-# - Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022: https://arxiv.org/abs/2205.05198
+# - Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
+#   https://arxiv.org/abs/2205.05198
 # - Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3: https://arxiv.org/abs/2407.21783
 # - PyTorch's tutorial: https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html, and its pages on
-#   `torch.distributed.tensor.parallel`: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html, and on meshes:
-#   https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html
+#   `torch.distributed.tensor.parallel`: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html, and on
+#   meshes: https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html
 # - NVIDIA's data sheet of the H100: https://www.nvidia.com/en-us/data-center/h100/
 # - In labkit: `labkit/parallel/small_tensor_parallel.py` (yours), `labkit/parallel/tensor_parallel.py` (the plans, and
 #   `PlainParameters`), `labkit/theory/two_dim.py` (the formulas), `labkit/rank/traffic.py` (counting by axis).
