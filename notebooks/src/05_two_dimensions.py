@@ -178,7 +178,7 @@ _ = plots.mesh(**MESHES[2])
 # %% [markdown]
 # *The ranks, 2 × 2. A blue row is a group along `tp`: the same samples, different features. An orange column is a group
 # along `data`: the same features, different samples. In each rank: the two weights of a pair. Pale and dark green: what
-# is this rank's along* `tp`*. Dark: what FSDP lets it keep of that. Each rank keeps a quarter of each weight.*
+# is this rank's along `tp`. Dark: what FSDP lets it keep of that. Each rank keeps a quarter of each weight.*
 
 # %% tags=["claim"]
 claim("two rows and two columns", MESHES[2] == {"data": 2, "tp": 2})
@@ -590,6 +590,7 @@ def parity(use: dict[str, object]) -> str:
     return f"{result.value('compared'):.0f} tensors compared with one device: {verdict}"
 
 
+print("yours:", ", ".join(working) or "none yet, labkit's in their place")
 right = parity(working)
 right
 
@@ -814,6 +815,9 @@ _ = plots.traffic(by_theory, by_count, results=list(runs.values()))
 totals = {label: sum(parts.values()) for label, parts in by_count.items()}
 claim("they agree", by_theory == by_count)
 claim("the square sends least", min(totals, key=totals.get) == labels[2])
+thin, whole = (theory.parameters(theory.rank_layers(PAIRS, tp)) for tp in (2, 1))
+claim("FSDP gathers half as many parameters", abs(thin / whole - 0.5) < 0.01)
+claim("TP sums activations of half as many samples", tokens(2) * RANKS == 2 * tokens(RANKS))
 
 # %% [markdown]
 # ### Memory (optional, 4 minutes)
@@ -847,6 +851,9 @@ claim("every prediction is within 2 %", all(abs(peaks[label] / sums[label] - 1) 
 claim("the square needs least", min(peaks, key=peaks.get) == labels[2])
 activations = {labels[tp]: result.value("peak_activation_bytes") for tp, result in runs.items()}
 claim("TP alone pays for activations", max(activations, key=activations.get) == "TP alone")
+parts_of = ("unsharded_parameter", "all_gather", "reduce_scatter")
+gathered = {tp: sum(runs[tp].value(f"peak_{part}_bytes") for part in parts_of) for tp in (1, 2)}
+claim("FSDP alone pays for gathered parameters and buffers", gathered[1] > 1.5 * gathered[2])
 for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
     wide = theory.mlp_pairs(width)
     wires = {
@@ -997,9 +1004,9 @@ panels = {
 _ = plots.step_times(panels, sent=wires, xlabel="ranks along tp, of 64")
 
 # %% [markdown]
-# *Theory alone. Left: bytes that a rank puts on the wire; four ranks along* `tp` *send least, half of what one sends.
-# Middle and right: a step's time. The computing is the same everywhere. Along* `data` *it takes nearly the same time
-# from 1 to 8. The more ranks along* `tp`*, the longer a step takes, whether data is hidden or not. With data hidden,
+# *Theory alone. Left: bytes that a rank puts on the wire; four ranks along `tp` send least, half of what one sends.
+# Middle and right: a step's time. The computing is the same everywhere. Along `data` it takes nearly the same time
+# from 1 to 8. The more ranks along `tp`, the longer a step takes, whether data is hidden or not. With data hidden,
 # FSDP alone waits for nothing.*
 
 # %% tags=["claim"]
