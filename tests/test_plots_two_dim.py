@@ -102,7 +102,7 @@ def test_a_pair_shows_numbers_that_follow_from_each_other():
 def test_a_steps_times_have_a_panel_a_way_and_one_scale():
     seconds = {"1": {"compute": 0.1, "tp": 0.0, "data": 0.05}, "2": {"compute": 0.1, "tp": 0.02, "data": 0.0}}
     first, second, third = plots.step_times({"off": seconds, "on": seconds}, sent={"1": {"data": 2e9}})
-    assert heights(first) == [(AXIS_COLOURS["data"], False, 2.0)]
+    assert heights(first) == [(AXIS_COLOURS["data"], True, 2.0)], "predicted, and so in a dashed frame"
     assert second.get_ylim() == third.get_ylim() and second.get_title() == "off"
     assert sorted(round(height, 6) for *_, height in heights(second)) == [20, 50, 100, 100]
     assert second.get_ylabel() == "one step of a rank, ms"

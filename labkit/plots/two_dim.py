@@ -166,6 +166,8 @@ def step_times(
 ) -> Sequence[Axes]:
     """Panels side by side, one a way of counting: stacked bars of a step's time by tp; before them, bytes by axis.
 
+    All of it is predicted, and so in dashed frames.
+
     Args:
         seconds: for each panel's title, by label, seconds of ``compute``, ``tp`` and ``data``.
         sent: bytes by axis, by label, for a first panel.
@@ -185,6 +187,8 @@ def step_times(
         ax.get_legend().remove()
         ax.set_title(title, fontsize=10)
         ax.set(xlabel=xlabel, ylabel="one step of a rank, ms", ylim=(0, 1.12 * highest))
+    for bar in (each for ax in axes for each in ax.patches):
+        bar.set(edgecolor="black", linestyle="--", linewidth=0.8 if bar.get_height() else 0.0)
     handles = [Rectangle((0, 0), 1, 1, color=SECONDS[part], label=MEANINGS[part]) for part in SECONDS]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     return axes

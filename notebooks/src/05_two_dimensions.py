@@ -239,7 +239,7 @@ claim("two means, and 4 bytes for each of 12 tensors", kept["optstate"] == 2 * k
 # rank that has some inner features needs only these rows of `first` and these columns of `second`.
 
 # %%
-x, first, second = [[1, 2]], [[1, 0], [0, 1], [1, 1], [1, -1]], [[1, 0, 2, 1], [0, 1, 1, 1]]
+x, first, second = [[1, 2]], [[1, 0], [0, 1], [1, 1], [0, -1]], [[1, 0, 2, 1], [0, 1, 0, 1]]
 _ = plots.pair(x, first, second)
 
 # %% [markdown]
@@ -249,7 +249,7 @@ _ = plots.pair(x, first, second)
 
 # %% tags=["claim"]
 numbers = [torch.tensor(each, dtype=torch.float) for each in (x, first, second)]
-claim("the parts add up to y", (relu(numbers[0] @ numbers[1].T) @ numbers[2].T).tolist() == [[7, 5]])
+claim("the parts add up to y", (relu(numbers[0] @ numbers[1].T) @ numbers[2].T).tolist() == [[7, 2]])
 
 # %% [markdown]
 # Why are these cuts called colwise and rowwise, the other way round? The names come from papers, which write x W. That
