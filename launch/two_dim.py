@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity             # equal to one device?
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp --check parity     # DDP x TP
 
+With `--layers yours` the layers are column_parallel's and row_parallel's, which a notebook may replace (`use=`).
 With `--tp 1` it is data parallelism alone, with `--tp 4` on four ranks tensor parallelism alone.
 """
 
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -24,6 +26,7 @@ from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
+from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel, SharedPairs, share_pairs
 from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel, stack_plan
 from labkit.parity import samples_and_seed
 from labkit.parity.two_dim import compare_training
@@ -39,6 +42,8 @@ class Config:
     plan: Literal["fsdp_tp", "ddp_tp"] = "fsdp_tp"
     """Along data: fsdp_tp shards the parameters of a stack of MLPs, which tensor_parallel_plan of use= can cut; ddp_tp
     replicates those of four linear layers."""
+    layers: Literal["dtensor", "yours"] = "dtensor"
+    """Who shares the matrices of fsdp_tp: PyTorch, by a plan; or column_parallel and row_parallel of use=."""
     seq: bool = False
     """Cut the sequence over tp between the MLPs, too (sequence parallel)."""
     checkpointing: bool = False
@@ -66,10 +71,31 @@ class Config:
             raise ValueError(f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan fsdp_tp")
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
+        if self.layers == "yours":
+            self._check_own_layers()
         even_share(self.batch, world_size // self.tp, "a batch of")
         even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")  # DDP cuts nothing
         if self.check == "parity" and self.compile:
             requirements.refuse_without_compiler()
+
+    def _check_own_layers(self) -> None:
+        """Refuse what layers of one's own do not do."""
+        if self.plan != "fsdp_tp" or self.seq or self.tp == 1:
+            raise ValueError("layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or more")
+        if self.check == "parity" and self.compile:
+            raise ValueError("layers yours are compared as they are, not compiled: use compile False")
+
+
+@rank.replaceable
+def column_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
+    """This rank's share of a pair's first layer, with parameters ``weight`` and ``bias``; the group shares it."""
+    return ColumnParallel(layer, group)
+
+
+@rank.replaceable
+def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
+    """This rank's share of a pair's second layer, with parameters ``weight`` and ``bias``; the group shares it."""
+    return RowParallel(layer, group)
 
 
 @rank.replaceable
@@ -109,15 +135,18 @@ def apply(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, comp
         if compile:
             apply_compile(model)
         return model
-    plan = tensor_parallel_plan(lab) if rank.is_given(tensor_parallel_plan) else None
-    apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
+    if config.layers == "yours":
+        share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
+    else:
+        plan = tensor_parallel_plan(lab) if rank.is_given(tensor_parallel_plan) else None
+        apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
     if compile:
         apply_compile(lab, lab.block_types)
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
-    return lab
+    return SharedPairs(lab, mesh["tp"]) if config.layers == "yours" else lab
 
 
 def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
@@ -125,7 +154,7 @@ def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
     lab = build(config, mesh, here.device)
     model = apply(config, mesh, lab)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tracked = [model, optimizer] if config.plan == "fsdp_tp" else []  # a tracker wants parameters that are leaves
+    tracked = [lab, optimizer] if config.plan == "fsdp_tp" else []  # a tracker wants parameters that are leaves
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
         inputs = samples_and_seed(lab, here.device, index, mesh["data"].get_local_rank())
         optimizer.zero_grad()

@@ -43,6 +43,7 @@ IN_THE_NOTEBOOK = [
     (two_dim.parts, ()),
     (two_dim.tp_bytes, ()),
     (two_dim.collectives, "counted"),
+    (two_dim.message_share, ()),
 ]
 
 ODD = [None, Fraction(1, 3), 10**5000, [10**5000], (10**5000, 1), float("nan"), "many", object(), numpy.arange(3)]

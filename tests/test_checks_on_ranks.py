@@ -34,7 +34,8 @@ ON_RANKS = {
         "given, dtype=None",
         "(torch.zeros_like(given, dtype=torch.int8),) if dtype is None else given[0].to(dtype)",
     ),
-    "gated_plan": (two_dim.gated_plan, "", "{}"),
+    "block_plan": (two_dim.block_plan, "", "{}"),
+    "row_parallel": (two_dim.row_parallel, "layer, group", "layer"),
     "stack_plan": (two_dim.stack_plan, "", "{}"),
 }
 """Checks on ranks: the parameters of their exercise, and a wrong answer that runs; None where there is none."""

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from labkit import plots
+from labkit.plots import style
 from labkit.plots.two_dim import AXIS_COLOURS
 from labkit.result import RunResult
 
@@ -24,7 +26,7 @@ def closed_figures():
 def test_every_rank_lies_in_one_group_of_each_axis(data, tp):
     ax = plots.mesh(data, tp)
     frames = {axis: [] for axis in AXIS_COLOURS}
-    for frame in ax.patches:
+    for frame in (each for each in ax.patches if isinstance(each, FancyBboxPatch)):
         colour = to_hex(frame.get_edgecolor()).upper()
         frames[next(axis for axis in AXIS_COLOURS if AXIS_COLOURS[axis] == colour)].append(frame.get_bbox())
     assert {axis: len(found) for axis, found in frames.items()} == {"tp": data, "data": tp}
@@ -52,7 +54,7 @@ def test_traffic_is_stacked_by_axis_predicted_beside_measured():
     }
     assert bottoms == {2.0}, "on top of what goes along tp"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["a", "b"]
-    assert ax.get_ylabel() == "sent by a rank in a step, MB"
+    assert ax.get_ylabel() == "on the wire from a rank in a step, MB"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["along tp", "along data", "predicted"]
     assert ax.figure.get_supxlabel() == "CPU · 4 ranks on 2 cores · mechanism, not speed · torch 9.9"
 
@@ -63,3 +65,46 @@ def test_traffic_of_theory_alone_has_no_stamp_and_the_unit_that_reads_best(size,
     assert ax.get_ylabel().endswith(unit) and ax.get_xlabel() == "ranks along tp"
     assert heights(ax) == ([(AXIS_COLOURS["data"], False, 5.0)] if size else [])
     assert ax.figure.get_supxlabel() == "" and len(ax.get_legend().get_texts()) == 2
+
+
+@pytest.mark.parametrize(("data", "tp"), [(2, 2), (1, 4), (3, 1)])
+def test_each_rank_of_a_mesh_keeps_its_own_piece_of_both_weights(data, tp):
+    ax = plots.mesh(data, tp)
+    boxes = [each for each in ax.patches if isinstance(each, Rectangle)]
+    whole = [each for each in boxes if not each.get_fill()]
+    dark = [each for each in boxes if to_hex(each.get_facecolor()).upper() == style.GREEN]
+    assert len(whole) == len(dark) == 2 * data * tp
+    for outline, own in zip(whole, dark, strict=True):
+        part = own.get_width() * own.get_height() / (outline.get_width() * outline.get_height())
+        assert part == pytest.approx(1 / (data * tp))
+    corners = {
+        (round(own.get_x() - out.get_x(), 6), round(own.get_y() - out.get_y(), 6)) for out, own in pieces(whole, dark)
+    }
+    assert len(corners) == data * tp, "no two ranks keep the same rows of the first weight"
+
+
+def pieces(whole, dark):
+    """Of the first weight of each pair."""
+    return list(zip(whole, dark, strict=True))[::2]
+
+
+def test_a_pair_shows_numbers_that_follow_from_each_other():
+    ax = plots.pair([[1, 2]], [[1, 0], [0, 1], [1, 1], [1, -1]], [[1, 0, 2, 1], [0, 1, 1, 1]])
+    shown = [text.get_text() for text in ax.texts]
+    assert [number for number in shown if number.lstrip("-").isdigit()] == [
+        *("1", "2", "1", "0", "0", "1", "1", "2", "1", "0", "0", "1", "1", "2"),
+        *("1", "2", "1", "1", "1", "-1", "3", "0", "2", "1", "1", "1", "6", "3"),
+        *("7", "5"),
+    ]
+    assert "first, rows 2–3, .T" in shown and "second, columns 0–1, .T" in shown
+
+
+def test_a_steps_times_have_a_panel_a_way_and_one_scale():
+    seconds = {"1": {"compute": 0.1, "tp": 0.0, "data": 0.05}, "2": {"compute": 0.1, "tp": 0.02, "data": 0.0}}
+    first, second, third = plots.step_times({"off": seconds, "on": seconds}, sent={"1": {"data": 2e9}})
+    assert heights(first) == [(AXIS_COLOURS["data"], True, 2.0)], "predicted, and so in a dashed frame"
+    assert second.get_ylim() == third.get_ylim() and second.get_title() == "off"
+    assert sorted(round(height, 6) for *_, height in heights(second)) == [20, 50, 100, 100]
+    assert second.get_ylabel() == "one step of a rank, ms"
+    (legend,) = first.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["computing", "along tp", "along data"]

@@ -13,11 +13,11 @@ from labkit.rank.meter import by_category, tracker_of
 from labkit.rank.traffic import CommunicationCounter
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
-from labkit.theory.collectives import wire_bytes
+from labkit.theory.collectives import AlphaBeta, wire_bytes
 from launch import two_dim
 
 DIM, BATCH = 16, 4
-PLACES, PAIRS = 8 * BATCH, theory.mlp_pairs(DIM)
+TOKENS, PAIRS = 8 * BATCH, theory.mlp_pairs(DIM)
 CPU = torch.device("cpu")
 
 
@@ -45,8 +45,8 @@ def test_a_step_sends_and_keeps_what_the_formulas_say(meshes, tp, cut, again):
     along = {axis: sent for axis, sent in counter.along.items() if axis}
     sent = {f"{axis}/{name}_count": count for axis, part in along.items() for name, count in part.counts.items()}
     sent |= {f"{axis}/{name}_bytes": size for axis, part in along.items() for name, size in part.bytes.items()}
-    assert sent == theory.collectives(PAIRS, PLACES, data=4 // tp, tp=tp, **how)
-    assert activations == theory.activation_bytes(PAIRS, PLACES, tp, **how) + 4, "and the loss"
+    assert sent == theory.collectives(PAIRS, TOKENS, data=4 // tp, tp=tp, **how)
+    assert activations == theory.activation_bytes(PAIRS, TOKENS, tp, **how) + 4, "and the loss"
 
 
 def test_one_pair_by_hand():
@@ -78,19 +78,76 @@ def test_a_rank_of_ddp_keeps_its_thin_model_whole():
 
 
 def test_on_the_wire_a_cut_sequence_costs_one_all_gather_more_at_each_end():
-    plain, cut = (theory.activations_sent(PAIRS, PLACES, 4, sequence_parallel=cut) for cut in (False, True))
+    plain, cut = (theory.activations_sent(PAIRS, TOKENS, 4, sequence_parallel=cut) for cut in (False, True))
     wire = [theory.wire_bytes(sent, data=1, tp=4) for sent in (plain, cut)]
     assert wire[0] == {"data": 0, "tp": wire_bytes("all_reduce", plain["tp/all_reduce_bytes"], 4)}
     assert wire[1]["tp"] == wire[0]["tp"] * 12 / 10
 
 
-def test_places_that_cannot_be_shared_are_refused():
+def test_tokens_that_cannot_be_shared_are_refused():
     for sent_or_kept in (theory.activations_sent, theory.activation_bytes):
         assert sent_or_kept([(8, 16)], 6, 4), "a whole sequence need not be shared"
-        with pytest.raises(ValueError, match="4 ranks cannot share places 6: 6 % 4 = 2"):
+        with pytest.raises(ValueError, match="4 ranks cannot share tokens 6: 6 % 4 = 2"):
             sent_or_kept([(8, 16)], 6, 4, sequence_parallel=True)
 
 
 def test_an_inner_width_that_cannot_be_shared_is_refused():
     with pytest.raises(ValueError, match="4 ranks cannot share the inner width 30: 30 % 4 = 2"):
         theory.rank_layers([(10, 30)], 4)
+
+
+@pytest.mark.parametrize("how", [{}, {"checkpointing": True}, {"checkpointing": True, "sequence_parallel": True}])
+def test_the_peak_of_tensor_parallelism_alone_lies_where_the_backward_pass_begins(meshes, how):
+    model = MLPStack(DIM, batch=32)  # activations outweigh parameters
+    config = two_dim.Config(
+        tp=4, seq=how.get("sequence_parallel", False), checkpointing=how.get("checkpointing", False)
+    )
+    two_dim.apply(config, meshes[4], model)
+    optimizer, inputs = torch.optim.Adam(model.parameters()), model.get_input(CPU)
+    model.get_loss(inputs, model(*inputs)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with tracker_of([model, optimizer]) as tracker:
+        model.get_loss(inputs, model(*inputs)).backward()
+    peak = {name: size for name, size in by_category(tracker, "peak", CPU).items() if size and name != "total"}
+    predicted = theory.line_peak(PAIRS, 8 * 32, 4, **how)
+    assert peak.keys() == predicted.keys()
+    assert all(abs(peak[name] - size) <= 64 for name, size in predicted.items()), "but for scalars of the loss"
+
+
+def test_a_wide_pair_is_cheap_to_share_and_tokens_do_not_matter():
+    share = theory.message_share(100, 4, flops_per_s=6e9, wire_bytes_per_s=1e6, number_bytes=4)
+    assert share == pytest.approx(3 * 4 * 6e9 / (3 * 100 * 1e6))
+    assert theory.message_share(100, 1, 6e9, 1e6, 4) == 0
+    pairs, link = [(8, 100)] * 1000, AlphaBeta(0.0, 1e-6)  # so many that the first one's missing all-reduce is nothing
+    for tokens in (7, 70):
+        seconds = theory.step_seconds(
+            pairs, tokens, data=1, tp=4, flops_per_s=6e9, links={"tp": link, "data": link}, number_bytes=4
+        )
+        assert seconds["tp"] / seconds["compute"] == pytest.approx(share, rel=1e-3)
+
+
+def test_a_step_by_hand():
+    links = {"tp": AlphaBeta(1.0, 0.5), "data": AlphaBeta(10.0, 0.25)}
+    seconds = theory.step_seconds([(2, 4)], 3, data=2, tp=2, flops_per_s=8.0, links=links, number_bytes=2)
+    assert seconds["compute"] == 6 * (2 * 2 * 4) / 2 * 3 / 8
+    assert seconds["tp"] == 1.0 + 0.5 * (3 * 2 * 2), "one all-reduce forward, none backward"
+    thin = 2 * 2 + 2 + 2 * 2 + 2  # a pair's numbers on a rank of tp
+    assert seconds["data"] == 3 * 10.0 + 0.25 * 3 * (thin * 2 / 2), "two all-gathers and a reduce-scatter"
+
+
+def test_only_data_hides_and_only_behind_computing():
+    seconds = {"compute": 3.0, "tp": 5.0, "data": 4.0}
+    assert theory.exposed_seconds(seconds, overlap=False) == seconds
+    assert theory.exposed_seconds(seconds, overlap=True) == {"compute": 3.0, "tp": 5.0, "data": 1.0}
+    assert theory.exposed_seconds(seconds | {"data": 2.0}, overlap=True)["data"] == 0
+
+
+def test_a_group_uses_as_many_cards_as_it_has_ranks_in_a_host():
+    card, inside = AlphaBeta(2.0, 1 / 50), AlphaBeta(1.0, 1 / 450)
+    assert theory.host_link(card, inside, 8, 1, 8) is inside
+    assert theory.host_link(card, inside, 4, 2, 8) is inside
+    for group, apart, cards in ((64, 1, 8), (32, 2, 4), (8, 8, 1), (4, 16, 1), (16, 1, 8)):
+        assert 1 / theory.host_link(card, inside, group, apart, 8).beta_s_per_byte == pytest.approx(50 * cards)
+    quick = AlphaBeta(0.0, 1 / 100)
+    assert theory.host_link(quick, inside, 64, 1, 8).beta_s_per_byte == inside.beta_s_per_byte, "not faster than inside"

@@ -39,7 +39,7 @@ def compiled():
     return verdicts(compile=True)
 
 
-MEASURED = [{}, {"seq": True, "checkpointing": True}, {"plan": "ddp_tp"}]
+MEASURED = [{}, {"seq": True, "checkpointing": True}, {"plan": "ddp_tp"}, {"layers": "yours"}]
 CHECKED = {"plan": "ddp_tp", "check": "parity", "compile": False}
 
 
@@ -149,6 +149,10 @@ def test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share(measured
         ({"batch": 3}, "2 ranks cannot share a batch of 3: 3 % 2 = 1"),
         ({"seq": True, "plan": "ddp_tp"}, "seq and checkpointing are for MLPs, and plan ddp_tp has none"),
         ({"checkpointing": True, "plan": "ddp_tp"}, "seq and checkpointing are for MLPs, and plan ddp_tp has none"),
+        ({"layers": "yours", "seq": True}, "layers yours share the pairs of plan fsdp_tp, with the sequence whole"),
+        ({"layers": "yours", "tp": 1}, "layers yours share the pairs of plan fsdp_tp"),
+        ({"layers": "yours", "plan": "ddp_tp"}, "layers yours share the pairs of plan fsdp_tp"),
+        ({"layers": "yours", "check": "parity"}, "layers yours are compared as they are, not compiled"),
         ({"seq": True, "tp": 1}, "seq cuts the sequence over tp, but tp is 1: take 2 or more"),
     ],
 )

@@ -286,6 +286,50 @@ def test_a_plan_cuts_the_stack():
         parity("two_dim", nproc=4, compile=False, use={"tensor_parallel_plan": columns_only})
 
 
+OWN_LAYERS = {"nproc": 4, "layers": "yours", "compile": False, "steps": 2}
+
+
+def own_layers():
+    """The learner's two layers, which use the two functions as the notebook does."""
+    functions = solved("05", "CopyToRanks", "SumOverRanks")
+    layers = solved("05", "ColumnParallel", "RowParallel")
+    for layer in layers.values():
+        layer.forward.__globals__.update(
+            copy_to_ranks=functions["CopyToRanks"].apply, sum_over_ranks=functions["SumOverRanks"].apply
+        )
+    return layers
+
+
+def test_the_learners_layers_train_the_stack_on_both_axes():
+    column, row = own_layers().values()
+    use = {"column_parallel": column, "row_parallel": row}
+    parity("two_dim", use=use, **OWN_LAYERS)
+    yours, ours = (
+        labkit.run("two_dim", nproc=4, device="cpu", dim=16, steps=2, **how)
+        for how in ({"layers": "yours", "use": use}, {})
+    )
+    assert losses(yours) == pytest.approx(losses(ours), rel=1e-5)
+    names = [name for name in ours.summary() if name.endswith(("_count", "_bytes")) and "/" in name]
+    assert "tp/all_reduce_bytes" in names
+    assert {name: yours.value(name) for name in names} == {name: ours.value(name) for name in names}
+
+
+def test_layers_that_forget_a_sum_or_add_the_bias_on_each_rank_fail_parity():
+    forgetful, bias_on_each_rank = (broken_layer(name) for name in ("Forgetful", "BiasOnEachRank"))
+    fails_parity("two_dim", use={"column_parallel": forgetful}, **OWN_LAYERS)
+    fails_parity("two_dim", use={"row_parallel": bias_on_each_rank}, **OWN_LAYERS)
+    with pytest.raises(RankFailed, match=r"layers\.0\.in_proj: one of 2 ranks needs a module with parameters"):
+        parity("two_dim", use={"column_parallel": lambda layer, group: layer}, **OWN_LAYERS)
+
+
+def broken_layer(name):
+    """A layer of the notebook's section "Break it"."""
+    (path,) = SOURCES.glob("05*.py")
+    (node,) = (each for each in ast.parse(path.read_text()).body if getattr(each, "name", "") == name)
+    text = "from labkit.parallel import small_tensor_parallel as ours\nfrom torch import nn\n" + ast.unparse(node)
+    return in_a_cell(f"<05 {name}>", text)[name]
+
+
 HELPER = 3
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.models.protocol import LabModel
 from labkit.parallel.compiling import graphs_compiled
 from labkit.parallel.ddp import backwards_traced, compiled_backward, fused
+from labkit.parallel.small_tensor_parallel import SharedPairs
 from labkit.parallel.tensor_parallel import PlainParameters
 from labkit.parity import training
 from labkit.parity.one_device import OneDevice, optimizer_of, samples_and_seed
@@ -102,7 +103,7 @@ def tensors_of(model: nn.Module) -> Tensors:
     Raises:
         ValueError: a parameter has no gradient.
     """
-    inner = model.model if isinstance(model, PlainParameters) else model
+    inner = model.model if isinstance(model, PlainParameters | SharedPairs) else model
     assert isinstance(inner, nn.Module)
     found: Tensors = []
     for what in ("gradient", "parameter"):
@@ -111,6 +112,6 @@ def tensors_of(model: nn.Module) -> Tensors:
         if without or not tensors:
             raise ValueError(f"nothing to compare: no gradient for {', '.join(without) or 'no parameters'}")
         shards = {name: tensor.clone() for name, tensor in tensors if tensor is not None}
-        whole = model.as_dtensors(shards) if isinstance(model, PlainParameters) else shards
+        whole = model.as_dtensors(shards) if isinstance(model, PlainParameters | SharedPairs) else shards
         found += [(f"{what} {name}", tensor) for name, tensor in whole.items()]
     return found

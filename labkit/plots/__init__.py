@@ -12,10 +12,11 @@ from labkit.plots.fsdp import breakdown, passes
 from labkit.plots.runs import latency, loss, memory, table
 from labkit.plots.spatial import convnext, halos, loss_difference, shards, strips_pay
 from labkit.plots.timelines import exposed, timeline
-from labkit.plots.two_dim import mesh, traffic
+from labkit.plots.two_dim import mesh, pair, step_times, traffic
 
 __all__ = [
     "batch_pays", "breakdown", "buckets", "bytes_against_error", "convnext", "exposed", "gather_costs",
     "gather_times", "halos", "held", "hook_memory", "latency", "loss", "loss_difference", "memory", "mesh",
-    "messages", "padded_shards", "passes", "pieces", "shards", "strips_pay", "table", "timeline", "traffic",
+    "messages", "padded_shards", "pair", "passes", "pieces", "shards", "step_times", "strips_pay", "table",
+    "timeline", "traffic",
 ]  # fmt: skip

@@ -5,10 +5,10 @@ A pair is two linear layers with bias, ``width`` to ``inner`` and back. Its inne
 what a rank of ``tp`` holds is simply a thinner model: their formulas are those of ``theory.fsdp``. In all formulas:
 
     pairs               width and inner features of every pair; all of one width where activations are counted
-    places              samples of a rank times their places
+    tokens              of a rank in a step: its samples times their places
     data, tp            lengths of these axes
     plan                fsdp_tp or ddp_tp
-    sequence_parallel   places between the pairs are shared out, too
+    sequence_parallel   tokens between the pairs are shared out, too
     checkpointing       each pair keeps its input only
 
 Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Korthikanti et al., "Reducing Activation
@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from labkit.theory import fsdp
+from labkit.theory.collectives import AlphaBeta
 from labkit.theory.sizes import even_share
 
 Pairs = Sequence[tuple[int, int]]
@@ -52,11 +53,11 @@ def rank_layers(pairs: Pairs, tp: int) -> list[fsdp.Layer]:
 
 
 def activations_sent(
-    pairs: Pairs, places: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+    pairs: Pairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
 ) -> dict[str, int]:
     """Collectives of one training step along ``tp``, and the bytes that a rank hands to them.
 
-    Forward, every pair adds its ranks' results up: an all-reduce of all places. Backward, every pair but the first adds
+    Forward, every pair adds its ranks' results up: an all-reduce of all tokens. Backward, every pair but the first adds
     up the gradients of its input; the first one's input are samples, which have no gradient.
 
     With sequence parallelism an all-reduce becomes a reduce-scatter behind a pair and an all-gather before the next.
@@ -64,18 +65,18 @@ def activations_sent(
     all-gathers more. A checkpointed pair repeats its forward pass, communication included.
 
     Raises:
-        ValueError: the ranks cannot share the places evenly.
+        ValueError: the ranks cannot share the tokens evenly.
     """
     if tp == 1:
         return {}
-    place_bytes, sums = fsdp.FLOAT * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
-    whole = places * place_bytes
+    token_bytes, sums = fsdp.FLOAT * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
+    whole = tokens * token_bytes
     if not sequence_parallel:
         return {"tp/all_reduce_count": sums, "tp/all_reduce_bytes": sums * whole}
     gathers = sums + 2
     return {
         "tp/all_gather_count": gathers,
-        "tp/all_gather_bytes": gathers * even_share(places, tp, "places") * place_bytes,
+        "tp/all_gather_bytes": gathers * even_share(tokens, tp, "tokens") * token_bytes,
         "tp/reduce_scatter_count": sums,
         "tp/reduce_scatter_bytes": sums * whole,
     }
@@ -95,12 +96,12 @@ def parameters_sent(pairs: Pairs, *, data: int, tp: int, plan: str = "fsdp_tp") 
     return {"data/all_reduce_bytes": fsdp.FLOAT * parameters(layers)}
 
 
-def collectives(pairs: Pairs, places: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool) -> dict[str, int]:
+def collectives(pairs: Pairs, tokens: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool) -> dict[str, int]:
     """All collectives of one training step by axis, by the names of ``result.value``: the two functions above.
 
     ``how`` is ``sequence_parallel`` and ``checkpointing``, both False by default.
     """
-    return activations_sent(pairs, places, tp, **how) | parameters_sent(pairs, data=data, tp=tp, plan=plan)
+    return activations_sent(pairs, tokens, tp, **how) | parameters_sent(pairs, data=data, tp=tp, plan=plan)
 
 
 def parameters(layers: Sequence[fsdp.Layer]) -> int:
@@ -128,7 +129,7 @@ def wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, fl
 
 
 def activation_bytes(
-    pairs: Pairs, places: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+    pairs: Pairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
 ) -> int:
     """Bytes of activations that a rank holds of an MLPStack when its forward pass ends.
 
@@ -136,18 +137,107 @@ def activation_bytes(
     the second, which is the next one's input. The loss keeps one tensor more. Between the pairs every rank holds the
     same. A checkpointed pair keeps its input only.
 
-    With sequence parallelism a rank holds its places alone between the pairs. But torch's ColwiseParallel keeps the
+    With sequence parallelism a rank holds its tokens alone between the pairs. But torch's ColwiseParallel keeps the
     input that it has gathered, too, for the gradient of its weights: this saves memory only where the pairs are
     checkpointed, or where more than a ReLU lies between them. (Megatron-LM gathers again in the backward pass instead.)
 
     Raises:
-        ValueError: the ranks cannot share an inner width or the places evenly.
+        ValueError: the ranks cannot share an inner width or the tokens evenly.
     """
     width = pairs[0][0]
-    whole = places * width
-    kept = 0 if checkpointing else sum(places * even_share(inner, tp, "the inner width") for _, inner in pairs)
+    whole = tokens * width
+    kept = 0 if checkpointing else sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
     if not sequence_parallel:
         return fsdp.FLOAT * (kept + (len(pairs) + 2 - checkpointing) * whole)
     gathered = 0 if checkpointing else len(pairs) * whole
-    between = len(pairs) * even_share(places, tp, "places") * width
+    between = len(pairs) * even_share(tokens, tp, "tokens") * width
     return fsdp.FLOAT * (kept + gathered + between + 2 * whole)  # the samples come in whole, and the loss is of all
+
+
+def line_peak(pairs: Pairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:
+    """Bytes by category at the peak of a step without data parallelism, Adam's state included.
+
+    The peak lies where the backward pass begins, as long as activations outweigh gradients: all activations are there,
+    and the gradient of the loss, a mean of squares, takes four tensors of the output's size (temp) to work out.
+    ``how`` is that of ``activation_bytes``.
+    """
+    kept = resident_bytes(pairs, data=1, tp=tp)
+    return {
+        "parameter": kept["end_parameter_bytes"],
+        "optstate": kept["end_optstate_bytes"],
+        "activation": activation_bytes(pairs, tokens, tp, **how),
+        "temp": 4 * fsdp.FLOAT * tokens * pairs[0][0],
+    }
+
+
+def message_share(inner: float, tp: int, flops_per_s: float, wire_bytes_per_s: float, number_bytes: int) -> float:
+    """Time of a pair's messages along ``tp``, as a part of the time that a rank computes for it.
+
+    For each token of width d a pair takes 12 d inner operations in a training step, of which a rank does 1 / tp. It
+    takes two all-reduces, forward and backward, of d numbers. Tokens and d drop out. Latency is left out.
+    """
+    compute_s = 12 * inner / tp / flops_per_s
+    messages_s = 2 * (2 * (tp - 1) / tp) * number_bytes / wire_bytes_per_s
+    return messages_s / compute_s
+
+
+def step_seconds(
+    pairs: Pairs,
+    tokens: int,
+    *,
+    data: int,
+    tp: int,
+    flops_per_s: float,
+    links: Mapping[str, AlphaBeta],
+    number_bytes: int = fsdp.FLOAT,
+) -> dict[str, float]:
+    """Seconds of a training step with FSDP along ``data``, on one rank, as if nothing ran at the same time.
+
+    Args:
+        pairs: of the stack.
+        tokens: of a rank.
+        data: length of that axis.
+        tp: length of that one.
+        flops_per_s: operations that a rank does in a second.
+        links: of each axis, alpha of a collective and beta of a byte that a rank puts on the wire.
+        number_bytes: of a parameter, gradient or activation that travels.
+
+    Returns:
+        ``compute``, 6 operations for each number of a rank's matrices and each token; ``tp`` and ``data``, messages.
+    """
+    sent = collectives(pairs, tokens, data=data, tp=tp)
+    wire = wire_bytes(sent, data=data, tp=tp)
+    seconds = {"compute": 6 * sum(2 * width * inner for width, inner in pairs) / tp * tokens / flops_per_s}
+    for axis in ("tp", "data"):
+        calls = sum(count for name, count in sent.items() if name.startswith(f"{axis}/") and name.endswith("_count"))
+        size = wire[axis] * number_bytes / fsdp.FLOAT
+        seconds[axis] = links[axis].seconds(size, calls) if calls else 0.0
+    return seconds
+
+
+def exposed_seconds(seconds: Mapping[str, float], overlap: bool) -> dict[str, float]:
+    """What a rank spends of a step: it computes, then waits for what nothing hides.
+
+    With ``overlap`` messages along ``data`` travel while the rank computes. Those along ``tp`` are waited for.
+    """
+    hidden = seconds["compute"] if overlap else 0.0
+    return {**seconds, "data": max(0.0, seconds["data"] - hidden)}
+
+
+def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: int) -> AlphaBeta:
+    """The link of a ring of ranks, where every host has ``host`` ranks and a network card for each of them.
+
+    A ring goes through all ranks of its group in a host, then to the next host. Several rings run side by side, one for
+    each card: a group that has k ranks in a host has k cards to itself there.
+
+    Args:
+        card: link of one card.
+        inside: link between ranks of one host.
+        group: ranks of the group.
+        apart: 1 if they are neighbours, n if every n-th rank is one of them.
+        host: ranks of a host.
+    """
+    if (group - 1) * apart < host:
+        return inside
+    cards = max(1, min(group, host // apart))
+    return AlphaBeta(card.alpha_s, max(inside.beta_s_per_byte, card.beta_s_per_byte / cards))

@@ -32,6 +32,8 @@ EAGER: dict[str, dict[str, Any]] = {
     "tp alone": {"tp": 4},
     "tp alone seq": {"tp": 4, "seq": True},
     "fsdp alone": {"tp": 1},
+    "own layers": {"layers": "yours"},
+    "own layers, tp alone": {"layers": "yours", "tp": 4},
     "ddp_tp": {"plan": "ddp_tp"},
     "ddp_tp, a width that data does not divide": {"plan": "ddp_tp", "dim": 6},
     "chain, tp alone": {"plan": "ddp_tp", "tp": 4},

@@ -1,0 +1,163 @@
+"""Tensor parallelism without DTensor, as learners of the lab on two dimensions write it: two functions, two layers.
+
+                          forward pass        backward pass
+    copy_to_ranks         as it is            summed over the ranks       where a pair begins
+    sum_over_ranks        summed              as it is                    where a pair ends
+
+``ColumnParallel`` and ``RowParallel`` are a pair's two linear layers, as one rank has them: plain parameters, which are
+this rank's share. ``share_pairs`` puts them into a stack of MLPs, and ``SharedPairs`` says what the shares are parts
+of. Megatron-LM calls the two functions f and g (Shoeybi et al., 2019, arXiv:1909.08053).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional
+
+from labkit.models.mlp import MLPStack
+
+ShareLayer = Callable[[nn.Linear, ProcessGroup], nn.Module]
+"""Makes one rank's share of a linear layer with bias, a module with parameters ``weight`` and ``bias``."""
+PLACEMENTS: dict[str, dict[str, Placement]] = {
+    "in_proj": {"weight": Shard(0), "bias": Shard(0)},
+    "out_proj": {"weight": Shard(1), "bias": Replicate()},
+}
+"""How each layer of a pair is cut."""
+
+
+class CopyToRanks(torch.autograd.Function):
+    """x as it is; backward, the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of the ranks' tensors; backward, the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Where whole activations enter a pair: every rank of the group uses all of x."""
+    copied: Tensor = CopyToRanks.apply(x, group)
+    return copied
+
+
+def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Where a pair's result leaves it: each rank of the group has computed a part."""
+    total: Tensor = SumOverRanks.apply(part, group)
+    return total
+
+
+class ColumnParallel(nn.Module):
+    """This rank's share of a linear layer's outputs: rows of the weight, and of the bias."""
+
+    def __init__(self, layer: nn.Linear, group: ProcessGroup):
+        super().__init__()
+        self.group = group
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.weight = nn.Parameter(layer.weight.detach().chunk(ranks)[rank].clone())
+        self.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[rank].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Whole inputs [..., D] to this rank's features [..., inner / ranks]."""
+        return functional.linear(copy_to_ranks(x, self.group), self.weight, self.bias)
+
+
+class RowParallel(nn.Module):
+    """This rank's share of a linear layer's inputs: columns of the weight. The bias is whole, and added once."""
+
+    def __init__(self, layer: nn.Linear, group: ProcessGroup):
+        super().__init__()
+        self.group = group
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.weight = nn.Parameter(layer.weight.detach().chunk(ranks, dim=1)[rank].clone())
+        self.bias = nn.Parameter(layer.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's features [..., inner / ranks] to whole outputs [..., D]."""
+        return sum_over_ranks(functional.linear(x, self.weight), self.group) + self.bias
+
+
+def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: ShareLayer) -> MLPStack:
+    """Put each rank's share of every layer in the layer's place.
+
+    Args:
+        model: equal on all ranks; changed in place.
+        line: the ranks that share it, a mesh of one axis.
+        column: called with the first layer of each pair.
+        row: called with the second.
+
+    Raises:
+        ValueError: what one of them made is no share of its layer.
+    """
+    for index, mlp in enumerate(model.layers):
+        for name, share in (("in_proj", column), ("out_proj", row)):
+            layer = getattr(mlp, name)
+            own = share(layer, line.get_group())
+            _check_share(own, layer, f"layers.{index}.{name}", PLACEMENTS[name], line.size())
+            setattr(mlp, name, own)
+    return model
+
+
+def _check_share(own: Any, layer: nn.Linear, name: str, placements: Mapping[str, Placement], ranks: int) -> None:
+    """Raise ValueError unless this module holds one rank's share of a layer."""
+    has = {each: tuple(p.shape) for each, p in own.named_parameters()} if isinstance(own, nn.Module) else {}
+    wants = {}
+    for each, parameter in layer.named_parameters():
+        shape, placement = list(parameter.shape), placements[each]
+        if isinstance(placement, Shard):
+            shape[placement.dim] //= ranks
+        wants[each] = tuple(shape)
+    if has != wants:
+        raise ValueError(f"{name}: one of {ranks} ranks needs a module with parameters {wants}, and got {has or own!r}")
+
+
+class SharedPairs(nn.Module):
+    """A stack whose parameters are plain shares along ``tp``, or FSDP's shards of these.
+
+    Args:
+        model: from ``share_pairs``.
+        line: the ranks that share it.
+    """
+
+    def __init__(self, model: MLPStack, line: DeviceMesh):
+        super().__init__()
+        self.model, self.line = model, line
+
+    def forward(self, x: Tensor) -> Any:
+        """Of the stack."""
+        return self.model(x)
+
+    def as_dtensors(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's shares of parameters or gradients, by the names of the stack's, as DTensors. A collective."""
+        whole: dict[str, Tensor] = {}
+        for name, share in shares.items():
+            layer, own_name = name.split(".")[-2:]
+            share = share.full_tensor() if isinstance(share, DTensor) else share
+            placement = PLACEMENTS[layer][own_name]
+            whole[name] = DTensor.from_local(share, self.line, [placement], run_check=False)
+        return whole
