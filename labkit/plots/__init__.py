@@ -8,6 +8,7 @@ runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is w
 from labkit.plots.collectives import held, messages, pieces
 from labkit.plots.ddp import buckets
 from labkit.plots.extensions import bytes_against_error, hook_memory
+from labkit.plots.failures import aids, by_step, waits
 from labkit.plots.fsdp import breakdown, passes
 from labkit.plots.runs import latency, loss, memory, table
 from labkit.plots.spatial import convnext, halos, loss_difference, shards, strips_pay
@@ -15,7 +16,7 @@ from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
-    "breakdown", "buckets", "bytes_against_error", "convnext", "exposed", "halos", "held", "hook_memory", "latency",
-    "loss", "loss_difference", "memory", "mesh", "messages", "passes", "pieces", "shards", "strips_pay", "table",
-    "timeline", "traffic",
+    "aids", "breakdown", "buckets", "by_step", "bytes_against_error", "convnext", "exposed", "halos", "held",
+    "hook_memory", "latency", "loss", "loss_difference", "memory", "mesh", "messages", "passes", "pieces", "shards",
+    "strips_pay", "table", "timeline", "traffic", "waits",
 ]  # fmt: skip
