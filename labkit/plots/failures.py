@@ -10,7 +10,7 @@ from labkit.plots import style
 from labkit.result import RunResult
 
 LINES = ("-", "--", "-.", ":")
-COLOURS = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE)
+COLOURS = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, "black")
 
 
 def waits(
@@ -56,7 +56,7 @@ def waits(
 def by_step(
     curves: Mapping[str, Sequence[float]], result: RunResult, *, ylabel: str, log: bool = False, ax: Axes | None = None
 ) -> Axes:
-    """Numbers by training step, one line a label, the first on top; on a logarithmic axis, zeros are left out."""
+    """Numbers by training step, one line a label, later ones on top; on a logarithmic axis, zeros are left out."""
     ax = style.axes(ax)
     for index, (label, values) in enumerate(curves.items()):
         shown = [value if value > 0 or not log else float("nan") for value in values]
