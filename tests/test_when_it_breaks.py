@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import labkit
+from labkit import plots
 from labkit.errors import RankFailed, RunTimedOut
 from labkit.launcher.magic import CELL, PROGRAM
 from labkit.launcher.run import run_given
@@ -197,3 +198,23 @@ def test_a_run_in_which_no_rank_failed_by_itself_has_no_culprit():
 
 def test_an_aid_pays_up_to_what_it_saves():
     assert theory.worth(hours_between=10, hours_lost=1, hours_lost_with_aid=0.5) == 0.05
+
+
+def test_the_time_line_says_of_each_rank_what_part_it_waited():
+    ax = plots.waits(ran("slow"), predicted_ms=120)
+    shown = [text.get_text().split() for text in ax.texts]
+    assert [word for word, _ in shown] == ["waited"] * 4
+    parts = [int(part.rstrip("%")) for _, part in shown]
+    assert parts[3] == min(parts) and parts[0] > 50
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"rank {rank}" for rank in range(4)]
+
+
+def test_curves_by_step_leave_out_zeros_on_a_logarithmic_axis_and_say_so():
+    ax = plots.by_step({"equal": [0.0, 0.0], "apart": [0.0, 1e-7]}, ran("slow"), ylabel="difference", log=True)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["equal (0 everywhere)", "apart"]
+    assert ax.get_yscale() == "log" and ax.lines[1].get_ydata()[1] == 1e-7
+
+
+def test_each_aid_has_its_time_and_its_factor():
+    ax = plots.aids({"plain": 2.0, "DETAIL": 7.0}, ran("slow"))
+    assert [text.get_text().strip() for text in ax.texts] == ["2 ms", "7 ms, 3.5 ×"]
