@@ -64,7 +64,6 @@ def by_step(
             "color": COLOURS[index % len(COLOURS)],
             "ls": LINES[index % len(LINES)],
             "lw": 1.8,
-            "zorder": 10 - index,
         }
         label += "" if any(values) else " (0 everywhere)"
         ax.plot(range(1, len(shown) + 1), shown, label=label, **look)

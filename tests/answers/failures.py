@@ -231,7 +231,7 @@ loss.backward()
             "a second run with the same seed takes other samples": (
                 "return torch.randperm(count)[rank::ranks].tolist()"
             ),
-            "sample": SHUFFLED.format(seed="1000 * seed + epoch + rank", part="rank::ranks"),
+            "sample 3 goes to two ranks": SHUFFLED.format(seed="1000 * seed + epoch + rank", part="rank::ranks"),
             "epoch 1 takes the samples in the order of epoch 0": SHUFFLED.format(seed="seed", part="rank::ranks"),
             "another seed takes the samples in the same order": SHUFFLED.format(seed="epoch", part="rank::ranks"),
         },
