@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from labkit.plots import style
 from labkit.result import RunResult
 
-LINES = ("-", "--", "-.", ":")
+LINES = ("-", "-", "-.", ":", "-", ":")  # dashed is for predictions
 COLOURS = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, "black")
 
 
