@@ -150,10 +150,11 @@ def test_an_error_says_which_rank_and_marks_the_line(cell, capsys):
     ],
 )
 def test_a_cell_that_is_meant_to_fail_says_how_and_raises_nothing(shell, capsys, options, code, said):
-    outcome = shell.run_cell(f"%%torchrun {options}\n{code}")
+    outcome = shell.run_cell(f"%%torchrun {options} --name broken\n{code}")
     assert outcome.success
     shown = capsys.readouterr().err
     assert shown.startswith(said) and "-->" in shown
+    assert isinstance(shell.user_ns["broken"], labkit.RankFailed if "failed" in said else labkit.RunTimedOut)
     assert ".log" not in shown, "a folder of one machine is no lesson"
 
 

@@ -1,14 +1,17 @@
 """Every lab's notebooks: up to date, run from top to bottom, and say again what they said when they were made."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
 import papermill
+import psutil
 import pytest
 
 import labkit
@@ -31,6 +34,7 @@ SMALL = [  # other numbers of ranks, too, where that costs little
     ("03_allgather_extensions", {"RANKS": 3, "BATCH": 8, "STEPS": 20}),
     ("04_compiler_bucketing", {"DIM": 256, "BUCKET_MB": 0.5, "STEPS": 1}),
     ("05_two_dimensions", {"DIM": 16, "BATCH": 8}),
+    ("07_when_it_breaks", {"RANKS": 3, "DIM": 20}),
 ]
 REFUSED = [
     ("00_ranks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: one rank has nobody to talk to. Change it"),
@@ -60,6 +64,8 @@ REFUSED = [
     ("05_two_dimensions", {"DIM": 30}, "DIM = 30, but must be int ≥ 1 and a multiple of 4"),
     ("05_two_dimensions", {"BATCH": 9, "RANKS": 8}, "BATCH = 9, but must be int ≥ 1 and a multiple of 8"),
     ("05_two_dimensions", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
+    ("07_when_it_breaks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2"),
+    ("07_when_it_breaks", {"DIM": 3}, "DIM = 3, but must be int ≥ 4"),
 ]
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
 
@@ -135,6 +141,23 @@ def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_other_valu
     asked = [{"ranks": info["nproc"]} | info["params"] for info in infos]
     for parameter, value in values.items():
         assert value in [parameters.get(parameter.lower()) for parameters in asked], f"{parameter} was not used"
+    assert still_alive(tmp_path / "runs") == [], "processes that the notebook has left"
+
+
+def still_alive(runs):
+    """Processes with this folder for runs in their environment, once they have had time to end: kernel, ranks, all."""
+    give_up = time.monotonic() + 10
+    while alive := [each for each in psutil.process_iter() if environment_of(each).get("LABKIT_RUNS") == str(runs)]:
+        if time.monotonic() > give_up:
+            return alive
+        time.sleep(0.1)
+    return []
+
+
+def environment_of(process):
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+    return {}
 
 
 def setup_of(lab):

@@ -42,7 +42,9 @@ class Torchrun(Magics):
     @magic_arguments()
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
     @argument("--timeout", type=float, default=60, help="the ranks are stopped after so many seconds; 60 by default")
-    @argument("--name", default="", help="the notebook's name for the result, a labkit.RunResult")
+    @argument(
+        "--name", default="", help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed"
+    )
     @argument("--device", default="auto", help="auto, cpu or cuda")
     @argument(
         "--fails", action="store_true", help="the cell is meant to fail: show in red how, and let the notebook go on"
@@ -68,17 +70,23 @@ class Torchrun(Magics):
             show_output(failed_run(failure))
             said = told_of(failure, text, known)
             if options.fails:
-                return print(said, file=sys.stderr)
+                return self.show_failure(options.name, failure, said)
             raise in_terms_of_the_cell(failure, f"{said}\nits output: {failure.log}") from None
         except RunTimedOut as late:
             said = where_they_were(late, text)
             if options.fails:
-                return print(said, file=sys.stderr)
+                return self.show_failure(options.name, late, said)
             raise in_terms_of_the_cell(late, said) from None
         show_output({rank.rank: rank.log() for rank in result.ranks})
         show_values(result)
         if options.name:
             known[options.name] = result
+
+    def show_failure(self, name: str, error: LabError, said: str) -> None:
+        """Show in red how a cell failed that was meant to, and keep the error under its name, if it has one."""
+        print(said, file=sys.stderr)
+        if name and self.shell:
+            self.shell.user_ns[name] = error
 
 
 def parsed(text: str) -> ast.Module:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.folder import VARIABLE, RunFolder
+from labkit import requirements
+from labkit.folder import VARIABLE, RunFolder, write_json
 from labkit.rank.given import given
 
 NAME = "<cell>"
@@ -29,7 +30,11 @@ WIDTH = 110
 
 def main() -> None:
     """Run the cell, and keep what its last expression gives."""
-    kept = RunFolder(Path(os.environ[VARIABLE])).kept(int(os.environ["RANK"]), VALUE)  # the cell may change these
+    folder, rank = RunFolder(Path(os.environ[VARIABLE])), int(os.environ["RANK"])  # the cell may change these
+    kept = folder.kept(rank, VALUE)
+    if rank == 0 and not torch.cuda.is_available():  # with GPUs the cell decides where it computes
+        machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.cores())}
+        write_json(folder.session_json, machine | {"torch": torch.__version__})
     names = {"torch": torch, "dist": dist} | given()
     text = names.pop(NAME)
     linecache.cache[NAME] = (len(text), None, [f"{line}\n" for line in text.split("\n")], NAME)

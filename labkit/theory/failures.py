@@ -1,0 +1,68 @@
+"""What can be told of a run that broke: who began it, where ranks part, and how to share work evenly."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+ENDED_BY_TORCHRUN = -15
+LOST_CONNECTION = "Connection closed by peer"
+
+
+def culprit(ends: Sequence[Mapping[str, Any]]) -> int:
+    """The rank that failed first by itself.
+
+    Args:
+        ends: of each rank its ``rank``; its exit ``status``, negative for a signal; the ``time`` of its end, in
+            seconds; its ``error`` as text, "" for none.
+
+    Raises:
+        ValueError: no rank failed by itself.
+    """
+    own = [
+        end
+        for end in ends
+        if end["status"] not in (0, ENDED_BY_TORCHRUN) and LOST_CONNECTION not in str(end.get("error", ""))
+    ]
+    if not own:
+        raise ValueError("no rank failed by itself: each ended well, was ended, or lost a connection")
+    return int(min(own, key=lambda end: end["time"])["rank"])
+
+
+def where_they_part(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | None:
+    """The first place at which ranks made different calls, and the ranks that were fewest in theirs; None for none.
+
+    Args:
+        logs: of each rank its calls, in order. A rank whose log is shorter made no call there.
+    """
+    for place, calls in enumerate(zip_longest(*logs)):
+        votes = Counter(calls)
+        if len(votes) > 1:
+            usual = votes.most_common(1)[0][0]
+            return place, [rank for rank, each in enumerate(calls) if each != usual]
+    return None
+
+
+def deal(lengths: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices of samples for each rank, so that all have about as much to do.
+
+    The longest first, each to the rank that has least so far: at most 4/3 of what is possible. Source: Graham, "Bounds
+    on multiprocessing timing anomalies", 1969.
+    """
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0.0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        least = work.index(min(work))
+        dealt[least].append(index)
+        work[least] += lengths[index]
+    return dealt
+
+
+def worth(hours_between: float, hours_lost: float, hours_lost_with_aid: float) -> float:
+    """The slowdown, as a part of the step, up to which an aid pays that shortens the search after each failure."""
+    return (hours_lost - hours_lost_with_aid) / hours_between
+
+
+def rounding_alone(apart32: float, apart64: float) -> bool:
+    """Whether a difference in float32 is rounding: in float64, with 29 bits more, a millionth of it is left at most."""
+    return apart64 <= apart32 / 1e6
