@@ -323,6 +323,6 @@ def test_strips_pay_stacks_messages_on_arithmetic():
 def test_every_public_plot_is_covered_here():
     elsewhere = {  # tests/test_plots_<module>.py
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
-        "held",
+        "held", "bucket_sizes", "program",
     }  # fmt: skip
     assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "shards", "strips_pay", "table"}

@@ -6,7 +6,7 @@ runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is w
 """
 
 from labkit.plots.collectives import held, messages, pieces
-from labkit.plots.ddp import buckets
+from labkit.plots.ddp import bucket_sizes, buckets, program
 from labkit.plots.extensions import bytes_against_error, hook_memory
 from labkit.plots.fsdp import breakdown, passes
 from labkit.plots.runs import latency, loss, memory, table
@@ -15,7 +15,7 @@ from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, traffic
 
 __all__ = [
-    "breakdown", "buckets", "bytes_against_error", "convnext", "exposed", "halos", "held", "hook_memory", "latency",
-    "loss", "loss_difference", "memory", "mesh", "messages", "passes", "pieces", "shards", "strips_pay", "table",
-    "timeline", "traffic",
+    "breakdown", "bucket_sizes", "buckets", "bytes_against_error", "convnext", "exposed", "halos", "held",
+    "hook_memory", "latency", "loss", "loss_difference", "memory", "mesh", "messages", "passes", "pieces", "program",
+    "shards", "strips_pay", "table", "timeline", "traffic",
 ]  # fmt: skip
