@@ -1,6 +1,6 @@
 """Checks of lab 4, DDP with the compiler."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isclose
 from numbers import Integral
 from typing import Any, cast
@@ -229,8 +229,8 @@ def _judge_gradients(
     which: str,
     got: Sequence[Tensor | None],
     right: Sequence[Tensor],
-    likely: dict[str, Sequence[Tensor]],
-    hints: dict[str, str],
+    likely: Mapping[str, Sequence[Tensor]],
+    hints: Mapping[str, str],
     **close: float,
 ) -> None:
     """Whether each gradient is the right one; else what it seems to be."""
@@ -330,7 +330,8 @@ def handed_bytes(answer: Callable[..., int]) -> Verdict:
         (500, 3, False, True),
     ]
 
-    hints = [half, half, every, once, once, every]
+    handed = "A gradient has 4 bytes a number. Count what is handed to the call, not what a ring puts on the wire."
+    hints = [handed, half, every, once, once, every]
 
     def right(parameters: int, micro_batches: int, no_sync: bool, bf16: bool) -> int:
         return parameters * (1 if no_sync else micro_batches) * (2 if bf16 else 4)

@@ -81,7 +81,7 @@ def accumulated(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) -> di
     return {"gradients": gradients_of(model), "calls": traffic.counts["all_reduce"]}
 
 
-def hooked(answer: Callable[[Any, dist.GradBucket], Any]) -> dict[str, Any]:
+def hooked(answer: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Register the answer with DDP, for one backward pass; ``gradients``, and ``handed`` bytes to all-reduces."""
     model = DistributedDataParallel(model_of())
     model.register_comm_hook(None, answer)
