@@ -33,6 +33,8 @@ class Config:
     """What is also sent in pieces, in bytes."""
     pieces: tuple[PositiveInt, ...] = (1, 4, 16, 64)
     """Into how many equal messages it is cut; they are sent one after another."""
+    at_once: bool = False
+    """Ask for all pieces before waiting for the first, as DDP does with its buckets."""
     repeats: PositiveInt = 15
     """Timed rounds, each over all messages, after one to warm up."""
     check: Literal["none", "parity"] = "none"
@@ -73,8 +75,12 @@ def measure(config: Config, here: rank.Here, messages: Messages) -> None:
         for name, tensors in messages.items():
             dist.barrier()
             with step.span(name):
-                for tensor in tensors:
-                    dist.all_reduce(tensor)
+                if config.at_once:
+                    for handle in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                        handle.wait()
+                else:
+                    for tensor in tensors:
+                        dist.all_reduce(tensor)
 
 
 def check_sums(here: rank.Here, messages: Messages) -> None:

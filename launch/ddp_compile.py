@@ -1,4 +1,4 @@
-"""Train four linear layers with DDP, and let the compiler fuse its all-reduces.
+"""Train linear layers in a row with DDP, and let the compiler fuse its all-reduces.
 
     torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat                  # measure
     torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case bf16     # one device's?
@@ -6,6 +6,7 @@
 The compiler puts the backward pass and its all-reduces into one program: there one can read when it sends and waits.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
 from labkit.parallel.buckets import GradientBuckets, closed_when_full
 from labkit.parity import samples_and_seed
-from labkit.parity.ddp import compare_buckets, compare_techniques
+from labkit.parity.ddp import chain, compare_buckets, compare_techniques
 from labkit.rank.meter import Step
 from labkit.rank.traffic import Wire
 
@@ -42,13 +43,17 @@ class Config:
     inductor: bool = True
     """Write programs with inductor; else run the traced passes as they are, where nothing is fused."""
     dim: PositiveInt = 2000
-    """Width of the four layers."""
+    """Width of the layers."""
+    layers: PositiveInt = 4
+    """How many."""
     batch: PositiveInt = 64
     """Samples of a rank in a batch."""
     steps: PositiveInt = 5
     """Timed steps, after two to warm up, in which all is compiled; a check takes two."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
+    race: bool = False
+    """Take every step twice, once by this mode and once by DistributedDataParallel, in turn; time both, and no more."""
     check: Literal["none", "parity", "buckets"] = "none"
     """parity: DDP, replicate and both compiled against one device; buckets: predicted, counted, read and sent ones."""
 
@@ -56,6 +61,8 @@ class Config:
         """Refuse what cannot work, before anything is launched."""
         if self.mode == "yours" and (self.case != "cpu" or self.check == "buckets"):
             raise ValueError("mode yours averages float32 after every batch: use case cpu, and check none or parity")
+        if self.race and (self.mode not in ("yours", "replicate") or self.case != "cpu" or self.check != "none"):
+            raise ValueError("a race is between mode yours or replicate and DDP: use case cpu and check none")
         if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
             raise ValueError(f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled")
         if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
@@ -95,7 +102,8 @@ def apply_yours(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.M
 def main(config: Config) -> None:
     """Train and measure, or check."""
     case = ddp.CASES[config.case]
-    how = {name: getattr(config, name) for name in ("dim", "batch", "bucket_mb", "fuse", "inductor", "late_waits")}
+    sizes = {name: getattr(config, name) for name in ("dim", "batch", "layers")}
+    how = {name: getattr(config, name) for name in ("bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
         if config.case == "gpu" and here.device.type == "cpu":
             raise ValueError("case gpu was sent to device cpu: use case cpu")
@@ -104,15 +112,30 @@ def main(config: Config) -> None:
             if config.mode == "yours":
                 how |= {"modes": ("yours",), "yours": apply_yours}
             check = compare_techniques if config.check == "parity" else compare_buckets
-            here.verdict(**check(mesh, here.device, case, **how), case=config.case)
+            here.verdict(**check(mesh, here.device, case, **sizes, **how), case=config.case)
         else:
-            torch.manual_seed(0)
-            lab = LinearChain(how.pop("dim"), case.checkpoint, how.pop("batch")).to(here.device)
+            lab = chain(case=case, device=here.device, **sizes)
             with ddp.applied(lab, mesh, config.mode, case, yours=apply_yours, **how) as (model, programs):
+                if config.race:
+                    other = chain(case=case, device=here.device, **sizes)
+                    rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
+                    return race(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
                 train(config, here, lab, model)
             sending = [program for program in programs if "_c10d_functional" in program]  # backward passes
             if sending:
                 here.keep("code", sending[-1])
+
+
+def race(config: Config, here: rank.Here, racers: Mapping[str, tuple[LinearChain, Any]]) -> None:
+    """Whole steps of all techniques in turn, each a span of its name, so that what disturbs one disturbs all."""
+    optimizers = {name: torch.optim.SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()}
+    for index, step in enumerate(here.steps(config.steps, warmup=2)):
+        for name in list(racers)[:: -1 if index % 2 else 1]:
+            dist.barrier()
+            with step.span(name):
+                optimizers[name].zero_grad()
+                backward(config, here, *racers[name], index, next(here.plain_steps(1)))
+                optimizers[name].step()
 
 
 def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None:

@@ -32,6 +32,14 @@ def test_every_message_is_timed_in_every_round_and_counted_once():
     assert result.value("all_reduce_bytes") == 64 + 4096 + 2 * 4096
 
 
+def test_pieces_that_are_asked_for_at_once_are_all_sent_and_all_waited_for():
+    small = {"message_bytes": (8, 16), "total_bytes": 4000, "pieces": (10,), "repeats": 2, "at_once": True}
+    result = labkit.run("all_reduce", nproc=2, device="cpu", **small)
+    assert result.value("all_reduce_count") == 2 + 10
+    assert result.value("all_reduce_bytes") == 8 + 16 + 4000
+    assert result.value("pieces_10_ms") > 0
+
+
 def test_bytes_handed_to_the_calls_and_on_the_wire_of_three_ranks_differ():
     result = labkit.run("all_reduce", nproc=3, device="cpu", repeats=1, **MESSAGES)
     assert result.value("all_reduce_bytes") == 64 + 4096 + 2 * 4096

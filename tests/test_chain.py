@@ -13,6 +13,15 @@ def test_the_default_is_the_size_of_the_original():
     assert {shapes[name] for name in shapes} == {(2000, 2000), (2000,)}
 
 
+@pytest.mark.parametrize("layers", [1, 100])
+def test_there_are_as_many_layers_as_asked_for(layers):
+    model = LinearChain(3, layers=layers)
+    assert [name for name, _ in model.named_children()] == [f"fc{index}" for index in range(1, layers + 1)]
+    inputs = model.get_input(torch.device("cpu"))
+    model.get_loss(inputs, model(*inputs)).backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
 def gradients(checkpoint):
     torch.manual_seed(0)
     model = LinearChain(8, checkpoint, batch=3)

@@ -200,16 +200,42 @@ def test_a_tensor_of_unknown_size_is_refused(shape, dtype):
 
 def test_a_listing_shows_requests_waits_and_what_lies_between():
     shown = repr(inductor.Listing(sample("ddp_coalesced"))).splitlines()
-    assert len(shown) == 22
+    assert len(shown) == 23
     assert shown[3:6] == [
         "   21  kernel      cpp_fused_1(buf4)",
         "   23  collective  all_reduce_(buf4)  asks for bucket 0",
         "   27  extern      mm(buf2, arg3_1, buf7)",
     ]
-    assert shown[-1] == "   82  wait        wait_tensor(buf28)  waits for bucket 2"
+    assert shown[-2] == "   82  wait        wait_tensor(buf28)  waits for bucket 2"
+    assert shown[-1] == "   83  return      return(buf18, buf16, buf4, buf15, ... 8 in all)"
     many = repr(inductor.Listing(sample("ddp_concat")))
     assert "cpp_fused_3(buf13, buf15, buf18, buf20, ... 10 in all)" in many
     assert max(map(len, many.splitlines())) < 100
+
+
+GRADIENTS = [f"fc{layer}.{part}" for layer in (4, 3, 2, 1) for part in ("weight", "bias")]
+
+
+def test_buffers_carry_the_names_of_what_they_hold():
+    code = sample("ddp_coalesced")
+    names = inductor.named(code, GRADIENTS)
+    weights = {"arg4_1": "fc4.weight", "arg3_1": "fc3.weight", "arg2_1": "fc2.weight"}  # fc1's is not needed
+    inputs = {"arg7_1": "fc4.input", "arg6_1": "fc3.input", "arg5_1": "fc2.input", "arg1_1": "fc1.input"}
+    assert {name: held for name, held in names.items() if name.startswith("arg")} == weights | inputs
+    assert names["buf2"] == "fc3.output.grad" and names["buf3"] == names["buf4"] == "fc4.weight.grad"
+    assert [names[f"buf{index}"] for index in (15, 16, 17, 18)] == [
+        "fc4.bias.grad", "fc3.weight.grad", "fc3.bias.grad", "fc2.weight.grad",
+    ]  # fmt: skip
+    shown = repr(inductor.Listing(code, names))
+    assert "mm(buf2: fc3.output.grad, arg3_1: fc3.weight, buf7: fc2.output.grad)" in shown
+    assert "wait_tensor(buf28: fc2.bias.grad)  waits for bucket 2" in shown
+
+
+def test_a_flat_buffer_of_several_gradients_is_called_so():
+    names = inductor.named(sample("ddp_concat"), GRADIENTS)
+    assert (names["buf4"], names["buf26"], names["buf42"]) == ("fc4.weight.grad", "4 gradients", "3 gradients")
+    with pytest.raises(ValueError, match="8 gradients travel in the program, and 7 are named"):
+        inductor.named(sample("ddp_concat"), GRADIENTS[:-1])
 
 
 def test_a_listing_in_a_notebook_has_the_same_lines_in_colours_and_the_whole_program_folded_away():
@@ -217,7 +243,7 @@ def test_a_listing_in_a_notebook_has_the_same_lines_in_colours_and_the_whole_pro
     listing = inductor.Listing(code)
     html = listing._repr_html_()
     short, _, whole = html.partition("<details>")
-    assert short.count("<span") == 22
+    assert short.count("<span") == 23
     assert all(colour in short for colour in inductor.COLOURS.values())
     assert "asks for bucket 2" in short
     assert "overflow-x:auto" in short

@@ -150,3 +150,32 @@ def test_what_does_not_fit_is_refused(tmp_path, travelled, code, error, problem)
 
 def test_boxes_of_the_diagram_are_no_values_of_the_run(tmp_path):
     assert not list(run(tmp_path).summary().columns)
+
+
+def test_the_program_of_a_run_has_the_names_that_it_recorded(tmp_path):
+    shown = repr(plots.program(run(tmp_path)))
+    assert "mm(buf1: fc4.output.grad, arg4_1: fc4.weight, buf2: fc3.output.grad)" in shown
+    assert "all_reduce_(buf4: fc4.weight.grad)  asks for bucket 0" in shown
+
+
+def timed(folder, *steps_ms):
+    """A run of two ranks, the second of which took longer in every step."""
+    lines = [
+        {"v": 2, "rank": rank, "step": step, "kind": "span", "name": name, "start_us": 0.0, "dur_us": dur_us}
+        for rank in range(2)
+        for step, time_ms in enumerate(steps_ms)
+        for name, dur_us in (("forward", 1000.0), ("backward", 1000.0 * (time_ms - 2 + rank)), ("optimizer", 9e9))
+    ]
+    session = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
+    return RunResult(folder, {"program": "x", "nproc": 2, "exit": "ok", "params": {}, "session": session}, lines, [])
+
+
+def test_bars_are_medians_dots_are_steps_and_a_dashed_line_is_predicted(tmp_path):
+    results = {"small": timed(tmp_path, 20, 30, 22, 90), "large": timed(tmp_path, 5, 6, 7)}
+    ax = plots.bucket_sizes(results, {"small": 0.02})
+    assert [bar.get_height() for bar in ax.patches] == pytest.approx([26, 6])
+    small, dashed, large = ax.lines
+    assert sorted(small.get_ydata()) == pytest.approx([20, 22, 30]), "the step of 90 ms is out of sight"
+    assert dashed.get_linestyle() == "--" and list(dashed.get_ydata()) == pytest.approx([20, 20])
+    assert sorted(large.get_ydata()) == pytest.approx([5, 6, 7])
+    assert texts(ax) == ["26 (20)", "+1 above", "6"]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.fx_passes import ddp_fusion
 
+from labkit.theory import ddp as theory
 from labkit.theory.ddp import MIB, bucket_plan, chain_buckets, chain_gradients
 
 KIB = 1024
@@ -83,3 +84,30 @@ def test_sixteen_bits_halve_the_bytes_and_forbid_the_compiler_to_fuse():
 def test_gradients_come_last_layer_first():
     assert [name for name, _ in chain_gradients(8)][:3] == ["fc4.bias", "fc4.weight", "fc3.bias"]
     assert chain_gradients(8, "compiled")[:2] == [("fc4.weight", 256), ("fc4.bias", 32)]
+
+
+def test_a_deeper_chain_has_more_of_the_same():
+    assert chain_gradients(8, layers=100)[:2] == [("fc100.bias", 32), ("fc100.weight", 256)]
+    assert sum(size for _, size in chain_gradients(64, layers=100)) == 1_664_000
+    assert len(chain_buckets(64, 0.0001, layers=100)) == 200
+    assert [sum(bucket.values()) for bucket in chain_buckets(64, layers=100)] == [1_048_576, 615_424]
+
+
+def test_buckets_arrive_in_their_order_one_at_a_time():
+    assert theory.arrivals([], []) == []
+    assert theory.arrivals([4, 8, 12], [3, 3, 3]) == [7, 11, 15], "the link is idle between"
+    assert theory.arrivals([1, 2, 3], [5, 5, 5]) == [6, 11, 16], "the link is the limit"
+    assert theory.arrivals([12, 4, 8], [3, 3, 3]) == [15, 18, 21], "the late one holds up the others"
+
+
+def test_the_smallest_bucket_just_fills_the_backward_pass():
+    size = theory.smallest_bucket_bytes(1e6, 2.0, 0.01, 1e-6)
+    assert 1e6 / size * 0.01 + 1e6 * 1e-6 == pytest.approx(2.0)
+    assert theory.smallest_bucket_bytes(1e6, 1.0, 0.01, 1e-6) == float("inf"), "no room for any message"
+
+
+def test_alpha_and_beta_from_the_same_bytes_in_few_and_many_messages():
+    network = theory.AlphaBeta(1e-4, 2e-9)
+    rounds = {n: [network.seconds(10**6, messages=n) * late for late in (1.0, 5.0, 0.9)] for n in (100, 1, 7)}
+    found = theory.fit_pieces(rounds, 10**6)
+    assert (found.alpha_s, found.beta_s_per_byte) == pytest.approx((1e-4, 2e-9))

@@ -16,8 +16,11 @@ import labkit
 from labkit.checks.fsdp import without
 from labkit.errors import ParameterError, RankFailed
 from labkit.launcher import run as launcher
+from labkit.parallel.buckets import closed_when_full
 from labkit.parallel.halo import Strip, with_halo
+from labkit.parallel.small_ddp import small_ddp
 from labkit.tensors import pad_rows
+from labkit.theory.ddp import chain_buckets
 
 SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "src"
 
@@ -33,8 +36,9 @@ def solved(lab, *names):
 
 def in_a_cell(file, text):
     """What a cell of code defines."""
-    known = {"torch": torch, "dist": dist, "nn": nn, "pad_rows": pad_rows, "__name__": "__main__"}
-    known |= {"tree_map": tree_map, "tree_map_only": tree_map_only}
+    known = {"torch": torch, "dist": dist, "nn": nn, "__name__": "__main__"}
+    known |= {"tree_map": tree_map, "tree_map_only": tree_map_only, "pad_rows": pad_rows}
+    known |= {"closed_when_full": closed_when_full}
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), known)
     return known
@@ -235,6 +239,26 @@ def test_a_rule_fills_the_buckets_of_a_ddp():
     assert yours.value("all_reduce_count") == 4 and ours.value("all_reduce_count") == 2
     with pytest.raises(RankFailed, match=r"the buckets \[\[0\]\] do not hold each of the gradients 0 to 7 once"):
         labkit.run("ddp_compile", **sizes, use={"bounded_buckets": lambda sizes, limit: [[0]]})
+
+
+def test_the_learners_small_ddp_trains_the_deep_network_and_a_broken_one_fails_parity():
+    deep = {"mode": "yours", "dim": 16, "layers": 100, "bucket_mb": 0.01}
+    (theirs,) = solved("04", "small_ddp").values()
+    for data_parallel in (theirs, small_ddp):
+        parity("ddp_compile", use={"data_parallel": data_parallel}, **deep)
+    fails_parity("ddp_compile", use={"data_parallel": without(small_ddp, "row /= dist.get_world_size()")}, **deep)
+    run = labkit.run("ddp_compile", device="cpu", steps=1, use={"data_parallel": theirs}, **deep)
+    assert run.value("all_reduce_count") == len(chain_buckets(16, 0.01, layers=100))
+
+
+def test_a_race_times_both_in_every_step(tmp_path):
+    result = labkit.run(
+        "ddp_compile", device="cpu", mode="yours", race=True, dim=8, steps=3, use={"data_parallel": small_ddp}
+    )
+    spans = result.frame[result.frame["kind"] == "span"].groupby("name").size()
+    assert (spans["yours"], spans["ddp"]) == (6, 6)
+    with pytest.raises(ParameterError, match="a race is between mode yours or replicate and DDP"):
+        labkit.run("ddp_compile", mode="ddp", race=True)
 
 
 def by_hooks(model, bucket_bytes):

@@ -14,12 +14,14 @@ into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py). Lines are counte
 it differs from processor to processor. Everything here reads text; nothing is run.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labkit.inductor.listing import COLOURS, Listing
+from labkit.inductor.names import names_of
 from labkit.inductor.program import Line, Program, Shape, View
 
-__all__ = ["COLOURS", "Bucket", "Gradient", "Line", "Listing", "buckets", "missing_waits", "read"]
+__all__ = ["COLOURS", "Bucket", "Gradient", "Line", "Listing", "buckets", "missing_waits", "named", "read"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -89,6 +91,22 @@ def buckets(code: str) -> list[Bucket]:
         gradients = tuple(_gradient(piece, request.line) for piece in pieces)
         found.append(Bucket(index, gradients, request.line, tuple(request.waits), hidden_by))
     return found
+
+
+def named(code: str, gradients: Sequence[str]) -> dict[str, str]:
+    """What buffers and inputs of the program hold, such as ``fc3.weight`` and ``fc3.weight.grad``, as far as is known.
+
+    Args:
+        code: a backward pass of linear layers in a row.
+        gradients: parameters, in the order in which their gradients travel.
+
+    Raises:
+        ValueError: as ``buckets``; or another number of gradients travels.
+    """
+    travelling = [[gradient.buffer for gradient in bucket.gradients] for bucket in buckets(code)]
+    if sum(map(len, travelling)) != len(gradients):
+        raise ValueError(f"{sum(map(len, travelling))} gradients travel in the program, and {len(gradients)} are named")
+    return names_of(Program(code), gradients, travelling)
 
 
 def missing_waits(code: str) -> list[Line]:

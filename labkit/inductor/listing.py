@@ -1,13 +1,14 @@
 """A program to look at: collectives, waits and compute, as text or, in a notebook, in colours."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 
 from labkit.inductor.program import Line, Program
 
 COLOURS = {"collective": "#F0E442", "wait": "#D55E00", "kernel": "#E69F00", "extern": "#E69F00"}
 """All-reduce, exposed and backward, as on a time line (Okabe and Ito's palette); black text is legible on each."""
+PLAIN = "#E8E8E8"
 BUFFERS_SHOWN = 4
 _PATH = re.compile(r"""(?<![\w/.])/(?:[\w.+@-]+/)+""")
 _CACHED_FILE = re.compile(r"^\s*# kernel path: .*\n", re.MULTILINE)
@@ -20,10 +21,11 @@ class Listing:
 
     Attributes:
         code: the text as inductor wrote it.
+        names: what to call buffers beside their own name, if known: {"arg4_1": "fc4.weight"}.
     """
 
-    def __init__(self, code: str):
-        self.code = code
+    def __init__(self, code: str, names: Mapping[str, str] | None = None):
+        self.code, self.names = code, dict(names or {})
         self._program = Program(code)
 
     @property
@@ -32,12 +34,12 @@ class Listing:
         return _PATH.sub("", _CACHED_FILE.sub("", self.code))
 
     def __repr__(self) -> str:
-        return "\n".join(f"{line.number:>5}  {line.kind:<10}  {text}" for line, text in self._shown())
+        return "\n".join(f"{line.number:>5}  {kind:<10}  {text}" for line, kind, text in self._shown())
 
     def _repr_html_(self) -> str:
         rows = "\n".join(
-            f'{line.number:>5}<span style="{_LABEL}{COLOURS[line.kind]}">{line.kind}</span>{escape(text)}'
-            for line, text in self._shown()
+            f'{line.number:>5}<span style="{_LABEL}{COLOURS.get(line.kind, PLAIN)}">{kind}</span>{escape(text)}'
+            for line, kind, text in self._shown()
         )
         return (
             f'<pre style="{_SCROLLED}">{rows}</pre>'
@@ -52,14 +54,18 @@ class Listing:
         numbered = enumerate(lines, 1 - start)
         return "\n".join(f"{number if number > 0 else '':>5}  {line}" for number, line in numbered)
 
-    def _shown(self) -> Iterator[tuple[Line, str]]:
-        """Lines to show, each as a short call with the bucket that it asks or waits for."""
+    def _shown(self) -> Iterator[tuple[Line, str, str]]:
+        """Lines to show, each with its kind and as a short call with the bucket that it asks or waits for."""
         notes = {}
         for index, request in enumerate(self._program.all_reduces):
             notes[request.line.number] = f"  asks for bucket {index}"
             notes |= {wait.number: f"  waits for bucket {index}" for wait in request.waits}
         for line in self._program.lines:
-            if line.kind in COLOURS:
-                names = list(line.buffers[:BUFFERS_SHOWN])
+            kind = "return" if line.name == "return" else str(line.kind)
+            if kind in (*COLOURS, "return"):
+                names = [self._called(buffer) for buffer in line.buffers[:BUFFERS_SHOWN]]
                 names += [f"... {len(line.buffers)} in all"] if len(line.buffers) > BUFFERS_SHOWN else []
-                yield line, f"{line.name}({', '.join(names)}){notes.get(line.number, '')}"
+                yield line, kind, f"{line.name}({', '.join(names)}){notes.get(line.number, '')}"
+
+    def _called(self, buffer: str) -> str:
+        return f"{buffer}: {self.names[buffer]}" if buffer in self.names else buffer

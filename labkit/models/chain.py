@@ -1,4 +1,5 @@
-"""Four linear layers in a row: the least model whose gradients fill several buckets.
+"""Linear layers in a row. Four wide ones are the least model whose gradients fill several buckets; a hundred narrow
+ones are the least whose messages cost more than their bytes.
 
 Shapes: N samples, D width.
 """
@@ -10,25 +11,31 @@ from labkit.models.protocol import NumbersModel
 
 
 class LinearChain(NumbersModel):
-    """fc1 to fc4, each D -> D with a bias. At D = 2000 a weight has 16 MB and a bias 8 kB.
+    """fc1 to fc4, or as many as you say, each D -> D with a bias. At D = 2000 a weight has 16 MB and a bias 8 kB.
 
     Args:
         dim: D.
         checkpoint: go through fc1 once more in the backward pass instead of keeping what it needs (non-reentrant).
         batch: N, samples in a step.
+        layers: how many.
     """
 
     block_types = ("Linear",)
+    fc1: nn.Linear
+    fc2: nn.Linear
+    fc3: nn.Linear
+    fc4: nn.Linear
 
-    def __init__(self, dim: int = 2000, checkpoint: bool = False, batch: int = 1):
+    def __init__(self, dim: int = 2000, checkpoint: bool = False, batch: int = 1, layers: int = 4):
         super().__init__()
-        self.fc1 = nn.Linear(dim, dim)
-        self.fc2 = nn.Linear(dim, dim)
-        self.fc3 = nn.Linear(dim, dim)
-        self.fc4 = nn.Linear(dim, dim)
+        for index in range(1, layers + 1):
+            setattr(self, f"fc{index}", nn.Linear(dim, dim))
         self.dim, self.checkpoint, self.input_shape = dim, checkpoint, (batch, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, D] to the same shape."""
-        first = checkpoint(self.fc1, x, use_reentrant=False) if self.checkpoint else self.fc1(x)
-        return self.fc4(self.fc3(self.fc2(first)))
+        first, *others = self.children()
+        x = checkpoint(first, x, use_reentrant=False) if self.checkpoint else first(x)
+        for layer in others:
+            x = layer(x)
+        return x

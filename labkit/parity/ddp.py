@@ -27,10 +27,10 @@ from labkit.theory.ddp import chain_buckets
 MODES: tuple[ddp.Mode, ...] = ("ddp", "replicate", "compiled_ddp", "compiled")
 
 
-def chain(dim: int, case: Case, device: torch.device, batch: int) -> LinearChain:
-    """The model of both checks, equal on all ranks."""
+def chain(dim: int, case: Case, device: torch.device, batch: int, layers: int = 4) -> LinearChain:
+    """The model of both checks and of the training, equal on all ranks."""
     torch.manual_seed(0)
-    return LinearChain(dim, case.checkpoint, batch).to(device)
+    return LinearChain(dim, case.checkpoint, batch, layers).to(device)
 
 
 def compare_techniques(
@@ -40,6 +40,7 @@ def compare_techniques(
     *,
     dim: int,
     batch: int = 1,
+    layers: int = 4,
     steps: int = 2,
     modes: Sequence[ddp.Mode] = MODES,
     **how: Any,
@@ -47,7 +48,7 @@ def compare_techniques(
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
     Compared are every step's output and gradients, and every parameter after the last. Each rank has its own samples,
-    ``batch`` in a batch; the chain is ``dim`` wide; ``how`` is passed on to ``ddp.applied``.
+    ``batch`` in a batch; the chain has ``layers`` layers ``dim`` wide; ``how`` is passed on to ``ddp.applied``.
 
     Returns:
         What ``Here.verdict`` takes. ``sent_bytes``: what a rank hands to all-reduces in all steps, by technique.
@@ -55,7 +56,7 @@ def compare_techniques(
         programs with communication inductor wrote, or without it, how many backward passes compiled autograd traced,
         so that nobody compares eager runs with each other.
     """
-    build = partial(chain, dim, case, device, batch)
+    build = partial(chain, dim, case, device, batch, layers)
     one_device = OneDevice(lambda rank: build(), mesh.size(), device=device, batches=len(case.batches))
     reference, found, expected = one_device.copies[0], Parity(), []
     for step in range(steps):
@@ -118,7 +119,15 @@ def _forward(lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: i
 
 
 def compare_buckets(
-    mesh: DeviceMesh, device: torch.device, case: Case, *, dim: int, batch: int = 1, bucket_mb: float, **how: Any
+    mesh: DeviceMesh,
+    device: torch.device,
+    case: Case,
+    *,
+    dim: int,
+    batch: int = 1,
+    layers: int = 4,
+    bucket_mb: float,
+    **how: Any,
 ) -> dict[str, Any]:
     """Compile a backward pass twice, without gradients and on top of them, and look for its buckets. A collective.
 
@@ -128,10 +137,10 @@ def compare_buckets(
     Returns:
         What ``Here.verdict`` takes; lists hold a value for each of the two backward passes.
     """
-    expected = chain_buckets(dim, bucket_mb, way="compiled" if case.forward else "backward_only")
+    expected = chain_buckets(dim, bucket_mb, way="compiled" if case.forward else "backward_only", layers=layers)
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
     assert predicted_bytes, "a chain has gradients, and they are in some bucket"
-    lab, rounds = chain(dim, case, device, batch), []
+    lab, rounds = chain(dim, case, device, batch, layers), []
     with ddp.applied(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how) as (model, programs):
         for step in range(2):
             with Wire() as wire:

@@ -138,19 +138,23 @@ def messages(result: RunResult, *, ax: Axes | None = None) -> Axes:
     return style.stamp(ax, [result])
 
 
-def pieces(result: RunResult, *, network: AlphaBeta | None = None, ax: Axes | None = None) -> Axes:
+def pieces(
+    result: RunResult, *, network: AlphaBeta | None = None, typical: bool = False, ax: Axes | None = None
+) -> Axes:
     """Time of the same bytes in one all-reduce and in many small ones: measured, and as alpha and beta predict.
 
-    Those of ``network``, by default fitted to the times of the run's single messages.
+    Those of ``network``, by default fitted to the times of the run's single messages. What was measured is the fastest
+    round; where ``typical``, the median one.
     """
     ax = style.axes(ax)
-    total, measured = int(result.params["total_bytes"]), message_times(result, "pieces")
+    rounds = message_rounds(result, "pieces").groupby(level=0)
+    total, measured = int(result.params["total_bytes"]), rounds.median() if typical else rounds.min()
     line = network or fit(message_times(result).to_dict())
-    counts = list(measured.index)
+    counts, which = list(measured.index), "median" if typical else "fastest"
     for column, (count, time_s) in enumerate(measured.items()):
         expected = line.seconds(total, messages=count)
         first = column == 0
-        ax.bar(column, time_s * 1e3, 0.5, color=style.BLUE, label="measured, fastest round" if first else None)
+        ax.bar(column, time_s * 1e3, 0.5, color=style.BLUE, label=f"measured, {which} round" if first else None)
         mark = "predicted: messages x α + bytes x β" if first else None
         ax.plot([column - 0.38, column + 0.38], [expected * 1e3] * 2, label=mark, **style.PREDICTED)
         text = f"{time_s * 1e3:.1f} ({expected * 1e3:.1f})"

@@ -1,9 +1,10 @@
-"""The bucket diagram: which gradients travel together, and what runs between a bucket's request and its wait."""
+"""Of buckets: which gradients travel together, what hides them in a program, and what their size does to a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pandas
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -54,6 +55,53 @@ def buckets(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> A
     ax.tick_params(axis="y", length=0)
     _program_order(ax, rows)
     return style.stamp(ax, [drawn] if isinstance(drawn, RunResult) else [])
+
+
+def program(result: RunResult) -> inductor.Listing:
+    """What inductor wrote for rank 0's backward pass, each buffer with the name of what it holds, as far as is known.
+
+    Raises:
+        FileNotFoundError: rank 0 kept no code.
+    """
+    code = result.ranks[0].kept("code")
+    names = [gradient.name for bucket in _recorded(result) for gradient in bucket.gradients]
+    return inductor.Listing(code, inductor.named(code, names))
+
+
+def pass_times(result: RunResult) -> pandas.Series:
+    """Seconds of forward and backward pass in each timed step, of the slowest rank; messages are in the latter."""
+    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].isin(["forward", "backward"])]
+    return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
+
+
+def bucket_sizes(results: Mapping[str, RunResult], predicted_s: Mapping[str, float], *, ax: Axes | None = None) -> Axes:
+    """Forward and backward pass: the median of each run as a bar, each step as a dot, what was predicted dashed."""
+    ax = style.axes(ax)
+    steps = {label: pass_times(result) * 1e3 for label, result in results.items()}
+    medians = {label: times.median() for label, times in steps.items()}
+    predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
+    top = 1.25 * max(*medians.values(), *predicted.values())
+    for column, (label, times) in enumerate(steps.items()):
+        first = column == 0
+        ax.bar(column, medians[label], 0.5, color=style.BLUE, label="median step" if first else None)
+        inside = times[times <= top]
+        places = [column - 0.12 + 0.24 * index / max(1, len(inside) - 1) for index in range(len(inside))]
+        ax.plot(places, inside, ".", color=style.ORANGE, ms=3.5, label="each step" if first else None)
+        text = f"{medians[label]:.3g}"
+        if label in predicted:
+            mark = "predicted" if first else None
+            ax.plot([column - 0.36, column + 0.36], [predicted[label]] * 2, label=mark, **style.PREDICTED)
+            text += f" ({predicted[label]:.3g})"
+        height = max(medians[label], predicted.get(label, 0.0), inside.max())
+        place: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+        ax.annotate(text, (column, height), **place)
+        if len(inside) < len(times):
+            above = f"+{len(times) - len(inside)} above"
+            ax.text(column + 0.3, top, above, fontsize=7, ha="left", va="top", color=style.GREY)
+    ax.set_xticks(range(len(results)), list(results))
+    ax.set(ylabel="forward and backward pass, ms (predicted)", ylim=(0, 1.1 * top))
+    style.legend_above(ax, 3)
+    return style.stamp(ax, results.values())
 
 
 def _boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:

@@ -14,12 +14,17 @@ Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/re
 - DDP's first bucket closes at 1 MiB only where the bucket size is left at 25 MiB; the compiler's always does.
 - The compiler's backward pass computes a layer's weight before its bias, autograd's the bias before the weight.
 
-Everywhere ``dim`` is the width of a LinearChain, and a bucket is closed once it holds ``bucket_mb`` MiB. ``way`` is
-``eager``, ``compiled`` (forward and backward) or ``backward_only``, which keeps autograd's order.
+Everywhere ``dim`` is the width of a LinearChain of so many ``layers``, and a bucket is closed once it holds
+``bucket_mb`` MiB. ``way`` is ``eager``, ``compiled`` (forward and backward) or ``backward_only``, which keeps
+autograd's order.
 """
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Literal
+
+from labkit.theory.collectives import AlphaBeta
 
 MIB = 2**20
 DEFAULT_MB = 25.0
@@ -46,15 +51,21 @@ def bucket_plan(
     return plan
 
 
-def chain_gradients(dim: int, way: Way = "eager") -> list[tuple[str, int]]:
+def chain_gradients(dim: int, way: Way = "eager", layers: int = 4) -> list[tuple[str, int]]:
     """Name and bytes of LinearChain's gradients in the order in which they become ready."""
     parts = [("bias", 4 * dim), ("weight", 4 * dim * dim)]
     order = parts[::-1] if way == "compiled" else parts
-    return [(f"{layer}.{part}", size) for layer in ("fc4", "fc3", "fc2", "fc1") for part, size in order]
+    return [(f"fc{layer}.{part}", size) for layer in range(layers, 0, -1) for part, size in order]
 
 
 def chain_buckets(
-    dim: int, bucket_mb: float = DEFAULT_MB, *, way: Way = "eager", fuse: bool = True, compressed: bool = False
+    dim: int,
+    bucket_mb: float = DEFAULT_MB,
+    *,
+    way: Way = "eager",
+    layers: int = 4,
+    fuse: bool = True,
+    compressed: bool = False,
 ) -> list[dict[str, int]]:
     """LinearChain's buckets in the order in which they are sent: bytes of each gradient, by name, as handed over.
 
@@ -63,10 +74,42 @@ def chain_buckets(
     ``fuse`` is False where the compiler sends each gradient alone. Where they are ``compressed``, gradients travel in
     16 bits, and the compiler fuses none of them.
     """
-    ready = chain_gradients(dim, way)
+    ready = chain_gradients(dim, way, layers)
     alone = way != "eager" and (compressed or not fuse)
     first_mb = FIRST_MB if way != "eager" or bucket_mb == DEFAULT_MB else bucket_mb
     sizes = [size for _, size in ready]
     plan = [[place] for place in range(len(sizes))] if alone else bucket_plan(sizes, bucket_mb, first_mb)
     shrink = 2 if compressed else 1
     return [{ready[place][0]: ready[place][1] // shrink for place in bucket} for bucket in plan]
+
+
+def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
+    """When each bucket has arrived: they leave in their order, one at a time, each no sooner than it is ready.
+
+    So one late gradient holds up its bucket, and all buckets after it. Any unit of time.
+    """
+    found: list[float] = []
+    for ready, takes in zip(ready_s, takes_s, strict=True):
+        found.append(max([ready, *found[-1:]]) + takes)
+    return found
+
+
+def smallest_bucket_bytes(total_bytes: float, backward_s: float, alpha_s: float, beta_s_per_byte: float) -> float:
+    """The smallest bucket whose messages all fit into the backward pass; infinite where the bytes alone do not.
+
+    Buckets of b bytes are total / b messages: total / b * alpha + total * beta = backward. Smaller ones pay more
+    latency than there is time to hide; larger ones leave a larger last bucket, which nothing hides.
+    """
+    room_s = backward_s - total_bytes * beta_s_per_byte
+    return total_bytes * alpha_s / room_s if room_s > 0 else math.inf
+
+
+def fit_pieces(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:
+    """Alpha and beta from seconds of several rounds by number of messages, all of the same bytes.
+
+    By the median rounds of the fewest and the most messages: what more of them cost is latency.
+    """
+    few, many = min(rounds_s), max(rounds_s)
+    few_s, many_s = (statistics.median(rounds_s[count]) for count in (few, many))
+    alpha_s = (many_s - few_s) / (many - few)
+    return AlphaBeta(alpha_s, (few_s - few * alpha_s) / total_bytes)

@@ -31,7 +31,7 @@ class Config:
 
     folder: str = ""
     """Where the answers lie, and where each rank leaves what it sends home."""
-    lab: Literal["collectives", "spatial", "fsdp", "extensions", "two_dim", "failures"] = "spatial"
+    lab: Literal["collectives", "spatial", "fsdp", "extensions", "ddp", "two_dim", "failures"] = "spatial"
     """The module beside this one whose ``feed`` calls the answers."""
     setup: str = "{}"
     """Arguments by name for that function, as JSON."""

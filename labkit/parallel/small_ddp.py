@@ -1,0 +1,49 @@
+"""Data-parallel training in thirty lines: what a learner of the DDP lab writes.
+
+Every gradient belongs to a bucket. Once the last gradient of a bucket is there, its all-reduce is asked for, and the
+backward pass goes on; once the last gradient of all is there, the rank waits. ``buckets.GradientBuckets`` does the same
+for a mesh, and refuses a backward pass that leaves a gradient out.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.parallel.buckets import closed_when_full
+
+
+def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
+    """Let every backward pass of a model leave in each ``grad`` the mean over all ranks.
+
+    Args:
+        model: equal on all ranks; each backward pass gives a gradient to every parameter.
+        bucket_bytes: a bucket is closed once it holds so many.
+    """
+    parameters = list(model.parameters())[::-1]  # as DDP does before it knows better: the last layer's come first
+    plan = closed_when_full([parameter.nbytes for parameter in parameters], bucket_bytes)
+    buckets = [[parameters[position] for position in bucket] for bucket in plan]
+    missing = [len(bucket) for bucket in buckets]
+    on_their_way: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
+
+    def arrived(index: int) -> None:
+        missing[index] -= 1
+        if missing[index] == 0:
+            row = torch.cat([p.grad.flatten() for p in buckets[index] if p.grad is not None])
+            handle = dist.all_reduce(row, async_op=True)
+            assert handle is not None, "every rank of the world is in its own group"
+            on_their_way.append((buckets[index], row, handle))
+        if not any(missing):
+            finish()
+
+    def finish() -> None:
+        for bucket, row, handle in on_their_way:
+            handle.wait()
+            row /= dist.get_world_size()
+            for parameter, mean in zip(bucket, row.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = mean.view_as(parameter)  # a view: nothing is copied back
+        on_their_way.clear()
+        missing[:] = [len(bucket) for bucket in buckets]
+
+    for index, bucket in enumerate(buckets):
+        for parameter in bucket:
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
