@@ -221,8 +221,8 @@ claim(
 #
 # **core, 3 minutes**
 #
-# If bfloat16 is what you want, use the policy. A policy knows one thing, a dtype, and uses it for two: what is sent, and
-# what is computed with. Three wishes are beyond it.
+# If bfloat16 is what you want, use the policy. Of what is gathered a policy knows one thing, a dtype, and uses it for
+# two: what is sent, and what is computed with. Four wishes are beyond it.
 #
 # | wish | policy | hooks |
 # |---|---|---|
@@ -324,8 +324,8 @@ looks
 # tensors and numbers. Call `func` with the halves `b` in place of these instances, and with the halves `a`. Make a `cls`
 # of each tensor of the two results: `cls(x, y)` calls your `new_two`. What is no tensor stays as it is.
 #
-# Call it with `b` first. Where PyTorch lets an operation write into a plain tensor (`out=`), the last result stays there,
-# and FSDP2 reduces gradients so. It should be that of `a`.
+# Call it with `b` first. FSDP2 copies gradients into a plain buffer through `out=`. Both calls write there, and the
+# second one's numbers stay. They should be those of `a`.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -356,7 +356,7 @@ twice
 
 # %% [markdown]
 # labkit's own (`labkit/tensors/two_tensor.py`) does two things more. It keeps views what they are, by PyTorch's
-# `return_and_correct_aliasing`. And it refuses an operation that would change a plain tensor by both halves.
+# `return_and_correct_aliasing`. And it refuses an operation such as `plain.add_(two)`, which would add both halves.
 
 # %% [markdown]
 # ## 5. Build it: two hooks
@@ -656,8 +656,8 @@ def decode_bf16(gathered: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch
 checks.bf16_gather(encode_bf16, decode_bf16)
 
 # %% [markdown]
-# bfloat16 has 7 bits of **mantissa**, the binary digits behind the first one. So rounding changes each number by up to 2 **
-# -8 of it, 0.4 %.
+# bfloat16 has 7 bits of **mantissa**, the binary digits behind the first one. So rounding changes each number by up to
+# 2⁻⁸ of it, 0.4 %.
 #
 # ### int8 and scales
 #
@@ -901,8 +901,8 @@ for name in NAMES:
     print(f"{name:7} changes the loss of the trained network by {runs[name].value('loss_change'):+.3%}")
 
 # %% [markdown]
-# float8 changes it most, as its error is the largest. And during training? The small errors push the weights onto another
-# path.
+# float8, whose error is by far the largest, changes it most. Between the other two one number decides nothing. And
+# during training? The small errors push the weights onto another path.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -1010,8 +1010,9 @@ _ = plots.gather_costs({label: run for label, (run, _, _) in costs.items()}, pre
 # %% [markdown]
 # *Right: what all units would hold of gathered parameters while they compute, each counted at its own turn. It is as
 # predicted to the byte. A hook that sends less than it computes with holds **more** than plain FSDP does: the bfloat16
-# hook holds half more. The policy holds half. int8 with the policy holds less than plain FSDP, and more than the policy.
-# Left: time of the gathers, the fastest of 15. On shared cores these bars move from run to run.*
+# hook holds half more. The policy holds half. int8 with the policy holds less than plain FSDP, and more than the
+# policy. Left: time of the gathers, the fastest of 15. On shared cores these bars move by a factor of two from run to
+# run, even between two bars with the same hook.*
 #
 # So compression saves traffic, not memory. Memory is saved by what computes: the policy's dtype. And on this small network
 # it saves no time either: in most runs no hook is faster than the plain gather.
@@ -1063,10 +1064,10 @@ def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
 checks.pays_below(pays_below)
 
 # %% [markdown]
-# **Worked once, with this machine.** The network of this notebook is so small that its gathers cost mostly latency, which
-# fewer bytes do not shorten: look at the left panel above. So take one that is four times as wide, 4.6 million numbers for
-# the parameters given, gathered once without hooks and once with int8. The bandwidth comes from the plain gather, its
-# copies and latency included. The time in the hooks was measured while int8 was gathered.
+# **An example, with this machine.** In the network of this notebook a gather takes 2 ms or so, and what disturbs it is
+# as large as what fewer bytes save. So take one that is four times as wide, 4.6 million numbers for the parameters
+# given, gathered once without hooks and once with int8. The bandwidth comes from the plain gather, its copies and
+# latency included. The time in the hooks was measured while int8 was gathered.
 
 # %% tags=["nbval-ignore-output"]
 wide = {"nproc": RANKS, "dim": 4 * DIM, "batch": 4, "steps": 1}
@@ -1092,14 +1093,15 @@ _ = plots.gather_times(
 )
 
 # %% [markdown]
-# *Predicted time of gathering all units of the wider network once. Left of the crossing the bytes decide and int8 is faster.
-# Right of it int8 is slower, and its line runs level: that is the coding. float32's point lies on its line, since the
-# bandwidth was taken from it. int8's point mostly lies above: two tensors for each parameter are more calls and more
-# copies than one, which the inequality leaves out.*
+# *Predicted time of gathering all units of the wider network once. Left of the crossing the bytes decide and int8 is
+# faster. Right of it int8 is slower, and its line runs level: that is the coding. float32's point lies on its line,
+# since the bandwidth was taken from it. int8's point mostly lies above: two tensors for each parameter travel in the
+# same call, but they are more copies into it and out of it than one, which the inequality leaves out.*
 #
 # Where a machine stands close to the crossing, such things and noise decide, and only the measurement counts. Between
-# processes of one machine a message is a copy in memory, and so is coding. So here int8 saves little or nothing, and on
-# some machines it loses. It is made for wires that are slow beside memory.
+# processes of one machine a message is a copy in memory, and so is coding. Close to the crossing the inequality may say
+# that int8 pays, and the measurement that it loses. So here int8 saves little or nothing, or costs. It is made for
+# wires that are slow beside memory.
 
 # %% tags=["claim"]
 ends = {name: on_wire[name] / (1e3 * threshold) + coding_s * (name == "int8") for name in on_wire}
@@ -1107,10 +1109,11 @@ claim("right of the crossing int8 is slower", ends["int8"] > ends["none"])
 claim("its line runs level", ends["int8"] < 1.01 * coding_s)
 
 # %% [markdown]
-# **Asked once, with a GPU's data sheet.** The memory of an H100 (SXM) moves 3.35 · 10¹² bytes a second. Coding is bound by
-# that. Say that encode reads each of a rank's numbers twice (4 bytes, once for the scale) and writes 1 byte; decode reads 1
-# byte of each number and writes 2, to compute in bfloat16. Take 7 billion parameters on 16 GPUs. The plain gather is the
-# policy's, 2 bytes a number, so 7 · 10⁹ bytes are saved. Below which bandwidth does int8 pay? Commit, in GB/s.
+# **Your turn, with a GPU's data sheet.** The memory of an H100 (SXM) moves 3.35 · 10¹² bytes a second. Coding is bound
+# by that. Say that encode reads each of a rank's numbers twice, 4 bytes each time (for the scale, then to round), and
+# writes 1 byte; decode reads 1 byte of each number and writes 2, to compute in bfloat16. Take 7 billion parameters on
+# 16 GPUs. The plain gather is the policy's, 2 bytes a number, so 7 · 10⁹ bytes are saved. Below which bandwidth does
+# int8 pay? Commit, in GB/s.
 
 # %% tags=["commit"]
 mine = commit(threshold_gb_s=None)
@@ -1158,9 +1161,12 @@ print(torch.tensor(100, dtype=torch.int8) + torch.tensor(100, dtype=torch.int8))
 
 # %% [markdown]
 # - So a rank would have to decode, add and encode again, in each of the N - 1 steps of a ring. Each time rounds.
-# - A gathered parameter is forgotten after use. A gradient goes into Adam's running means and into the parameter, and stays.
-#   Rounded gradients need a remedy: remember what was rounded away and add it next time (*error feedback*, 1-bit Adam), or
-#   keep the sum in more bits.
+# - A gathered parameter is forgotten after use. A gradient goes into Adam's running means and into the parameter, and
+#   stays. Coarsely rounded gradients need a remedy: remember what was rounded away and add it next time (*error
+#   feedback*, 1-bit Adam), or keep the sum in more bits.
+#
+# ZeRO++ goes around the ring: by an all-to-all each rank gets its piece of every other rank's gradients, so that each is
+# rounded once, and adds them up in more bits.
 #
 # bfloat16 gradients are common: `reduce_dtype=torch.bfloat16` in the policy, again one line. DDP has `register_comm_hook`
 # for more, see Lab 4.
@@ -1221,7 +1227,26 @@ def cast_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None
 
 
 # %%
-checks.cast_all_gather(cast_all_gather)
+casts = checks.cast_all_gather(cast_all_gather)
+casts
+
+# %% [markdown]
+# Use it. `check="meta"` builds a network on the meta device, where tensors have shapes and no memory. It shards it, gives it
+# memory full of NaN, fills that, and trains with a policy of bfloat16.
+
+
+# %%
+class Casting(working):
+    fsdp_post_all_gather = cast_all_gather if casts.ok else tensors.TwoTensor.fsdp_post_all_gather
+
+
+def cast_double(weight: torch.Tensor) -> torch.Tensor:
+    return Casting(weight, weight.clone())
+
+
+meta = {"nproc": 2, "extension": "your_type", "check": "meta", "steps": 5}
+built = labkit.run("allgather_extensions", use={"parameter": cast_double}, **meta)
+print(f"{built.value('trained'):.0f} of {built.value('parameters'):.0f} parameters trained in bfloat16: {built.ok}")
 
 # %% [markdown]
 # ### Exercise 13: four bits (•••, 12 minutes)
@@ -1325,8 +1350,7 @@ dist.destroy_process_group()
 # - One rank has nothing to gather. The program wants at least two.
 # - `torch.compile` takes a `TwoTensor` apart and builds it again, since the type says how (`__tensor_flatten__`). Compile
 #   each layer by itself, so that FSDP2's hooks stay outside: `compile=True` does that in this lab's program.
-# - A model can be built without memory: `labkit.run("allgather_extensions", nproc=2, check="meta")` shards a model on the
-#   meta device (shapes without memory) first and fills it afterwards.
+# - A model that is built without memory gets its hooks after `to_empty`, by `tensors.extend_all`.
 #
 # ### What to expect on GPUs (2 minutes)
 #

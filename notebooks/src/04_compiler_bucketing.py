@@ -86,7 +86,7 @@ print(f"{106 / 161:.0%} of ResNet-50's gradients hold {normalisation / numbers:.
 # next to no bytes.
 #
 # One all-reduce for everything? It has to wait for the last gradient. The backward pass goes from the last layer to the
-# first, so the last layer's gradients are ready long before. Meanwhile the network stands idle.
+# first, so the last layer's gradients are ready long before. Meanwhile the wire stands idle.
 #
 # Buckets are the way between. Gradients that are ready at about the same time travel together:
 #
@@ -272,7 +272,7 @@ _ = plots.pieces(messages, network=network, typical=True)
 # %% [markdown]
 # *The same bytes, in 1 to 200 messages. 200 messages take more than three times as long as one. The dashed lines are
 # your alpha and beta. They are fitted at both ends, so only what they say of 2 and 20 is a prediction. (The bars are
-# median rounds; the table has the mean, which disturbed rounds pull up.)*
+# median rounds, the table has the mean, so the two differ a little. Messages asked for at once overlap a little, too.)*
 
 # %% tags=["claim"]
 pieces = {count: statistics.median(times) for count, times in rounds.items()}
@@ -542,8 +542,8 @@ print(f"yours takes {times_ddp:.2f} times as long as DDP's; you said {guess}")
 steps_ms.agg(["min", "median", "max"]).round(1)
 
 # %% [markdown]
-# *A step in ms. With buckets, yours takes at most 1.15 times as long as DDP's, which is written in C++.* For two
-# messages a step, the language of the hooks hardly matters.
+# *A step in ms. With buckets, yours takes at most 1.15 times as long as DDP's, which is written in C++.* Two hundred
+# calls of a Python hook take little beside the messages that they save.
 
 # %% tags=["claim"]
 claim("yours takes at most 1.15 times as long as DDP's", times_ddp <= 1.15)
@@ -577,7 +577,7 @@ messages_sent
 # The prediction adds: arithmetic, plus messages × alpha, plus bytes × beta. Nothing hides in it. Why not, if the
 # backward pass goes on while a bucket travels? **Hiding is not free.** On this machine each rank has one core. Gloo's
 # threads, which add and send, need the same core as the arithmetic. On a GPU the network card and a few of the GPU's
-# many processors do that work, so there it hides. Section 8 shows it on the time line.
+# many processors do that work, so there it hides. Section 8 shows this machine's time line.
 #
 # Commit: how many times as long do both passes take with a message for each gradient as with buckets of 1 MiB?
 
@@ -601,9 +601,9 @@ print(f"a message for each gradient takes {times_as_long:.1f} times as long as 1
 _ = plots.bucket_sizes(by_size, predicted_s)
 
 # %% [markdown]
-# *Forward and backward pass of the deep network by the size of its buckets. A dot is one of 20 steps; the dashed line was
-# predicted from your alpha and beta. A message for each gradient takes at least three times as long as buckets of
-# 1 MiB. In most runs hardly anything is left to gain from 0.1 MiB on.*
+# *Forward and backward pass of the deep network by the size of its buckets. A dot is one of 20 steps; the dashed line
+# was predicted from your alpha and beta. A message for each gradient takes at least three times as long as buckets of 1
+# MiB. In most runs little is left to gain from 0.1 MiB on.*
 #
 # On a quiet machine the predictions are within a factor of 1.5 of the bars, the small ones too low. What they leave out
 # is DDP's own work: it copies 200 gradients into its buckets and back. On a busy machine the left bars can be several
@@ -690,13 +690,13 @@ print(f"read at once {at_once}, read later {later}") if dist.get_rank() == 0 els
 _ = plots.timeline(eager)
 
 # %% [markdown]
-# *Two rows for each rank. Bucket 0 is asked for when the backward pass is halfway: fc4 and fc3 are done. On at least one
-# rank it is on its way before fc1 is done. Bucket 1 leaves last, when no layer is left to hide it.*
+# *Two rows for each rank. Bucket 0 is asked for when fc4 and fc3 are done, about halfway. On at least one rank it is on
+# its way before fc1 is done. Bucket 1 leaves last, when no layer is left to hide it.*
 #
 # A bucket's bar may begin later than it was asked for: gloo's thread waits until the arithmetic leaves it the core. That
 # is what "hiding is not free" looks like.
 #
-# **Why is fc3's bar split?** In most runs a narrow gap cuts it, or parts it from fc2's. fc3's last gradient fills bucket
+# **Why is there sometimes a gap in fc3's bar, or behind it?** fc3's last gradient fills bucket
 # 0. In that moment the rank asks for the all-reduce, and asking is no arithmetic: the bar has a gap. What follows the
 # gap is what fc3 has left to do. The bars without a name at the end are copies: DDP takes the means out of each bucket
 # that has arrived, and puts them into the gradients. `gradient_as_bucket_view=True` saves these. (Where there is room
@@ -1146,10 +1146,11 @@ plots.program(coalesced)
 
 # %% [markdown]
 # Read it from the top. `extern` lines are products of matrices. `kernel` lines are loops that inductor wrote itself:
-# they add up the biases' gradients and divide by the number of ranks. Each layer has two products: `fc3.output.grad`
-# times `fc3.weight` is the gradient that goes on to fc2, and `fc3.output.grad` times `fc3.input` is the gradient of
-# fc3's weight. A yellow line asks for a bucket and returns at once; products below it run while the bucket travels.
-# All waits stand at the end, since nothing but the `return` uses a gradient.
+# they add up the biases' gradients and divide by the number of ranks. Each layer but fc1 has two products (the samples
+# need no gradient): `fc3.output.grad` times `fc3.weight` is the gradient that goes on to fc2, and `fc3.output.grad`
+# times `fc3.input` is the gradient of fc3's weight. A yellow line asks for a bucket and returns at once; products below
+# it run while the bucket travels. All waits stand at the end, since nothing but the `return` uses a gradient. (Inductor
+# reuses memory. A buffer may then have a new name and the same gradient; lines that only rename are left out.)
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.buckets(coalesced)
@@ -1167,8 +1168,8 @@ claim(
 
 # %% [markdown]
 # A collective that was asked for is not done. Its buffer is *in flight* until a wait for this buffer returns. Who reads
-# it before finds half a sum; who writes to it spoils the sum of the others. Nothing raises an error. So a compiler that
-# moves waits had better be right.
+# it before may find half a sum; who writes to it spoils the sum of the others. Nothing raises an error. So a compiler
+# that moves waits had better be right.
 #
 # ### Exercise 9: find the missing wait (••, 8 minutes)
 #
@@ -1230,8 +1231,8 @@ _ = plots.timeline(coalesced)
 _ = plots.exposed({"reducer": eager, "compiled": coalesced})
 
 # %% [markdown]
-# *Communication of one profiled step, mean over the ranks: the lengths of its buckets, so that two which travel at once
-# count twice. Which of the two ways exposes more changes from run to run.*
+# *Communication of one profiled step, mean over the ranks: the time in which any bucket was under way. Two at once
+# count once. Which of the two ways exposes more changes from run to run.*
 #
 # Do not expect this path to win here. Products of matrices are library calls in both, and the reducer overlaps as well.
 # What is gained is sight: the order of a compiled step is a text that you can read, check and change.
@@ -1258,14 +1259,14 @@ print(f"{checked.value('compared'):.0f} tensors, all equal to one device's to 1 
 #   whatever b is.
 # - The last bucket: `alpha + b * beta`. Nothing is left to hide it.
 #
-# So small buckets pay latency, and large ones have a long end. The smallest bucket that still hides is the best:
+# So small buckets pay latency, and large ones have a long end. The smallest bucket that still hides is about the best:
 #
 # > S / b · alpha + S · beta = backward pass, so **b = S · alpha / (backward − S · beta)**
 #
 # If S · beta alone is longer than the backward pass, no bucket helps. Then the *batch* of a rank is too small: the
-# backward pass takes about 4 operations for each parameter and sample, and grows with it, while S does not.
+# backward pass takes about 4 operations for each parameter and token, and grows with it, while S does not.
 #
-# **Worked once.** BERT-large, a language model, on the 8 H100s of one machine, with 4096 tokens a rank.
+# **An example.** BERT-large, a language model, on the 8 H100s of one machine, with 4096 tokens a rank.
 #
 # | | |
 # |---|---|
@@ -1282,7 +1283,7 @@ print(f"{checked.value('compared'):.0f} tensors, all equal to one device's to 1 
 #
 # ### Exercise 10: the smallest bucket that hides (••, 6 minutes)
 #
-# Write it as a function. Return the bytes of a bucket, and `float("inf")` where no bucket is small enough.
+# Write it as a function. Return the bytes of a bucket, and `float("inf")` where no size of bucket lets the messages hide, however large.
 #
 # <details><summary>Hint</summary>
 #
@@ -1304,9 +1305,9 @@ def smallest_bucket(total_bytes: float, backward_s: float, alpha_s: float, beta_
 checks.smallest_bucket(smallest_bucket)
 
 # %% [markdown]
-# **Asked once.** The same model on 64 such GPUs in 8 machines, joined by one adapter of 50 GB/s for each GPU. Take alpha
-# = 100 µs, since a message now has many hops. Beta = 2 · 63/64 / 50 · 10⁹ s. What is the smallest bucket, in MB, with
-# 4096 tokens a rank, and with 16,384? Commit.
+# **Your turn.** The same model on 64 such GPUs in 8 machines, joined by one adapter of 50 GB/s for each GPU. Take
+# alpha = 100 µs, since a message now has many hops. Beta = 2 · 63/64 / (50 · 10⁹) s, that is 39 ps a byte. What is the
+# smallest bucket, in MB, with 4096 tokens a rank, and with 16,384? Commit.
 
 # %% tags=["commit"]
 mine = commit(mb_4096=None, mb_16384=None)
@@ -1344,7 +1345,7 @@ by_hand = [
     theory.smallest_bucket_bytes(680e6, 4 * 340e6 * t / 400e12, 100e-6, 2 * 63 / 64 / 50e9) for t in (4096, 16384)
 ]
 claim("no bucket hides them with 4096 tokens", by_hand[0] == float("inf"))
-claim("with four times the samples from about 2.4 MB on", 2.2e6 < by_hand[1] < 2.6e6)
+claim("with four times the tokens from about 2.4 MB on", 2.2e6 < by_hand[1] < 2.6e6)
 
 # %% [markdown]
 # ### What to expect on GPUs
@@ -1384,7 +1385,8 @@ pandas.concat(tables)
 # </details>
 # <details><summary>2. You put only <code>loss.backward()</code> into <code>no_sync</code>. What is sent?</summary>
 #
-# Everything, as without it: DDP decides in the forward pass. And the next step is slow for no visible reason.
+# Everything, as without it: DDP decides in the forward pass. Each micro-batch pays for its messages, and nothing tells
+# you so.
 #
 # </details>
 # <details><summary>3. One layer's gradient is always the last to be ready. Which buckets wait for it?</summary>

@@ -169,8 +169,9 @@ dist.destroy_process_group()
 # `init_device_mesh` puts the ranks into the grid row by row. The last axis runs fastest: ranks 0 and 1 are neighbours
 # along `tp`, ranks 0 and 2 along `data`. `mesh["tp"]` is the row that this rank is in, `mesh["data"]` its column.
 # torchrun gives neighbouring numbers to the ranks of one host. So the last axis lies inside a host, where links are
-# fast, if it is not longer than a host has ranks. That is where `tp` belongs: its messages are sent in the middle of
-# the computation, and everybody waits for them. With the axes swapped, every one of them would leave the host.
+# fast, if its length divides the number of ranks in a host. That is where `tp` belongs: its messages are sent in the
+# middle of the computation, and everybody waits for them. With the axes swapped, and `data` as long as a host, every
+# one of them would leave the host.
 
 # %%
 _ = plots.mesh(**MESHES[2])
@@ -809,12 +810,25 @@ _ = plots.traffic(by_theory, by_count, results=list(runs.values()))
 
 # %% [markdown]
 # *Bytes on the wire from one rank in a step. In a dashed frame: predicted. Plain: computed from what was counted. They
-# agree. The square sends least: FSDP gathers half as many parameters, and TP sums activations of half as many samples.*
+# agree. The square sends least: each of its two parts is a third of what it is alone.*
+#
+# Why a third? Each axis carries half: half the parameters, and activations of half the samples. That alone would save
+# nothing, since there are two axes now. But each ring has two ranks and not four, and (n - 1) / n is 1/2 and not 3/4.
+#
+# It depends on the sizes. By the same formulas FSDP alone sends least with four times the samples, and TP alone with
+# layers four times as wide.
 
 # %% tags=["claim"]
 totals = {label: sum(parts.values()) for label, parts in by_count.items()}
 claim("they agree", by_theory == by_count)
 claim("the square sends least", min(totals, key=totals.get) == labels[2])
+for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
+    wide = theory.mlp_pairs(width)
+    wires = {
+        tp: sum(theory.wire_bytes(theory.collectives(wide, 8 * samples // axes["data"], **axes), **axes).values())
+        for tp, axes in MESHES.items()
+    }
+    claim(f"with {samples} samples and width {width} tp = {least} sends least", min(wires, key=wires.get) == least)
 thin, whole = (theory.parameters(theory.rank_layers(PAIRS, tp)) for tp in (2, 1))
 claim("FSDP gathers half as many parameters", abs(thin / whole - 0.5) < 0.01)
 claim("TP sums activations of half as many samples", tokens(2) * RANKS == 2 * tokens(RANKS))
@@ -841,8 +855,7 @@ _ = plots.breakdown(
 # communication buffers, TP alone for activations; the square needs least.*
 #
 # TP alone keeps every sample on every rank: between the pairs all four hold the same activations. FSDP alone gathers
-# whole layers. The square does half of each. It depends on the sizes: by the same formulas FSDP alone sends least with
-# four times the samples, and TP alone with layers four times as wide.
+# whole layers. The square does half of each.
 
 # %% tags=["claim"]
 peaks = {labels[tp]: result.value("peak_total_bytes") for tp, result in runs.items()}
@@ -854,13 +867,6 @@ claim("TP alone pays for activations", max(activations, key=activations.get) == 
 parts_of = ("unsharded_parameter", "all_gather", "reduce_scatter")
 gathered = {tp: sum(runs[tp].value(f"peak_{part}_bytes") for part in parts_of) for tp in (1, 2)}
 claim("FSDP alone pays for gathered parameters and buffers", gathered[1] > 1.5 * gathered[2])
-for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
-    wide = theory.mlp_pairs(width)
-    wires = {
-        tp: sum(theory.wire_bytes(theory.collectives(wide, 8 * samples // axes["data"], **axes), **axes).values())
-        for tp, axes in MESHES.items()
-    }
-    claim(f"with {samples} samples and width {width} tp = {least} sends least", min(wires, key=wires.get) == least)
 
 # %% [markdown]
 # ## 8. When does it pay?
@@ -908,12 +914,13 @@ checks.message_share(message_share)
 # With FSDP the batch decided (lab 2). Here it is the **inner width**: a wide layer can be shared by many ranks, a
 # narrow one by few.
 #
-# **Worked once.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is
+# **An example.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is
 # a good result in training: F = 400 · 10¹². NVLink moves 450 GB/s in each direction. GPT-3 has an inner width of
-# 49,152. Eight GPUs share it: 7 · 2 · 400 · 10¹² / (3 · 49,152 · 450 · 10⁹) = 0.084. The messages cost 8 % of the
-# arithmetic. In a model with an inner width of 4,096 they cost as much as the arithmetic itself.
+# 49,152. Eight GPUs share it: 7 · 2 · 400 · 10¹² / (3 · 49,152 · 450 · 10⁹) = 0.084. The messages cost 8 % of the MLP's
+# arithmetic. (An attention block's projections have half as many weights, and as many messages: 17 %.) In a model with
+# an inner width of 4,096 they cost as much as the arithmetic itself.
 #
-# **Asked once.** Sixteen GPUs in two hosts share GPT-3's layers. Each host has a single network card of 50 GB/s, which
+# **Your turn.** Sixteen GPUs in two hosts share GPT-3's MLPs. Each host has a single network card of 50 GB/s, which
 # the ring must cross, so that B is 50 GB/s. What do the messages cost now?
 
 # %% tags=["commit"]
@@ -973,11 +980,13 @@ print("measured steps: " + ", ".join(f"{step_ms:.0f} ms with {how}" for how, ste
 # ### How many ranks along tp?
 #
 # Now a whole step, both axes, on a cluster: 64 H100s in eight hosts, with a card of 50 GB/s for *each* GPU. The network
-# has 32 MLPs of width 4096, and a step takes 64 texts of 2048 tokens, in bfloat16. Two links:
+# has 32 MLPs of width 4096 and inner width 16,384, and a step takes 64 texts of 2048 tokens, in bfloat16. Two links:
 #
-# - Along `tp`, inside a host: NVLink, 450 GB/s. With 16 ranks along `tp`, two hosts.
+# - Along `tp`, inside a host: NVLink, 450 GB/s. With 16 ranks along `tp` the ring leaves the host, through all eight
+#   cards: 400 GB/s.
 # - Along `data`, between hosts. Rings run side by side, one for each card. A group that has k GPUs in a host has k of
-#   its eight cards to itself. With one rank along `tp`, k is 8; with two it is 4; from eight on it is 1.
+#   its eight cards to itself, so its bytes move at k · 50 GB/s. With one rank along `tp`, k is 8; with two it is 4;
+#   from eight on it is 1.
 #
 # Latency is left out: data sheets do not give it, and these messages are large.
 
@@ -1027,11 +1036,12 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 # - So `tp` does not make the step faster here. It makes steps **possible**: with 16 texts instead of 64, one or two
 #   ranks along `tp` cannot be had at all, and a long text's activations may not fit on one GPU.
 #
-# Hence the rule: **take the smallest `tp` that batch and memory allow, and stay inside a host.** It must also divide
-# the inner widths and the attention heads (section 9). Then check the cost, with the alpha and beta of your links: for
-# each pair, `2 (alpha + b T d · beta)` against `12 d h T / (tp F)`, where beta is for a byte handed to the all-reduce.
-# For many tokens alpha drops out, and this is exercise 8. For few, as when a model writes one token after another,
-# alpha decides.
+# With 16 the messages look mild, since eight rings share eight cards and latency is left out. With one card for a host,
+# as in the question above, they cost more than the arithmetic. Hence the rule: **take the smallest `tp` that batch and
+# memory allow, and stay inside a host.** It must also divide the inner widths and the attention heads (section 9). Then
+# check the cost, with the alpha and beta of your links: for each pair, `2 (alpha + b T d · beta)` against `12 d h T /
+# (tp F)`, where beta is for a byte handed to the all-reduce. For many tokens alpha drops out, and this is exercise 8.
+# For few, as when a model writes one token after another, alpha decides.
 #
 # Can the messages along `tp` hide after all? In part. Megatron-LM computes the weight's gradient while the backward
 # all-reduce travels. PyTorch can cut a product into pieces and send each while the next is computed (*asynchronous
@@ -1190,9 +1200,10 @@ f"the gradient is right: {right}; collectives: {sum(counted.get_comm_counts().va
 #
 # An all-reduce is a reduce-scatter followed by an all-gather (lab 0). Split it: reduce-scatter behind a pair,
 # all-gather in front of the next. Each puts half of an all-reduce's bytes on the wire. Our three pairs had five
-# all-reduces, that is ten halves. Now there are five reduce-scatters and five all-gathers, ten halves as well. But the
-# samples come in whole and the result goes out whole, and each of these two ends costs one all-gather more: twelve
-# halves.
+# all-reduces, that is ten halves. Now there are five reduce-scatters and five all-gathers, ten halves as well. The
+# result goes out whole: one all-gather more. And labkit treats the samples like everything between the pairs: each rank
+# cuts out its tokens, and they are gathered before the first pair. That is another one: twelve halves. (A plan that
+# leaves the samples whole, as in exercise 11, pays less.)
 
 # %%
 halves = {}
@@ -1213,8 +1224,9 @@ claim("twelve halves instead of ten", abs(halves["sequence cut"] / halves["seque
 # In a stack of many layers, two more do not matter.
 #
 # And the memory? Here it pays to look closely. `ColwiseParallel` keeps the input that it has gathered, because the
-# gradient of its weight needs it. In a stack of bare MLPs that costs more than is gained. It pays off with activation
-# checkpointing, where a pair keeps only its own tokens of the input, and gathers the others again.
+# gradient of its weight needs it. In a stack of bare MLPs that costs more than is gained. (In a transformer the norms
+# and residuals between the pairs gain, too.) It pays off with activation checkpointing, where a pair keeps only its own
+# tokens of the input, and gathers the others again.
 
 # %%
 rows = {}
@@ -1315,16 +1327,15 @@ _ = plots.loss_difference({"every gradient twice as large": doubled}, pairwise, 
 
 # %% [markdown]
 # *How far the wrong plan's loss is from the right one's, as a part of it. It stays below a thousandth in all these
-# steps.*
+# steps. It grows, as small differences do in training; in a curve of the loss nobody would see it.*
 
 # %% tags=["claim"]
 claim("below a thousandth in all these steps", apart.max() < 0.1)
 
 # %% [markdown]
 # Adam divides each gradient's running mean by its running size. A factor in all gradients drops out, but for the tiny ε
-# in the denominator. So the curve looks right. With SGD, with clipping of gradients, or with weight decay inside the
-# gradient, the same plan would train differently. A check of the loss would not have found it. Compare gradients, and
-# count what was compared.
+# in the denominator. So the curve looks right here. With SGD, or with weight decay inside the gradient, the same plan
+# would train differently. A check of the loss would not have found it. Compare gradients, and count what was compared.
 #
 # ### Exercise 11: repair it (•••, 8 minutes)
 #
@@ -1407,8 +1418,8 @@ print(inspect.getsource(PlainParameters.as_dtensors))
 # FSDP's parts, in `torch.distributed._composable.replicate_with_fsdp`. It takes DTensors and keeps the parameters. The
 # underscore says that it may still change.)
 #
-# Now DDP along `data`, measured. **This run has another model**, the four linear layers of lab 4: two pairs, with no ReLU. A
-# sample has one token there, so on the 2 × 2 mesh a rank works on `BATCH / 2` tokens.
+# Now DDP along `data`, measured. **This run has another model**, four linear layers, as in lab 0: two pairs, with no
+# ReLU. A sample has one token there, so on the 2 × 2 mesh a rank works on `BATCH / 2` tokens.
 
 # %%
 replicated = labkit.run("two_dim", plan="ddp_tp", **SETUP)
@@ -1417,8 +1428,8 @@ predicted_ddp = theory.collectives(chain, BATCH // MESHES[2]["data"], **MESHES[2
 plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 
 # %% [markdown]
-# All gradients travel in one all-reduce along `data`: they fit into one bucket, as lab 4 explains. Along `tp` there are
-# two all-reduces forward and one backward.
+# All gradients travel in one all-reduce along `data`: they fit into one *bucket*: DDP puts small gradients together and
+# sends them as one message. Along `tp` there are two all-reduces forward and one backward.
 #
 # What does FSDP save against DDP on the same mesh? It divides parameters, gradients and Adam's means by the number of
 # ranks along `data`. By theory, for this lab's stack:
@@ -1431,8 +1442,8 @@ pandas.DataFrame.from_dict(states, orient="index")
 # %% [markdown]
 # ### What to expect on GPUs (2 minutes)
 #
-# - The same program runs unchanged, over NCCL: `labkit.run("two_dim", nproc=4, preset="paper")`. Counts and bytes
-#   should be the same; no GPU run is recorded yet.
+# - The same program is written to run unchanged, over NCCL: `labkit.run("two_dim", nproc=4, preset="paper")`. It is
+#   wider (`dim=2000`). Counts and bytes should again be those of theory; no GPU run is recorded yet.
 # - `tp` belongs inside a host, and is seldom larger than 8. FSDP gathers ahead along `data`, on streams of its own.
 # - A third axis can follow, such as pipeline stages. The method stays: predict each axis by itself.
 #
