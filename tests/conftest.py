@@ -1,6 +1,7 @@
 """What all tests share: a place for runs that is not the checkout's, and plots without a window."""
 
 import os
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +34,13 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     os.environ["LABKIT_RUNS"] = str(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C; tests of interrupts would wait for it forever."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -118,8 +118,8 @@ def mean_of(tensor, ranks):
 
 def average(model, experts, ranks):
     for parameter in model.parameters():
-        if is_shared(parameter, experts):
-            mean_of(getattr(parameter, WHAT[0]), ranks)
+        gradient = getattr(parameter, WHAT[0])
+        mean_of(gradient, ranks) if is_shared(parameter, experts) else gradient.div_(ranks)
 """
 
 
