@@ -80,7 +80,7 @@ def aids(step_ms: Mapping[str, float], result: RunResult, *, ax: Axes | None = N
         ax.barh(row, duration, color=style.BLUE if row else style.GREY, height=0.6)
         text = f"  {duration:.2g} ms" + (f", {duration / plain:.2g} ×" if row else "")
         ax.text(duration, row, text, va="center", fontsize=9)
-    ax.set(yticks=range(len(step_ms)), yticklabels=list(step_ms), xlim=(0, max(step_ms.values()) * 1.25))
+    ax.set(yticks=range(len(step_ms)), yticklabels=list(step_ms), xlim=(0, max(step_ms.values()) * 1.4))
     ax.set_xlabel("time of one step, ms (fastest round of the slowest rank)")
     ax.invert_yaxis()
     return style.stamp(ax, [result])

@@ -1096,7 +1096,7 @@ _ = plots.gather_times(
 # *Predicted time of gathering all units of the wider network once. Left of the crossing the bytes decide and int8 is
 # faster. Right of it int8 is slower, and its line runs level: that is the coding. float32's point lies on its line,
 # since the bandwidth was taken from it. int8's point mostly lies above: two tensors for each parameter travel in the
-# same call, but they are more copies into it and out of it than one, which the inequality leaves out.*
+# same call, but two must be copied in and out instead of one, which the inequality leaves out.*
 #
 # Where a machine stands close to the crossing, such things and noise decide, and only the measurement counts. Between
 # processes of one machine a message is a copy in memory, and so is coding. Close to the crossing the inequality may say
@@ -1133,8 +1133,8 @@ _ = plots.gather_times(
 )
 
 # %% [markdown]
-# *Seven billion parameters on 16 H100, predicted. Over one card of 50 GB/s int8 saves nearly half of the time. Over NVLink
-# it saves less than a quarter, if the kernels are as fast as the memory.*
+# *Seven billion parameters on 16 H100, predicted. Over one card of 50 GB/s int8 saves nearly half of the time. If
+# NVLink joined all 16 it would save less than a quarter, if the kernels are as fast as the memory.*
 #
 # Inside a host, Lab 2 found that one sequence of tokens hides the gathers. So int8 is for the slow wire between hosts.
 
@@ -1154,7 +1154,7 @@ claim("over NVLink less than a quarter", 0.75 < gpu[450e9] < 1)
 #
 # A gather only copies. A reduce-scatter adds, and that changes three things.
 #
-# - What is added must not be scaled apart. Two ranks have two scales, and integers overflow:
+# - Numbers can be added only if they have the same scale. Two ranks have two scales, and integers overflow:
 
 # %%
 print(torch.tensor(100, dtype=torch.int8) + torch.tensor(100, dtype=torch.int8))
@@ -1165,8 +1165,8 @@ print(torch.tensor(100, dtype=torch.int8) + torch.tensor(100, dtype=torch.int8))
 #   stays. Coarsely rounded gradients need a remedy: remember what was rounded away and add it next time (*error
 #   feedback*, 1-bit Adam), or keep the sum in more bits.
 #
-# ZeRO++ goes around the ring: by an all-to-all each rank gets its piece of every other rank's gradients, so that each is
-# rounded once, and adds them up in more bits.
+# ZeRO++ avoids the ring. By all-to-alls, one inside each host and one between hosts, each rank gets its piece of the
+# others' gradients and adds it up in more bits. So a gradient is rounded twice, not N - 1 times.
 #
 # bfloat16 gradients are common: `reduce_dtype=torch.bfloat16` in the policy, again one line. DDP has `register_comm_hook`
 # for more, see Lab 4.
@@ -1298,8 +1298,9 @@ checks.four_bit_gather(encode_4bit, decode_4bit)
 # ### The hooks without labkit (4 minutes)
 #
 # The same int8 gather in plain PyTorch, for rows that divide. FSDP2 looks for hooks on the local tensor of each sharded
-# parameter, of whatever type it is. `_local_tensor` and `_unsafe_preserve_version_counter` are private names (torch 2.11 to
-# 2.13): a type with hooks needs neither the first, nor, where it shares the gathered memory, the second.
+# parameter, for the last time at the first forward pass, of whatever type it is. `_local_tensor` and
+# `_unsafe_preserve_version_counter` are private names (torch 2.11 to 2.13): a type with hooks needs neither the first,
+# nor, where it shares the gathered memory, the second.
 
 # %% tags=["script"]
 # %%torchrun -n 2
@@ -1347,6 +1348,8 @@ dist.destroy_process_group()
 #
 # - Whatever replaces a parameter's local tensor loses hooks that were put onto it: `to_empty`, moving the model,
 #   `load_state_dict(assign=True)`. A parameter *type* such as `TwoTensor` keeps them.
+# - With `CPUOffloadPolicy` on a GPU the shard is copied before the hook is looked up: hooks that were put onto a plain
+#   tensor are lost. `reshard_after_forward` with a number is not implemented for parameters with hooks (NotImplementedError).
 # - One rank has nothing to gather. The program wants at least two.
 # - `torch.compile` takes a `TwoTensor` apart and builds it again, since the type says how (`__tensor_flatten__`). Compile
 #   each layer by itself, so that FSDP2's hooks stay outside: `compile=True` does that in this lab's program.

@@ -116,7 +116,7 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")  # "nccl" on GPUs
 torch.manual_seed(dist.get_rank())  # samples of its own; weights, too, but DDP replaces them by rank 0's
 net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))  # on GPUs: .to("cuda")
-model = DistributedDataParallel(net, bucket_cap_mb=25, gradient_as_bucket_view=True)
+model = DistributedDataParallel(net, gradient_as_bucket_view=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 *first, last = torch.randn(4, 32, 64).unbind()  # four micro-batches
 
@@ -140,13 +140,14 @@ dist.destroy_process_group()
 # | | what it does | use it |
 # |---|---|---|
 # | `bucket_cap_mb=…` | a bucket is sent once it holds so many MiB; left out, 25, and 1 for the first one | sections 4, 6, 13 |
-# | `gradient_as_bucket_view=True` | gradients lie inside the buckets: no copies, and no second set of gradients in memory | nearly always |
+# | `gradient_as_bucket_view=True` | after the backward pass gradients lie inside the buckets: no copy back, and no second set of gradients | nearly always |
 # | `find_unused_parameters=True` | looks in each forward pass for parameters that get no gradient | only if there are any; see below |
 # | `model.no_sync()` | backward passes in here add up gradients and send nothing | micro-batches, section 9 |
 # | `model.register_comm_hook(state, hook)` | your function sends the buckets | fewer bytes, section 10 |
 #
 # What if a parameter gets no gradient? Its bucket never fills, and the all-reduce is never asked for. DDP notices in
-# the next forward pass. The next cell fails on purpose, and shows in red how that looks.
+# the next forward pass; by then one step may have been taken with gradients that nobody averaged. The next cell fails
+# on purpose, and shows in red how that looks.
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails
@@ -284,9 +285,10 @@ claim("200 messages take more than three times as long as one", pieces[200] > 3 
 # **core, 10 minutes, and 8 for an optional exercise**
 #
 # DDP has a *reducer*, written in C++. It hangs a hook on every parameter: a function that autograd calls when this
-# parameter's gradient is complete. The gradient goes into a bucket. Once the bucket holds `bucket_cap_mb` MiB, or more,
-# the reducer asks for its all-reduce and returns at once: the backward pass goes on. At its end the reducer waits for
-# all buckets. What is left at the end is a bucket, too.
+# parameter's gradient is complete. Which gradients share a bucket is fixed before the backward pass: a bucket closes
+# once its gradients have `bucket_cap_mb` MiB, or more. When all gradients of a bucket are there, and all earlier
+# buckets have left, the reducer asks for its all-reduce and returns at once: the backward pass goes on. At its end the
+# reducer waits for all buckets. What is left at the end is a bucket, too.
 #
 # Three details:
 #
@@ -550,8 +552,10 @@ claim("yours takes at most 1.15 times as long as DDP's", times_ddp <= 1.15)
 
 # %% [markdown]
 # What does DDP do that yours does not? It sends rank 0's parameters, and buffers such as a batch normalisation's, to
-# all ranks. It learns the order of readiness. It notices parameters without a gradient, where yours would leave their
-# bucket unsent and say nothing. It has `no_sync`. And it works on several streams of a GPU.
+# all ranks. It learns the order of readiness. It sends buckets in a fixed order. Yours sends what is complete: were
+# gradients ready in another order on another rank, two different buckets would meet. It notices parameters without a
+# gradient, where yours would leave their bucket unsent and say nothing. It has `no_sync`. And it works on several
+# streams of a GPU.
 #
 # ## 6. Buckets pay
 #
@@ -959,7 +963,8 @@ claim("the messages of one", no_sync.value("all_reduce_count") == eager.value("a
 # ### Exercise 8: send half (••, 8 minutes)
 #
 # Write a hook that sends a bucket in bfloat16. The future's result is the mean over the ranks in float32. Divide before
-# you send, so that a sum cannot grow too large for a short type. It runs on two real ranks.
+# you send, as PyTorch's own hooks do: in float16 a sum could overflow. (bfloat16 has float32's range.) It runs on two
+# real ranks.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -1083,7 +1088,11 @@ print(f"graphs by bucket_cap_mb: {counted}; with optimize_ddp=False: {in_one}")
 print(f"you said {'–' if mine['graphs'] is None else int(mine['graphs'])} for 2 MiB")
 
 # %% [markdown]
-# *A graph for each bucket. With* `torch._dynamo.config.optimize_ddp = False` *it is one, and nothing hides.*
+# *A graph for each bucket of DDPOptimizer's plan, whose first bucket closes at 1 MiB. With*
+# `torch._dynamo.config.optimize_ddp = False` *it is one, and nothing hides.*
+#
+# The reducer does not know this plan. Told 2 MiB, all of its buckets close at 2 MiB (section 4): there are two, of two
+# layers each, and the first leaves after the second of three backward programs. With the size left out the two agree.
 
 # %% tags=["claim"]
 layers = [4 * (600 * 600 + 600)] * 4
@@ -1226,6 +1235,11 @@ for which, program in {
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.timeline(coalesced)
+
+# %% [markdown]
+# *The compiled step. `root` is the whole network: the compiler has made one program of its layers. A bucket may arrive
+# before one that left earlier. An empty stretch of a compute row is no wait in the program's listing, where all waits
+# stand at the end: the call that asks copies a bucket's gradients, and gloo's threads need the core.*
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.exposed({"reducer": eager, "compiled": coalesced})

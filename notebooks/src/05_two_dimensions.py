@@ -240,7 +240,7 @@ claim("two means, and 4 bytes for each of 12 tensors", kept["optstate"] == 2 * k
 # rank that has some inner features needs only these rows of `first` and these columns of `second`.
 
 # %%
-x, first, second = [[1, 2]], [[1, 0], [0, 1], [1, 1], [1, -1]], [[1, 0, 2, 1], [0, 1, 1, 1]]
+x, first, second = [[1, 2]], [[1, 0], [0, 1], [1, 1], [0, -1]], [[1, 0, 2, 1], [0, 1, 0, 1]]
 _ = plots.pair(x, first, second)
 
 # %% [markdown]
@@ -250,7 +250,7 @@ _ = plots.pair(x, first, second)
 
 # %% tags=["claim"]
 numbers = [torch.tensor(each, dtype=torch.float) for each in (x, first, second)]
-claim("the parts add up to y", (relu(numbers[0] @ numbers[1].T) @ numbers[2].T).tolist() == [[7, 5]])
+claim("the parts add up to y", (relu(numbers[0] @ numbers[1].T) @ numbers[2].T).tolist() == [[7, 2]])
 
 # %% [markdown]
 # Why are these cuts called colwise and rowwise, the other way round? The names come from papers, which write x W. That
@@ -721,8 +721,8 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
 # **core, 8 minutes, and 4 for an optional part**
 #
 # With n pairs, TP adds up activations 2 n - 1 times in a step, nearly twice for each pair. Each time everybody waits.
-# With more ranks along `tp` each computes less, but sends a little more. So the part of a step that is spent waiting
-# grows. This is why one does not simply put all ranks there. A second axis takes the others.
+# Let more ranks share the same tokens. Each computes less, but sends a little more. So the part of a step that is spent
+# waiting grows. This is why one does not simply put all ranks there. A second axis takes the others.
 #
 # Along `data` FSDP shards what tensor parallelism leaves to a rank. To FSDP that is a thinner model: each inner width
 # is divided by the ranks along `tp`, and all of lab 2's formulas hold.
@@ -784,10 +784,11 @@ claim(
 # %% [markdown]
 # *Every count and every byte is as theory says.*
 #
-# Four ranks can also be used along one axis: `tp=1` is FSDP alone, `tp=4` is tensor parallelism alone. Bytes handed to
-# calls do not compare: an all-gather is handed a small piece, an all-reduce everything. So we convert them into bytes
-# that a rank puts **on the wire**, for a ring along each axis (lab 0). Of n ranks, each passes on (n - 1) / n of the
-# whole tensor in an all-gather or a reduce-scatter, and twice that in an all-reduce.
+# Four ranks can also be used along one axis: `tp=1` is FSDP alone, `tp=4` is tensor parallelism alone; the 2 × 2 mesh
+# between them is *the square*. Bytes handed to calls do not compare: an all-gather is handed a small piece, an
+# all-reduce everything. So we convert them into bytes that a rank puts **on the wire**, for a ring along each axis (lab
+# 0). Of n ranks, each passes on (n - 1) / n of the whole tensor in an all-gather or a reduce-scatter, and twice that in
+# an all-reduce.
 
 # %%
 runs = {1: labkit.run("two_dim", tp=1, **SETUP), 2: square, RANKS: labkit.run("two_dim", tp=RANKS, **SETUP)}
@@ -946,8 +947,9 @@ claim(
 )
 
 # %% [markdown]
-# **This machine.** A rank's speed comes from one rank with all cores, of which four ranks get a quarter each. Alpha is
-# what a message costs whatever its size, beta what each byte adds (lab 0), here for an all-reduce of two ranks.
+# **This machine.** To get a rank's speed, one rank runs with all cores, and each of the four ranks is given a quarter
+# of its speed. Alpha is what a message costs whatever its size, beta what each byte adds (lab 0), here for an
+# all-reduce of two ranks.
 
 # %% tags=["nbval-ignore-output"]
 alone = labkit.run("two_dim", nproc=1, tp=1, **{name: SETUP[name] for name in ("dim", "batch")}, steps=5)
@@ -972,10 +974,10 @@ took_ms = {"PyTorch's plan": square.value("step_ms"), "section 5's layers": own.
 print("measured steps: " + ", ".join(f"{step_ms:.0f} ms with {how}" for how, step_ms in took_ms.items()))
 
 # %% [markdown]
-# In most runs the real steps take far longer than arithmetic and messages together. Four ranks share two cores, and on
-# tensors as small as these PyTorch's own work for every operation outweighs the arithmetic. Latency is often the larger
-# part of the messages' time here, and exercise 8's formula leaves it out. With more tokens, bytes and arithmetic grow,
-# and latency does not.
+# In most runs the real steps take far longer than arithmetic and messages together. We take two causes to be the main
+# ones: four ranks share two cores, and on tensors as small as these PyTorch's own work for every operation weighs much.
+# This run does not tell them apart. Latency is often the larger part of the messages' time here, and exercise 8's
+# formula leaves it out. With more tokens, bytes and arithmetic grow, and latency does not.
 #
 # ### How many ranks along tp?
 #
@@ -1327,7 +1329,8 @@ _ = plots.loss_difference({"every gradient twice as large": doubled}, pairwise, 
 
 # %% [markdown]
 # *How far the wrong plan's loss is from the right one's, as a part of it. It stays below a thousandth in all these
-# steps. It grows, as small differences do in training; in a curve of the loss nobody would see it.*
+# steps. It grows from step to step. In a curve of these ten steps nobody would see it; how far it grows later was not
+# measured.*
 
 # %% tags=["claim"]
 claim("below a thousandth in all these steps", apart.max() < 0.1)
@@ -1428,8 +1431,8 @@ predicted_ddp = theory.collectives(chain, BATCH // MESHES[2]["data"], **MESHES[2
 plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 
 # %% [markdown]
-# All gradients travel in one all-reduce along `data`: they fit into one *bucket*: DDP puts small gradients together and
-# sends them as one message. Along `tp` there are two all-reduces forward and one backward.
+# All gradients travel in one all-reduce along `data`. DDP puts small gradients together into a *bucket*, and sends it
+# as one message; here one bucket holds all. Along `tp` there are two all-reduces forward and one backward.
 #
 # What does FSDP save against DDP on the same mesh? It divides parameters, gradients and Adam's means by the number of
 # ranks along `data`. By theory, for this lab's stack:

@@ -102,9 +102,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 # %% [markdown]
 # A run of that size must expect a failure every three hours. Faults of your own code come on top, and those do not need
 # many GPUs. All of this lab happens on at most four ranks of one machine, over gloo. Elsewhere the kinds of failures
-# are the same, and their clothes differ. With NCCL a collective returns at once, so in a hang a stack stands at the
-# next call that needs a result. After the timeout a watchdog ends the process: status -6, "Watchdog caught collective
-# operation timeout" in the log, and no error file. (This was not measured here.)
+# are the same. Their messages differ; section 12 says how with NCCL.
 #
 # ## 2. The code you would write
 #
@@ -512,9 +510,9 @@ for case in ("another_collective", "another_shape", "another_order"):
 pandas.DataFrame.from_dict(rows, orient="index", columns=["as usual, rank 0 / rank 1", "with DETAIL, rank 0"])
 
 # %% [markdown]
-# *As usual, a disagreement shows as a timeout that does not name the calls. With DETAIL the first two are named at
-# once, with the difference. The third is silent in both modes.* Look at the second row once more: rank 0 went on, as if
-# all were well.
+# *Without DETAIL, the first two show as a timeout that does not name the calls that does not name the calls. With
+# DETAIL the first two are named at once, with the difference. The third is silent in both modes.* Look at the second
+# row once more: rank 0 went on, as if all were well.
 
 # %% tags=["claim"]
 of = {name: [rank.gave["said"][name] for rank in disagreed.ranks] for name in disagreed.ranks[0].gave["said"]}
@@ -830,8 +828,9 @@ give(steps=steps)
 _ = plots.waits(slow, predicted_ms=SLOW_STEPS * max(work_ms))
 
 # %% [markdown]
-# *Six steps on four ranks. All end together. Rank 3 waits least, and all others wait for it. A profile of rank 0 alone
-# would say that the all-reduce is slow: most of its time goes there.*
+# *Six steps on four ranks. The dashed line is theory's end: six times the longest computing, without messages. All end
+# together. Rank 3 waits least, and all others wait for it. A profile of rank 0 alone would say that the all-reduce is
+# slow: most of its time goes there.*
 
 
 # %% tags=["claim"]
@@ -920,7 +919,8 @@ by_theory = {"step_ms": max(work_of(in_a_row)), "even_step_ms": sum(work_ms) / 4
 beside(mine, by_theory, {"step_ms": step_ms(slow), "even_step_ms": step_ms(even)}, tolerance=0.15)
 
 # %% [markdown]
-# Of each run the fastest step counts. *Theory leaves out the all-reduce, and the time that a rank needs to wake up.*
+# Of each run the fastest step counts. Theory leaves out the all-reduce, and the time that a rank needs to wake up; so
+# the runs end behind the dashed lines.
 #
 # One thing has to change with it. Ranks now have different numbers of samples, so the mean of the ranks' mean losses is
 # no longer the mean over all samples. Let each rank sum its losses, and divide by the number of samples of all ranks.
@@ -1145,8 +1145,8 @@ found = {fault: silent.ranks[0].gave[fault] for fault in FAULTS}
 _ = plots.by_step({fault: found[fault]["losses"] for fault in FAULTS}, silent, ylabel="loss (mean squared error)")
 
 # %% [markdown]
-# *The loss of all four falls to less than half. This is the test that cannot fail. The lowest in the end is that of the
-# missed reduction: each rank fits its own samples, and not those of the other.*
+# *The loss of all four falls to less than half. None of the three faults fails this test. The lowest in the end is that
+# of the missed reduction: each rank fits its own samples, and not those of the other.*
 
 # %% tags=["claim"]
 for fault in FAULTS:
@@ -1535,8 +1535,10 @@ print(f"a message takes {cost_ms['plain'] / 8 * 1e3:.0f} µs; the recorder itsel
 # *Time of a step's communication, in the fastest of 25 rounds. DETAIL costs most of these in most runs, since it makes
 # all ranks agree before every single collective.* The upper four bars differ by little, and that moves from run to run:
 # two ranks on two cores are never quite alone. So the recorder was measured by itself, too. *It takes less than a tenth
-# of a message.* The comparison of weights can be made in every hundredth step. The barrier names a rank only if it
-# stands before the first collective that the rank misses: switch it on while you search, or pay for it.
+# of a message.* The comparison of weights can be made in every hundredth step. The barrier is about one message more in
+# each step. Here that is lost in the noise; in a step of few messages, or with many ranks, it is not. It names a rank
+# only if it stands before the first collective that this rank misses. So leave it on where it costs little, and
+# otherwise switch it on while you search.
 
 # %% tags=["claim"]
 claim("DETAIL makes it slower", cost_ms["DETAIL"] > cost_ms["plain"])
@@ -1588,8 +1590,11 @@ print(f"yours: {'–' if mine['part'] is None else format(mine['part'], '.1%')};
 #
 # **core, 4 minutes**
 #
-# Begin with what you see. Each row is of a failure that was provoked in this lab, and a test of this course does it
-# again. With NCCL, status -6 is what its watchdog leaves after a timeout.
+# Begin with what you see. Each row is of a failure that was provoked in this lab, and the course's own tests provoke it
+# again. With NCCL much looks different (not measured here). A collective returns at once, so in a hang a stack stands
+# at the next call that needs a result. After the timeout a watchdog, a thread of PyTorch's that looks for collectives
+# that take too long, ends the process: status -6, "Watchdog caught collective operation timeout" in the log, and no
+# error file.
 #
 # | symptom | first look | likely cause |
 # |---|---|---|
@@ -1649,8 +1654,9 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # </details>
 # <details><summary>2. A run hangs. All ranks stand in an all-reduce, in the same line. What may it be?</summary>
 #
-# They may be in different *calls* of that line: one rank has left out an earlier one. Compare how many calls each has
-# made. Or the shapes differ; or the network is broken.
+# They may carry different tensors in that line: one rank has left out an earlier call, and since then its calls meet
+# the wrong ones of the others. If the shapes differ, that can hang. The number of calls does not tell: compare their
+# shapes, with DETAIL or a recorder. Or the ranks are in different groups, or the network is broken.
 #
 # </details>
 # <details><summary>3. A profile of rank 0 shows 70 % of the time in all-reduces. Is the network slow?</summary>
