@@ -3,8 +3,11 @@
 tests/test_exercises.py hands every one of them to its check and writes the table docs/exercises.md.
 """
 
+import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from labkit.checks.ask import Verdict
@@ -22,3 +25,23 @@ class Exercise:
     """Judges it, as the notebook calls it."""
     wrong: Mapping[str, str]
     """Bodies of wrong answers, at least three, by what their verdict says first; all different."""
+
+
+SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "src"
+
+
+def changed(lab: str, name: str, *lines: tuple[str, str]) -> str:
+    """The body of the notebook's own function or class with some lines replaced: as each is, and what it becomes.
+
+    Args:
+        lab: the number that its source begins with, such as "02".
+        name: of the function or class.
+        lines: pairs of texts; each first one stands once in the body.
+    """
+    (source,) = SOURCES.glob(f"{lab}_*.py")
+    (text,) = re.split(rf"^(?:def|class) {name}\(", source.read_text(), flags=re.MULTILINE)[1:]
+    body = textwrap.dedent(text.split("### BEGIN SOLUTION\n")[1].split("    ### END SOLUTION")[0])
+    for old, new in lines:
+        assert body.count(old) == 1, f"{old!r} stands {body.count(old)} times in the answer to {name}"
+        body = body.replace(old, new)
+    return body

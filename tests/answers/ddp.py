@@ -1,24 +1,12 @@
 """Lab 4."""
 
-import textwrap
-from pathlib import Path
+import functools
 
+import answers
 from answers import Exercise
 from labkit.checks import ddp as checks
 
-SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "04_compiler_bucketing.py"
-
-
-def changed(function, *lines):
-    """The notebook's own answer with some lines replaced: each as it is, and what it becomes."""
-    text = SOURCE.read_text().split(f"def {function}(")[1]
-    body = textwrap.dedent(text.split("### BEGIN SOLUTION\n")[1].split("    ### END SOLUTION")[0])
-    for old, new in lines:
-        assert body.count(old) == 1, f"{old!r} stands {body.count(old)} times in the answer to {function}"
-        body = body.replace(old, new)
-    return body
-
-
+changed = functools.partial(answers.changed, "04")
 FIT = "fitted of a network with known alpha and beta gave "
 FIRST_PASS = "on rank 0, in backward pass 0, "
 HALF_MIB = "bucket_plan([524288], bucket_mb=25, first_mb=1) gave "

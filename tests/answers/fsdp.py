@@ -1,28 +1,18 @@
 """Lab 2."""
 
-import textwrap
-from pathlib import Path
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
 import pandas
 
+import answers
 import labkit
 from answers import Exercise
 from labkit.checks import fsdp as checks
 from labkit.theory import fsdp as theory
 
-SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "02_fsdp_wrapping.py"
-
-
-def changed(function, *lines):
-    """The notebook's own answer with some lines replaced: each as it is, and what it becomes."""
-    text = SOURCE.read_text().split(f"def {function}(")[1]
-    body = textwrap.dedent(text.split("### BEGIN SOLUTION\n")[1].split("    ### END SOLUTION")[0])
-    for old, new in lines:
-        assert body.count(old) == 1, f"{old!r} stands {body.count(old)} times in the answer to {function}"
-        body = body.replace(old, new)
-    return body
+changed = functools.partial(answers.changed, "02")
 
 
 def as_theory_says(program, **plan):

@@ -1,33 +1,23 @@
 """Lab 5."""
 
-import textwrap
-from pathlib import Path
+import functools
 from types import SimpleNamespace
 
 import pandas
 
+import answers
 from answers import Exercise
 from labkit.checks import two_dim as checks
 from labkit.parallel import small_tensor_parallel as ours
 from labkit.theory import two_dim as theory
 
-SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "05_two_dimensions.py"
+changed = functools.partial(answers.changed, "05")
 COUNTS = theory.collectives(theory.mlp_pairs(64), 192, data=2, tp=2)
 COUNTED = SimpleNamespace(
     summary=lambda: pandas.DataFrame({name: [count] for name, count in COUNTS.items()}),
     value=lambda name: float(COUNTS[name]),
 )
 """A run of the stack, as theory has it."""
-
-
-def changed(name, *lines):
-    """The notebook's own function or class with some lines replaced: each as it is, and what it becomes."""
-    text = SOURCE.read_text().split(f" {name}(", 1)[1]
-    body = textwrap.dedent(text.split("### BEGIN SOLUTION\n")[1].split("    ### END SOLUTION")[0])
-    for old, new in lines:
-        assert body.count(old) == 1, f"{old!r} stands {body.count(old)} times in the answer to {name}"
-        body = body.replace(old, new)
-    return body
 
 
 def with_earlier_answers(check):
