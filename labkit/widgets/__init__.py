@@ -1,0 +1,8 @@
+"""Explorers: turn a knob and see what theory says at once; press a button and real ranks confirm it.
+
+No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See explorer.py for what all of them share.
+"""
+
+from labkit.widgets.wrapping import Wrapping
+
+__all__ = ["Wrapping"]
