@@ -33,7 +33,8 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
-	@$(RUN) pytest -n 2 --dist loadfile -m "not alone"
+	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
+	@$(RUN) pytest -n 2 --dist loadgroup -m calm
 	@$(RUN) pytest -m alone
 
 compat: ## all tests but those in a browser under another torch: make compat TORCH=2.11.0
@@ -42,8 +43,9 @@ compat: ## all tests but those in a browser under another torch: make compat TOR
 
 compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
-	@$(RUN) pytest -n 2 --dist loadfile -m "not alone"
-	@$(RUN) pytest -m "alone and not browser"
+	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
+	@$(RUN) pytest -n 2 --dist loadgroup -m "calm and not browser"
+	@$(RUN) pytest -m alone
 
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check

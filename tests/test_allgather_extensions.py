@@ -79,7 +79,7 @@ CELLS = {
     "policy": {"extension": "none", "policy": "bf16", "steps": 1},
     "both": {"extension": "int8", "policy": "bf16", "steps": 1},
     "wire": {"check": "wire"},
-    "loss": {"check": "loss", "steps": 60},
+    "loss": {"check": "loss", "steps": 36},
     "eager": {"extension": "int8", "steps": 3},
     "compiled": {"extension": "int8", "steps": 3, "compile": True},
 }

@@ -23,7 +23,7 @@ from labkit.launcher import process, torchrun
 
 MISBEHAVE = Path(__file__).parent / "programs" / "misbehave.py"
 LIMIT_S = 5.0
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.calm
 
 
 class Pids:

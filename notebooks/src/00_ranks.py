@@ -128,10 +128,10 @@ dist.destroy_process_group()
 # model = DistributedDataParallel(network.to(device), device_ids=[device])
 # ```
 #
-# Two lines more for your own data. `sampler = DistributedSampler(dataset)` with `DataLoader(dataset, sampler=sampler)`
-# gives each rank other samples, and `sampler.set_epoch(epoch)` shuffles them anew in each epoch. Without the sampler
-# every rank trains on all of them. (It repeats a few where the ranks cannot share them evenly.) And save on rank 0
-# only: `model.module.state_dict()`.
+# Two lines more for your own data. `sampler = DistributedSampler(dataset)` (from `torch.utils.data`, as `DataLoader`)
+# with `DataLoader(dataset, sampler=sampler)` gives each rank other samples, and `sampler.set_epoch(epoch)` shuffles
+# them anew in each epoch. Without the sampler every rank trains on all of them. (It repeats a few where the ranks
+# cannot share them evenly.) And save on rank 0 only: `model.module.state_dict()`.
 #
 # Here is a measured version of such a training, on a larger network: four linear layers, each `DIM` wide. `labkit.run`
 # starts one of the course's programs, here `launch/ddp_compile.py`, and returns what it measured. `claim` speaks up if
@@ -312,7 +312,7 @@ checks.shift(shift)
 # goes on. A large one waits for its receiver. Such programs work in a test and hang in real training.
 
 # %% [markdown]
-# ## 5. Five collectives, drawn (core, 10 minutes)
+# ## 5. Five collectives, drawn (core, 10 minutes, and 8 for an optional exercise)
 #
 # A **collective** is a message in which all ranks of a group take part. All call the same function, in the same order.
 # Five of them carry nearly all of distributed training. These are two, as four real ranks did them. Every rank begins
@@ -478,7 +478,7 @@ def all_reduce_in_two(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor
 checks.all_reduce_in_two(all_reduce_in_two)
 
 # %% [markdown]
-# ## 6. What "bytes" means (core, 8 minutes)
+# ## 6. What "bytes" means (core, 8 minutes, and 3 for an optional look)
 #
 # Two different numbers are called the bytes of a collective. This course keeps them apart, in all labs, tables and figures.
 #
@@ -694,9 +694,10 @@ ax = plots.pieces(messages, network=network)
 # %% [markdown]
 # *The same bytes in 1 to 64 messages. The bytes cost the same in all; what grows is the number of latencies. The dashed
 # lines are predicted from alpha and beta of single messages. Exercise 5 uses two sizes and labkit's line all seven, so
-# the two fits differ. The bars may lie below the dashed lines, if a large message of the last figure was disturbed, or
-# above. On busy cores they stand far above: alpha comes from the luckiest round of a single message. That they grow
-# with the number of messages holds all the same.*
+# the two fits differ. The bars may lie below the dashed lines, or above. Below, if even the fastest round of a size
+# that the fit uses was disturbed: a slow small message makes alpha too large, a slow large one beta. On busy cores they
+# stand far above: alpha comes from the fastest round of a single message. That they grow with the number of messages
+# holds all the same.*
 
 # %% tags=["claim"]
 pieces = message_times(messages, "pieces")
@@ -1032,8 +1033,8 @@ print(f"sending takes as long as computing at {pays:.1f} samples on each rank; t
 # reach perhaps 40 % of it: Llama 2's 127 TFLOP/s (section 1) are 41 % of an A100's 312. Its NVLink moves 900 GB/s in
 # both directions together: 450 GB/s out, to GPUs of the same machine. Between machines we take one ring that leaves
 # each machine through one adapter of 400 Gbit/s: 50 GB/s. (A DGX H100 has one adapter a GPU. There NCCL lets up to
-# eight rings run side by side, and the number below falls by up to eight.) Source: NVIDIA's data sheets of the H100 and
-# the DGX H100, see section 12. Gradients travel in bfloat16, 2 bytes.
+# eight rings run side by side, and the number below falls to as little as an eighth.) Source: NVIDIA's data sheets of
+# the H100 and the DGX H100, see section 12. Gradients travel in bfloat16, 2 bytes.
 #
 # ### Exercise 8: tokens that pay (optional, ••, 6 minutes)
 #

@@ -184,7 +184,10 @@ dist.destroy_process_group()
 #   files, each rank would read its own columns.
 # - **Who holds the weights?** All ranks, all of them. The seed makes them equal; nothing is sent.
 # - **What is sent?** The outer columns of the strips, one mean per sample and channel, and the gradients. The first two
-#   go by `DTensor.from_local(...).full_tensor()`: it gives the whole tensor to every rank, and has a backward pass.
+#   go by `DTensor.from_local(...).full_tensor()`: it gives the whole tensor to every rank, and has a backward pass. A
+#   rank's gradient of the edges holds only what this rank used of them, one summand. `grad_placements=[Partial()]` says
+#   so: the summands are added up, and each rank gets back the gradient of its own columns. The gradient of the means is
+#   whole on every rank (section 5), and that is the default.
 #
 # Both ranks print the same loss. Put `-n 1` or `-n 4` there: it stays the same. (3 ranks cannot share the width evenly,
 # and with 8 a strip is narrower than the halo.) That is the point of all that follows: the work is shared, and the
@@ -598,8 +601,9 @@ function_verdict
 # The program calls a function `padded_strip` before each depthwise convolution, and lets a notebook replace it. Yours goes in
 # if it is right. If you have not written it, labkit's own runs in its place, and the cell says so.
 #
-# `check="parity"` gives the cut network and one device the same weights and the same images, does one step, and compares
-# the outputs, every gradient and every updated weight. It wants them equal to 1 part in 100,000.
+# `check="parity"` gives the cut network and one device the same weights and the same images, does one step, and
+# compares the outputs, all 28 gradients and all 28 updated weights: 57 tensors. It wants them equal to 1 part in
+# 100,000.
 
 
 # %%
@@ -645,9 +649,9 @@ claim("the same loss as labkit's own exchange at every step, to 1 part in 10,000
 # the mean. Leave the head's alone: each rank has all of it. Do not wrap it in DDP, which averages: everything before
 # the mean would get gradients too small by the number of ranks.
 #
-# All ranks need the same random numbers before the head (dropout). Whatever else looks across pixels, such as pooling
-# that overlaps or the statistics of a batch norm, needs a treatment of its own. On GPUs, collect the messages and start
-# them together:
+# Dropout between the mean and the head, and drop path in the blocks, must draw the same random numbers on all ranks.
+# Dropout inside a strip must draw different ones. Whatever else looks across pixels, such as pooling that overlaps or
+# the statistics of a batch norm, needs a treatment of its own. On GPUs, collect the messages and start them together:
 #
 # ```python
 # messages = []
@@ -714,8 +718,8 @@ for name, each in broken.items():
     claim(f"{name} stays within half of the right loss", far < 0.5)
 
 # %% [markdown]
-# *Left: the loss falls with both mutations. The network learns around the mistake, and each curve stays within half of
-# the right one; `forgotten` lies almost on it. Grey: the loss of guessing one of ten regions, ln 10.*
+# *Left: the loss falls with both mutations. The network learns around the mistake, and each loss differs from the right
+# one by less than half of it; `forgotten` lies almost on it. Grey: the loss of guessing one of ten regions, ln 10.*
 #
 # *Right: how far each loss is from the right run's. The exchange of section 6 differs by rounding, each mutation by
 # more than a hundred times that. (Small print: step 0 follows one step of warm-up, so its weights have felt a wrong
@@ -984,8 +988,9 @@ reduces
 # speed that GPUs would have. Two ranks on two cores have a core each. A bar many times as long as its neighbours is a
 # disturbed run: other programs held the cores. Then run it again before you compare.*
 #
-# At both numbers of ranks the backward pass of `dtensor` takes longer. `dtensor` reduces the gradients one by one, and
-# each time all ranks wait for the last. `local` puts all gradients into one bucket and waits for them once.
+# At both numbers of ranks the backward pass of `dtensor` takes longer. `dtensor` reduces the gradients one by one: 26
+# weights before the mean, and the mean itself, make 27. Each time all ranks wait for the last. `local` puts all
+# gradients into one bucket and waits for them once.
 #
 # The second cost is **dispatch**. For each operation, PyTorch looks at the placements of the inputs, decides how the
 # output is placed, runs the operation on the local tensors and wraps the result. Once decided, a placement comes from a
@@ -1167,13 +1172,13 @@ claim(
 claim("with 8 ranks it is more than five times as fast as with one", sum(paper_gpu[1]) > 5 * sum(paper_gpu[8]))
 
 # %% [markdown]
-# *All bars are predicted. On the left they come from the run with two ranks, as if each rank had a core of its own. So
-# one rank takes about twice as long as plain training with both cores, and with more ranks than cores section 9's bars
-# are several times as long.*
+# *All bars are predicted. On the left they come from the run with two ranks, as if each rank had a core of its own. So,
+# on an idle machine, one rank takes about twice as long as plain training with both cores, and with more ranks than
+# cores section 9's bars are several times as long.*
 #
 # *On H200s our small network is fastest on one: all its arithmetic takes 3 µs, and six messages of 15 µs each take 90.
-# The large ConvNeXt, 7 images of 512 × 1024 pixels, gains with every doubling, and is more than five times as fast with
-# 8.*
+# The large ConvNeXt (preset `paper`), 7 images of 512 × 1024 pixels, gains with every doubling, and is more than five
+# times as fast with 8.*
 #
 # **Your turn.** Make the images twice as wide, and keep two ranks. By what factor does the arithmetic grow, and by what
 # do the bytes of a rank's halos? Commit to both; the run tells about the bytes.

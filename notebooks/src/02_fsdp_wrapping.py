@@ -34,6 +34,7 @@ from labkit.checks import fsdp as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.parallel.small_fsdp import shard_unit
+from labkit.plots.collectives import message_times
 from labkit.theory import fsdp as theory
 
 doctor.show()
@@ -364,7 +365,7 @@ claim("FSDP sends 1.5 times as much as DDP", sent["FSDP"] == 1.5 * sent["DDP"])
 # ### Gather once or twice
 #
 # `reshard_after_forward=False` keeps the parameters between forward and backward pass. That saves one all-gather for
-# each unit, but during a step it costs memory that FSDP should save, the more the more units there are. PyTorch's older
+# each unit, but during a step it costs memory that FSDP should save, and more of it with more units. PyTorch's older
 # name for it is SHARD_GRAD_OP. It computes as ZeRO stage 2 does, with whole parameters. But between the steps the
 # parameters are sharded as well, which stage 2 does not do.
 #
@@ -396,8 +397,7 @@ for name, run in {"freed": block, "kept": kept}.items():
 
 # %% [markdown]
 # *Half the all-gathers, half their bytes. Reduce-scatters stay as they were. At the peak, more gathered parameters are
-# held,
-# yet the peak as a whole is the same.*
+# held, yet the peak as a whole is the same.*
 #
 # How can that be? The peak lies in the backward pass of the middle block. The last block is freed by then, so two
 # blocks of three are held. Where parameters are freed, FSDP has gathered the first block ahead by then, into a buffer,
@@ -526,8 +526,8 @@ verdict
 # Now your function shards the stack, on real ranks. `fsdp="yours"` calls it with every block. Until your function
 # passes, labkit's own stands in for it: `labkit/parallel/small_fsdp.py`, which you may read afterwards.
 #
-# `check="parity"` gives the same parameters and samples to one device. It compares the losses and outputs of every
-# step, and after the last step every gradient and parameter.
+# `check="parity"` gives the same parameters and samples to one device. It compares the losses and outputs of all three
+# steps, and after the last one 12 gradients and 12 parameters: 30 tensors.
 
 # %%
 working = small_fsdp if verdict.ok else shard_unit
@@ -551,8 +551,8 @@ parity(working)
 # %% [markdown]
 # ### Exercise 5: predict the peak (••, 6 minutes)
 #
-# Memory has a **peak**: the moment in a step when a rank holds most. Whether a model fits is decided there. You find it
-# with a ledger: walk through the step, add what is allocated, subtract what is freed, and remember the largest sum.
+# Whether a model fits is decided at the peak. You find it with a ledger: walk through the step, add what is allocated,
+# subtract what is freed, and remember the largest sum.
 #
 # Here is the ledger of the small FSDP, activations left out. `units` are the bytes of each unit's parameters, in the
 # order of the forward pass. Gradients are dropped before the step.
@@ -712,7 +712,7 @@ parity(broken)
 #
 # What is one unit decides what is whole at the same time. `root` makes the model one unit. `block` makes one unit of
 # each block. `layer` makes one of each linear layer. Beside them stands plain data parallelism, which shards nothing
-# (`wrap="none"`). It is labkit's own; its buckets live for a moment only.
+# (`wrap="none"`). It is labkit's own: the flat tensor (*bucket*) that it all-reduces lives for a moment only.
 #
 # One run uses **activation checkpointing** as well: a checkpointed block keeps only its input, and computes its inner
 # activations again in the backward pass.
@@ -727,16 +727,16 @@ parity(broken)
 #
 # `theory.step_peak` is a ledger like yours, for `fully_shard`. It knows the buffers and the activations, too.
 #
-# Before you look: what is the peak of `block`, in bytes? It lies in the backward pass of block 1. One *row* below is an
-# activation of the network's width, `4 * TOKENS * DIM` bytes.
+# Before you look: what is the peak of `block`, in bytes? It lies in the backward pass of block 1, at its inner ReLU.
+# One *row* below is an activation of the network's width, `4 * TOKENS * DIM` bytes.
 #
 # | held at that moment | bytes |
 # |---|---|
 # | shares of parameters and of Adam's state | `3 * sum(UNITS) / RANKS` |
 # | its share of block 2's gradients | `UNITS[2] / RANKS` |
 # | block 1 gathered, block 0 gathered ahead, the flat gradients of block 2 | `sum(UNITS)` |
-# | activations of blocks 0 and 1: inner widths 3 and 4, and two outputs | 9 rows |
-# | temporary: gradients before and after the ReLU of block 1 | how many rows? |
+# | activations of blocks 0 and 1: their inputs, and inner widths 3 and 4 | 9 rows |
+# | temporary: gradients before and after the inner ReLU of block 1 | how many rows? |
 # | temporary: one whole gradient of a weight, `DIM` × 4 `DIM` | as much as 2 rows |
 
 # %% tags=["commit"]
@@ -772,8 +772,9 @@ _ = plots.breakdown(
 #
 # Wrapping the root alone gathers all parameters at once, and their buffer holds them a second time. The optimizer's
 # state is sharded all the same, so between the steps the root saves as much as the others do. At the root's peak there
-# is nothing temporary. Why? It lies at the end of the forward pass: the buffer is still there, all activations are
-# there, and no gradient exists yet. With blocks and layers the peak lies in the backward pass.
+# is nothing temporary. Why? It lies near the end of the forward pass, at the ReLU inside the last block. The buffer is
+# still there. So are nearly all activations, and for a moment this ReLU's input beside its output. No gradient exists
+# yet. With blocks and layers the peak lies in the backward pass.
 #
 # For `layer` theory is 4 % above the measurement. In its ledger the all-gather of the next layer is already under way
 # while this layer's parameters are gathered. In the measured step the two did not meet at the peak.
@@ -906,8 +907,8 @@ _ = plots.exposed({"waiting": waiting, "prefetching": ahead})
 # ### Exercise 8: the forgotten block (••, 6 minutes)
 #
 # Somebody wrapped all nine blocks of another model but one. It still trains, and the numbers are right. In the time
-# line the forgotten block has no all-gather of its own, and it is the root that is gathered with its parameters. Which
-# block it is was drawn by lot inside the program.
+# line the forgotten block has no all-gather of its own, and its parameters are gathered with the root's. Which block it
+# is was drawn by lot inside the program.
 
 # %% tags=["nbval-ignore-output"]
 other = {"nproc": RANKS, "model": "toy", "hidden": 256, "narrow": 256, "delay_ms": 3.0, "steps": 2}
@@ -1012,9 +1013,9 @@ said = mine["two_hosts"]
 print(f"two hosts: {right:,.0f} tokens; yours: {'–' if said is None else format(said, ',.0f')}")
 
 # %% tags=["nbval-ignore-output"]
-sums = labkit.run("all_reduce", nproc=RANKS, message_bytes=(2**20, 2**22), total_bytes=2**12, pieces=(1,), repeats=5)
+sums = labkit.run("all_reduce", nproc=RANKS, message_bytes=(2**20, 2**22), total_bytes=2**12, pieces=(1,), repeats=15)
 on_wire = 2 * (RANKS - 1) / RANKS * 2**22  # bytes that a rank sends for an all-reduce of 4 MiB
-bandwidth = on_wire / (sums.value(f"message_{2**22}_ms") / 1000)
+bandwidth = on_wire / message_times(sums)[2**22]
 arithmetic_s = (runs[UNSHARDED].value("forward_ms") + runs[UNSHARDED].value("backward_ms")) / 1000
 speed = 6 * PARAMETERS * TOKENS / arithmetic_s
 needed = theory.tokens_to_hide(speed, bandwidth, RANKS, 4)
@@ -1069,8 +1070,8 @@ claim(
 #
 # ### Fewer bytes: mixed precision (3 minutes)
 #
-# With a `MixedPrecisionPolicy` the shards stay in float32, but parameters are gathered and used in bfloat16. A bfloat16
-# number has 2 bytes. In your own script each `fully_shard`, the root's too, gets
+# With a `MixedPrecisionPolicy` (from `torch.distributed.fsdp`) the shards stay in float32, but parameters are gathered
+# and used in bfloat16. A bfloat16 number has 2 bytes. In your own script each `fully_shard`, the root's too, gets
 # `mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`. Gradients are reduced in
 # float32 here, since a sum of many small numbers loses digits.
 
@@ -1248,7 +1249,7 @@ checks.tied_unit(tied_unit)
 
 # %% [markdown]
 # `labkit/parallel/units.py` does the same for every model. Let us hold a transformer with a tied embedding against one
-# device: the losses and outputs of three steps, then every gradient and parameter.
+# device: the losses and outputs of three steps, then 68 gradients, 68 parameters and 5 buffers, 147 tensors in all.
 
 # %%
 tied = labkit.run("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", check="parity", steps=3)
@@ -1265,10 +1266,10 @@ print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 
 # chooses an expert for each token, and an all-to-all carries the tokens to its rank and back. Then an expert sees
 # samples of all ranks.
 #
-# Mind the scale. On one device the loss is the mean over all samples. Each rank's own loss is the mean over its own, N
-# times larger for each sample. Averaging the shared gradients makes up for that. An expert's gradients are not
-# averaged. To equal one device's they must be divided by N all the same. "Nothing to average, so leave it alone" is a
-# known trap: pytorch/pytorch#160285 and #167178.
+# Mind the scale. On one device the loss is the mean over all samples. Each rank's own loss is the mean over its own
+# samples, so each sample weighs N times as much in it. Averaging the shared gradients makes up for that. An expert's
+# gradients are not averaged. To equal one device's they must be divided by N all the same. "Nothing to average, so
+# leave it alone" is a known trap: pytorch/pytorch#160285 and #167178.
 #
 # ### Exercise 11: average, but not everything (••, 6 minutes)
 #

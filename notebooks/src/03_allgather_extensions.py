@@ -70,10 +70,10 @@ NUMBERS = sum(rows * columns for rows, columns in SHAPES)
 #
 # **core, 8 minutes**
 #
-# Take Lab 2's last question again. A model of 7 billion parameters is sharded over two hosts of 8 GPUs, and each host
-# has one network card of 50 GB/s. In bfloat16 the parameters are 14 GB. A step moves them over the wire three times:
-# two all-gathers of all parameters and a reduce-scatter of all gradients. Each such pass sends 15/16 of 14 GB from a
-# rank.
+# Take "Your turn" of lab 2's section 8 again. A model of 7 billion parameters is sharded over two hosts of 8 GPUs, and
+# each host has one network card of 50 GB/s. In bfloat16 the parameters are 14 GB. A step moves them over the wire three
+# times: two all-gathers of all parameters and a reduce-scatter of all gradients. Each such pass sends 15/16 of 14 GB
+# from a rank.
 
 # %%
 passes = {"bfloat16": 2, "int8": 1}
@@ -161,18 +161,20 @@ checks.uneven_bytes(gather_bytes)
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # "cuda" on GPUs
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(3)])
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)  # the one line
 for unit in (*model, model):
-    fully_shard(unit, mp_policy=policy)
+    fully_shard(unit, mesh=mesh, mp_policy=policy)
 optimizer = torch.optim.Adam(model.parameters())
 
 torch.manual_seed(dist.get_rank())
-samples = torch.randn(32, 64)
+samples = torch.randn(32, 64)  # on GPUs: device="cuda"
 for _ in range(5):
     optimizer.zero_grad()
     output = model(samples)
@@ -229,7 +231,7 @@ claim(
 # | bfloat16 on the wire and in arithmetic | one line | possible, more work |
 # | bfloat16 on the wire, float32 in arithmetic | no | encode and decode |
 # | int8 on the wire: numbers **and** their scales, two tensors for one parameter | no: a cast knows no scales | send both |
-# | a parameter that computes right in the gathered memory, such as float8 with its scale | no | share that memory |
+# | a parameter that computes directly in the gathered memory, such as float8 with its scale | no | share that memory |
 # | decide what is freed after use, and what is filled again | no | name it |
 #
 # Hooks are two functions of a parameter. FSDP2 calls them around its all-gather. So a parameter must be a tensor with
@@ -415,8 +417,9 @@ sends
 _ = plots.hook_memory("TwoTensor")
 
 # %% [markdown]
-# *Time goes from left to right. Hatched tensors lie in memory that belongs to another row. Only the gathered tensors are
-# new memory, and they go after use.*
+# *Time goes from left to right. Hatched tensors lie in memory that belongs to another row. Only the gathered tensors
+# are new memory (where rows must be padded, what is sent as well), and they go after use. FSDP2's communication buffer,
+# of lab 2, is not drawn.*
 #
 # Look at the parameter in the right half. Autograd kept the parameter of the first gather for the backward pass. FSDP2
 # freed its memory after the forward pass, but the tensor object stays. At the next gather the *same* object must come back
@@ -840,10 +843,11 @@ print(f"predicted {1 / 254:.4f}, your function gives {'–' if found is None els
 # %% [markdown]
 # Trained weights lie less evenly, with more small ones, so that their RMS error is larger.
 #
-# Now the same network learns its photo with different gathers, from the same start and with the same samples. Besides plain
-# FSDP and the policy of section 2 there are hooks that send bfloat16, float8 (a scale for each shard) and int8 (a scale for
-# each row), all computing in float32. Each run also holds what it gathers against the exact weights at its end, in the
-# worst parameter.
+# Now the same network learns its photo with different gathers, from the same start and with the same samples. Besides
+# plain FSDP there are hooks that send bfloat16, float8 (e4m3: 3 bits of mantissa, so errors up to 2⁻⁴ of each number; a
+# scale for each shard) and int8 (a scale for each row), all computing in float32. The policy of section 2 comes back
+# below, with memory and time. Each run also holds what it gathers against the exact weights at its end, in the worst
+# parameter.
 #
 # Commit to int8: bytes handed to the all-gathers of a step, scales included (4 bytes a row, for the rows that a rank sends),
 # and the largest error, over the largest weight.
@@ -874,12 +878,13 @@ _ = plots.bytes_against_error(runs, error="rms", ax=panels[1])
 
 # %% [markdown]
 # *One point a run. Left the largest error: int8 and bfloat16 have nearly the same bound, and int8's error is at most a
-# third larger. No point lies above its bound. Right the RMS: int8 errs more than twice as much as bfloat16. With as many
-# bytes, int8 is more exact than float8 by both.*
+# third larger. No point lies above its bound. Right the RMS: int8 errs more than twice as much as bfloat16. With nearly
+# as many bytes, int8 is more exact than float8 by both.*
 #
-# Which is true? Both. A float rounds each number to some digits, so that small weights have small errors. int8 rounds to
-# steps of equal size, so that all weights of a row have errors of the size that suits the largest. Most weights are small.
-# So "int8 is as exact as bfloat16" holds for the largest error alone.
+# Is int8 as exact as bfloat16, then? By the largest error nearly, by the RMS not. A float rounds each number to some
+# digits, so that small weights have small errors. int8 rounds to steps of equal size, so that all weights of a row have
+# errors of the size that suits the largest. Most weights are small. So "int8 is as exact as bfloat16" holds for the
+# largest error alone.
 
 # %% tags=["claim"]
 largest = {name: run.value("weight_error") for name, run in runs.items()}
@@ -949,9 +954,9 @@ for name, percent in (("bf16", 2), ("float8", 10), ("int8", 10)):
 #
 # ### Exercise 10: what a rank holds (•, 4 minutes)
 #
-# A unit computes with a parameter of `numbers` numbers, in `compute_bytes` each. It was gathered with `sent_bytes` a number.
-# How many bytes does a rank hold of it, what was gathered included? If both are equal, what was gathered *is* the
-# parameter. Leave out padding and scales.
+# A unit computes with a parameter of `numbers` numbers, in `compute_bytes` each. It was gathered with `sent_bytes` a
+# number. How many bytes does a rank hold of it, what was gathered included? If both are equal, what was gathered *is*
+# the parameter. Leave out padding, scales, and FSDP2's communication buffer (lab 2).
 #
 # <details><summary>Hint</summary>
 #
@@ -1009,10 +1014,10 @@ _ = plots.gather_costs({label: run for label, (run, _, _) in costs.items()}, pre
 
 # %% [markdown]
 # *Right: what all units would hold of gathered parameters while they compute, each counted at its own turn. It is as
-# predicted to the byte. A hook that sends less than it computes with holds **more** than plain FSDP does: the bfloat16
-# hook holds half more. The policy holds half. int8 with the policy holds less than plain FSDP, and more than the
-# policy. Left: time of the gathers, the fastest of 15. On shared cores these bars move by a factor of two from run to
-# run, even between two bars with the same hook.*
+# predicted to the byte. A hook that sends less and computes in float32 holds **more** than plain FSDP does: the
+# bfloat16 hook holds half more. The policy holds half. int8 with the policy holds less than plain FSDP, and more than
+# the policy. Left: time of the gathers, the fastest of 15. On shared cores these bars move by a factor of two from run
+# to run, even between two bars with the same hook.*
 #
 # So compression saves traffic, not memory. Memory is saved by what computes: the policy's dtype. And on this small network
 # it saves no time either: in most runs no hook is faster than the plain gather.
@@ -1298,15 +1303,16 @@ checks.four_bit_gather(encode_4bit, decode_4bit)
 # ### The hooks without labkit (4 minutes)
 #
 # The same int8 gather in plain PyTorch, for rows that divide. FSDP2 looks for hooks on the local tensor of each sharded
-# parameter, for the last time at the first forward pass, of whatever type it is. `_local_tensor` and
-# `_unsafe_preserve_version_counter` are private names (torch 2.11 to 2.13): a type with hooks needs neither the first,
-# nor, where it shares the gathered memory, the second.
+# parameter, whatever its type. It looks for the last time at the first forward pass, so put them there before.
+# `_local_tensor` and `_unsafe_preserve_version_counter` are private names (torch 2.11 to 2.13): a type with hooks needs
+# neither the first, nor, where it shares the gathered memory, the second.
 
 # %% tags=["script"]
 # %%torchrun -n 2
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 
@@ -1326,10 +1332,11 @@ def send_int8(local):
 
 
 dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
 for unit in (model[0], model[2], model):
-    fully_shard(unit)
+    fully_shard(unit, mesh=mesh)
 for parameter in model.parameters():
     send_int8(parameter._local_tensor)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -1348,8 +1355,9 @@ dist.destroy_process_group()
 #
 # - Whatever replaces a parameter's local tensor loses hooks that were put onto it: `to_empty`, moving the model,
 #   `load_state_dict(assign=True)`. A parameter *type* such as `TwoTensor` keeps them.
-# - With `CPUOffloadPolicy` on a GPU the shard is copied before the hook is looked up: hooks that were put onto a plain
-#   tensor are lost. `reshard_after_forward` with a number is not implemented for parameters with hooks (NotImplementedError).
+# - With `CPUOffloadPolicy` on a GPU the shard is copied to the GPU before its hook is called. The copy of a plain
+#   tensor has no hook: AttributeError. `reshard_after_forward` with a number is not implemented for parameters with
+#   hooks (NotImplementedError).
 # - One rank has nothing to gather. The program wants at least two.
 # - `torch.compile` takes a `TwoTensor` apart and builds it again, since the type says how (`__tensor_flatten__`). Compile
 #   each layer by itself, so that FSDP2's hooks stay outside: `compile=True` does that in this lab's program.

@@ -92,11 +92,11 @@ def tokens(tp: int) -> int:
 # FSDP shares parameters, gradients and the optimizer's state. It does not share a sample: every rank needs at least one
 # of its own, and holds all activations of it.
 #
-# Llama 3 with 405 billion parameters was trained on 16,384 GPUs, with 2,048 texts of 8,192 tokens in a step
-# (Grattafiori et al. 2024, table 4). With FSDP alone, seven GPUs of eight would have had no text. More texts in a step
-# would be another training: fewer steps with the same data. So the eight GPUs of a *host*, one machine, share each
-# matrix product, and all eight work on the same texts. (Sixteen such groups share the layers, one after another. That
-# is pipeline parallelism, and no part of this course.)
+# Llama 3 with 405 billion parameters was trained on 16,384 GPUs, with 2,048 texts of 8,192 tokens in a step (Llama Team
+# 2024, table 4). With FSDP alone, seven GPUs of eight would have had no text. More texts in a step would be another
+# training: fewer steps with the same data. So the eight GPUs of a *host*, one machine, share each matrix product, and
+# all eight work on the same texts. (Sixteen such groups share the layers, one after another. That is pipeline
+# parallelism, and no part of this course.)
 #
 # The same in small: a step of two samples, on four ranks. **The first run is meant to be refused.**
 
@@ -143,7 +143,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-warnings.filterwarnings("ignore", message=".*returned a view")  # nobody changes the output in place
+warnings.filterwarnings("ignore", message=".*returned a view")  # of PyTorch: nobody changes the output in place
 dist.init_process_group("gloo")  # "nccl" on GPUs
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))  # "cuda" on GPUs
 torch.manual_seed(0)  # all ranks start with the same parameters
@@ -153,7 +153,7 @@ fully_shard(model, mesh=mesh["data"])
 optimizer = torch.optim.Adam(model.parameters())
 
 torch.manual_seed(mesh["data"].get_local_rank())  # the same samples for the ranks of one tp group
-samples = torch.randn(16, 8)
+samples = torch.randn(16, 8)  # on GPUs: device="cuda"
 for _ in range(5):
     optimizer.zero_grad()
     (model(samples) - samples).square().mean().backward()
@@ -200,8 +200,8 @@ claim(
 #   is.
 # - The first weight is cut by rows along both axes. TP came first and gave rank 0 the rows 0–15, rank 1 the rows 16–31.
 #   FSDP then halved what was there: rank 0 keeps 0–7, rank 2 8–15, rank 1 16–23, rank 3 24–31. Read by the order of the
-#   axes, first `data`, then `tp`, this would be another cut. So PyTorch writes `_StridedShard`: along `data` the rows
-#   come in steps. `sf=2` counts the parts that the other axis had made before.
+#   axes, first `data`, then `tp`, this would be another cut. So PyTorch writes `_StridedShard`: along `data` a rank's
+#   rows are not one block of the whole. `sf=2` counts the parts that the other axis had made before.
 #
 # ### Commit, run, compare
 #
@@ -561,8 +561,9 @@ row_verdict
 
 # %% [markdown]
 # After the sum all ranks add the same bias to the same tensor. Each computes the whole gradient of the bias, and all
-# compute the same one. So the biases stay equal, without a message. PyTorch's `RowwiseParallel` does the same in other
-# words: the parts are `Partial`, a sum that is still to be made, and the bias is `Replicate`.
+# compute the same one. So the biases stay equal, without a message. PyTorch's `RowwiseParallel` comes to the same: the
+# parts are `Partial`, a sum that is still to be made, and the bias is `Replicate`. (DTensor adds 1/n of the bias on
+# each rank before the sum. It knows that this is a part, and gives the bias its whole gradient.)
 #
 # ### Use it
 #
@@ -968,7 +969,7 @@ share = theory.message_share(4 * DIM, 2, speed, bytes_per_s, 4)
 print(f"without latency the messages of the MLP of inner width {4 * DIM} cost {share:.2f} of its arithmetic")
 print(
     f"so a step of 2 x 2 has {1e3 * here['compute']:.1f} ms of arithmetic, "
-    f"and {1e3 * here['tp']:.1f} ms of messages along tp, of which {1e3 * latency_s:.1f} ms are latency"
+    f"and {1e3 * here['tp']:.2f} ms of messages along tp, of which {1e3 * latency_s:.2f} ms are latency"
 )
 took_ms = {"PyTorch's plan": square.value("step_ms"), "section 5's layers": own.value("step_ms")}
 print("measured steps: " + ", ".join(f"{step_ms:.0f} ms with {how}" for how, step_ms in took_ms.items()))
@@ -1038,12 +1039,12 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 # - So `tp` does not make the step faster here. It makes steps **possible**: with 16 texts instead of 64, one or two
 #   ranks along `tp` cannot be had at all, and a long text's activations may not fit on one GPU.
 #
-# With 16 the messages look mild, since eight rings share eight cards and latency is left out. With one card for a host,
-# as in the question above, they cost more than the arithmetic. Hence the rule: **take the smallest `tp` that batch and
-# memory allow, and stay inside a host.** It must also divide the inner widths and the attention heads (section 9). Then
-# check the cost, with the alpha and beta of your links: for each pair, `2 (alpha + b T d · beta)` against `12 d h T /
-# (tp F)`, where beta is for a byte handed to the all-reduce. For many tokens alpha drops out, and this is exercise 8.
-# For few, as when a model writes one token after another, alpha decides.
+# With 16 the messages still take less than the computing, since eight rings share eight cards and latency is left out.
+# With one card for a host, as in the question above, they cost more than the arithmetic. Hence the rule: **take the
+# smallest `tp` that batch and memory allow, and stay inside a host.** It must also divide the inner widths and the
+# attention heads (section 9). Then check the cost, with the alpha and beta of your links: for each pair, `2 (alpha + b
+# T d · beta)` against `12 d h T / (tp F)`, where beta is for a byte handed to the all-reduce. For many tokens alpha
+# drops out, and this is exercise 8. For few, as when a model writes one token after another, alpha decides.
 #
 # Can the messages along `tp` hide after all? In part. Megatron-LM computes the weight's gradient while the backward
 # all-reduce travels. PyTorch can cut a product into pieces and send each while the next is computed (*asynchronous
@@ -1329,8 +1330,7 @@ _ = plots.loss_difference({"every gradient twice as large": doubled}, pairwise, 
 
 # %% [markdown]
 # *How far the wrong plan's loss is from the right one's, as a part of it. It stays below a thousandth in all these
-# steps. It grows from step to step. In a curve of these ten steps nobody would see it; how far it grows later was not
-# measured.*
+# steps. In a curve of these ten steps nobody would see it; how far it grows later was not measured.*
 
 # %% tags=["claim"]
 claim("below a thousandth in all these steps", apart.max() < 0.1)
@@ -1515,7 +1515,7 @@ pandas.concat(tables)
 #   https://arxiv.org/abs/1909.08053
 # - Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
 #   https://arxiv.org/abs/2205.05198
-# - Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3: https://arxiv.org/abs/2407.21783
+# - Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3: https://arxiv.org/abs/2407.21783
 # - PyTorch's tutorial: https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html, and its pages on
 #   `torch.distributed.tensor.parallel`: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html, and on
 #   meshes: https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html

@@ -81,9 +81,9 @@ def beside(
 #
 # **core, 5 minutes**
 #
-# Llama 3 with 405 billion parameters was trained on 16,384 GPUs. In 54 days of it, the training was interrupted 419
-# times without being planned (Llama Team 2024, table 5). In data-parallel training all ranks wait for each other in
-# every step. So one failed rank stops all.
+# Llama 3 with 405 billion parameters was trained on 16,384 GPUs. In 54 days of it, the training had 419 unplanned
+# interruptions (Llama Team 2024, table 5). In data-parallel training all ranks wait for each other in every step. So
+# one failed rank stops all.
 #
 # Assume that each GPU fails as often as there, and independently of the others. How many hours pass between two
 # failures on 16,384 GPUs, and how many on 1024?
@@ -147,8 +147,8 @@ main()
 # %% [markdown]
 # `monitored_barrier` knows gloo only. With NCCL one makes a second group for it: `dist.new_group(backend="gloo")`.
 #
-# Line 4 must stand before the first collective that a rank may miss: a rank that stays away is otherwise met in an
-# all-reduce, which only says that somebody timed out.
+# Line 4 must stand before the first collective that a rank may miss. Otherwise the others wait for that rank in an
+# all-reduce, whose error says only that somebody timed out.
 #
 # Line 5 deserves a word. Each rank compares its weights with the largest over all ranks. If any two ranks differ in a
 # place, the one whose weight is smaller there sees it. For a large model compare one parameter at a time. With FSDP the
@@ -384,7 +384,7 @@ for _ in range(batches):
 time.sleep(60)
 
 # %% [markdown]
-# *The barrier names rank 3, one second after it should have come.*
+# *The barrier names rank 3, after the one second of its timeout.*
 
 # %% tags=["claim"]
 claim("the barrier names rank 3", "Ranks 3 failed to pass monitoredBarrier" in missing.message)
@@ -510,9 +510,9 @@ for case in ("another_collective", "another_shape", "another_order"):
 pandas.DataFrame.from_dict(rows, orient="index", columns=["as usual, rank 0 / rank 1", "with DETAIL, rank 0"])
 
 # %% [markdown]
-# *Without DETAIL, the first two show as a timeout that does not name the calls that does not name the calls. With
-# DETAIL the first two are named at once, with the difference. The third is silent in both modes.* Look at the second
-# row once more: rank 0 went on, as if all were well.
+# *Without DETAIL, the first two show as a timeout that does not name the calls. With DETAIL the first two are named at
+# once, with the difference. The third is silent in both modes.* Look at the second row once more: rank 0 went on, as if
+# all were well.
 
 # %% tags=["claim"]
 of = {name: [rank.gave["said"][name] for rank in disagreed.ranks] for name in disagreed.ranks[0].gave["said"]}
@@ -549,7 +549,7 @@ beside(mine, {"a_on_rank_0": 101}, {"a_on_rank_0": disagreed.ranks[0].gave["a"]}
 #
 # `logs` holds of each rank its calls in order, each a tuple such as `("all_reduce", (8, 8))`. Return the first place at
 # which not all ranks made the same call, and a list of those that differ from what most did: `(1, [2])`. A rank whose
-# log has ended made no call there. Return None if they never differ.
+# log has ended made no call there. Return None if they never differ. There are three ranks or more, and most agree.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -829,8 +829,8 @@ _ = plots.waits(slow, predicted_ms=SLOW_STEPS * max(work_ms))
 
 # %% [markdown]
 # *Six steps on four ranks. The dashed line is theory's end: six times the longest computing, without messages. All end
-# together. Rank 3 waits least, and all others wait for it. A profile of rank 0 alone would say that the all-reduce is
-# slow: most of its time goes there.*
+# within a few ms of each other. Rank 3 waits least, and all others wait for it. A profile of rank 0 alone would say
+# that the all-reduce is slow: most of its time goes there.*
 
 
 # %% tags=["claim"]
@@ -847,6 +847,8 @@ def step_ms(result: labkit.RunResult) -> float:
     return min(end - start for start, end in zip([0.0, *ends], ends, strict=False)) * 1e3
 
 
+ends_s = [rank.gave["steps"][-1][2] for rank in slow.ranks]
+claim("all end within a tenth of their time", max(ends_s) - min(ends_s) < 0.1 * max(ends_s))
 claim("rank 3 waits least", min(waited(slow)) == waited(slow)[3])
 claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
 
@@ -1553,9 +1555,9 @@ beside(mine, {"detail_factor": 1 + 3}, {"detail_factor": cost_ms["DETAIL"] / cos
 #
 # > c < (h - h') / M
 #
-# **An example.** Say that every tenth of section 1's failures is a call that ranks disagree on: M = 31 hours. Say that a timeout of 10 minutes and a search of 20 minutes become
-# one minute. How much may the aid cost? And from which length of a step on is DETAIL below that, with what it adds
-# here?
+# **An example.** Say that every tenth of section 1's failures is a call that ranks disagree on: M = 31 hours. Say that
+# a timeout of 10 minutes and a search of 20 minutes become one minute. How much may the aid cost? And from which length
+# of a step on is DETAIL below that, with what it adds here?
 
 # %%
 part = theory.worth(hours_between=10 * 54 * 24 / 419, hours_lost=0.5, hours_lost_with_aid=1 / 60)

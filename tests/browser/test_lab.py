@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'").expect
-pytestmark = [pytest.mark.browser, pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
 
 # A rank that stops in the middle of its steps until the test lets it go on.
 PROGRAM = """

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'").expect
-pytestmark = [pytest.mark.browser, pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
 LONG_MS = 40_000
 
 CELLS = [

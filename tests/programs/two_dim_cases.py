@@ -40,8 +40,7 @@ EAGER: dict[str, dict[str, Any]] = {
 }
 COMPILED: dict[str, dict[str, Any]] = {
     "compiled fsdp_tp": {},
-    "compiled fsdp_tp seq": {"seq": True},
-    "compiled fsdp_tp checkpointing": {"checkpointing": True, "dim": 16},
+    "compiled fsdp_tp seq, checkpointing": {"seq": True, "checkpointing": True, "dim": 16},
     "compiled ddp_tp": {"plan": "ddp_tp"},
 }
 
