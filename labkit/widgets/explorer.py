@@ -206,14 +206,15 @@ class _Panel:
             self._run.disabled = True
             return
         self._run.disabled = self._cancel.disabled is False
+        predicted = self._explorer.predict(**self._explorer.chosen)
+        rows = compared(predicted, self._explorer.result, self._explorer.tolerances)
+        cell = 'style="text-align: right; padding: 1px 12px"'
+        self._table.value = rows.to_html(border=0).replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
         data = base64.b64encode(png).decode()
         width = round(self._explorer.size[0] * DPI)
         self._picture.value = (
             f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" width="{width}" style="max-width: 100%">'
         )
-        predicted = self._explorer.predict(**self._explorer.chosen)
-        rows = compared(predicted, self._explorer.result, self._explorer.tolerances)
-        self._table.value = rows.to_html(border=0, justify="right")
 
     def begin(self) -> None:
         """Run in a thread, so that controls and *cancel* are heard meanwhile."""
@@ -230,8 +231,8 @@ class _Panel:
         except (LabError, ValueError) as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         self._cancel.disabled = True
-        self._line.value = f'<div role="status">{escape(said)}</div>'
         self.redraw()
+        self._line.value = f'<div role="status">{escape(said)}</div>'
 
     def _moved(self, _: Any) -> None:
         if not self._hold:
@@ -251,11 +252,12 @@ def _knob(control: Control, value: Any) -> Any:
     import ipywidgets
 
     words = [text for text, _ in control.options]
+    shared = {"options": control.options, "value": value, "description": control.label}
+    layout = {"width": "auto", "margin": "0 18px 6px 0"}
     if len(words) > BUTTONS or sum(map(len, words)) > 40:
-        look: dict[str, Any] = {"style": {"description_width": "initial"}, "layout": {"width": "auto"}}
-        return ipywidgets.Dropdown(options=control.options, value=value, description=control.label, **look)
-    look = {"style": {"description_width": "initial", "button_width": "auto"}}
-    return ipywidgets.ToggleButtons(options=control.options, value=value, description=control.label, **look)
+        return ipywidgets.Dropdown(**shared, layout=layout, style={"description_width": "initial"})
+    style = {"description_width": "initial", "button_width": "auto"}
+    return ipywidgets.ToggleButtons(**shared, layout=layout, style=style)
 
 
 def _formulas(functions: Sequence[Callable[..., Any]]) -> str:

@@ -1308,7 +1308,9 @@ embeddings = [30_522 * width, 512 * width, 2 * width, width, width]
 bert_bytes = [2 * numbers for numbers in reversed([*embeddings, *24 * block_numbers, width**2, width])]
 bert_plan = theory.bucket_plan(bert_bytes)
 last_s = 20e-6 + sum(bert_bytes[place] for place in bert_plan[-1]) * 1.75 / 450e9
-claim("22 messages, the last of them 2 % of the backward pass", (len(bert_plan), round(last_s / 13.9e-3, 2)) == (22, 0.02))
+claim(
+    "22 messages, the last of them 2 % of the backward pass", (len(bert_plan), round(last_s / 13.9e-3, 2)) == (22, 0.02)
+)
 
 # %% [markdown]
 #
