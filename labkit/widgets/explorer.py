@@ -57,11 +57,13 @@ class Control:
         label: what it sets, with its unit.
         values: what it can be set to, in order; with a mapping, the values by the words that stand on the buttons.
         default: the value it starts with.
+        only_drawn: it chooses what the figure shows, and changes nothing that a run measures: what was measured stays.
     """
 
     label: str
     values: Sequence[Any] | Mapping[str, Any]
     default: Any
+    only_drawn: bool = False
 
     @property
     def options(self) -> list[tuple[str, Any]]:
@@ -107,13 +109,17 @@ class Explorer(ABC):
     @property
     def result(self) -> RunResult | None:
         """What was measured for the values that are chosen now."""
-        return self.measured.get(tuple(self.chosen.values()))
+        return self.measured.get(self._key())
 
     def run_it(self) -> RunResult:
         """Launch for the values that are chosen now, and keep what was measured."""
-        key, chosen = tuple(self.chosen.values()), dict(self.chosen)
+        key, chosen = self._key(), dict(self.chosen)
         self.measured[key] = result = self.launch(**chosen)
         return result
+
+    def _key(self) -> tuple[Any, ...]:
+        """What a run depends on, of the values that are chosen now."""
+        return tuple(value for name, value in self.chosen.items() if not self.controls[name].only_drawn)
 
     def picture(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
