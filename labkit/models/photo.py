@@ -24,6 +24,15 @@ def photo() -> numpy.ndarray:
         return numpy.asarray(file)
 
 
+def term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
+    """One of ``terms`` pictures that add up to this one exactly: what it has between two brightnesses, from 0 up.
+
+    Values are 0 to 255, bytes or floats; a term has them from 0 to 256 / terms.
+    """
+    low, high = 256 * index // terms, 256 * (index + 1) // terms
+    return picture.clip(low, high) - numpy.asarray(low, picture.dtype)
+
+
 def batch(
     kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
