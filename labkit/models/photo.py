@@ -4,6 +4,7 @@ The task with the photo: from a tile, say which of ten regions it was cut from. 
 are alike, and a network has to look at what they show.
 """
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Literal
@@ -16,8 +17,9 @@ from torch import Tensor
 REGION_ROWS, REGION_COLUMNS = 5, 2
 
 
+@functools.cache
 def photo() -> numpy.ndarray:
-    """The photo, [height, width, 3] = [600, 512, 3], bytes."""
+    """The photo, [height, width, 3] = [600, 512, 3], bytes, read-only."""
     matplotlib = importlib.util.find_spec("matplotlib")  # found, not imported: that would take each rank half a second
     assert matplotlib and matplotlib.origin
     with Image.open(Path(matplotlib.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg") as file:

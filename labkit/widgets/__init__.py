@@ -4,6 +4,7 @@ No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See expl
 """
 
 from labkit.widgets.placement import Placement
+from labkit.widgets.spatial import Spatial
 from labkit.widgets.wrapping import Wrapping
 
-__all__ = ["Placement", "Wrapping"]
+__all__ = ["Placement", "Spatial", "Wrapping"]

@@ -1,6 +1,5 @@
 """Which rank of a mesh holds which piece of a photo, by the placement on each axis: lab 1."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -58,7 +57,6 @@ class Placement(Explorer):
         return labkit.run("placement", nproc=math.prod(chosen["mesh"]), every=chosen["every"], **how)
 
 
-@functools.cache
 def picture(every: int) -> numpy.ndarray:
     """Every so manyth row and column of the photo."""
     return photo.photo()[::every, ::every]
