@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, ClassVar
 
+import numpy
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
 from labkit.errors import LabError, ParameterError
 from labkit.launcher.progress import Display, State, in_kernel, shown_on
@@ -123,13 +126,11 @@ class Explorer(ABC):
 
     def picture(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
-        figure = Figure(figsize=self.size, layout="constrained")
+        figure = Figure(figsize=self.size, dpi=DPI, layout="constrained")
         words = self.draw(figure, self.predict(**self.chosen), self.result, **self.chosen)
         if self.result is not None:
             style.stamp(figure.axes[0], [self.result])
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=DPI)
-        return drawn.getvalue(), words
+        return _png(figure), words
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         if not live():
@@ -139,6 +140,14 @@ class Explorer(ABC):
             self._panel = _Panel(self)
         shown: dict[str, Any] = self._panel.box._repr_mimebundle_()
         return shown
+
+
+def _png(figure: Figure) -> bytes:
+    """The figure as PNG. ``savefig`` draws twice and packs for long; this takes half the time."""
+    canvas, packed = FigureCanvasAgg(figure), io.BytesIO()
+    canvas.draw()
+    Image.fromarray(numpy.asarray(canvas.buffer_rgba())).convert("RGB").save(packed, "png", compress_level=1)
+    return packed.getvalue()
 
 
 class _Status(Display):
