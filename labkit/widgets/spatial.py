@@ -70,7 +70,7 @@ class Spatial(Explorer):
         alone = _activations(**chosen | {"mesh": (1, 1)})
         found = {name: result.value(name) for name in predicted} if result else {}
         colours = {"activations": style.MEMORY["activations"][1], "halos": style.ORANGE, "sums": style.PURPLE}
-        bars: dict[str, dict[str, float]] = {"1 × 1": {"activations": alone}, "a rank": {"activations": held}}
+        bars: dict[str, dict[str, float]] = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
         seen = {"a rank": {"activations": found["peak_activation_bytes"]}} if found else {}
         plots.amounts(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
         plots.amounts(_sent(predicted), _sent(found) if found else {}, colours, ylabel="handed over", ax=traffic)
