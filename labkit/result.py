@@ -159,7 +159,7 @@ class RunResult:
 
     @cached_property
     def _values(self) -> dict[str, float]:
-        """All that ``value`` knows; worked out once, since an explorer asks for many values while a control is moved."""
+        """All that ``value`` knows; worked out once: an explorer asks for many while a control is moved."""
         by_rank = [_values_of(rows) for _, rows in self.frame.groupby("rank")]
         scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
         combined = {}

