@@ -66,6 +66,7 @@ def main(config: Config) -> None:
             here.verdict(check="parity", compared=whole.numel(), wrong=wrong, ok=wrong == 0)
             return
         rows, columns, _ = local.shape
+        print(f"rank {here.rank} holds {rows} x {columns}")
         for name, amount in {"rows": rows, "columns": columns, "bytes": local.numel() * local.element_size()}.items():
             here.scalar(f"rank {here.rank} {name}", amount)
         for step in here.steps(1):
