@@ -13,6 +13,7 @@ from labkit import plots
 from labkit.plots import style
 from labkit.plots.runs import off
 from labkit.result import RunResult, UnknownValue
+from labkit.theory.placements import local_piece
 from labkit.theory.spatial import Stage
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
@@ -55,8 +56,22 @@ DRAWINGS = {
     "passes": lambda **more: plots.passes({"DDP": {"all_reduce": 1.0}}, **more),
     "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
     "convnext": lambda **more: plots.convnext([Stage(8, 16, 32, depth=1)], 64, 128, **more),
+    "placed": lambda **more: placed(["Shard(0)", "Partial()"], **more),
+    "strips": lambda **more: plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (2, 2), 4, 0.1, **more),
+    "amounts": lambda **more: plots.amounts({"a": {"x": 2e6}}, {}, {"x": style.BLUE}, **more),
 }
-MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext", "passes")]
+MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext", "passes", "placed", "strips", "amounts")]
+
+
+def placed(placements, **more):
+    """A picture of 4 x 6 pixels on 2 x 2 ranks."""
+    picture = numpy.arange(72, dtype=numpy.uint8).reshape(4, 6, 3)
+    pieces = {rank: local_piece(picture.shape, (2, 2), placements, rank) for rank in range(4)}
+    held = {
+        rank: picture[piece.indices[0].start : piece.indices[0].stop, piece.indices[1].start : piece.indices[1].stop]
+        for rank, piece in pieces.items()
+    }
+    return plots.placed(picture, pieces, held, 2, **more)
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -303,6 +318,45 @@ def test_the_sketch_of_a_convnext_has_every_shape_and_a_block():
         "stage 1: C = 16",
     ):
         assert said in texts, said
+
+
+def test_parts_name_the_ranks_that_hold_the_same_and_those_whose_terms_make_a_sum():
+    assert {"0\n+ 1", "2\n+ 3"} <= set(texts_of(placed(["Shard(0)", "Partial()"])))
+    assert {"0 or 1", "2 or 3"} <= set(texts_of(placed(["Shard(1)", "Replicate()"])))
+    assert "0 or 1\n+ 2 or 3" in texts_of(placed(["Partial()", "Replicate()"]))
+
+
+def test_the_same_part_has_the_same_colour_dashed_until_it_is_measured():
+    ax = placed(["Shard(1)", "Replicate()"], rank=2)
+    frames = [patch for patch in ax.patches if to_hex(patch.get_edgecolor()) in map(str.lower, style.RANK_COLOURS)]
+    first, second = (to_hex(colour) for colour in style.RANK_COLOURS[:2])
+    assert [to_hex(frame.get_edgecolor()) for frame in frames] == [first, first, second, second, second]
+    assert {frame.get_linestyle() for frame in frames} == {"--"}
+    assert [text for text in texts_of(ax) if "×" in text and "rows" not in text] == ["4 × 3"] * 4
+    assert "rows 0–3, columns 3–5" in texts_of(ax), "of rank 2"
+    ax = placed(["Shard(1)", "Replicate()"], measured=dict.fromkeys(range(4), (8, 9)))
+    assert texts_of(ax).count("8 × 9") == 4
+    assert "rows × columns, measured" in texts_of(ax)
+
+
+def test_strips_shade_what_goes_to_a_neighbour():
+    ax = plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (2, 4), 6, 0.1)
+    shaded = [patch for patch in ax.patches if patch.get_alpha()]
+    assert [round(patch.get_x(), 3) for patch in shaded[:6]] == [0.15, 0.25, 0.4, 0.5, 0.65, 0.75]
+    assert len(shaded) == 12
+    assert {"images 0 to 2", "images 3 to 5", "rank 0", "rank 7"} <= set(texts_of(ax))
+    ax = plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (1, 2), 1, 0.2, tensor_dim=2)
+    upper, lower = [patch for patch in ax.patches if patch.get_alpha()]
+    assert (upper.get_y(), lower.get_y()) == pytest.approx((0.075, 0.125)), "of a height of 0.25"
+
+
+def test_amounts_have_a_budget_in_their_unit():
+    measured = {"b": {"x": 3e6}}
+    ax = plots.amounts({"a": {"x": 2e6}, "b": {"x": 4e6}}, measured, {"x": style.BLUE}, budget=8e6, ylabel="held")
+    assert texts_of(ax) == ["2", "4", "3", "budget\n8 MB"]
+    assert ax.get_ylabel() == "held, MB"
+    assert ax.lines[0].get_ydata()[0] == 8 < ax.get_ylim()[1]
+    assert plots.amounts({"a": {"x": 0}}, {}, {"x": style.BLUE}).get_ylim()[1] > 0, "nothing is no error"
 
 
 def test_the_difference_of_losses_is_a_part_of_the_reference():

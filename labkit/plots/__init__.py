@@ -11,13 +11,13 @@ from labkit.plots.extensions import bytes_against_error, gather_costs, gather_ti
 from labkit.plots.failures import aids, by_step, waits
 from labkit.plots.fsdp import breakdown, passes
 from labkit.plots.runs import latency, loss, memory, table
-from labkit.plots.spatial import convnext, halos, loss_difference, shards, strips_pay
+from labkit.plots.spatial import amounts, convnext, halos, loss_difference, placed, shards, strips, strips_pay
 from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, pair, step_times, traffic
 
 __all__ = [
-    "aids", "batch_pays", "breakdown", "bucket_sizes", "buckets", "by_step", "bytes_against_error",
+    "aids", "amounts", "batch_pays", "breakdown", "bucket_sizes", "buckets", "by_step", "bytes_against_error",
     "convnext", "exposed", "gather_costs", "gather_times", "halos", "held", "hook_memory", "latency", "loss",
-    "loss_difference", "memory", "mesh", "messages", "padded_shards", "pair", "passes", "pieces", "program",
-    "shards", "step_times", "strips_pay", "table", "timeline", "traffic", "waits",
+    "loss_difference", "memory", "mesh", "messages", "padded_shards", "pair", "passes", "pieces", "placed", "program",
+    "shards", "step_times", "strips", "strips_pay", "table", "timeline", "traffic", "waits",
 ]  # fmt: skip
