@@ -8,7 +8,6 @@ import nbformat
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from fixture_processes import is_alive, wait_for
-from playwright.sync_api import TimeoutError
 
 from labkit import widgets
 
@@ -34,7 +33,7 @@ output => {
 
 
 @pytest.fixture(scope="module")
-def page(lab, browser):
+def page(lab, browser, run_all):
     """A notebook with a cell for each explorer, all executed."""
     sources = ["from labkit import widgets", *(f"widgets.{name}()" for name in widgets.__all__)]
     contents = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
@@ -47,19 +46,6 @@ def page(lab, browser):
     page.locator(".jp-OutputArea-output .widget-html img").nth(len(widgets.__all__) - 1).wait_for(timeout=LONG_MS)
     yield page
     page.close()
-
-
-def run_all(page):
-    """Choose Run All Cells until a cell is taken: for a moment after its start the page loses what it is told."""
-    taken = page.locator(".jp-InputPrompt").filter(has_text=re.compile(r"\[(\*|\d+)\]")).first
-    for _ in range(10):
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        try:
-            return taken.wait_for(timeout=3000)
-        except TimeoutError:
-            continue
-    raise AssertionError("no cell was ever executed")
 
 
 @pytest.fixture(params=widgets.__all__)
