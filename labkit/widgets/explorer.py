@@ -24,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from labkit.errors import LabError, ParameterError
+from labkit.errors import ParameterError
 from labkit.launcher.progress import Display, State, in_kernel, shown_on
 from labkit.plots import style
 from labkit.plots.runs import compared
@@ -156,6 +156,11 @@ class _Status(Display):
     def __init__(self, line: Any):
         self._line, self._cancelled = line, False
 
+    def begin(self) -> None:
+        """Forget a cancellation that came too late for the run before."""
+        self._cancelled = False
+        self._look("starts")
+
     def cancel(self) -> None:
         self._cancelled = True
 
@@ -234,6 +239,7 @@ class _Panel:
     def begin(self) -> None:
         """Run in a thread, so that controls and *cancel* are heard meanwhile."""
         self._run.disabled, self._cancel.disabled = True, False
+        self._status.begin()
         threading.Thread(target=self._measure, daemon=True).start()
 
     def _measure(self) -> None:
@@ -243,8 +249,8 @@ class _Panel:
                 self._explorer.run_it()
         except KeyboardInterrupt:
             said = "cancelled: no process of the run is left"
-        except (LabError, ValueError) as error:
-            said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except Exception as error:  # whatever it is, nobody else would hear of it in a thread
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         self._cancel.disabled = True
         self.redraw()
         self._line.value = f'<div role="status">{escape(said)}</div>'
