@@ -9,7 +9,7 @@ from labkit.plots.collectives import batch_pays, held, messages, pieces
 from labkit.plots.ddp import bucket_sizes, buckets, program
 from labkit.plots.extensions import bytes_against_error, gather_costs, gather_times, hook_memory, padded_shards
 from labkit.plots.failures import aids, by_step, waits
-from labkit.plots.fsdp import breakdown, passes
+from labkit.plots.fsdp import breakdown, over_step, passes, sent_beside
 from labkit.plots.runs import latency, loss, memory, table
 from labkit.plots.spatial import convnext, halos, loss_difference, shards, strips_pay
 from labkit.plots.timelines import exposed, timeline
@@ -18,6 +18,6 @@ from labkit.plots.two_dim import mesh, pair, step_times, traffic
 __all__ = [
     "aids", "batch_pays", "breakdown", "bucket_sizes", "buckets", "by_step", "bytes_against_error",
     "convnext", "exposed", "gather_costs", "gather_times", "halos", "held", "hook_memory", "latency", "loss",
-    "loss_difference", "memory", "mesh", "messages", "padded_shards", "pair", "passes", "pieces", "program",
-    "shards", "step_times", "strips_pay", "table", "timeline", "traffic", "waits",
+    "loss_difference", "memory", "mesh", "messages", "over_step", "padded_shards", "pair", "passes", "pieces",
+    "program", "sent_beside", "shards", "step_times", "strips_pay", "table", "timeline", "traffic", "waits",
 ]  # fmt: skip
