@@ -147,8 +147,8 @@ def sent_beside(
     shown = [name for name in style.COMMUNICATION if any(name in sent for sent in given)]
     legend = {name.replace("_", "-"): style.COMMUNICATION[name] for name in shown}
     style.stacks(ax, predicted, measured or {}, style.COMMUNICATION, 1e6, legend, columns=1)
-    ax.set(ylabel="sent by a rank in a step, MB", xlim=(-0.6, max(len(predicted), 2) - 0.4))
-    ax.margins(y=0.08)
+    ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
+    ax.set_ylabel("sent by a rank in a step, MB")
     return ax
 
 

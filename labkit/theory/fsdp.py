@@ -117,7 +117,7 @@ def toy_layers(
 def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[Layer]:
     """The layers of labkit.models.mlp.MLPStack, two in each MLP, assigned to the units that ``--wrap`` makes."""
     layers = []
-    for index, times in zip(range(blocks), cycle((3, 4, 3))):  # noqa: B905  # a cycle has no end
+    for index, times in zip(range(blocks), cycle((3, 4, 3))):  # a cycle has no end
         for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
             unit = {"block": f"block {index}", "layer": f"layer {2 * index + part}"}.get(wrap, "root")
             layers.append(Layer(a, b, unit, f"block {index}"))
