@@ -47,7 +47,7 @@ def test_real_ranks_measure_what_is_predicted(measured, name):
 def test_numbers_that_share_a_scale_are_those_that_theory_counts():
     weight = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
     for numbers in theory.SCALES:
-        for scales in ("shard", "row", "group"):
+        for scales in ("", "shard", "row", "group"):
             sent = tensors.quantised(numbers, scales).encode(tensors.pad_rows(weight[3:], 3))
             assert sum(each.nbytes for each in sent) == theory.gather_bytes((5, 70), 2, numbers, scales)
             assert sent[1].nbytes == theory.scale_bytes((5, 70), 2, numbers, scales)
@@ -86,3 +86,13 @@ def test_training_alone_is_the_same_each_time_and_leaves_the_random_numbers_alon
     again, start = trained.__wrapped__(16, 2), trained.__wrapped__(16, 0)
     assert len(first) == 6
     assert all(torch.equal(first[name], again[name]) and not torch.equal(first[name], start[name]) for name in first)
+
+
+def test_the_lab_says_of_scales_what_the_explorer_shows():
+    """Its answer: from a shard to 32 numbers the RMS error falls from 13 to 8 %, and from 2.7 to 2.5 % with float8."""
+    for numbers, before, after in (("int4", 0.13, 0.08), ("float8", 0.027, 0.025)):
+        found = [
+            Gather().predict(**START | {"extension": numbers, "scales": scales})["weight_rms_error"]
+            for scales in ("shard", "group")
+        ]
+        assert found == pytest.approx([before, after], rel=0.04)

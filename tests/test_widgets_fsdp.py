@@ -110,3 +110,14 @@ def test_many_gradients_fill_more_than_one_bucket():
         "all_reduce_bytes": 4 * sum(2 * m * 1024**2 + (m + 1) * 1024 for m in (3, 4, 3)),
     }
     assert theory.stage_wire_bytes(sent, 2) == {"all_reduce": sent["all_reduce_bytes"]}
+
+
+def test_the_lab_says_of_depth_what_the_explorer_shows():
+    """Its answer: once and twice have the same peak with 3 blocks, and 11.0 and 9.66 MB with 6."""
+    peaks = [
+        Wrapping().predict(**START | {"model": (blocks, 128), "stage": stage})["peak_total_bytes"]
+        for blocks in (3, 6)
+        for stage in (2, 3)
+    ]
+    assert peaks[0] == peaks[1]
+    assert [f"{peak / 1e6:.3g}" for peak in peaks[2:]] == ["11", "9.66"]

@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from labkit.tensors.two_tensor import pad_rows, refill
-from labkit.theory.extensions import GROUP, SCALES
 
 FLOAT8 = torch.float8_e4m3fn
+GROUP = 32
+"""Numbers of a row that share a scale in a group."""
+_OWN_SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a shard of zeros
 
 
@@ -142,14 +144,14 @@ def quantised(numbers: str, scales: str = "") -> Extension:
     Args:
         numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even length.
         scales: whose largest value sets a scale: that of a "shard", of each "row", or of each "group" of 32 numbers in
-            a row; by default as ``theory.extensions.SCALES`` says.
+            a row; by default of a shard for float8, of each row for the others.
 
     Raises:
         ValueError: other numbers, or other scales.
     """
     if numbers not in _LARGEST:
         raise ValueError(f"{numbers} has no scales: take {', '.join(_LARGEST)}")
-    share = scales or SCALES[numbers]
+    share = scales or _OWN_SCALES[numbers]
     if share not in _LARGEST_OF:
         raise ValueError(f"scales {scales!r} is none of {', '.join(_LARGEST_OF)}")
     encode = partial(_encode, numbers=numbers, scales=share)
