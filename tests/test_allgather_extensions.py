@@ -264,5 +264,5 @@ def test_theory_pads_the_last_shard():
     assert theory.gather_bytes((10, 128), 4, "float8") == 3 * 128 + 4
     assert theory.gather_bytes((10, 128), 4, "int8") == 3 * 128 + 3 * 4
     assert theory.step_bytes([(10, 128)], 4, "fp32", reshard=False) == 3 * 128 * 4
-    with pytest.raises(ValueError, match="'int4' is none of fp32"):
-        theory.gather_bytes((10, 128), 4, "int4")
+    with pytest.raises(ValueError, match="'int3' is none of fp32"):
+        theory.gather_bytes((10, 128), 4, "int3")
