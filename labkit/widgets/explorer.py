@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, ClassVar
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from labkit.errors import LabError, ParameterError
@@ -117,12 +118,13 @@ class Explorer(ABC):
 
     def picture(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
-        figure = Figure(figsize=self.size, layout="constrained")
+        figure = Figure(figsize=self.size, dpi=DPI, layout="constrained")
+        canvas = FigureCanvasAgg(figure)  # draws once, where savefig draws twice
         words = self.draw(figure, self.predict(**self.chosen), self.result, **self.chosen)
         if self.result is not None:
             style.stamp(figure.axes[0], [self.result])
         drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=DPI)
+        canvas.print_png(drawn)
         return drawn.getvalue(), words
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
