@@ -180,7 +180,7 @@ def error_histogram(
     colour, see ``colour_of``.
     """
     ax = style.axes(ax, 5.0, 3.6)
-    side = 115 * bound or 0.1
+    side = 115 * (bound or 0.001)
     shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
     tops = numpy.repeat(100 * shares / errors.size, 2)
     ax.fill_between(numpy.repeat(edges, 2)[1:-1], tops, color=colour_of(label), alpha=0.45, lw=0)

@@ -132,7 +132,8 @@ def over_step(
 def _mark_peak(ax: Axes, place: float, peak: float, side: Literal["left", "right"]) -> None:
     ax.plot(place, peak, "v", color="black", ms=6)
     look: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "ha": side}
-    ax.annotate(f"peak {peak:.3g} MB", (place, peak), (0, 6), **look)
+    text = ax.annotate(f"peak {peak:.3g} MB", (place, peak), (0, 6), **look)
+    text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8})
 
 
 def sent_beside(
