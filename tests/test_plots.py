@@ -47,12 +47,15 @@ def run(nproc=2, factor=1.0, **session):
 
 
 PEAKS = {"one": {"parameter": 4e6, "activation": 8e6}, "two": {"parameter": 2e6, "all_gather": 1e6}}
+MOMENTS = [{"parameter": 2e6}, {"parameter": 2e6, "activation": 4e6}, {"parameter": 2e6, "temp": 1e6}]
 DRAWINGS = {
     "latency": lambda **more: plots.latency({"one": run(1), "two": run(2)}, **more),
     "memory": lambda **more: plots.memory({"one": run(1), "two": run(2)}, **more),
     "loss": lambda **more: plots.loss({"one": run(1), "two": run(2)}, **more),
     "breakdown": lambda **more: plots.breakdown(PEAKS, {"one": run(1), "two": run(2)}, **more),
     "loss_difference": lambda **more: plots.loss_difference({"two": run(2)}, run(1), **more),
+    "over_step": lambda **more: plots.over_step(MOMENTS, 2, run(2), **more),
+    "sent_beside": lambda **more: plots.sent_beside({"DDP": {"all_reduce": 1e6}}, **more),
     "passes": lambda **more: plots.passes({"DDP": {"all_reduce": 1.0}}, **more),
     "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
     "convnext": lambda **more: plots.convnext([Stage(8, 16, 32, depth=1)], 64, 128, **more),
@@ -60,7 +63,11 @@ DRAWINGS = {
     "strips": lambda **more: plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (2, 2), 4, 0.1, **more),
     "amounts": lambda **more: plots.amounts({"a": {"x": 2e6}}, {}, {"x": style.BLUE}, **more),
 }
-MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext", "passes", "placed", "strips", "amounts")]
+MEASURED = [
+    name
+    for name in DRAWINGS
+    if name not in ("halos", "convnext", "passes", "sent_beside", "placed", "strips", "amounts")
+]
 
 
 def placed(placements, **more):
@@ -236,6 +243,26 @@ def test_passes_add_up_by_collective():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all-gather", "reduce-scatter"]
 
 
+def test_the_curve_of_a_step_is_theirs_that_are_held_and_its_peak_and_budget_are_named():
+    ax = plots.over_step(MOMENTS, 2, run(1), budget=5e6)
+    curve = next(line for line in ax.lines if line.get_linestyle() == "--")
+    assert list(curve.get_ydata()) == [2, 2, 6, 6, 3, 3], "MB, predicted is dashed"
+    assert texts_of(ax) == ["peak 6 MB", "18", "budget\n5 MB"]
+    tops = [path.vertices[:, 1].max() for path in ax.collections[0].get_paths()]
+    assert tops == [4, 6, 6], "activations, parameters, temporary"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["activations", "parameters", "temporary"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["forward pass", "backward pass", "measured"]
+    assert ax.get_ylim()[1] > 18 and ax.get_xlim()[1] > 3
+
+
+def test_what_is_sent_stands_beside_what_was_measured():
+    ax = plots.sent_beside({"DDP": {"all_reduce": 2e6}, "FSDP": {"all_gather": 2e6, "reduce_scatter": 1e6}})
+    assert texts_of(ax) == ["2", "3"] and ax.get_ylim()[1] > 3
+    ax = plots.sent_beside({"DDP": {"all_reduce": 2e6}}, {"DDP": {"all_reduce": 4e6}})
+    assert texts_of(ax) == ["2", "4"]
+    assert {bar.get_linestyle() for bar in ax.patches if bar.get_height() == 2} == {"--"}
+
+
 def test_breakdown_of_theory_alone_has_no_stamp_and_no_frames():
     ax = plots.breakdown({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held")
     assert ax.figure.get_supxlabel() == ""
@@ -390,6 +417,6 @@ def test_every_public_plot_is_covered_here():
     elsewhere = {  # tests/test_plots_<module>.py, tests/test_when_it_breaks.py
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
         "held", "pair", "step_times", "bucket_sizes", "program", "gather_costs", "gather_times", "padded_shards",
-        "aids", "by_step", "waits",
+        "aids", "by_step", "waits", "error_histogram", "handed_bytes",
     }  # fmt: skip
     assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "batch_pays", "shards", "strips_pay", "table"}

@@ -63,7 +63,8 @@ while not Path(__file__).with_name("go_on").exists():
     time.sleep(0.02)
 if Path(__file__).with_name("go_on").read_text() == "fail":
     raise KeyError("no such thing")
-Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"])).write("scalar", "loss", 0, value=1.0, unit="nats")
+writer = Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
+writer.write("scalar", "loss", 0, value=1.0, unit="nats")
 """
 
 

@@ -3,8 +3,9 @@
 No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See explorer.py for what all of them share.
 """
 
+from labkit.widgets.gather import Gather
 from labkit.widgets.placement import Placement
 from labkit.widgets.spatial import Spatial
 from labkit.widgets.wrapping import Wrapping
 
-__all__ = ["Placement", "Spatial", "Wrapping"]
+__all__ = ["Gather", "Placement", "Spatial", "Wrapping"]
