@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, ClassVar
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from labkit.errors import LabError, ParameterError
@@ -137,12 +138,12 @@ class Explorer(ABC):
 
     def picture(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
-        figure = Figure(figsize=self.size, layout="constrained")
+        figure = Figure(figsize=self.size, dpi=DPI, layout="constrained")
         words = self.draw(figure, self.predicted, self.result, **self.chosen)
         if self.result is not None:
             style.stamp(figure.axes[0], [self.result])
         drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=DPI)
+        FigureCanvasAgg(figure).print_png(drawn)  # savefig would draw everything twice
         return drawn.getvalue(), words
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
