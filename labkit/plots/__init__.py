@@ -6,7 +6,7 @@ runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is w
 """
 
 from labkit.plots.collectives import batch_pays, held, messages, pieces
-from labkit.plots.ddp import bucket_sizes, buckets, program
+from labkit.plots.ddp import backward_by_bucket, backward_line, bucket_sizes, buckets, program
 from labkit.plots.extensions import bytes_against_error, gather_costs, gather_times, hook_memory, padded_shards
 from labkit.plots.failures import aids, by_step, waits
 from labkit.plots.fsdp import breakdown, passes
@@ -16,7 +16,8 @@ from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, pair, step_times, traffic
 
 __all__ = [
-    "aids", "batch_pays", "breakdown", "bucket_sizes", "buckets", "by_step", "bytes_against_error",
+    "aids", "backward_by_bucket", "backward_line", "batch_pays", "breakdown", "bucket_sizes", "buckets", "by_step",
+    "bytes_against_error",
     "convnext", "exposed", "gather_costs", "gather_times", "halos", "held", "hook_memory", "latency", "loss",
     "loss_difference", "memory", "mesh", "messages", "padded_shards", "pair", "passes", "pieces", "program",
     "shards", "step_times", "strips_pay", "table", "timeline", "traffic", "waits",

@@ -96,6 +96,16 @@ def stacks(
     legend_above(ax, columns, handles)
 
 
+def digits(value: float) -> str:
+    """A number for a label: three digits, or all of a large one, with commas."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def stamp(ax: Axes, results: Iterable[RunResult]) -> Axes:
     """Write below the figure where its numbers come from, one line a machine, and give its Axes back."""
     drawn = _drawn.setdefault(ax.figure, [])

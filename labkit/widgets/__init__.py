@@ -3,6 +3,7 @@
 No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See explorer.py for what all of them share.
 """
 
+from labkit.widgets.buckets import Buckets
 from labkit.widgets.wrapping import Wrapping
 
-__all__ = ["Wrapping"]
+__all__ = ["Buckets", "Wrapping"]
