@@ -1148,7 +1148,8 @@ claim("one bucket more than with the reducer", extra == 1)
 # %% [markdown]
 # Here is what inductor wrote for the backward pass of rank 0. Only lines that compute, send or wait are shown, and the
 # `return`. `bufN` are tensors that the program makes, `argN` what it is given. Beside them stands what they hold, as
-# far as labkit can tell. Open the fold below for the whole program.
+# far as labkit can tell. Point at a line that waits, or reach it by Tab: its request and what hides it are marked. Open
+# the fold below for the whole program.
 
 # %% tags=["nbval-ignore-output"]
 plots.program(coalesced)
