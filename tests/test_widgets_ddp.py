@@ -60,3 +60,12 @@ def test_costs_are_timed_beside_steps_and_not_counted():
 def test_costs_are_those_of_the_reducer(other):
     with pytest.raises(labkit.ParameterError, match="use mode ddp, case cpu, check none and no race"):
         labkit.run("ddp_compile", costs=True, **other)
+
+
+def test_the_answer_of_the_lab_is_what_the_explorer_shows():
+    explorer, times_ms = Buckets(), {}
+    for label, size in explorer.controls["bucket_mb"].options:
+        said = drawn(explorer, hidden=True, alpha_us=100, bucket_mb=size)
+        times_ms[label] = float(said.partition("predicted to take ")[2].partition(" ms")[0])
+    assert min(times_ms, key=times_ms.get) == "0.1 MiB"
+    assert times_ms["one gradient"] > 4 * 5 and times_ms["100 MiB"] > times_ms["1 MiB"]

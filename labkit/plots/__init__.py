@@ -13,12 +13,12 @@ from labkit.plots.fsdp import breakdown, passes
 from labkit.plots.runs import latency, loss, memory, table
 from labkit.plots.spatial import convnext, halos, loss_difference, shards, strips_pay
 from labkit.plots.timelines import exposed, timeline
-from labkit.plots.two_dim import mesh, pair, step_times, traffic
+from labkit.plots.two_dim import mesh, pair, split_times, step_times, traffic
 
 __all__ = [
     "aids", "backward_by_bucket", "backward_line", "batch_pays", "breakdown", "bucket_sizes", "buckets", "by_step",
     "bytes_against_error",
     "convnext", "exposed", "gather_costs", "gather_times", "halos", "held", "hook_memory", "latency", "loss",
     "loss_difference", "memory", "mesh", "messages", "padded_shards", "pair", "passes", "pieces", "program",
-    "shards", "step_times", "strips_pay", "table", "timeline", "traffic", "waits",
+    "shards", "split_times", "step_times", "strips_pay", "table", "timeline", "traffic", "waits",
 ]  # fmt: skip

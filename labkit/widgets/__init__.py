@@ -4,6 +4,7 @@ No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See expl
 """
 
 from labkit.widgets.buckets import Buckets
+from labkit.widgets.two_axes import TwoAxes
 from labkit.widgets.wrapping import Wrapping
 
-__all__ = ["Buckets", "Wrapping"]
+__all__ = ["Buckets", "TwoAxes", "Wrapping"]

@@ -89,7 +89,7 @@ def _costs(result: RunResult) -> dict[str, float]:
     pieces_s = {count: [result.value(f"pieces_{count}_ms") / 1e3] for count in (1, 64)}
     network = theory.fit_pieces(pieces_s, int(result.value("all_reduce_bytes")))
     return {
-        "alpha_us": 1e6 * network.alpha_s,
-        "gb_per_s": 1e-9 / network.beta_s_per_byte,
+        "alpha_us": max(0.0, 1e6 * network.alpha_s),  # a disturbed round may bend the line below 0
+        "gb_per_s": 1e-9 / max(1e-15, network.beta_s_per_byte),
         "backward_ms": result.value("alone_ms"),
     }
