@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 import labkit
 from labkit import requirements
 from labkit.widgets import TwoAxes
+from labkit.widgets import explorer as explorer_module
 
 EVERY = [(name, value) for name, control in TwoAxes.controls.items() for _, value in control.options]
 TOO_LONG = {("tp", 8): "take tp 1 or 2 or 4", ("tp", 16): "take tp 1 or 2 or 4"}
@@ -92,3 +93,16 @@ def test_the_answer_of_the_lab_is_what_the_explorer_shows():
     explorer = TwoAxes()
     assert drawn(explorer, **cluster).endswith(" with 8 along tp")
     assert drawn(explorer, data_gb_per_s=400, overlap=True).endswith(" with 1 along tp")
+
+
+def test_the_panel_does_not_offer_a_run_that_this_machine_cannot_make(monkeypatch):
+    monkeypatch.setattr(requirements, "cores", lambda: [0, 1])
+    panel = explorer_module._Panel(TwoAxes())
+    assert not panel._run.disabled
+    panel._knobs["ranks"].value = 64
+    assert panel._run.disabled and "64 ranks are theory here: to run it, take 4 or fewer" in panel._line.value
+    assert "<img" in panel._picture.value, "theory is drawn all the same"
+    panel._knobs["ranks"].value = 2
+    assert not panel._run.disabled and "theory here" not in panel._line.value
+    panel._knobs["tp"].value = 8
+    assert panel._run.disabled and "take tp 1 or 2" in panel._picture.value
