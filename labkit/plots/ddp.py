@@ -20,6 +20,7 @@ DOT: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linest
 TICK: dict[str, Any] = {"color": WAIT, "marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
 SHARE, GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
 LETTER = 0.0125  # of the width: a letter in a box
+MANY = 40  # messages, between which no white line would leave anything to see
 LETTERS_BELOW = 60  # that fit below the boxes
 
 
@@ -129,7 +130,7 @@ def backward_line(
     stops.append(computes_ms + sum(arrives - leaves for leaves, arrives in pauses))
     ax.broken_barh(_spans(starts, stops), (-0.3, 0.6), facecolor=style.ORANGE)
     ends = [min(arrives, computes_ms) if hidden else leaves for leaves, arrives in messages]
-    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
+    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 if len(messages) <= MANY else 0.0}
     for colour, first, last in (
         (style.COMMUNICATION["all_reduce"], [leaves for leaves, _ in messages], ends),
         (style.EXPOSED, [max(leaves, end) for (leaves, _), end in zip(messages, ends, strict=True)], None),

@@ -46,15 +46,17 @@ class Buckets(Explorer):
         drawn = chosen | (_costs(result) if result else {})
         backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
         figure.set_layout_engine("none")  # all labels are known: fixed margins draw faster, and nothing jumps
-        margins = {"left": 0.105, "right": 0.985, "top": 0.8, "bottom": 0.21, "wspace": 0.32}
+        margins = {"left": 0.115, "right": 0.985, "top": 0.8, "bottom": 0.21, "wspace": 0.32}
         line, sizes = figure.subplots(1, 2, width_ratios=(1.7, 1), gridspec_kw=margins)
         journeys = _journeys(**drawn)
         plots.backward_line(journeys, backward_s, hidden=hidden, measured_s=measured_s, ax=line)
+        line.locator_params(axis="x", nbins=5)
         ends_s = {label: _ends_s(**drawn | {"bucket_mb": size}) for label, size in SIZES_MB.items()}
         parts = {label: (backward_s, end_s - backward_s) for label, end_s in ends_s.items()}
         names = {size: label for label, size in SIZES_MB.items()}
         label = names[chosen["bucket_mb"]]
         plots.backward_by_bucket(parts, label, measured_s=measured_s, ax=sizes)
+        sizes.set_xlabel("backward pass, ms (*: first bucket at 1 MiB)", fontsize=8)
         costs = f"alpha {drawn['alpha_us']:,.0f} µs, 1 / beta {drawn['gb_per_s']:.2g} GB/s"
         said = f"{'costs measured by this run' if result else 'costs as chosen'}: {costs}"
         figure.text(0.01, 0.985, said, fontsize=9, va="top")

@@ -71,8 +71,10 @@ class TwoAxes(Explorer):
         counted = {str(tp): _counted_wires(result, **chosen)} if result else None
         xlabel = f"ranks along tp, of {ranks}"
         plots.traffic({str(each): parts for each, parts in wires.items()}, counted, ax=sent, xlabel=xlabel)
-        sent.yaxis.label.set_fontsize(9)
         plots.split_times(seconds, chosen=tp, best=best, measured_s=took_s, ax=times, xlabel=xlabel)
+        sent.yaxis.label.set_fontsize(9)
+        for ax in (sent, times):
+            ax.locator_params(axis="y", nbins=3)  # every bar has its number, and each tick takes time to draw
         figure.text(0.01, 0.99, _in_words(costs, measured=result is not None), fontsize=9, va="top")
         crowded = result is not None and ranks > result.session["cores"] and result.device == "cpu"
         if crowded:
