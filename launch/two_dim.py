@@ -65,7 +65,7 @@ class Config:
     """Timed steps, after one to warm up; with a check, compared steps."""
     costs: bool = False
     """Time before every step what it is made of: the passes of a rank's share of the model by itself, and small and
-    large all-reduces along each axis (fsdp_tp)."""
+    large all-reduces along each axis (fsdp_tp). Memory is not followed then."""
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
     compile: bool = True
@@ -166,7 +166,9 @@ def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
     lab = build(config, mesh, here.device)
     model = apply(config, mesh, lab)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tracked = [lab, optimizer] if config.plan == "fsdp_tp" else []  # a tracker wants parameters that are leaves
+    tracked = (
+        [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
+    )  # a tracker wants parameters that are leaves
     alone = share_by_itself(config, here, mesh) if config.costs else None
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
         inputs = samples_and_seed(lab, here.device, index, mesh["data"].get_local_rank())

@@ -70,7 +70,7 @@ class Buckets(Explorer):
     def launch(self, **chosen: Any) -> RunResult:
         layers, dim = chosen["network"]
         sizes = {"dim": dim, "layers": layers, "batch": 32, "bucket_mb": chosen["bucket_mb"]}
-        return labkit.run("ddp_compile", nproc=2, mode="ddp", steps=6, costs=True, **sizes)
+        return labkit.run("ddp_compile", nproc=2, mode="ddp", steps=8, costs=True, **sizes)
 
 
 def _journeys(**values: Any) -> list[tuple[float, float]]:
