@@ -109,14 +109,34 @@ class Explorer(ABC):
     def launch(self, **chosen: Any) -> RunResult:
         """The run that measures what ``predict`` gives, on real ranks."""
 
+    def predict_here(self, result: RunResult, **chosen: Any) -> dict[str, float]:
+        """What theory says with the costs that a run has measured of its machine, such as times; nothing by default."""
+        return {}
+
+    def refusal(self, **chosen: Any) -> str:
+        """Why this machine cannot measure the chosen values, and what to change; "" where it can."""
+        return ""
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """What theory says for the values that are chosen now; with this machine's costs once they were measured."""
+        result, said = self.result, self.predict(**self.chosen)
+        return said if result is None else said | self.predict_here(result, **self.chosen)
+
     @property
     def result(self) -> RunResult | None:
         """What was measured for the values that are chosen now."""
         return self.measured.get(self._key())
 
     def run_it(self) -> RunResult:
-        """Launch for the values that are chosen now, and keep what was measured."""
+        """Launch for the values that are chosen now, and keep what was measured.
+
+        Raises:
+            ValueError: this machine cannot measure them.
+        """
         key, chosen = self._key(), dict(self.chosen)
+        if refusal := self.refusal(**chosen):
+            raise ValueError(refusal)
         self.measured[key] = result = self.launch(**chosen)
         return result
 
@@ -127,7 +147,7 @@ class Explorer(ABC):
     def picture(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
         figure = Figure(figsize=self.size, dpi=DPI, layout="constrained")
-        words = self.draw(figure, self.predict(**self.chosen), self.result, **self.chosen)
+        words = self.draw(figure, self.predicted, self.result, **self.chosen)
         if self.result is not None:
             style.stamp(figure.axes[0], [self.result])
         return _png(figure), words
@@ -225,9 +245,9 @@ class _Panel:
             self._picture.value, self._table.value = f'<p role="alert">{escape(str(error))}</p>', ""
             self._run.disabled = True
             return
-        self._run.disabled = self._cancel.disabled is False
-        predicted = self._explorer.predict(**self._explorer.chosen)
-        rows = compared(predicted, self._explorer.result, self._explorer.tolerances)
+        running, refusal = not self._cancel.disabled, self._explorer.refusal(**self._explorer.chosen)
+        self._run.disabled = running or bool(refusal)
+        rows = compared(self._explorer.predicted, self._explorer.result, self._explorer.tolerances)
         cell = 'style="text-align: right; padding: 1px 12px"'
         self._table.value = rows.to_html(border=0).replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
         data = base64.b64encode(png).decode()
@@ -235,6 +255,8 @@ class _Panel:
         self._picture.value = (
             f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" width="{width}" style="max-width: 100%">'
         )
+        if not running:
+            self._say(refusal)
 
     def begin(self) -> None:
         """Run in a thread, so that controls and *cancel* are heard meanwhile."""
@@ -253,7 +275,10 @@ class _Panel:
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         self._cancel.disabled = True
         self.redraw()
-        self._line.value = f'<div role="status">{escape(said)}</div>'
+        self._say(said)
+
+    def _say(self, text: str) -> None:
+        self._line.value = f'<div role="status">{escape(text)}</div>'
 
     def _moved(self, _: Any) -> None:
         if not self._hold:
