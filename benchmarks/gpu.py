@@ -127,7 +127,7 @@ def run(job: Job, ranks: int, device: str, limit_s: float) -> dict[str, Any]:
     except labkit.LabError as error:
         return row | {"ok": False, "error": str(error)[:2000], "seconds": round(time.perf_counter() - begun, 1)}
     row |= {"ok": True, "seconds": round(time.perf_counter() - begun, 1), "backend": result.session["backend"]}
-    values = result._values()
+    values = result._values
     if job.checks:
         names = ("compared", "max_rel_error")
         return row | {name: values[name] for name in names if name in values}

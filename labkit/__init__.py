@@ -17,6 +17,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | doctor                                          | what this machine can do                                   |
 | plots                                           | results to figures                                         |
 | checks                                          | exercises judged                                           |
+| widgets                                         | explorers: controls over theory, and a run that confirms it |
 | __main__                                        | the command line                                           |
 """
 

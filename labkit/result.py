@@ -143,7 +143,7 @@ class RunResult:
         Raises:
             UnknownValue: the run recorded no such thing; the message lists what there is.
         """
-        values = self._values()
+        values = self._values
         if name not in values:
             known = ", ".join(sorted(values)) or "no records at all"
             raise UnknownValue(f"this run has no value {name!r}; it has: {known}")
@@ -157,8 +157,9 @@ class RunResult:
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
         return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
+    @cached_property
     def _values(self) -> dict[str, float]:
-        """All that ``value`` knows."""
+        """All that ``value`` knows; worked out once: an explorer asks for many while a control is moved."""
         by_rank = [_values_of(rows) for _, rows in self.frame.groupby("rank")]
         scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
         combined = {}

@@ -10,6 +10,7 @@ The optimizer's shards stay float32. Only what a unit gathers before it computes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,18 +21,25 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 
 from labkit import rank, requirements
-from labkit.config import PositiveInt
-from labkit.models import photo
-from labkit.models.mlp import MLP
+from labkit.config import NonNegativeFloat, PositiveInt
+from labkit.models.tiles import tile_network, tiles
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import Gather, apply_extension
 from labkit.parity import extensions as parity
 from labkit.parity import seed_of
-from labkit.tensors import EXTENSIONS, Extension, gathered_errors, held_bytes, plain_tensors, refuse_leak, twice
+from labkit.tensors import (
+    EXTENSIONS,
+    Extension,
+    gathered_errors,
+    held_bytes,
+    plain_tensors,
+    quantised,
+    refuse_leak,
+    twice,
+)
 from labkit.tensors.cost import gather_ms
-from labkit.theory.extensions import FINAL_STEPS
+from labkit.theory.extensions import FINAL_STEPS, SCALES
 
-TILE, CLASSES = 16, 10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -39,9 +47,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Config:
     """What is sent, and what is looked at."""
 
-    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "yours", "your_type"] = "two_tensor"
+    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"] = (
+        "two_tensor"
+    )
     """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this type, what encode of
     use= makes of them, or what the type sends that parameter of use= gives it."""
+    scales: Literal["", "shard", "row", "group"] = ""
+    """What has a scale of its own, with float8, int8 or int4: a shard, a row, or a group of 32 numbers in a row; by
+    default float8 has one a shard, int8 and int4 one a row."""
     policy: Literal["fp32", "bf16"] = "fp32"
     """What a unit computes in, its MixedPrecisionPolicy; gradients are reduced in float32."""
     check: Literal["none", "parity", "meta", "wire", "loss"] = "none"
@@ -52,6 +65,10 @@ class Config:
     """Tiles of a rank in a step."""
     steps: PositiveInt = 10
     """Timed steps, after one to warm up; with parity or meta, compared or trained steps."""
+    weights: str = ""
+    """Weights to begin with: a file that torch.save made of a state_dict of this network; by default random ones."""
+    learning_rate: NonNegativeFloat = 1e-3
+    """Of Adam, at the first step; 0 leaves the weights as they are."""
     reshard_after_forward: bool = True
     """Free a unit's parameters after its forward pass and gather them again; parity does both."""
     compile: bool = False
@@ -65,7 +82,11 @@ class Config:
             raise ValueError(f"check {self.check} trains models that are not compiled: leave compile out")
         if self.compile:
             requirements.refuse_without_compiler()
-        if self.check == "parity" and self.extension in ("bf16", "float8", "int8"):
+        if self.scales and self.extension not in SCALES:
+            raise ValueError(f"extension {self.extension} has no scales to choose: take {' or '.join(SCALES)}")
+        if self.weights and not Path(self.weights).is_file():
+            raise ValueError(f"weights {self.weights!r} is no file: give what torch.save wrote")
+        if self.check == "parity" and self.extension in ("bf16", "float8", "int8", "int4"):
             raise ValueError(f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain")
         if self.check != "none" and self.policy != "fp32":
             raise ValueError(f"policy {self.policy} is for a measured run: check {self.check} has a policy of its own")
@@ -95,8 +116,10 @@ def parameter(weight: Tensor) -> Tensor:
     return twice(weight)
 
 
-def chosen(extension: str) -> Gather:
-    """What a name of Config stands for. Each tensor that a function encode gives is sent."""
+def chosen(extension: str, scales: str = "") -> Gather:
+    """What names of Config stand for. Each tensor that a function encode gives is sent."""
+    if scales or extension == "int4":
+        return quantised(extension, scales)
     if extension == "yours":
         return Extension(tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))), encode, decode)
     return parameter if extension == "your_type" else EXTENSIONS.get(extension, extension)
@@ -119,7 +142,7 @@ def main(config: Config) -> None:
             here.verdict(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
         else:
             compare = {"parity": parity.compare_training, "meta": parity.train_from_meta_device}[config.check]
-            here.verdict(**compare(mesh, here.device, chosen(config.extension), config.steps))
+            here.verdict(**compare(mesh, here.device, chosen(config.extension, config.scales), config.steps))
 
 
 def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> nn.Sequential:
@@ -129,14 +152,17 @@ def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> 
         apply_compile(model, ("Linear", "MLP"))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
     reshard = config.reshard_after_forward
-    return apply_extension(model, mesh, chosen(extension), reshard_after_forward=reshard, mp_policy=policy)
+    scales = config.scales if extension == config.extension else ""
+    return apply_extension(model, mesh, chosen(extension, scales), reshard_after_forward=reshard, mp_policy=policy)
 
 
 def whole_network(config: Config, device: torch.device) -> nn.Sequential:
     """The same before it is sharded."""
     torch.manual_seed(0)
-    first, last = nn.Linear(3 * TILE * TILE, config.dim, bias=False), nn.Linear(config.dim, CLASSES, bias=False)
-    return nn.Sequential(nn.Flatten(), first, MLP(config.dim, bias=False), MLP(config.dim, bias=False), last).to(device)
+    model = tile_network(config.dim)
+    if config.weights:
+        model.load_state_dict(torch.load(config.weights, weights_only=True))
+    return model.to(device)
 
 
 def backward(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
@@ -148,13 +174,13 @@ def backward(config: Config, here: rank.Here, index: int, model: nn.Module) -> T
 
 def loss_of(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
     """The loss of this rank's tiles of one step."""
-    images, labels = photo.batch("photo", config.batch, TILE, TILE, CLASSES, seed_of(index, here.rank))
+    images, labels = tiles(config.batch, seed_of(index, here.rank))
     return cross_entropy(model(images.to(here.device)).float(), labels.to(here.device))
 
 
 def train(config: Config, here: rank.Here, model: nn.Module, measure: rank.Measure) -> list[Tensor]:
     """Train on the photo; record losses, traffic, and the error of what was gathered. This rank's losses."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, foreach=True)
     slower = LinearLR(optimizer, 1.0, 0.0, total_iters=config.steps)  # else the end is where the last steps threw it
     losses: list[Tensor] = []
     for index, step in enumerate(measure(config.steps)):

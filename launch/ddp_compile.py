@@ -6,6 +6,7 @@
 The compiler puts the backward pass and its all-reduces into one program: there one can read when it sends and waits.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +25,9 @@ from labkit.parity import samples_and_seed
 from labkit.parity.ddp import chain, compare_buckets, compare_techniques
 from labkit.rank.meter import Step
 from labkit.rank.traffic import Wire
+
+PIECES = (1, 64)
+"""Into how many messages the gradients' bytes are cut, to tell latency from bytes."""
 
 
 @dataclass
@@ -54,6 +58,9 @@ class Config:
     """Record one more step with torch.profiler."""
     race: bool = False
     """Take every step twice, once by this mode and once by DistributedDataParallel, in turn; time both, and no more."""
+    costs: bool = False
+    """Time before every step what it is made of: a backward pass of DDP's in which nothing is sent, and the gradients'
+    bytes in one message and in many."""
     check: Literal["none", "parity", "buckets"] = "none"
     """parity: DDP, replicate and both compiled against one device; buckets: predicted, counted, read and sent ones."""
 
@@ -63,6 +70,8 @@ class Config:
             raise ValueError("mode yours averages float32 after every batch: use case cpu, and check none or parity")
         if self.race and (self.mode not in ("yours", "replicate") or self.case != "cpu" or self.check != "none"):
             raise ValueError("a race is between mode yours or replicate and DDP: use case cpu and check none")
+        if self.costs and (self.mode != "ddp" or self.case != "cpu" or self.check != "none" or self.race):
+            raise ValueError("costs are those of DDP's own reducer: use mode ddp, case cpu, check none and no race")
         if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
             raise ValueError(f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled")
         if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
@@ -120,7 +129,7 @@ def main(config: Config) -> None:
                     other = chain(case=case, device=here.device, **sizes)
                     rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
                     return race(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
-                train(config, here, lab, model)
+                train(config, here, lab, model, mesh)
             sending = [program for program in programs if "_c10d_functional" in program]  # backward passes
             if sending:
                 here.keep("code", sending[-1])
@@ -138,11 +147,17 @@ def race(config: Config, here: rank.Here, racers: Mapping[str, tuple[LinearChain
                 optimizers[name].step()
 
 
-def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None:
+def train(config: Config, here: rank.Here, lab: LinearChain, model: Any, mesh: DeviceMesh) -> None:
     """Measured steps, and one more to see what travels together."""
+    if config.costs:
+        other = copy.deepcopy(lab)
+        silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
+        silent.register_comm_hook(None, lambda _, bucket: nothing_sent(bucket))
     optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
+        if config.costs and index < 2 + config.steps:  # and not in the step in which messages are counted
+            time_costs(here, step, other, silent)
         optimizer.zero_grad()
         step.scalar("loss", backward(config, here, lab, model, index, step))
         with step.span("optimizer"):
@@ -152,6 +167,29 @@ def train(config: Config, here: rank.Here, lab: LinearChain, model: Any) -> None
         backward(config, here, lab, model, 0, next(here.plain_steps(1)))
     for index, gradients in enumerate(wire.buckets(lab.named_parameters())):
         here.bucket(index, gradients)
+
+
+def time_costs(here: rank.Here, step: Step, lab: LinearChain, silent: Any) -> None:
+    """Spans of what a step is made of: ``alone``, a backward pass of DDP's that sends nothing, and ``pieces_n``."""
+    lab.zero_grad()
+    inputs = samples_and_seed(lab, here.device, 0, here.rank)
+    loss = lab.get_loss(inputs, silent(*inputs))
+    dist.barrier()
+    with step.span("alone"):
+        loss.backward()
+    row = torch.zeros(sum(parameter.numel() for parameter in lab.parameters()), device=here.device)
+    for count in PIECES:
+        dist.barrier()
+        with step.span(f"pieces_{count}"):
+            for handle in [dist.all_reduce(piece, async_op=True) for piece in row.chunk(count)]:
+                handle.wait()
+
+
+def nothing_sent(bucket: Any) -> torch.futures.Future[Tensor]:
+    """A communication hook that leaves each rank its own gradients."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def backward(config: Config, here: rank.Here, lab: LinearChain, model: Any, index: int, step: Step) -> Tensor:

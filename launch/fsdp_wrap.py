@@ -151,7 +151,7 @@ class Config:
     dim: PositiveInt | None = None
     """Width of mlp_stack, double_linear, unused_linear and skip."""
     layers: PositiveInt | None = None
-    """Layers of hf_bert and hf_t5."""
+    """Layers of hf_bert and hf_t5, blocks of mlp_stack."""
     vocab: PositiveInt | None = None
     """Words that hf_bert and hf_t5 know."""
     batch: PositiveInt | None = None

@@ -8,15 +8,17 @@ With `--layers yours` the layers are column_parallel's and row_parallel's, which
 With `--tp 1` it is data parallelism alone, with `--tp 4` on four ranks tensor parallelism alone.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from labkit import rank, requirements
 from labkit.config import PositiveInt
@@ -30,7 +32,12 @@ from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel, S
 from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel, stack_plan
 from labkit.parity import samples_and_seed
 from labkit.parity.two_dim import compare_training
+from labkit.rank.meter import Step
 from labkit.theory.sizes import even_share
+from labkit.theory.two_dim import mlp_pairs
+
+MESSAGES, TIMES = (2**12, 2**20), 4
+"""Bytes of two all-reduces, to tell latency from bytes, and how often each is sent before a step."""
 
 
 @dataclass
@@ -56,6 +63,9 @@ class Config:
     """Samples of all ranks together in a step; a line of tp takes its part."""
     steps: PositiveInt = 3
     """Timed steps, after one to warm up; with a check, compared steps."""
+    costs: bool = False
+    """Time before every step what it is made of: the passes of a rank's share of the model by itself, and small and
+    large all-reduces along each axis (fsdp_tp). Memory is not followed then."""
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
     compile: bool = True
@@ -71,6 +81,8 @@ class Config:
             raise ValueError(f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan fsdp_tp")
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
+        if self.costs and (self.plan != "fsdp_tp" or self.layers != "dtensor" or self.seq or self.check != "none"):
+            raise ValueError("costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check none")
         if self.layers == "yours":
             self._check_own_layers()
         even_share(self.batch, world_size // self.tp, "a batch of")
@@ -154,17 +166,57 @@ def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
     lab = build(config, mesh, here.device)
     model = apply(config, mesh, lab)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tracked = [lab, optimizer] if config.plan == "fsdp_tp" else []  # a tracker wants parameters that are leaves
+    tracked = (
+        [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
+    )  # a tracker wants parameters that are leaves
+    alone = share_by_itself(config, here, mesh) if config.costs else None
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
         inputs = samples_and_seed(lab, here.device, index, mesh["data"].get_local_rank())
+        if alone and index < 1 + config.steps:  # and not in the step in which messages are counted
+            time_costs(step, mesh, alone, inputs)
         optimizer.zero_grad()
-        with step.span("forward"):
-            loss = lab.get_loss(inputs, model(*inputs))
-        with step.span("backward"):
-            loss.backward()
+        with step.span("passes") if alone else nullcontext():
+            with step.span("forward"):
+                loss = lab.get_loss(inputs, model(*inputs))
+            with step.span("backward"):
+                loss.backward()
         with step.span("optimizer"):
             optimizer.step()
         step.scalar("loss", loss)
+
+
+def share_by_itself(config: Config, here: rank.Here, mesh: DeviceMesh) -> MLPStack:
+    """A rank's share of every matrix, wrapped as the model is, on meshes of one rank: all of its work, no messages."""
+    own = here.mesh(apart=here.world_size, data=1, tp=1)
+    lab = build(config, mesh, here.device)
+    assert isinstance(lab, MLPStack), "the program refuses other plans"
+    for block, (width, inner) in zip(lab.layers, mlp_pairs(config.dim), strict=True):
+        share = inner // config.tp
+        block.in_proj, block.out_proj = nn.Linear(width, share), nn.Linear(share, width)
+    lab.to(here.device)
+    if config.tp > 1:
+        parallelize_module(lab, own["tp"], stack_plan(lab, sequence_parallel=False))
+    if config.checkpointing:
+        apply_activation_checkpointing(lab, lab.block_types)
+    if mesh["data"].size() > 1:
+        apply_fsdp2(lab, own, block_types=lab.block_types)
+    return lab
+
+
+def time_costs(step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]) -> None:
+    """Spans ``alone``, passes of a rank's share, and ``tp_4096`` …, all-reduces along an axis by their bytes."""
+    alone.zero_grad()
+    dist.barrier()
+    with step.span("alone"):
+        alone.get_loss(inputs, alone(*inputs)).backward()
+    for axis in ("data", "tp"):
+        for size in MESSAGES if mesh[axis].size() > 1 else ():
+            message = torch.zeros(size // 4, device=inputs[0].device)
+            dist.barrier()
+            with step.span(f"{axis}_{size}"):
+                for _ in range(TIMES):
+                    dist.all_reduce(message, group=mesh.get_group(axis))
+    dist.barrier()
 
 
 if __name__ == "__main__":

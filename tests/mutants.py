@@ -453,8 +453,8 @@ MUTANTS = [
         "S4 beyond",
         "int8 is scaled by 1 % too much",
         "labkit/tensors/quantised.py",
-        "return (numbers.float() * scales).to(dtype)",
-        "return (numbers.float() * scales * 1.01).to(dtype)",
+        "return (flat * _spread(chosen, flat, scales)).view(whole.shape).to(dtype)",
+        "return (flat * _spread(chosen, flat, scales) * 1.01).view(whole.shape).to(dtype)",
         "tests/test_tensors.py::test_what_arrives_is_as_exact_as_theory_says_and_as_large",
     ),
     Mutant(

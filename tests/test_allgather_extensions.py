@@ -243,6 +243,8 @@ def test_training_records_losses_traffic_and_the_error_of_the_weights(runs, name
         ),
         (2, {"check": "loss"}, "steps 10: the final loss is a mean over 10: take 20"),
         (2, {"check": "wire", "dim": 64}, "dim 64: a row of fewer than 128 numbers"),
+        (2, {"scales": "row", "extension": "bf16"}, "extension bf16 has no scales to choose: take float8 or int8 or"),
+        (2, {"weights": "nowhere.pt"}, "weights 'nowhere.pt' is no file: give what torch.save wrote"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_launch(nproc, parameters, message):
@@ -262,5 +264,5 @@ def test_theory_pads_the_last_shard():
     assert theory.gather_bytes((10, 128), 4, "float8") == 3 * 128 + 4
     assert theory.gather_bytes((10, 128), 4, "int8") == 3 * 128 + 3 * 4
     assert theory.step_bytes([(10, 128)], 4, "fp32", reshard=False) == 3 * 128 * 4
-    with pytest.raises(ValueError, match="'int4' is none of fp32"):
-        theory.gather_bytes((10, 128), 4, "int4")
+    with pytest.raises(ValueError, match="'int3' is none of fp32"):
+        theory.gather_bytes((10, 128), 4, "int3")

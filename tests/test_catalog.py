@@ -70,7 +70,7 @@ def test_the_expert_seed_reaches_the_expert():
         ),
         (
             lambda: catalog.build("mlp_stack", width=3),
-            "model mlp_stack has no size width: it has dim, batch",
+            "model mlp_stack has no size width: it has dim, batch, layers",
         ),
         (
             lambda: catalog.check("hf_t5", sizes={"hidden": 33}),

@@ -1,5 +1,6 @@
 """labkit.inductor: real programs that inductor wrote (tests/data), changed by hand where something is to be found."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,22 @@ def test_a_listing_in_a_notebook_has_the_same_lines_in_colours_and_the_whole_pro
     assert "   21          cpp_fused_1(buf4 if 1 &lt; 2 else 0)" in whole, "numbered as above"
     assert "1 < 2" not in html
     assert f"the whole program, {len(listing.full.splitlines())} lines" in whole
+
+
+def test_a_listing_marks_the_request_and_what_hides_it_for_each_bucket():
+    html = inductor.Listing(sample("ddp_coalesced"))._repr_html_()
+    rows = re.findall(r'<div class="([^"]*)"( tabindex="0" title="[^"]*")?> *(\d+)<', html)
+    for bucket in inductor.buckets(sample("ddp_coalesced")):
+        by_class = {name: [] for name in ("asks", "waits", "hides")}
+        for classes, focus, number in rows:
+            for name, lines in by_class.items():
+                if f"{name}-{bucket.index}" in classes.split():
+                    lines.append(int(number))
+                    assert name == "hides" or focus, "the keyboard reaches it"
+        lines = {"asks": [bucket.request], "waits": bucket.waits, "hides": bucket.hidden_by}
+        assert by_class == {name: [line.number for line in found] for name, found in lines.items()}
+        assert f".labkit-program:has(.asks-{bucket.index}:hover" in html
+    assert 'title="bucket 2, asked for in line 66: nothing computes meanwhile"' in html
 
 
 def test_a_listing_names_no_folder_of_this_machine():

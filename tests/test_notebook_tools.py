@@ -1,12 +1,17 @@
 """From a source to notebooks, pages and pictures, on a small sample."""
 
+import base64
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+import numpy
 import pytest
+from PIL import Image
 
+from labkit.models import photo
 from notebooks.tools import build, execute, run, source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,6 +164,22 @@ def test_streams_cut_by_chance_are_joined():
     pieces = [stream("stdout", "a"), stream("stdout", "b"), picture, stream("stdout", "c"), stream("stderr", "d")]
     kept = execute.joined(pieces)
     assert [output.get("text") for output in kept] == ["ab", None, "c", "d"]
+
+
+def test_a_picture_takes_a_third_of_the_bytes_and_packing_again_changes_nothing():
+    drawn = io.BytesIO()
+    Image.fromarray(photo.photo()).save(drawn, "png")
+    cell = nbformat.v4.new_code_cell("draw()")
+    data = {"image/png": base64.b64encode(drawn.getvalue()).decode(), "text/plain": "a portrait"}
+    cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    execute.strip(notebook)
+    kept = cell.outputs[0].data["image/png"]
+    assert len(kept) < len(data["image/png"]) / 3
+    picture = Image.open(io.BytesIO(base64.b64decode(kept))).convert("RGB")
+    assert picture.size == (512, 600)
+    assert numpy.abs(numpy.asarray(picture).astype(int) - photo.photo()).mean() < 16
+    assert execute.packed(kept) == kept
 
 
 @pytest.mark.notebook

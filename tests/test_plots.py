@@ -13,6 +13,7 @@ from labkit import plots
 from labkit.plots import style
 from labkit.plots.runs import off
 from labkit.result import RunResult, UnknownValue
+from labkit.theory.placements import local_piece
 from labkit.theory.spatial import Stage
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
@@ -46,17 +47,38 @@ def run(nproc=2, factor=1.0, **session):
 
 
 PEAKS = {"one": {"parameter": 4e6, "activation": 8e6}, "two": {"parameter": 2e6, "all_gather": 1e6}}
+MOMENTS = [{"parameter": 2e6}, {"parameter": 2e6, "activation": 4e6}, {"parameter": 2e6, "temp": 1e6}]
 DRAWINGS = {
     "latency": lambda **more: plots.latency({"one": run(1), "two": run(2)}, **more),
     "memory": lambda **more: plots.memory({"one": run(1), "two": run(2)}, **more),
     "loss": lambda **more: plots.loss({"one": run(1), "two": run(2)}, **more),
     "breakdown": lambda **more: plots.breakdown(PEAKS, {"one": run(1), "two": run(2)}, **more),
     "loss_difference": lambda **more: plots.loss_difference({"two": run(2)}, run(1), **more),
+    "over_step": lambda **more: plots.over_step(MOMENTS, 2, run(2), **more),
+    "sent_beside": lambda **more: plots.sent_beside({"DDP": {"all_reduce": 1e6}}, **more),
     "passes": lambda **more: plots.passes({"DDP": {"all_reduce": 1.0}}, **more),
     "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
     "convnext": lambda **more: plots.convnext([Stage(8, 16, 32, depth=1)], 64, 128, **more),
+    "placed": lambda **more: placed(["Shard(0)", "Partial()"], **more),
+    "strips": lambda **more: plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (2, 2), 4, 0.1, **more),
+    "amounts": lambda **more: plots.amounts({"a": {"x": 2e6}}, {}, {"x": style.BLUE}, **more),
 }
-MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext", "passes")]
+MEASURED = [
+    name
+    for name in DRAWINGS
+    if name not in ("halos", "convnext", "passes", "sent_beside", "placed", "strips", "amounts")
+]
+
+
+def placed(placements, **more):
+    """A picture of 4 x 6 pixels on 2 x 2 ranks."""
+    picture = numpy.arange(72, dtype=numpy.uint8).reshape(4, 6, 3)
+    pieces = {rank: local_piece(picture.shape, (2, 2), placements, rank) for rank in range(4)}
+    held = {
+        rank: picture[piece.indices[0].start : piece.indices[0].stop, piece.indices[1].start : piece.indices[1].stop]
+        for rank, piece in pieces.items()
+    }
+    return plots.placed(picture, pieces, held, 2, **more)
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -221,6 +243,26 @@ def test_passes_add_up_by_collective():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all-gather", "reduce-scatter"]
 
 
+def test_the_curve_of_a_step_is_theirs_that_are_held_and_its_peak_and_budget_are_named():
+    ax = plots.over_step(MOMENTS, 2, run(1), budget=5e6)
+    curve = next(line for line in ax.lines if line.get_linestyle() == "--")
+    assert list(curve.get_ydata()) == [2, 2, 6, 6, 3, 3], "MB, predicted is dashed"
+    assert texts_of(ax) == ["peak 6 MB", "18", "budget\n5 MB"]
+    tops = [path.vertices[:, 1].max() for path in ax.collections[0].get_paths()]
+    assert tops == [4, 6, 6], "activations, parameters, temporary"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["activations", "parameters", "temporary"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["forward pass", "backward pass", "measured"]
+    assert ax.get_ylim()[1] > 18 and ax.get_xlim()[1] > 3
+
+
+def test_what_is_sent_stands_beside_what_was_measured():
+    ax = plots.sent_beside({"DDP": {"all_reduce": 2e6}, "FSDP": {"all_gather": 2e6, "reduce_scatter": 1e6}})
+    assert texts_of(ax) == ["2", "3"] and ax.get_ylim()[1] > 3
+    ax = plots.sent_beside({"DDP": {"all_reduce": 2e6}}, {"DDP": {"all_reduce": 4e6}})
+    assert texts_of(ax) == ["2", "4"]
+    assert {bar.get_linestyle() for bar in ax.patches if bar.get_height() == 2} == {"--"}
+
+
 def test_breakdown_of_theory_alone_has_no_stamp_and_no_frames():
     ax = plots.breakdown({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held")
     assert ax.figure.get_supxlabel() == ""
@@ -305,6 +347,45 @@ def test_the_sketch_of_a_convnext_has_every_shape_and_a_block():
         assert said in texts, said
 
 
+def test_parts_name_the_ranks_that_hold_the_same_and_those_whose_terms_make_a_sum():
+    assert {"0\n+ 1", "2\n+ 3"} <= set(texts_of(placed(["Shard(0)", "Partial()"])))
+    assert {"0 or 1", "2 or 3"} <= set(texts_of(placed(["Shard(1)", "Replicate()"])))
+    assert "0 or 1\n+ 2 or 3" in texts_of(placed(["Partial()", "Replicate()"]))
+
+
+def test_the_same_part_has_the_same_colour_dashed_until_it_is_measured():
+    ax = placed(["Shard(1)", "Replicate()"], rank=2)
+    frames = [patch for patch in ax.patches if to_hex(patch.get_edgecolor()) in map(str.lower, style.RANK_COLOURS)]
+    first, second = (to_hex(colour) for colour in style.RANK_COLOURS[:2])
+    assert [to_hex(frame.get_edgecolor()) for frame in frames] == [first, first, second, second, second]
+    assert {frame.get_linestyle() for frame in frames} == {"--"}
+    assert [text for text in texts_of(ax) if "×" in text and "rows" not in text] == ["4 × 3"] * 4
+    assert "rows 0–3, columns 3–5" in texts_of(ax), "of rank 2"
+    ax = placed(["Shard(1)", "Replicate()"], measured=dict.fromkeys(range(4), (8, 9)))
+    assert texts_of(ax).count("8 × 9") == 4
+    assert "rows × columns, measured" in texts_of(ax)
+
+
+def test_strips_shade_what_goes_to_a_neighbour():
+    ax = plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (2, 4), 6, 0.1)
+    shaded = [patch for patch in ax.patches if patch.get_alpha()]
+    assert [round(patch.get_x(), 3) for patch in shaded[:6]] == [0.15, 0.25, 0.4, 0.5, 0.65, 0.75]
+    assert len(shaded) == 12
+    assert {"images 0 to 2", "images 3 to 5", "rank 0", "rank 7"} <= set(texts_of(ax))
+    ax = plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (1, 2), 1, 0.2, tensor_dim=2)
+    upper, lower = [patch for patch in ax.patches if patch.get_alpha()]
+    assert (upper.get_y(), lower.get_y()) == pytest.approx((0.075, 0.125)), "of a height of 0.25"
+
+
+def test_amounts_have_a_budget_in_their_unit():
+    measured = {"b": {"x": 3e6}}
+    ax = plots.amounts({"a": {"x": 2e6}, "b": {"x": 4e6}}, measured, {"x": style.BLUE}, budget=8e6, ylabel="held")
+    assert texts_of(ax) == ["2", "4", "3", "budget\n8 MB"]
+    assert ax.get_ylabel() == "held, MB"
+    assert ax.lines[0].get_ydata()[0] == 8 < ax.get_ylim()[1]
+    assert plots.amounts({"a": {"x": 0}}, {}, {"x": style.BLUE}).get_ylim()[1] > 0, "nothing is no error"
+
+
 def test_the_difference_of_losses_is_a_part_of_the_reference():
     ax = plots.loss_difference({"same": run(1), "half more": run(1, factor=1.5)}, run(1))
     assert list(ax.lines[0].get_ydata()) == [1e-9] * 3, "nothing, on a logarithmic axis"
@@ -336,6 +417,7 @@ def test_every_public_plot_is_covered_here():
     elsewhere = {  # tests/test_plots_<module>.py, tests/test_when_it_breaks.py
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
         "held", "pair", "step_times", "bucket_sizes", "program", "gather_costs", "gather_times", "padded_shards",
-        "aids", "by_step", "waits",
+        "aids", "by_step", "waits", "error_histogram", "handed_bytes", "backward_line", "backward_by_bucket",
+        "split_times",
     }  # fmt: skip
     assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "batch_pays", "shards", "strips_pay", "table"}

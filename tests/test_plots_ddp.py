@@ -179,3 +179,37 @@ def test_bars_are_medians_dots_are_steps_and_a_dashed_line_is_predicted(tmp_path
     assert dashed.get_linestyle() == "--" and list(dashed.get_ydata()) == pytest.approx([20, 20])
     assert sorted(large.get_ydata()) == pytest.approx([5, 6, 7])
     assert texts(ax) == ["26 (20)", "+1 above", "6"]
+
+
+def spans_of(collection):
+    """Start and end of each stretch of a broken bar."""
+    return [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in collection.get_paths()]
+
+
+def test_a_message_is_exposed_from_the_moment_on_when_nothing_is_computed():
+    ax = plots.backward_line([(0.001, 0.003), (0.003, 0.006)], 0.005, hidden=True)
+    arithmetic, hidden, exposed = map(spans_of, ax.collections)
+    assert arithmetic == [pytest.approx((0, 5))]
+    assert hidden == [pytest.approx((1, 3)), pytest.approx((3, 5))]
+    assert exposed == [pytest.approx((5, 6))]
+    assert texts(ax) == ["predicted 6"]
+    assert [line.get_linestyle() for line in ax.lines] == ["--"]
+
+
+def test_arithmetic_stands_still_while_the_core_sends():
+    ax = plots.backward_line([(0.001, 0.003), (0.004, 0.005)], 0.004, hidden=False, measured_s=0.0095)
+    arithmetic, hidden, exposed = map(spans_of, ax.collections)
+    assert arithmetic == [pytest.approx(span) for span in ((0, 1), (3, 4), (5, 7))]
+    assert not hidden
+    assert exposed == [pytest.approx((1, 3)), pytest.approx((4, 5))]
+    assert [bar.get_width() for bar in ax.patches] == [pytest.approx(9.5)]
+    assert texts(ax) == ["9.5", "predicted 7"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["computes", "2 buckets", "measured"]
+
+
+def test_bars_by_size_are_arithmetic_and_what_is_exposed_and_the_chosen_one_is_bold():
+    ax = plots.backward_by_bucket({"small": (0.005, 0.010), "large": (0.005, 0.001)}, "large", measured_s=0.007)
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([5, 5, 10, 1])
+    assert texts(ax) == ["15", "6"]
+    assert [label.get_weight() for label in ax.get_yticklabels()] == ["normal", "bold"]
+    assert [list(line.get_xydata()[0]) for line in ax.lines] == [pytest.approx([7, 1])]

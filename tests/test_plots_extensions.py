@@ -243,3 +243,23 @@ def test_axes_that_were_given_are_used():
     assert plots.hook_memory("int8", ax=left) is left
     assert plots.bytes_against_error(RUNS, ax=right) is right
     assert len(pyplot.get_fignums()) == before
+
+
+def test_handed_bytes_are_numbers_and_scales_and_what_was_measured_beside_them():
+    ax = plots.handed_bytes({"fp32": {"numbers": 4e6}, "int8": {"numbers": 1e6, "scales": 5e5}}, {"int8": 1.5e6})
+    assert [text.get_text() for text in ax.texts] == ["4", "1.5", "1.5"]
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["numbers", "scales", "measured", "predicted"]
+    assert ax.get_ylim()[1] > 4
+
+
+def test_a_histogram_of_errors_has_the_bound_of_theory_dashed_on_both_sides():
+    errors = numpy.array([-0.004, 0.0, 0.0, 0.002])
+    ax = plots.error_histogram(errors, 0.005, 0.004, label="int8", result=RUNS["int8"])
+    assert sorted(float(line.get_xdata()[0]) for line in dashed(ax)) == [-0.5, 0.5]
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["theory: at most 0.5 %", "measured: at most 0.4 %"]
+    tops = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert tops.max() == 50, "half of the weights have no error"
+    assert to_hex(ax.collections[0].get_facecolor()[0]) == figures.colour_of("int8").lower()
+    assert plots.error_histogram(numpy.zeros(3), 0.0).get_xlim()[1] > 0

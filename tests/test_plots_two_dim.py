@@ -63,7 +63,7 @@ def test_traffic_is_stacked_by_axis_predicted_beside_measured():
 def test_traffic_of_theory_alone_has_no_stamp_and_the_unit_that_reads_best(size, unit):
     ax = plots.traffic({"1": {"data": size}}, xlabel="ranks along tp")
     assert ax.get_ylabel().endswith(unit) and ax.get_xlabel() == "ranks along tp"
-    assert heights(ax) == ([(AXIS_COLOURS["data"], False, 5.0)] if size else [])
+    assert heights(ax) == ([(AXIS_COLOURS["data"], True, 5.0)] if size else [])
     assert ax.figure.get_supxlabel() == "" and len(ax.get_legend().get_texts()) == 2
 
 
@@ -108,3 +108,22 @@ def test_a_steps_times_have_a_panel_a_way_and_one_scale():
     assert second.get_ylabel() == "one step of a rank, ms"
     (legend,) = first.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["computing", "along tp", "along data"]
+
+
+def test_times_by_split_name_the_best_one_and_what_was_measured_stands_beside_the_chosen_one():
+    seconds = {
+        1: {"compute": 0.002, "tp": 0.0, "data": 0.004},
+        2: {"compute": 0.002, "tp": 0.001, "data": 0.002},
+        4: {"compute": 0.002, "tp": 0.001, "data": 0.0},
+    }
+    ax = plots.split_times(seconds, chosen=2, best=4, measured_s=0.007)
+    bars = [bar for bar in ax.patches if bar.get_height()]
+    sums = [(bar.get_height(), bar.get_linestyle()) for bar in bars if not bar.get_fill()]
+    assert sums == [(pytest.approx(size), "--") for size in (6, 5, 3)]
+    assert bars[-1].get_height() == pytest.approx(7) and bars[-1].get_x() > 1
+    assert [text.get_text() for text in ax.texts] == ["6", "5", "best: 3", "7"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "4"]
+    assert [label.get_weight() for label in ax.get_xticklabels()] == ["normal", "bold", "normal"]
+    assert ax.get_ylabel() == "one step of a rank, ms"
+    tiny = {1: {"compute": 2e-6, "tp": 0.0, "data": 0.0}}
+    assert plots.split_times(tiny, chosen=1, best=1).get_ylabel() == "one step of a rank, µs"

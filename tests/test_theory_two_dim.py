@@ -151,3 +151,18 @@ def test_a_group_uses_as_many_cards_as_it_has_ranks_in_a_host():
         assert 1 / theory.host_link(card, inside, group, apart, 8).beta_s_per_byte == pytest.approx(50 * cards)
     quick = AlphaBeta(0.0, 1 / 100)
     assert theory.host_link(quick, inside, 64, 1, 8).beta_s_per_byte == inside.beta_s_per_byte, "not faster than inside"
+
+
+def test_a_split_leaves_every_line_as_many_samples():
+    assert theory.splits(4, 64, (1, 2, 4, 8)) == [1, 2, 4]
+    assert theory.splits(64, 16, (1, 2, 4, 8, 16)) == [4, 8, 16], "more ranks than samples"
+    assert theory.splits(6, 4, (1, 2, 3, 4)) == [3]
+
+
+def test_all_ranks_together_do_the_same_operations_whatever_the_split():
+    pairs, link = theory.mlp_pairs(8), AlphaBeta(0.0, 1.0)
+    for tp in (1, 2, 4):
+        how = {"data": 4 // tp, "tp": tp, "flops_per_s": 10.0, "links": {"tp": link, "data": link}}
+        seconds = theory.step_seconds(pairs, 24 * tp // 4, **how)
+        assert seconds["compute"] == pytest.approx(theory.step_operations(pairs) * 24 / 4 / 10)
+    assert theory.step_operations([(2, 4)]) == 6 * 2 * 2 * 4

@@ -87,9 +87,8 @@ def buckets(code: str) -> list[Bucket]:
     found = []
     for index, request in enumerate(program.all_reduces):
         pieces = [piece for sent in request.sent for piece in program.pieces(sent, request.line)]
-        hidden_by = program.compute_between(request.line, request.waits[0] if request.waits else None)
         gradients = tuple(_gradient(piece, request.line) for piece in pieces)
-        found.append(Bucket(index, gradients, request.line, tuple(request.waits), hidden_by))
+        found.append(Bucket(index, gradients, request.line, tuple(request.waits), program.hiding(request)))
     return found
 
 

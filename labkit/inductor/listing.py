@@ -9,10 +9,13 @@ from labkit.inductor.program import Line, Program
 COLOURS = {"collective": "#F0E442", "wait": "#D55E00", "kernel": "#E69F00", "extern": "#E69F00"}
 """All-reduce, exposed and backward, as on a time line (Okabe and Ito's palette); black text is legible on each."""
 PLAIN = "#E8E8E8"
+LOOKED_AT = {"asks": "#F7F0A0", "waits": "#F5C9A8", "hides": "#FBE3B3"}
+"""The same colours, paler, for the rows of the bucket that somebody looks at."""
 BUFFERS_SHOWN = 4
 _PATH = re.compile(r"""(?<![\w/.])/(?:[\w.+@-]+/)+""")
 _CACHED_FILE = re.compile(r"^\s*# kernel path: .*\n", re.MULTILINE)
 _LABEL = "display:inline-block;width:6.5em;padding:0 .5em;margin:0 1em;color:black;background:"
+_MARKED = "{color:black;background:"
 _SCROLLED = "overflow-x:auto;white-space:pre;line-height:1.5;font-size:13px;font-family:monospace"
 
 
@@ -37,15 +40,40 @@ class Listing:
         return "\n".join(f"{line.number:>5}  {kind:<10}  {text}" for line, kind, text in self._shown())
 
     def _repr_html_(self) -> str:
-        rows = "\n".join(
-            f'{line.number:>5}<span style="{_LABEL}{COLOURS.get(line.kind, PLAIN)}">{kind}</span>{escape(text)}'
+        """Point at a line that asks or waits, or reach it by Tab: its request and what hides it are marked, by CSS."""
+        rows = "".join(
+            f"<div{self._marks(line)}>{line.number:>5}"
+            f'<span style="{_LABEL}{COLOURS.get(line.kind, PLAIN)}">{kind}</span>{escape(text)}</div>'
             for line, kind, text in self._shown()
         )
         return (
-            f'<pre style="{_SCROLLED}">{rows}</pre>'
+            f"<style>{self._rules()}</style>"
+            f'<div class="labkit-program" style="{_SCROLLED}">{rows}</div>'
             f"<details><summary>the whole program, {len(self.full.splitlines())} lines</summary>"
             f'<pre style="{_SCROLLED};max-height:30em;overflow-y:auto">{escape(self._numbered())}</pre></details>'
         )
+
+    def _marks(self, line: Line) -> str:
+        """Classes of a row, by bucket: asked or waited for here, which takes the focus, or hidden by this."""
+        classes, title = [], ""
+        for index, request in enumerate(self._program.all_reduces):
+            hiding = self._program.hiding(request)
+            named = [("asks", [request.line]), ("waits", request.waits), ("hides", hiding)]
+            classes += [f"{name}-{index}" for name, lines in named if line in lines]
+            if line in (request.line, *request.waits):
+                between = f"{len(hiding)} lines compute meanwhile" if hiding else "nothing computes meanwhile"
+                title = f"bucket {index}, asked for in line {request.line.number}: {between}"
+        found = f' class="{" ".join(classes)}"' if classes else ""
+        return found + (f' tabindex="0" title="{title}"' if title else "")
+
+    def _rules(self) -> str:
+        """What is marked while somebody points at a row, or has the focus on it."""
+        rules = []
+        for index in range(len(self._program.all_reduces)):
+            looked_at = ",".join(f".{name}-{index}:{how}" for name in ("asks", "waits") for how in ("hover", "focus"))
+            inside = f".labkit-program:has({looked_at})"
+            rules += [f"{inside} .{name}-{index}{_MARKED}{colour}}}" for name, colour in LOOKED_AT.items()]
+        return "".join(rules)
 
     def _numbered(self) -> str:
         """The whole program with the numbers of its lines, from ``def call`` on."""

@@ -104,6 +104,10 @@ class Program:
         """The requests that sum gradients, or whatever else, over ranks: the buckets."""
         return [request for request in self.requests if request.line.name.startswith("all_reduce")]
 
+    def hiding(self, request: Request) -> tuple[Line, ...]:
+        """What runs while a collective travels: kernels and externs before the first wait for it."""
+        return self.compute_between(request.line, request.waits[0] if request.waits else None)
+
     def compute_between(self, first: Line, last: Line | None) -> tuple[Line, ...]:
         """Kernels and externs after one line and before another, or up to the end."""
         end = last.number if last else math.inf

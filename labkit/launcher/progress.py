@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -182,12 +183,27 @@ def _cut(line: str, log: Path) -> str:
     return f"{line[:SHOWN_CHARACTERS]} ... ({len(line):,} characters; all are in {log})"
 
 
+_given: ContextVar[Display | None] = ContextVar("_given", default=None)
+
+
+@contextlib.contextmanager
+def shown_on(display: Display) -> Iterator[None]:
+    """Runs of this thread show their progress on this display. One that raises KeyboardInterrupt ends its run."""
+    token = _given.set(display)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def choose_display() -> Display:
-    """The display for where this runs.
+    """The display for where this runs: the one of ``shown_on``, else by LABKIT_PROGRESS and the place.
 
     Raises:
         ParameterError: LABKIT_PROGRESS asks for one that there is not.
     """
+    if given := _given.get():
+        return given
     wanted = os.environ.get("LABKIT_PROGRESS") or ("notebook" if in_kernel() else "text")
     displays = {"off": Display, "text": Text, "notebook": Notebook}
     if wanted not in displays:

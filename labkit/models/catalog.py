@@ -119,7 +119,7 @@ MODELS: dict[str, Entry] = {
         "MLPStack",
         ("MLP",),
         "Linear 6, MLP 3, ModuleList 1",
-        sizes={"dim": 16, "batch": 2},
+        sizes={"dim": 16, "batch": 2, "layers": 3},
     ),
     "double_linear": Entry("labkit.models.mlp", "DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
     "unused_linear": Entry("labkit.models.mlp", "UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),

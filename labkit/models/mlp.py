@@ -3,6 +3,8 @@
 Shapes: N samples, S places of a sequence, D width.
 """
 
+from itertools import cycle, islice
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -48,20 +50,22 @@ class MLP(nn.Module):
 
 
 class MLPStack(NumbersModel):
-    """Three MLPs whose inner widths are 3, 4 and 3 times D.
+    """MLPs whose inner widths are 3, 4 and 3 times D, and again from the start where there are more than three.
 
     Args:
         dim: D.
         with_layer_norm: normalise the result; without a bias.
         batch: samples in a step, each of 8 places.
+        layers: how many MLPs.
     """
 
     block_types = ("MLP",)
 
-    def __init__(self, dim: int = 16, with_layer_norm: bool = False, batch: int = 2):
+    def __init__(self, dim: int = 16, with_layer_norm: bool = False, batch: int = 2, layers: int = len(MULTIPLIERS)):
         super().__init__()
         self.dim, self.input_shape = dim, (batch, SEQUENCE, dim)
-        self.layers = nn.ModuleList(MLP(dim, dim_multiplier=multiplier) for multiplier in MULTIPLIERS)
+        inner = islice(cycle(MULTIPLIERS), layers)
+        self.layers = nn.ModuleList(MLP(dim, dim_multiplier=multiplier) for multiplier in inner)
         self.norm = nn.LayerNorm(dim, bias=False) if with_layer_norm else None
 
     def forward(self, x: Tensor) -> Tensor:

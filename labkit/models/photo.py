@@ -4,6 +4,7 @@ The task with the photo: from a tile, say which of ten regions it was cut from. 
 are alike, and a network has to look at what they show.
 """
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Literal
@@ -16,12 +17,22 @@ from torch import Tensor
 REGION_ROWS, REGION_COLUMNS = 5, 2
 
 
+@functools.cache
 def photo() -> numpy.ndarray:
-    """The photo, [height, width, 3] = [600, 512, 3], bytes."""
+    """The photo, [height, width, 3] = [600, 512, 3], bytes, read-only."""
     matplotlib = importlib.util.find_spec("matplotlib")  # found, not imported: that would take each rank half a second
     assert matplotlib and matplotlib.origin
     with Image.open(Path(matplotlib.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg") as file:
         return numpy.asarray(file)
+
+
+def term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
+    """One of ``terms`` pictures that add up to this one exactly: what it has between two brightnesses, from 0 up.
+
+    Values are 0 to 255, bytes or floats; a term has them from 0 to 256 / terms.
+    """
+    low, high = 256 * index // terms, 256 * (index + 1) // terms
+    return picture.clip(low, high) - numpy.asarray(low, picture.dtype)
 
 
 def batch(

@@ -6,18 +6,27 @@ runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is w
 """
 
 from labkit.plots.collectives import batch_pays, held, messages, pieces
-from labkit.plots.ddp import bucket_sizes, buckets, program
-from labkit.plots.extensions import bytes_against_error, gather_costs, gather_times, hook_memory, padded_shards
+from labkit.plots.ddp import backward_by_bucket, backward_line, bucket_sizes, buckets, program
+from labkit.plots.extensions import (
+    bytes_against_error,
+    error_histogram,
+    gather_costs,
+    gather_times,
+    handed_bytes,
+    hook_memory,
+    padded_shards,
+)
 from labkit.plots.failures import aids, by_step, waits
-from labkit.plots.fsdp import breakdown, passes
+from labkit.plots.fsdp import breakdown, over_step, passes, sent_beside
 from labkit.plots.runs import latency, loss, memory, table
-from labkit.plots.spatial import convnext, halos, loss_difference, shards, strips_pay
+from labkit.plots.spatial import amounts, convnext, halos, loss_difference, placed, shards, strips, strips_pay
 from labkit.plots.timelines import exposed, timeline
-from labkit.plots.two_dim import mesh, pair, step_times, traffic
+from labkit.plots.two_dim import mesh, pair, split_times, step_times, traffic
 
 __all__ = [
-    "aids", "batch_pays", "breakdown", "bucket_sizes", "buckets", "by_step", "bytes_against_error",
-    "convnext", "exposed", "gather_costs", "gather_times", "halos", "held", "hook_memory", "latency", "loss",
-    "loss_difference", "memory", "mesh", "messages", "padded_shards", "pair", "passes", "pieces", "program",
-    "shards", "step_times", "strips_pay", "table", "timeline", "traffic", "waits",
+    "aids", "amounts", "backward_by_bucket", "backward_line", "batch_pays", "breakdown", "bucket_sizes", "buckets",
+    "by_step", "bytes_against_error", "convnext", "error_histogram", "exposed", "gather_costs", "gather_times", "halos",
+    "handed_bytes", "held", "hook_memory", "latency", "loss", "loss_difference", "memory", "mesh", "messages",
+    "over_step", "padded_shards", "pair", "passes", "pieces", "placed", "program", "sent_beside", "shards",
+    "split_times", "step_times", "strips", "strips_pay", "table", "timeline", "traffic", "waits",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ DOT: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linest
 TICK: dict[str, Any] = {"color": WAIT, "marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
 SHARE, GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
 LETTER = 0.0125  # of the width: a letter in a box
+MANY = 40  # messages, between which no white line would leave anything to see
 LETTERS_BELOW = 60  # that fit below the boxes
 
 
@@ -102,6 +103,104 @@ def bucket_sizes(results: Mapping[str, RunResult], predicted_s: Mapping[str, flo
     ax.set(ylabel="forward and backward pass, ms (predicted)", ylim=(0, 1.1 * top))
     style.legend_above(ax, 3)
     return style.stamp(ax, results.values())
+
+
+def backward_line(
+    journeys_s: Sequence[tuple[float, float]],
+    backward_s: float,
+    *,
+    hidden: bool,
+    measured_s: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """A predicted backward pass over its messages, exposed ones in their own colour; a dashed line where it ends.
+
+    Args:
+        journeys_s: when each bucket leaves and arrives, as ``theory.ddp.journeys`` gives it, in seconds.
+        backward_s: what the arithmetic takes by itself.
+        hidden: whether messages travel beside the arithmetic, or hold it up.
+        measured_s: what the backward pass took on real ranks: a bar below.
+        ax: where to draw.
+    """
+    ax = style.axes(ax)
+    messages = [(1e3 * leaves, 1e3 * arrives) for leaves, arrives in journeys_s]
+    pauses = [] if hidden else messages
+    starts, stops = [0.0, *(arrives for _, arrives in pauses)], [leaves for leaves, _ in pauses]
+    computes_ms = 1e3 * backward_s
+    stops.append(computes_ms + sum(arrives - leaves for leaves, arrives in pauses))
+    ax.broken_barh(_spans(starts, stops), (-0.3, 0.6), facecolor=style.ORANGE)
+    ends = [min(arrives, computes_ms) if hidden else leaves for leaves, arrives in messages]
+    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 if len(messages) <= MANY else 0.0}
+    for colour, first, last in (
+        (style.COMMUNICATION["all_reduce"], [leaves for leaves, _ in messages], ends),
+        (style.EXPOSED, [max(leaves, end) for (leaves, _), end in zip(messages, ends, strict=True)], None),
+    ):
+        stop = [arrives for _, arrives in messages] if last is None else last
+        ax.broken_barh(_spans(first, stop), (0.7, 0.6), facecolor=colour, **look)
+    end = max([stops[-1], *(arrives for _, arrives in messages)])
+    ax.axvline(end, **style.PREDICTED)
+    labels = ["computes", style.counted(len(messages), "bucket")]
+    if measured_s is not None:
+        ax.barh(2, 1e3 * measured_s, height=0.6, color=style.BLUE)
+        ax.text(1e3 * measured_s, 2, f" {style.digits(1e3 * measured_s)}", va="center", fontsize=9)
+        labels.append("measured")
+    longest = max(end, 1e3 * (measured_s or 0.0))
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set(xlim=(0, 1.12 * longest), ylim=(len(labels) - 0.5, -0.9), xlabel="since the backward pass began, ms")
+    ax.tick_params(axis="y", length=0)
+    ax.annotate(
+        f"predicted {style.digits(end)}", (end, -0.6), (-4, 0), textcoords="offset points", ha="right", fontsize=9
+    )
+    named = {"arithmetic": style.ORANGE, "hidden message": style.COMMUNICATION["all_reduce"], "exposed": style.EXPOSED}
+    style.legend_above(ax, 3, [Patch(color=colour, label=label) for label, colour in named.items()])
+    return ax
+
+
+def _spans(starts: Sequence[float], stops: Sequence[float]) -> list[tuple[float, float]]:
+    """Start and length of each stretch that has a length."""
+    return [(start, stop - start) for start, stop in zip(starts, stops, strict=True) if stop > start]
+
+
+def backward_by_bucket(
+    predicted_s: Mapping[str, tuple[float, float]],
+    chosen: str,
+    *,
+    measured_s: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """A backward pass by the size of its buckets: arithmetic, and exposed messages on top; the chosen one in bold.
+
+    All of it is predicted, and so in dashed frames; a dot is what was measured for the chosen size.
+
+    Args:
+        predicted_s: by label, seconds of arithmetic, and of messages that nothing hides.
+        chosen: one of the labels.
+        measured_s: of the chosen one.
+        ax: where to draw.
+    """
+    ax = style.axes(ax)
+    rows = range(len(predicted_s))
+    parts = [[1e3 * part for part in parts] for parts in predicted_s.values()]
+    left = [0.0] * len(parts)
+    for index, colour in enumerate((style.ORANGE, style.EXPOSED)):
+        widths = [each[index] for each in parts]
+        look: dict[str, Any] = {"edgecolor": "black", "linestyle": "--", "linewidth": 0.8}
+        ax.barh(rows, widths, 0.6, left, color=colour, **look)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    where = list(predicted_s).index(chosen)
+    for row, end in enumerate(left):
+        beside = max(end, 1.03e3 * (measured_s or 0.0)) if row == where else end
+        weight = "bold" if row == where else "normal"
+        ax.text(beside, row, f" {style.digits(end)}", va="center", fontsize=9, weight=weight)
+    if measured_s is not None:
+        ax.plot(1e3 * measured_s, where, "o", color=style.BLUE, markeredgecolor="white")
+    ax.set_yticks(rows, list(predicted_s))
+    ax.get_yticklabels()[where].set_fontweight("bold")
+    ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max([*left, 1e3 * (measured_s or 0.0)])))
+    ax.set_title("by size of bucket" + (", dot: measured" if measured_s else ""), fontsize=9, loc="left")
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    return ax
 
 
 def _boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:

@@ -145,6 +145,57 @@ def bytes_against_error(
     return style.stamp(ax, results.values())
 
 
+def handed_bytes(
+    predicted: Mapping[str, Mapping[str, float]],
+    measured: Mapping[str, float] | None = None,
+    *,
+    ax: Axes | None = None,
+) -> Axes:
+    """What a rank hands to the all-gathers of a step, in MB, one bar a label: numbers and scales; measured beside it.
+
+    ``predicted`` are bytes of ``numbers`` and of ``scales``, by label, ``measured`` bytes in all.
+    """
+    ax = style.axes(ax, 4.0, 3.6)
+    parts = {"numbers": style.SKY, "scales": style.VERMILION, "measured": style.GREY}
+    beside = {label: {"measured": size} for label, size in (measured or {}).items()}
+    shown = [name for name in parts if any(sizes.get(name) for sizes in (*predicted.values(), *beside.values()))]
+    style.stacks(ax, predicted, beside, parts, 1e6, {name: parts[name] for name in shown}, columns=2)
+    ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
+    ax.set_ylabel("handed to the all-gathers of a step, MB")
+    return ax
+
+
+def error_histogram(
+    errors: numpy.ndarray,
+    bound: float,
+    measured: float | None = None,
+    *,
+    label: str = "",
+    result: RunResult | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """How the errors of gathered weights lie, each over the largest weight of its parameter, in percent.
+
+    ``bound`` is the largest that theory allows, ``measured`` the largest that a run has found; ``label`` gives the
+    colour, see ``colour_of``.
+    """
+    ax = style.axes(ax, 5.0, 3.6)
+    side = 115 * (bound or 0.001)
+    shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
+    tops = numpy.repeat(100 * shares / errors.size, 2)
+    ax.fill_between(numpy.repeat(edges, 2)[1:-1], tops, color=colour_of(label), alpha=0.45, lw=0)
+    found: dict[str, Any] = {"color": style.VERMILION, "linewidth": 3, "alpha": 0.6, "zorder": 0}
+    for line, look, who in ((bound, style.PREDICTED, "theory"), (measured, found, "measured")):
+        if line is not None:
+            ax.axvline(-100 * line, **look)
+            ax.axvline(100 * line, label=f"{who}: at most {100 * line:.3g} %", **look)
+    ax.set(xlim=(-side, side), ylim=(0, 1.05 * tops.max()), ylabel="share of the weights, %")
+    ax.locator_params(axis="x", nbins=7)
+    ax.set_xlabel("error of a gathered weight, as % of the largest in its parameter")
+    style.legend_above(ax, 2)
+    return style.stamp(ax, [result] if result else [])
+
+
 def gather_costs(
     results: Mapping[str, RunResult], *, predicted: Mapping[str, float], axes: Sequence[Axes] | None = None
 ) -> Sequence[Axes]:

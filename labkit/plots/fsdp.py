@@ -1,9 +1,12 @@
 """Figures of fully sharded training: what a rank holds, by category, predicted beside measured, and what it sends."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
 
+import numpy
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
 from labkit.plots import style
@@ -72,6 +75,81 @@ def passes(predicted: Mapping[str, Mapping[str, float]], *, ax: Axes | None = No
     shown = [name for name in style.COMMUNICATION if any(name in sent for sent in predicted.values())]
     handles = [Patch(color=style.COMMUNICATION[name], label=name.replace("_", "-")) for name in shown]
     style.legend_above(ax, len(handles), handles)
+    return ax
+
+
+def over_step(
+    moments: Sequence[Mapping[str, float]],
+    backward: int,
+    result: RunResult | None = None,
+    *,
+    budget: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """What a rank holds in the course of a step, by category, as theory's ledger says, in MB; its peak is marked.
+
+    ``moments`` are bytes by category after each event, ``backward`` is the first of the backward pass. The peak of a
+    measured run is a bar at the end. A ``budget``, in bytes, is a dotted line.
+    """
+    ax = style.axes(ax, width=6.5, height=3.8)
+    parts = [_segments(moment) for moment in moments]
+    shown = [name for name in style.MEMORY if any(part[name] for part in parts)]
+    colours = [style.MEMORY[name][1] for name in shown]
+    tops = numpy.cumsum([[part[name] / 1e6 for part in parts] for name in shown], axis=0)  # [category, moment]
+    edges = numpy.repeat(numpy.arange(len(parts) + 1), 2)[1:-1]
+    outlines = [numpy.repeat(top, 2) for top in (numpy.zeros(len(parts)), *tops)]
+    areas = [
+        numpy.column_stack([numpy.append(edges, edges[::-1]), numpy.append(upper, lower[::-1])])
+        for lower, upper in pairwise(outlines)
+    ]
+    # one collection without limits of its own, since an explorer redraws this at once
+    ax.add_collection(PolyCollection(areas, facecolors=colours, alpha=0.45, linewidths=0), autolim=False)
+    ax.plot(edges, outlines[-1], **style.PREDICTED)
+    fullest, end = int(tops[-1].argmax()), len(parts)
+    peak, middle, width = tops[-1][fullest], 1.09 * end, 0.09 * end
+    _mark_peak(ax, fullest + 0.5, peak, "right" if fullest > end / 2 else "left")
+    places = {"forward pass": backward / 2, "backward pass": (backward + end) / 2}
+    bar = 0.0
+    if result is not None:
+        places["measured"] = middle
+        for name, size in memory_parts(result).items():
+            ax.bar(middle, size / 1e6, width, bar, color=style.MEMORY[name][1], edgecolor="white", linewidth=0.5)
+            bar += size / 1e6
+        ax.text(middle, bar, f"{bar:.3g}", ha="center", va="bottom", fontsize=9)
+    if budget is not None:
+        ax.axhline(budget / 1e6, color="black", lw=1, ls=":")
+        ax.annotate(f"budget\n{budget / 1e6:.3g} MB", (1, budget / 1e6), (3, 0), **BESIDE)
+    ax.axvline(backward, color=style.GREY, lw=1)
+    ax.set_xticks(list(places.values()), list(places))
+    ax.tick_params(axis="x", length=0)
+    top = 1.14 * max(peak, bar, (budget or 0.0) / 1e6)
+    ax.set(ylabel="held by a rank, MB", xlim=(0, 1.18 * end if result else end), ylim=(0, top))
+    handles = [Patch(color=colour, label=name) for name, colour in zip(shown, colours, strict=True)]
+    style.legend_above(ax, 3, handles)
+    return style.stamp(ax, [result] if result else [])
+
+
+def _mark_peak(ax: Axes, place: float, peak: float, side: Literal["left", "right"]) -> None:
+    ax.plot(place, peak, "v", color="black", ms=6)
+    look: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "ha": side}
+    text = ax.annotate(f"peak {peak:.3g} MB", (place, peak), (0, 6), **look)
+    text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8})
+
+
+def sent_beside(
+    predicted: Mapping[str, Mapping[str, float]],
+    measured: Mapping[str, Mapping[str, float]] | None = None,
+    *,
+    ax: Axes | None = None,
+) -> Axes:
+    """Bytes that leave a rank in a step, by collective, one bar a label, in MB: predicted, and beside it measured."""
+    ax = style.axes(ax, width=3.0, height=3.8)
+    given = (*predicted.values(), *(measured or {}).values())
+    shown = [name for name in style.COMMUNICATION if any(name in sent for sent in given)]
+    legend = {name.replace("_", "-"): style.COMMUNICATION[name] for name in shown}
+    style.stacks(ax, predicted, measured or {}, style.COMMUNICATION, 1e6, legend, columns=1)
+    ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
+    ax.set_ylabel("sent by a rank in a step, MB")
     return ax
 
 

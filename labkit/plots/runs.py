@@ -44,6 +44,24 @@ def table(
     return pandas.DataFrame.from_dict(lines, orient="index")
 
 
+def compared(
+    predicted: Mapping[str, float], result: RunResult | None, tolerances: Mapping[str, float]
+) -> pandas.DataFrame:
+    """Predicted beside measured, one row a value, as text; – where nothing was measured yet.
+
+    ``tolerances`` are those of ``off``, by name; what is not named is wanted equal.
+    """
+    lines = {}
+    for name, expected in predicted.items():
+        measured = None if result is None else result.value(name)
+        lines[name] = {
+            "theory": _digits(expected),
+            "measured": "–" if measured is None else _digits(measured),
+            "theory is": "–" if measured is None else off(expected, measured, tolerances.get(name, 0.0)),
+        }
+    return pandas.DataFrame.from_dict(lines, orient="index")
+
+
 def off(predicted: float, measured: float, tolerance: float = 0.0) -> str:
     """How far a prediction is from what was measured, in words: "right", "within 5%", "2 × too large"."""
     if predicted == measured:

@@ -9,9 +9,12 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from labkit.plots import style
 from labkit.result import RunResult
+from labkit.theory.placements import Piece
+from labkit.theory.sizes import byte_unit
 from labkit.theory.spatial import Stage
 
 GAP = 0.8  # between the frames of two ranks, in cells
@@ -113,8 +116,10 @@ def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: A
     return ax
 
 
-def _frame(ax: Axes, left: float, top: float, width: float, height: float, colour: str, thick: float) -> None:
-    ax.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=colour, lw=thick, zorder=3))
+def _frame(
+    ax: Axes, left: float, top: float, width: float, height: float, colour: str, thick: float, line: str = "-"
+) -> None:
+    ax.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=colour, lw=thick, ls=line, zorder=3))
 
 
 def shards(
@@ -175,6 +180,176 @@ def _tile(ax: Axes, local: numpy.ndarray, left: float, top: float, colour: tuple
         ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=colour, edgecolor="white", lw=0.8))
         middle = left + column + 0.5, top + row + 0.5
         ax.text(*middle, f"{number:g}", ha="center", va="center", color="black", fontsize=8)
+
+
+def placed(
+    picture: numpy.ndarray,
+    pieces: Mapping[int, Piece],
+    held: Mapping[int, numpy.ndarray],
+    columns: int,
+    *,
+    rank: int = 0,
+    measured: Mapping[int, Sequence[int]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """A picture with the ranks that hold its parts, what each rank holds of it, and the tensor of one rank.
+
+    The same part has the same colour. Frames are dashed where they are predicted, full where they were measured.
+
+    Args:
+        picture: the whole, [height, width, 3], bytes.
+        pieces: what each rank holds of it.
+        held: that as a picture, 0 to 255, however small a term of a sum is.
+        columns: ranks in a row of the mesh.
+        rank: whose tensor is drawn large.
+        measured: rows and columns of each rank's tensor.
+        ax: where to draw, without ticks.
+    """
+    ax = style.axes(ax, 8.5, 3.6)
+    distinct = list(dict.fromkeys(pieces.values()))
+    line = "-" if measured else "--"
+    _whose(ax, picture, pieces, (0, 0, WIDE))
+    ax.text(0, -0.04, "which ranks hold it?", va="bottom", fontsize=10)
+    scale = min(1.02 / (1.12 * WIDE * columns), 1 / (1.5 * -(-len(pieces) // columns)))
+    for index, piece in pieces.items():
+        left, top = MIDDLE + index % columns * 1.12 * WIDE * scale, 0.1 + index // columns * 1.5 * scale
+        look: dict[str, Any] = {"colour": style.RANK_COLOURS[distinct.index(piece) % 4], "line": line, "thick": 1.6}
+        _piece(ax, held[index], piece, picture, (left, top, WIDE * scale), **look)
+        weight, shape = "bold" if index == rank else "normal", measured[index] if measured else piece.shape
+        ax.text(left, top - 0.02, f"rank {index}", va="bottom", fontsize=9, weight=weight)
+        ax.text(left, top + scale + 0.02, f"{shape[0]} × {shape[1]}", va="top", fontsize=9 if columns < 3 else 8)
+    ax.text(MIDDLE, -0.04, "rows × columns, " + ("measured" if measured else "predicted"), va="bottom", fontsize=10)
+    piece, right = pieces[rank], MIDDLE + 1.14
+    colour = style.RANK_COLOURS[distinct.index(piece) % 4]
+    _piece(ax, held[rank], piece, picture, (right, 0, WIDE), colour, line, thick=3)
+    ax.text(right, -0.04, f"rank {rank}", va="bottom", fontsize=10, weight="bold")
+    term = f"term {piece.term + 1} of {piece.terms}, drawn {piece.terms} × as bright" if piece.terms > 1 else ""
+    spans = [
+        f"{name} {part.start}–{part.stop - 1}" for name, part in zip(("rows", "columns"), piece.indices, strict=False)
+    ]
+    below = "\n".join(filter(None, [", ".join(spans) if all(piece.shape) else "nothing is left for it", term]))
+    ax.text(right, 1.03, below, va="top", fontsize=9)
+    ax.set(xlim=(-0.02, right + WIDE + 0.02), ylim=(1.22, -0.12), aspect="equal")
+    ax.set_axis_off()
+    return ax
+
+
+WIDE, MIDDLE = 0.86, 1.0  # of a picture of height 1: its width, and where the ranks' begin
+
+
+def _whose(ax: Axes, picture: numpy.ndarray, pieces: Mapping[int, Piece], place: tuple[float, float, float]) -> None:
+    """The picture cut into its parts, and on each the ranks that hold it: or, where they hold the same; + for terms."""
+    _piece(ax, picture, Piece((range(len(picture)), range(len(picture[0])))), picture, place, "#CCCCCC")
+    parts: dict[tuple[range, ...], dict[int, list[str]]] = {}
+    for rank, piece in pieces.items():
+        parts.setdefault(piece.indices, {}).setdefault(piece.term, []).append(str(rank))
+    for indices, terms in parts.items():
+        if not all(map(len, indices)):
+            continue
+        left, top, width, height = box = _box(Piece(indices), picture, place)
+        _frame(ax, *box, "white", 2)
+        text = "\n+ ".join(" or ".join(ranks) for ranks in terms.values())
+        back = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2}
+        ax.text(left + width / 2, top + height / 2, text, ha="center", va="center", fontsize=10, bbox=back)
+
+
+def _piece(
+    ax: Axes,
+    pixels: numpy.ndarray,
+    piece: Piece,
+    picture: numpy.ndarray,
+    place: tuple[float, float, float],
+    colour: str,
+    line: str = "-",
+    thick: float = 0.8,
+) -> None:
+    """A piece where it belongs in the picture, whose outline has its left upper corner and its width at ``place``."""
+    left, top, width = place
+    _frame(ax, left, top, width, width / WIDE, "#CCCCCC", 0.8)
+    x, y, across, down = _box(piece, picture, place)
+    if pixels.size:
+        ax.imshow(pixels, extent=(x, x + across, y + down, y), interpolation="nearest")
+        _frame(ax, x, y, across, down, colour, thick, line)
+
+
+def _box(piece: Piece, picture: numpy.ndarray, place: tuple[float, float, float]) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a piece in a picture drawn at this place."""
+    left, top, width = place
+    rows, columns = piece.indices[:2]
+    a_row, a_column = width / WIDE / len(picture), width / len(picture[0])
+    return left + columns.start * a_column, top + rows.start * a_row, len(columns) * a_column, len(rows) * a_row
+
+
+def strips(
+    picture: numpy.ndarray,
+    mesh: tuple[int, int],
+    batch: int,
+    halo: float,
+    *,
+    tensor_dim: int = 3,
+    ax: Axes | None = None,
+) -> Axes:
+    """Which strip of which images each rank of a mesh data × space holds; shaded is what goes to a neighbour.
+
+    Args:
+        picture: [height, width, 3], which stands for all images.
+        mesh: ranks along data and space.
+        batch: images in all; a row of the figure has its share of them.
+        halo: what a neighbour needs, as a part of the side that is cut.
+        tensor_dim: 3 where the width is cut, 2 where the height is.
+        ax: where to draw.
+    """
+    data, space = mesh
+    ax = style.axes(ax, 5, 3)
+    height = len(picture) / len(picture[0])  # of a picture whose width is 1
+    pitch, share = height + 0.16, batch // data
+    for rank in range(data * space):
+        row, place = divmod(rank, space)
+        colour, top = style.RANK_COLOURS[rank % 4], row * pitch
+        if not place:
+            ax.text(0, top - 0.01, f"images {row * share} to {(row + 1) * share - 1}", va="bottom", fontsize=9)
+            ax.imshow(picture, extent=(0, 1, top + height, top))
+        box = _part(place / space, 1 / space, top, height, tensor_dim)
+        _frame(ax, *box, colour, 2)
+        for start in [place / space] * (place > 0) + [(place + 1) / space - halo] * (place < space - 1):
+            edge = _part(start, halo, top, height, tensor_dim)
+            ax.add_patch(Rectangle(edge[:2], *edge[2:], facecolor=colour, alpha=0.6, edgecolor="none"))
+        left, up, width, high = box
+        middle = left + width / 2, up + high / 2
+        back = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2}
+        ax.text(*middle, f"rank {rank}", ha="center", va="center", fontsize=9, bbox=back)
+    ax.set(xlim=(-0.01, 1.01), ylim=(data * pitch - 0.1, -0.08), aspect="equal")
+    ax.set_axis_off()
+    return ax
+
+
+def _part(start: float, size: float, top: float, height: float, tensor_dim: int) -> tuple[float, float, float, float]:
+    """Left, top, width and height of a part of a picture of width 1, along the side that is cut."""
+    return (start, top, size, height) if tensor_dim == 3 else (0, top + start * height, 1, size * height)
+
+
+def amounts(
+    predicted: Mapping[str, Mapping[str, float]],
+    measured: Mapping[str, Mapping[str, float]],
+    colours: Mapping[str, str],
+    *,
+    budget: float | None = None,
+    ylabel: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Bytes by label and part, predicted and, beside it, measured; a dotted line at the ``budget``, in bytes."""
+    ax = style.axes(ax, 3, 3)
+    found = [sum(parts.values()) for drawn in (predicted, measured) for parts in drawn.values()]
+    most = max(*found, budget or 0) or 1
+    unit, size = byte_unit(most)
+    style.stacks(ax, predicted, measured, colours, size, {}, columns=1)
+    ax.set(ylabel=f"{ylabel}, {unit}", xlim=(-0.5, len(predicted) - 0.5), ylim=(0, 1.12 * most / size))
+    ax.yaxis.set_major_locator(MaxNLocator(4))
+    if budget is not None:
+        ax.axhline(budget / size, color="black", lw=1.2, ls=":")
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+        ax.annotate(f"budget\n{budget / size:g} {unit}", (1, budget / size), (3, 0), fontsize=9, **place)
+    return ax
 
 
 def losses(result: RunResult) -> pandas.Series:

@@ -96,6 +96,28 @@ def stacks(
     legend_above(ax, columns, handles)
 
 
+def digits(value: float) -> str:
+    """A number for a label: three digits, or all of a large one, with commas."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit in which times up to so many seconds read best, and how many seconds it has."""
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    return next(((name, size) for name, size in units if longest_s >= size), units[-1])
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that reads best: ``7.33 ms``."""
+    unit, size = time_unit(seconds)
+    return f"{digits(seconds / size)} {unit}"
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def stamp(ax: Axes, results: Iterable[RunResult]) -> Axes:
     """Write below the figure where its numbers come from, one line a machine, and give its Axes back."""
     drawn = _drawn.setdefault(ax.figure, [])

@@ -151,7 +151,16 @@ def traffic(
     style.stacks(ax, predicted, measured, AXIS_COLOURS, size, legend, columns=3)
     ax.set(ylabel=f"on the wire from a rank in a step, {unit}", xlabel=xlabel)
     ax.margins(y=0.08)
+    if not measured:
+        _framed(ax)
     return style.stamp(ax, results)
+
+
+def _framed(ax: Axes) -> None:
+    """Give all bars the dashed frame of what is predicted."""
+    for bar in ax.patches:
+        seen = bar.get_extents().height > 0
+        bar.set(edgecolor="black", linestyle="--", linewidth=0.8 if seen else 0.0)
 
 
 SECONDS = {"compute": style.GREY, "tp": AXIS_COLOURS["tp"], "data": AXIS_COLOURS["data"]}
@@ -187,11 +196,57 @@ def step_times(
         ax.get_legend().remove()
         ax.set_title(title, fontsize=10)
         ax.set(xlabel=xlabel, ylabel="one step of a rank, ms", ylim=(0, 1.12 * highest))
-    for bar in (each for ax in axes for each in ax.patches):
-        bar.set(edgecolor="black", linestyle="--", linewidth=0.8 if bar.get_height() else 0.0)
+        _framed(ax)
     handles = [Rectangle((0, 0), 1, 1, color=SECONDS[part], label=MEANINGS[part]) for part in SECONDS]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     return axes
+
+
+def split_times(
+    seconds: Mapping[int, Mapping[str, float]],
+    *,
+    chosen: int,
+    best: int,
+    measured_s: float | None = None,
+    ax: Axes | None = None,
+    xlabel: str = "ranks along tp",
+) -> Axes:
+    """A step's time by tp, as ``step_times`` stacks it; the best split is named, the chosen one in bold.
+
+    All of it is predicted, and so in dashed frames; beside the chosen one a bar without, what was measured.
+
+    Args:
+        seconds: by length of tp, seconds of ``compute``, ``tp`` and ``data``.
+        chosen: one of these lengths.
+        best: another.
+        measured_s: of the chosen one, all in one.
+        ax: where to draw.
+        xlabel: below.
+    """
+    ax = style.axes(ax)
+    highest = max(*(sum(parts.values()) for parts in seconds.values()), measured_s or 0.0)
+    unit, size = style.time_unit(highest)
+    columns, tops = range(len(seconds)), [0.0] * len(seconds)
+    for part, colour in SECONDS.items():
+        heights = [parts[part] / size for parts in seconds.values()]
+        ax.bar(columns, heights, 0.5, tops, color=colour, label=MEANINGS[part])
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    ax.bar(columns, tops, 0.5, fill=False, edgecolor="black", linestyle="--", linewidth=0.8)
+    place = list(seconds).index(chosen)
+    for column, top in enumerate(tops):
+        side = "right" if column == place and measured_s else "center"
+        x = column + 0.25 if side == "right" else column
+        text = style.digits(top) if list(seconds)[column] != best else f"best: {style.digits(top)}"
+        ax.text(x, top, text, ha=side, va="bottom", fontsize=8)
+    if measured_s:
+        height = measured_s / size
+        ax.bar(place + 0.37, height, 0.2, color=style.GREEN, label="measured")
+        ax.text(place + 0.29, height, style.digits(height), va="bottom", fontsize=8)
+    ax.set_xticks(columns, list(map(str, seconds)))
+    ax.get_xticklabels()[place].set_fontweight("bold")
+    ax.set(ylabel=f"one step of a rank, {unit}", ylim=(0, 1.12 * highest / size), xlabel=xlabel)
+    style.legend_above(ax, 4, fontsize=8, handlelength=1.2, columnspacing=1.0)
+    return ax
 
 
 def _frame(ax: Axes, x: float, y: float, width: float, height: float, axis: str) -> None:

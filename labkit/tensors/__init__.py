@@ -6,6 +6,7 @@
 
 from labkit.tensors.inspection import (
     Errors,
+    errors_of,
     gathered_errors,
     held_bytes,
     plain_shards,
@@ -13,10 +14,11 @@ from labkit.tensors.inspection import (
     refuse_leak,
     unfreed_bytes,
 )
-from labkit.tensors.quantised import EXTENSIONS, Extension, extend, extend_all
+from labkit.tensors.quantised import EXTENSIONS, Extension, extend, extend_all, gathered_alone, quantised
 from labkit.tensors.two_tensor import TwoTensor, convert_parameters, pad_rows, refill, twice
 
 __all__ = [
-    "EXTENSIONS", "Errors", "Extension", "TwoTensor", "convert_parameters", "extend", "extend_all", "gathered_errors",
-    "held_bytes", "pad_rows", "plain_shards", "plain_tensors", "refill", "refuse_leak", "twice", "unfreed_bytes",
+    "EXTENSIONS", "Errors", "Extension", "TwoTensor", "convert_parameters", "errors_of", "extend", "extend_all",
+    "gathered_alone", "gathered_errors", "held_bytes", "pad_rows", "plain_shards", "plain_tensors", "quantised",
+    "refill", "refuse_leak", "twice", "unfreed_bytes",
 ]  # fmt: skip

@@ -48,11 +48,18 @@ def gathered_errors(model: nn.Module) -> Errors:
         exact = {key: plain_tensors(each.full_tensor().clone()) for key, each in sharded}
         for key, each in _gather(name, unit).items():
             for whole, expected in zip(plain_tensors(each), exact[key], strict=True):
-                off, tiny = whole.float() - expected, torch.finfo(expected.dtype).tiny  # for a parameter of zeros
-                largest.append((off.abs().max() / expected.abs().max().clamp(min=tiny)).cpu())
-                rms.append((_rms(off) / _rms(expected).clamp(min=tiny)).cpu())
+                found = errors_of(whole.float(), expected)
+                largest.append(found[0].cpu())
+                rms.append(found[1].cpu())
         unit.reshard()
     return Errors(float(torch.stack(largest).max()), float(torch.stack(rms).max()))
+
+
+def errors_of(rounded: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """The two of ``Errors`` for one parameter."""
+    off, tiny = rounded - exact, torch.finfo(exact.dtype).tiny  # for a parameter of zeros
+    largest = off.abs().max() / exact.abs().max().clamp(min=tiny)
+    return largest, _rms(off) / _rms(exact).clamp(min=tiny)
 
 
 def _rms(numbers: Tensor) -> Tensor:
@@ -66,6 +73,8 @@ def held_bytes(model: nn.Module) -> int:
     They are the parameter, and what was gathered for it; each piece of memory counts once.
     """
     total = 0
+    for unit in _units(model).values():
+        unit.reshard()  # what a forward pass has kept would count for its own unit and for the root
     for name, unit in _units(model).items():
         held = [plain for each in _gather(name, unit).values() for plain in plain_tensors(each)]
         memory = [each.untyped_storage() for each in (*held, *_gathered(unit))]

@@ -12,6 +12,7 @@ Shapes: P rows on every rank once padded, W ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from labkit.tensors.two_tensor import pad_rows, refill
 
 FLOAT8 = torch.float8_e4m3fn
-_LARGEST_FLOAT8, _LARGEST_INT8 = torch.finfo(FLOAT8).max, 127
+GROUP = 32
+"""Numbers of a row that share a scale in a group."""
+_OWN_SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a shard of zeros
 
 
@@ -135,32 +138,77 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _scaled(shard: Tensor, largest: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """A shard over its scale, so that nothing exceeds the limit, and the scale."""
-    scale = (largest.float() / limit).clamp(min=_SMALLEST_SCALE)
-    return shard / scale, scale
+def quantised(numbers: str, scales: str = "") -> Extension:
+    """Numbers of 8 or 4 bits, and the scales that they were divided by.
+
+    Args:
+        numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even length.
+        scales: whose largest value sets a scale: that of a "shard", of each "row", or of each "group" of 32 numbers in
+            a row; by default of a shard for float8, of each row for the others.
+
+    Raises:
+        ValueError: other numbers, or other scales.
+    """
+    if numbers not in _LARGEST:
+        raise ValueError(f"{numbers} has no scales: take {', '.join(_LARGEST)}")
+    share = scales or _OWN_SCALES[numbers]
+    if share not in _LARGEST_OF:
+        raise ValueError(f"scales {scales!r} is none of {', '.join(_LARGEST_OF)}")
+    encode = partial(_encode, numbers=numbers, scales=share)
+    return Extension(("numbers", f"one scale a {share}"), encode, partial(_decode, numbers=numbers, scales=share))
 
 
-def _encode_float8(shard: Tensor) -> tuple[Tensor, ...]:
-    numbers, scale = _scaled(shard, shard.abs().max(), _LARGEST_FLOAT8)
-    return numbers.to(FLOAT8), scale.reshape(1)
+def _encode(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor, ...]:
+    flat = shard.flatten(1)
+    chosen = (_LARGEST_OF[scales](flat.abs()).float() / _LARGEST[numbers]).clamp(min=_SMALLEST_SCALE)
+    scaled = (flat / _spread(chosen, flat, scales)).view(shard.shape)
+    if (
+        numbers == "float8"
+    ):  # gloo does not know it: FSDP2 sends plain bytes because a tensor of another dtype goes along
+        return scaled.to(FLOAT8), chosen
+    return (_pack(scaled) if numbers == "int4" else scaled.round().to(torch.int8)), chosen
 
 
-def _encode_int8(shard: Tensor) -> tuple[Tensor, ...]:
-    largest = shard.abs().flatten(1).amax(dim=1).view(-1, *[1] * (shard.ndim - 1))
-    numbers, scales = _scaled(shard, largest, _LARGEST_INT8)
-    return numbers.round().to(torch.int8), scales
+def _decode(gathered: Sequence[Tensor], dtype: torch.dtype, *, numbers: str, scales: str) -> Tensor:
+    sent, chosen = gathered
+    whole = _unpack(sent) if numbers == "int4" else sent.float()
+    flat = whole.flatten(1)
+    return (flat * _spread(chosen, flat, scales)).view(whole.shape).to(dtype)
 
 
-def _decode_float8(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    numbers, scales = gathered  # [W * P, ...], [W]
-    by_rank = numbers.float().unflatten(0, (len(scales), -1))
-    return (by_rank * scales.view(-1, *[1] * numbers.ndim)).flatten(0, 1).to(dtype)
+def _pack(scaled: Tensor) -> Tensor:
+    """Numbers from -7 to 7, two in a byte."""
+    if scaled.shape[-1] % 2:
+        raise ValueError(
+            f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even number, or int8"
+        )
+    shifted = (scaled.round() + 8).to(torch.uint8)
+    return shifted[..., ::2] * 16 + shifted[..., 1::2]
 
 
-def _decode_int8(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    numbers, scales = gathered  # [W * P, ...], [W * P, 1, ...]
-    return (numbers.float() * scales).to(dtype)
+def _unpack(packed: Tensor) -> Tensor:
+    return torch.stack([packed // 16, packed % 16], dim=-1).flatten(-2).float() - 8
+
+
+def _of_groups(flat: Tensor) -> Tensor:
+    """The largest of each group of a row; the last group may be shorter."""
+    whole = torch.nn.functional.pad(flat, (0, -flat.shape[1] % GROUP))
+    return whole.unflatten(1, (-1, GROUP)).amax(dim=2)
+
+
+def _spread(scales: Tensor, flat: Tensor, share: str) -> Tensor:
+    """For each number of [rows, columns], or for each row, its scale."""
+    if share == "shard":
+        return scales.view(-1, 1).repeat_interleave(len(flat) // len(scales), dim=0)
+    return scales if share == "row" else scales.repeat_interleave(GROUP, dim=1)[:, : flat.shape[1]]
+
+
+_LARGEST: dict[str, float] = {"float8": torch.finfo(FLOAT8).max, "int8": 127, "int4": 7}
+_LARGEST_OF: dict[str, Callable[[Tensor], Tensor]] = {
+    "shard": lambda flat: flat.max().reshape(1),
+    "row": lambda flat: flat.amax(dim=1, keepdim=True),
+    "group": _of_groups,
+}
 
 
 def _decode_plain(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -170,7 +218,15 @@ def _decode_plain(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 EXTENSIONS: dict[str, Extension] = {
     "fp32": Extension(("numbers",), lambda shard: (shard.float(),), _decode_plain),
     "bf16": Extension(("numbers",), lambda shard: (shard.bfloat16(),), _decode_plain),
-    # gloo does not know float8: FSDP2 sends it as plain bytes because a tensor of another dtype goes along
-    "float8": Extension(("numbers", "one scale a shard"), _encode_float8, _decode_float8),
-    "int8": Extension(("numbers", "one scale a row"), _encode_int8, _decode_int8),
+    "float8": quantised("float8"),
+    "int8": quantised("int8"),
 }
+
+
+def gathered_alone(weight: Tensor, ranks: int, extension: Extension) -> Tensor:
+    """What so many ranks would compute with in place of a whole weight [rows, ...], worked out without them."""
+    rows = -(-len(weight) // ranks)
+    padded = pad_rows(weight, rows * ranks)
+    sent = [extension.encode(shard) for shard in padded.split(rows)]
+    arrived = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+    return extension.decode(arrived, weight.dtype)[: len(weight)]

@@ -94,6 +94,23 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
     return found
 
 
+def chain_ready(buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float) -> list[float]:
+    """When each of ``chain_buckets`` is full, in seconds: every layer takes an equal part of the backward pass."""
+    last_layers = [int(list(bucket)[-1].partition(".")[0].removeprefix("fc")) for bucket in buckets]
+    return [(layers - layer + 1) / layers * backward_s for layer in last_layers]
+
+
+def journeys(ready_s: Sequence[float], takes_s: Sequence[float], *, hidden: bool) -> list[tuple[float, float]]:
+    """When each bucket leaves and arrives, any unit of time.
+
+    Hidden, messages travel beside the arithmetic, as with a network card: those of ``arrivals``. Otherwise the
+    processor that computes carries them, too: the arithmetic, and with it all later buckets, waits for each message.
+    """
+    if not hidden:
+        ready_s = [ready + sum(takes_s[:place]) for place, ready in enumerate(ready_s)]
+    return [(arrived - takes, arrived) for arrived, takes in zip(arrivals(ready_s, takes_s), takes_s, strict=True)]
+
+
 def smallest_bucket_bytes(total_bytes: float, backward_s: float, alpha_s: float, beta_s_per_byte: float) -> float:
     """The smallest bucket whose messages all fit into the backward pass; infinite where the bytes alone do not.
 
@@ -102,6 +119,24 @@ def smallest_bucket_bytes(total_bytes: float, backward_s: float, alpha_s: float,
     """
     room_s = backward_s - total_bytes * beta_s_per_byte
     return total_bytes * alpha_s / room_s if room_s > 0 else math.inf
+
+
+def backward_journeys(
+    dim: int, layers: int, bucket_mb: float, *, backward_s: float, network: AlphaBeta, hidden: bool
+) -> list[tuple[float, float]]:
+    """``journeys`` of a LinearChain's gradients in DDP's own buckets, in seconds since its backward pass began.
+
+    Args:
+        dim: width of the layers.
+        layers: how many.
+        bucket_mb: a bucket is sent once it holds so many MiB.
+        backward_s: what the arithmetic of the backward pass takes by itself.
+        network: alpha of a message, beta of a byte handed to the all-reduce.
+        hidden: whether messages travel beside the arithmetic.
+    """
+    buckets = chain_buckets(dim, bucket_mb, layers=layers)
+    takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]
+    return journeys(chain_ready(buckets, layers, backward_s), takes_s, hidden=hidden)
 
 
 def fit_pieces(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:

@@ -2,7 +2,8 @@
 
 A rank hands in its rows of every parameter, padded to the length of the longest shard: ceil(rows / ranks). Next to
 numbers of one byte travel their scales, float32: one a shard for float8, one a row for int8. Everywhere an
-``extension`` is a key of ``BYTES``, and a parameter's ``shape`` is the whole one, of which ``ranks`` share the rows.
+``extension`` is a key of ``BYTES``, or int4, and a parameter's ``shape`` is the whole one, of which ``ranks`` share the
+rows. ``scales`` says which numbers share a scale instead: those of a "shard", of a "row", or a "group" of 32 in a row.
 """
 
 import math
@@ -10,41 +11,56 @@ from collections.abc import Sequence
 
 BYTES = {"fp32": 4, "bf16": 2, "float8": 1, "int8": 1, "two_tensor": 8}
 """Bytes handed to an all-gather for each number of a parameter."""
+NUMBER_BYTES = BYTES | {"int4": 0.5}
 SCALE = 4
 """Bytes of a scale."""
+SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
+"""Which numbers share a scale, where nothing else is said."""
+GROUP = 32
+"""Numbers that share a scale in a group."""
 LOSS_LIMITS = {"fp32": 0.0, "bf16": 0.02, "float8": 0.10, "int8": 0.10}
 """How far an extension's final loss may be from that of fp32, as a part of it."""
 FINAL_STEPS = 10
 """Whose mean is the final loss: that of a single batch says little."""
 
 
-def gather_bytes(shape: Sequence[int], ranks: int, extension: str) -> int:
+def gather_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = "") -> int:
     """Bytes that one rank hands to one all-gather of a float32 parameter.
 
     Raises:
-        ValueError: an extension that is none.
+        ValueError: an extension that is none, or scales for one that has none.
     """
-    if extension not in BYTES:
-        raise ValueError(f"extension {extension!r} is none of {', '.join(BYTES)}")
+    if extension not in NUMBER_BYTES:
+        raise ValueError(f"extension {extension!r} is none of {', '.join(NUMBER_BYTES)}")
+    numbers = -(-shape[0] // ranks) * math.prod(shape[1:])
+    return int(numbers * NUMBER_BYTES[extension]) + scale_bytes(shape, ranks, extension, scales)
+
+
+def scale_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = "") -> int:
+    """Bytes of the scales among these."""
+    if scales and extension not in SCALES:
+        raise ValueError(f"extension {extension} has no scales to share in a {scales}: take {' or '.join(SCALES)}")
     rows = -(-shape[0] // ranks)
-    scales = {"float8": 1, "int8": rows}.get(extension, 0)
-    return rows * math.prod(shape[1:]) * BYTES[extension] + scales * SCALE
+    counts = {"": 0, "shard": 1, "row": rows, "group": rows * -(-math.prod(shape[1:]) // GROUP)}
+    return SCALE * counts[scales or SCALES.get(extension, "")]
 
 
-def step_bytes(shapes: Sequence[Sequence[int]], ranks: int, extension: str, *, reshard: bool = True) -> int:
+def step_bytes(
+    shapes: Sequence[Sequence[int]], ranks: int, extension: str, *, reshard: bool = True, scales: str = ""
+) -> int:
     """Bytes that one rank hands to the all-gathers of a training step, of parameters outside the root's own unit.
 
     With ``reshard`` they are freed after the forward pass and gathered again in the backward pass.
     """
-    return (1 + reshard) * sum(gather_bytes(shape, ranks, extension) for shape in shapes)
+    return (1 + reshard) * sum(gather_bytes(shape, ranks, extension, scales) for shape in shapes)
 
 
-def held_bytes(shape: Sequence[int], ranks: int, extension: str, *, compute_bytes: int = 4) -> int:
+def held_bytes(shape: Sequence[int], ranks: int, extension: str, *, compute_bytes: int = 4, scales: str = "") -> int:
     """Bytes that a rank holds of a parameter while it computes with so many bytes a number, padding included.
 
     What was gathered is the parameter itself where it has the right dtype. Otherwise both are there.
     """
-    gathered = ranks * gather_bytes(shape, ranks, extension)
+    gathered = ranks * gather_bytes(shape, ranks, extension, scales)
     own = {"fp32": 4, "bf16": 2, "two_tensor": 4}.get(extension) == compute_bytes
     halves = 2 if extension == "two_tensor" else 1
     decoded = halves * ranks * -(-shape[0] // ranks) * math.prod(shape[1:]) * compute_bytes

@@ -7,9 +7,13 @@ a step is that of PyTorch's ``fully_shard``, read from its code and held against
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
+from typing import Any
+
+from labkit.theory.collectives import wire_bytes as collective_wire_bytes
+from labkit.theory.ddp import DEFAULT_MB, bucket_plan
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -110,10 +114,10 @@ def toy_layers(
     return layers
 
 
-def mlp_stack_layers(wrap: str, dim: int, multipliers: Sequence[int] = (3, 4, 3)) -> list[Layer]:
+def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[Layer]:
     """The layers of labkit.models.mlp.MLPStack, two in each MLP, assigned to the units that ``--wrap`` makes."""
     layers = []
-    for index, times in enumerate(multipliers):
+    for index, times in zip(range(blocks), cycle((3, 4, 3))):  # a cycle has no end
         for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
             unit = {"block": f"block {index}", "layer": f"layer {2 * index + part}"}.get(wrap, "root")
             layers.append(Layer(a, b, unit, f"block {index}"))
@@ -142,6 +146,29 @@ def collectives(layers: Sequence[Layer], ranks: int, *, reshard_after_forward: b
         "reduce_scatter_count": len(units),
         "reduce_scatter_bytes": sum(full for _, full in units.values()),
     }
+
+
+def stage_collectives(layers: Sequence[Layer], ranks: int, *, stage: int, number_bytes: int = FLOAT) -> dict[str, int]:
+    """The same for each stage of ``step_ledger``, with gathers of ``number_bytes`` a number.
+
+    Stage 0 is one all-reduce a bucket of 25 MiB. Stage 1 reduces every gradient onto the rank that updates its
+    parameter, and gathers the updated ones: bytes alone, as Rajbhandari et al., 2020, section 7.1, count them.
+    """
+    whole = sum(FLOAT * math.prod(shape) for layer in layers for shape in layer.shapes)
+    if stage == 0:
+        coming = [FLOAT * math.prod(shape) for layer in reversed(layers) for shape in reversed(layer.shapes)]
+        buckets = bucket_plan(coming, first_mb=DEFAULT_MB)
+        return {"all_reduce_count": len(buckets), "all_reduce_bytes": whole}
+    if stage == 1:
+        return {"all_gather_bytes": whole // ranks, "reduce_scatter_bytes": whole}
+    sent = collectives(layers, ranks, reshard_after_forward=stage == 3)
+    return sent | {"all_gather_bytes": sent["all_gather_bytes"] * number_bytes // FLOAT}
+
+
+def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """Bytes that leave a rank in a step, by collective, from those handed to the calls by ``..._bytes``."""
+    names = [name for name in ("all_gather", "reduce_scatter", "all_reduce") if f"{name}_bytes" in handed]
+    return {name: collective_wire_bytes(name, handed[f"{name}_bytes"], ranks) for name in names}
 
 
 def hybrid_collectives(layers: Sequence[Layer], group: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
@@ -173,6 +200,76 @@ def resident_bytes(layers: Sequence[Layer], ranks: int, *, frozen: Collection[st
     }
 
 
+@dataclass(frozen=True)
+class Ledger:
+    """What a rank holds in the course of one training step.
+
+    Attributes:
+        moments: bytes by category after each event, in the order of the step.
+        backward: the index of the first moment of the backward pass.
+    """
+
+    moments: Sequence[Mapping[str, int]]
+    backward: int
+
+    @property
+    def fullest(self) -> int:
+        """The index of the first moment at which the rank holds most."""
+        totals = [sum(moment.values()) for moment in self.moments]
+        return totals.index(max(totals))
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category at that moment, and their sum as ``total``."""
+        held = {category: size for category, size in self.moments[self.fullest].items() if size}
+        return held | {"total": sum(held.values())}
+
+
+def step_ledger(
+    layers: Sequence[Layer],
+    samples: int,
+    ranks: int,
+    *,
+    stage: int = 3,
+    checkpointing: bool = False,
+    number_bytes: int = FLOAT,
+) -> Ledger:
+    """What a rank holds after each event of one training step, by category.
+
+    Categories: parameter, optstate and gradient (what stays on the rank); unsharded_parameter; all_gather and
+    reduce_scatter (communication buffers); activation; temp.
+
+    Args:
+        layers: in the order of the forward pass.
+        samples: rows of a rank's input, batch x sequence.
+        ranks: who share what is sharded.
+        stage: 3 is FSDP; 2 is FSDP that keeps what it has gathered until the backward pass; 1 is DDP with a sharded
+            optimizer; 0 is DDP, where gradients stay where they were made, and at the end of the backward pass a flat
+            bucket (temp) holds all of them once more, for the all-reduce.
+        checkpointing: blocks keep their input only, and compute the rest again in the backward pass.
+        number_bytes: of a number in gathered parameters, activations and their gradients: 4, or 2 with bfloat16.
+            Shards, reduced gradients and the loss stay float32.
+
+    Raises:
+        ValueError: another stage; 2 bytes in a stage that gathers nothing.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
+    if stage < 2:
+        if number_bytes != FLOAT:
+            raise ValueError(
+                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
+                f"take float32, or stage 2 or 3"
+            )
+        walk: _Walk = _WholeWalk(layers, samples, ranks, False, checkpointing, FLOAT, shard_optimizer=stage == 1)
+    else:
+        walk = _Walk(layers, samples, ranks, stage == 3, checkpointing, number_bytes)
+    walk.forward()
+    backward = len(walk.moments)
+    walk.backward()
+    return Ledger(walk.moments, backward)
+
+
 def step_peak(
     layers: Sequence[Layer],
     samples: int,
@@ -181,31 +278,17 @@ def step_peak(
     reshard_after_forward: bool = True,
     checkpointing: bool = False,
 ) -> dict[str, int]:
-    """Bytes by category at the moment of a training step when a rank holds most, and their sum as ``total``.
+    """Bytes by category at the moment of an FSDP step when a rank holds most, and their sum as ``total``.
 
-    It walks through one step, event by event. Categories: parameter, optstate and gradient (the rank's shards);
-    unsharded_parameter; all_gather and reduce_scatter (communication buffers); activation; temp.
-
-    The layers are in the order of the forward pass; ``samples`` are the rows of a rank's input, batch x sequence. With
-    ``checkpointing`` blocks keep their input only, and compute the rest again in the backward pass.
+    See ``step_ledger``, which walks through the step event by event.
     """
-    walk = _Walk(layers, samples, ranks, reshard_after_forward, checkpointing)
-    walk.forward()
-    walk.backward()
-    peak = {category: size for category, size in walk.peak.items() if size}
-    return peak | {"total": sum(peak.values())}
+    stage = 3 if reshard_after_forward else 2
+    return step_ledger(layers, samples, ranks, stage=stage, checkpointing=checkpointing).peak
 
 
 def whole_step_peak(layers: Sequence[Layer], samples: int) -> dict[str, int]:
-    """The same for DDP, where every rank holds everything: gradients stay where they were made, and at the end of the
-    backward pass a flat bucket (temp) holds all of them once more, for the all-reduce.
-    """
-    walk = _WholeWalk(layers, samples, ranks=1, reshard=False, checkpointing=False)
-    walk.forward()
-    walk.backward()
-    walk.take("temp", walk.now["gradient"])
-    peak = {category: size for category, size in walk.peak.items() if size}
-    return peak | {"total": sum(peak.values())}
+    """The same for DDP, where every rank holds everything."""
+    return step_ledger(layers, samples, 1, stage=0).peak
 
 
 class _Walk:
@@ -214,30 +297,52 @@ class _Walk:
     made_as = "temp"
     """Category of a parameter's whole gradient."""
 
-    def __init__(self, layers: Sequence[Layer], samples: int, ranks: int, reshard: bool, checkpointing: bool):
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        samples: int,
+        ranks: int,
+        reshard: bool,
+        checkpointing: bool,
+        number_bytes: int,
+    ):
         self.layers, self.samples, self.reshard, self.checkpointing = layers, samples, reshard, checkpointing
+        self.ranks, self.number_bytes = ranks, number_bytes
+        self.short = number_bytes != FLOAT
         self.units = units_of(layers, ranks)
         self.now: Counter[str] = Counter()  # bytes that are allocated, by category
-        self.peak: Counter[str] = Counter()  # and when they were most
+        self.moments: list[Mapping[str, int]] = []
         self.gathered: set[str] = set()
         self.ahead: set[str] = set()  # gathered ahead of their use, still in the all-gather's buffer
         self.buffer = 0  # of the last all-gather of the forward pass
         self.reducing = 0  # input of the last reduce-scatter, kept until the next one starts
-        held = resident_bytes(layers, ranks)
+        self.start()
+        self.take("activation", self._float_size(layers[0].inputs))
+        if self.short:  # the samples are float32, their copy is not
+            self.take("activation", self._size(layers[0].inputs))
+
+    def start(self) -> None:
+        """What is there before the step."""
+        held = resident_bytes(self.layers, self.ranks)
         self.take("parameter", held["end_parameter_bytes"])
         self.take("optstate", held["end_optstate_bytes"])
-        self.take("activation", self._size(layers[0].inputs))
 
     def take(self, category: str, size: int) -> None:
         self.now[category] += size
-        if self.now.total() > self.peak.total():
-            self.peak = Counter(self.now)
+        self.moments.append(dict(self.now))
 
     def free(self, category: str, size: int) -> None:
-        self.now[category] -= size
+        self.take(category, -size)
 
     def _size(self, width: int) -> int:
+        return self.number_bytes * self.samples * width
+
+    def _float_size(self, width: int) -> int:
         return FLOAT * self.samples * width
+
+    def _whole(self, unit: str) -> int:
+        """Bytes of a unit's parameters while they are gathered."""
+        return self.units[unit][1] * self.number_bytes // FLOAT
 
     def forward(self) -> None:
         if "root" in self.units:
@@ -252,9 +357,27 @@ class _Walk:
             if self.reshard and layer.unit != "root" and (following is None or following.unit != layer.unit):
                 self._release(layer.unit)
         self.free("all_gather", self.buffer)
-        self.take("activation", self._size(self.layers[-1].outputs))  # the loss keeps output - 1
-        self.take("temp", self._size(self.layers[-1].outputs))  # and squares it
-        self.free("temp", self._size(self.layers[-1].outputs))
+        self._loss(self._float_size(self.layers[-1].outputs))
+
+    def _loss(self, size: int) -> None:
+        """The mean square of output - 1, in float32; it keeps output - 1."""
+        if self.short:
+            self.take("temp", size)
+        self.take("activation", size)
+        if self.short:
+            self.free("temp", size)
+        self.take("temp", size)
+        self.free("temp", size)
+
+    def _loss_backward(self, size: int) -> None:
+        """The gradient of the output. On the way there are the mean's, output - 1, twice that, and their product."""
+        self.take("temp", 4 * size)
+        self.free("temp", 3 * size)
+        self.free("activation", size)
+        if self.short:
+            short = size * self.number_bytes // FLOAT
+            self.take("temp", short)
+            self.free("temp", size)
 
     def _compute(self, layer: Layer, keep_as: str = "activation") -> None:
         out = self._size(layer.outputs)
@@ -267,8 +390,7 @@ class _Walk:
         return [layer for layer in self.layers if layer.block == block][:-1]
 
     def backward(self) -> None:
-        self.take("temp", self._size(self.layers[-1].outputs))  # gradient of the output
-        self.free("activation", self._size(self.layers[-1].outputs))  # what the loss kept
+        self._loss_backward(self._float_size(self.layers[-1].outputs))
         recomputed: set[str] = set()
         for index, layer in reversed(list(enumerate(self.layers))):
             self._gather_again(layer.unit, ahead=self._unit_before(index))
@@ -295,34 +417,36 @@ class _Walk:
         self.free(kept_as, out)
         if not first:
             self.take("temp", before)
-        self.take(self.made_as, FLOAT * sum(math.prod(shape) for shape in layer.shapes))
+        self.take(self.made_as, self.number_bytes * sum(math.prod(shape) for shape in layer.shapes))
         self.free("temp", out)
+        if first and self.short:  # the samples' copy; they themselves are the caller's
+            self.free("activation", before)
 
     def _gather(self, unit: str) -> None:
-        """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next one is filled."""
+        """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next one is read."""
         if unit not in self.gathered:
-            self.take("all_gather", self.units[unit][1])
-            self.free("all_gather", self.buffer)
+            self.take("all_gather", self._whole(unit))
             self._unshard(unit)
-            self.buffer = self.units[unit][1]
+            self.free("all_gather", self.buffer)
+            self.buffer = self._whole(unit)
 
     def _gather_again(self, unit: str, ahead: str) -> None:
         """For the backward pass: the next unit's shards are under way while this one computes."""
         for needed in (unit, ahead):
             if needed and needed not in self.gathered | self.ahead:
-                self.take("all_gather", self.units[needed][1])
+                self.take("all_gather", self._whole(needed))
                 self.ahead.add(needed)
             if needed == unit and unit not in self.gathered:
                 self._unshard(unit)
-                self.free("all_gather", self.units[unit][1])
+                self.free("all_gather", self._whole(unit))
                 self.ahead.discard(unit)
 
     def _unshard(self, unit: str) -> None:
-        self.take("unsharded_parameter", self.units[unit][1])
+        self.take("unsharded_parameter", self._whole(unit))
         self.gathered.add(unit)
 
     def _release(self, unit: str) -> None:
-        self.free("unsharded_parameter", self.units[unit][1])
+        self.free("unsharded_parameter", self._whole(unit))
         self.gathered.discard(unit)
 
     def _reduce(self, unit: str) -> None:
@@ -330,16 +454,31 @@ class _Walk:
         self._release(unit)
         self.free("reduce_scatter", self.reducing)
         self.take("reduce_scatter", full)
-        gradients = FLOAT * sum(math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes)
-        self.free("temp", gradients)
+        copied = self._whole(unit) if self.short else 0  # put in order of the ranks, before they become float32
+        self.take("temp", copied)
         self.take("gradient", kept)
+        numbers = sum(math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes)
+        self.free("temp", copied + self.number_bytes * numbers)  # the whole gradients are the last to go
         self.reducing = full
 
 
 class _WholeWalk(_Walk):
-    """The same where nothing is gathered, freed or reduced."""
+    """The same where nothing is gathered, freed or reduced before all gradients are there."""
 
     made_as = "gradient"
+
+    def __init__(self, *how: Any, shard_optimizer: bool):
+        self.shard_optimizer = shard_optimizer
+        super().__init__(*how)
+
+    def start(self) -> None:
+        held, share = resident_bytes(self.layers, 1), resident_bytes(self.layers, self.ranks)
+        self.take("parameter", held["end_parameter_bytes"])
+        self.take("optstate", (share if self.shard_optimizer else held)["end_optstate_bytes"])
+
+    def backward(self) -> None:
+        super().backward()
+        self.take("temp", self.now["gradient"])
 
     def _gather(self, unit: str) -> None:
         pass

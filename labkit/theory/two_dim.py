@@ -207,12 +207,25 @@ def step_seconds(
     """
     sent = collectives(pairs, tokens, data=data, tp=tp)
     wire = wire_bytes(sent, data=data, tp=tp)
-    seconds = {"compute": 6 * sum(2 * width * inner for width, inner in pairs) / tp * tokens / flops_per_s}
+    seconds = {"compute": step_operations(pairs) / tp * tokens / flops_per_s}
     for axis in ("tp", "data"):
         calls = sum(count for name, count in sent.items() if name.startswith(f"{axis}/") and name.endswith("_count"))
         size = wire[axis] * number_bytes / fsdp.FLOAT
         seconds[axis] = links[axis].seconds(size, calls) if calls else 0.0
     return seconds
+
+
+def step_operations(pairs: Pairs) -> int:
+    """Operations of a training step for each token, of all ranks together: 6 for each number of the matrices.
+
+    Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
+    """
+    return 6 * sum(2 * width * inner for width, inner in pairs)
+
+
+def splits(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
+    """Those lengths of ``tp`` that divide the ranks, and leave each line of them as many of the samples."""
+    return [tp for tp in lengths if ranks % tp == 0 and samples % (ranks // tp) == 0]
 
 
 def exposed_seconds(seconds: Mapping[str, float], overlap: bool) -> dict[str, float]:

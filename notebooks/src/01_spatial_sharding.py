@@ -32,7 +32,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 import labkit
-from labkit import doctor, plots, requirements
+from labkit import doctor, plots, requirements, widgets
 from labkit.checks import spatial as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
@@ -306,6 +306,21 @@ claim("the four summands add up to the matrix", numpy.array_equal(sum(held["4 ra
 # A mesh of 2 × 2 has two axes. Ranks 0 and 1 lie along the last axis, ranks 0 and 2 along the first. Each axis has its own
 # placement, the first axis first.
 #
+# ### Explore
+#
+# Here the tensor is a photo, [rows, columns, 3]. Turn the placement on each axis, and see which ranks hold a part: "0 or
+# 1" hold the same, "0 + 2" hold terms of a sum. Look at each rank's tensor: where do its bytes shrink, and where not?
+# The table says what `full_tensor()` takes, which puts the whole on every rank. *run it* asks real ranks for all of this,
+# and whether the photo came back.
+#
+# With `Partial()` on both axes a rank holds as many bytes as with `Replicate()` on both. What is the difference?
+# <details><summary>Answer</summary>What the whole takes. Of a replicated tensor every rank has it already. Of a sum it takes
+# two all-reduces, one along each axis, of all the bytes.</details>
+
+# %%
+widgets.Placement()
+
+# %% [markdown]
 # ### Exercise 1.2: place a network's tensors (••, 5 minutes)
 #
 # Take a mesh of two axes, `data` × `space`. Along `data` the ranks take different samples. Along `space` they share the
@@ -1249,6 +1264,20 @@ if RANKS == 4:
 #
 # So the data axis is the cheaper one, as long as there are samples to share. Cut the images when one sample no longer fits,
 # or when the batch must stay small.
+#
+# ### Explore
+#
+# All of it at once: the strips and their halos, the activations of a rank against a budget, the bytes handed over.
+# Look for the smallest number of ranks within the budget. Then make the images wider, and see what grows and what
+# stays. Cut the height instead: what does it do to the halos? *run it* trains one step on real ranks.
+#
+# Four ranks share 4 images, as 1 × 4 or as 2 × 2. Which keeps less, and which hands over less?
+# <details><summary>Answer</summary>A rank keeps about the same: 2.81 and 2.76 MB, for a quarter of the pixels each. The mesh of
+# 2 × 2 hands over a quarter of the halos' bytes, but twice as many to all-reduces: one of all gradients along each
+# axis.</details>
+
+# %%
+widgets.Spatial()
 
 # %% [markdown]
 # ## 12. Leave with (core, 5 minutes)

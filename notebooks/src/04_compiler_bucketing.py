@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import labkit
-from labkit import doctor, inductor, plots
+from labkit import doctor, inductor, plots, widgets
 from labkit.checks import ddp as checks
 from labkit.checks.commit import claim, commit
 from labkit.checks.fsdp import without
@@ -1150,7 +1150,8 @@ claim("one bucket more than with the reducer", extra == 1)
 # %% [markdown]
 # Here is what inductor wrote for the backward pass of rank 0. Only lines that compute, send or wait are shown, and the
 # `return`. `bufN` are tensors that the program makes, `argN` what it is given. Beside them stands what they hold, as
-# far as labkit can tell. Open the fold below for the whole program.
+# far as labkit can tell. Point at a line that waits, or reach it by Tab: its request and what hides it are marked. Open
+# the fold below for the whole program.
 
 # %% tags=["nbval-ignore-output"]
 plots.program(coalesced)
@@ -1308,7 +1309,9 @@ embeddings = [30_522 * width, 512 * width, 2 * width, width, width]
 bert_bytes = [2 * numbers for numbers in reversed([*embeddings, *24 * block_numbers, width**2, width])]
 bert_plan = theory.bucket_plan(bert_bytes)
 last_s = 20e-6 + sum(bert_bytes[place] for place in bert_plan[-1]) * 1.75 / 450e9
-claim("22 messages, the last of them 2 % of the backward pass", (len(bert_plan), round(last_s / 13.9e-3, 2)) == (22, 0.02))
+claim(
+    "22 messages, the last of them 2 % of the backward pass", (len(bert_plan), round(last_s / 13.9e-3, 2)) == (22, 0.02)
+)
 
 # %% [markdown]
 #
@@ -1378,6 +1381,21 @@ by_hand = [
 ]
 claim("no bucket hides them with 4096 tokens", by_hand[0] == float("inf"))
 claim("with four times the tokens from about 2.4 MB on", 2.2e6 < by_hand[1] < 2.6e6)
+
+# %% [markdown]
+# ### Explore
+#
+# Left, a predicted backward pass; right, the same for other sizes of bucket. With *the computing core*, arithmetic stands
+# still while a bucket travels, as on this machine. With *a network card* it goes on. *run it* measures alpha, beta and
+# the arithmetic of this machine beside its steps, and predicts again with these. (With \* the first bucket closes at 1
+# MiB.)
+#
+# Take the card, and turn alpha. Which size is best for 100 layers of 64 with an alpha of 100 µs, and what is wrong with
+# the sizes at both ends? (0.1 MiB. A message for each gradient takes longer than the arithmetic; one message for all
+# starts when there is nothing left to hide it.)
+
+# %%
+widgets.Buckets()
 
 # %% [markdown]
 # ### What to expect on GPUs

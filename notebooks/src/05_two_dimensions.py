@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import relu, scaled_dot_product_attention, softmax
 
 import labkit
-from labkit import doctor, plots
+from labkit import doctor, plots, widgets
 from labkit.checks import two_dim as checks
 from labkit.checks.commit import claim, commit
 from labkit.checks.ranks import two_dim
@@ -1049,6 +1049,21 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 # Can the messages along `tp` hide after all? In part. Megatron-LM computes the weight's gradient while the backward
 # all-reduce travels. PyTorch can cut a product into pieces and send each while the next is computed (*asynchronous
 # TP*). The figure is for a stack without any of this.
+
+# %% [markdown]
+# ### Explore
+#
+# The stack of this lab, by the formulas of this section: left what a rank sends in a step, right its time, for every
+# length of `tp` that the ranks and the samples allow. *run it* trains on this machine's ranks, counts bytes, and predicts
+# the time again with what it has measured of them. Ranks that share a core wait for each other's turn at every message,
+# so there a step takes longer than predicted. More ranks than this machine can run are theory.
+#
+# Take 64 ranks, width 4096 and 131,072 tokens, with 450 GB/s along `tp` and 50 along `data`. Which `tp` is best? Then
+# let messages along `data` travel meanwhile, with 400 GB/s. Which one is best now, and why? (First 8: the messages along
+# `data` are waited for, and `tp` makes them smaller. Then 1: they hide behind the computing, and those along `tp` do not.)
+
+# %%
+widgets.TwoAxes()
 
 # %% [markdown]
 # ## 9. A real block: attention, embedding, loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from typing import Any, Self, TextIO
 import papermill
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
+from PIL import Image
 
 from notebooks.tools.source import Notebook
 
@@ -137,6 +140,17 @@ def strip(notebook: Notebook) -> None:
             cell.metadata.pop("tags", None)
         if cell.cell_type == "code":
             cell.outputs = joined([output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})])
+            for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
+                data["image/png"] = packed(data["image/png"])
+
+
+def packed(png: str) -> str:
+    """A picture, base64, with 256 colours at most: it takes a third of the bytes, and looks the same."""
+    picture, after = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
+    if picture.mode == "P":
+        return png
+    picture.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE).save(after, "png", optimize=True)
+    return base64.b64encode(after.getvalue()).decode()
 
 
 def joined(outputs: list[Any]) -> list[Any]:

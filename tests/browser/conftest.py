@@ -1,14 +1,17 @@
 """A real JupyterLab and a real browser, each started once."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -102,6 +105,23 @@ def browser() -> Iterator[object]:
         browser = driver.chromium.launch(executable_path=path, args=BROWSER_OPTIONS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def run_all(browser: object) -> Callable[[Any], None]:
+    """Chooses Run All Cells until a cell is taken: for a moment after its start the page loses what it is told."""
+    from playwright.sync_api import TimeoutError
+
+    def choose(page: Any) -> None:
+        taken = page.locator(".jp-InputPrompt").filter(has_text=re.compile(r"\[(\*|\d+)\]")).first
+        for _ in range(10):
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+            with contextlib.suppress(TimeoutError):
+                return taken.wait_for(timeout=3000)
+        raise AssertionError("no cell was ever executed")
+
+    return choose
 
 
 @pytest.fixture(scope="session")

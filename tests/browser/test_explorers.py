@@ -1,0 +1,135 @@
+"""A learner in JupyterLab moves every control of every explorer, runs it on real ranks, cancels, and needs no mouse."""
+
+import re
+import statistics
+import time
+
+import nbformat
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from fixture_processes import is_alive, wait_for
+
+from labkit import widgets
+
+pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
+LONG_MS = 60_000
+MOVES = 20
+# Notes the time from an input to the first frame with another figure.
+WATCH = """
+output => {
+    const spent = window.spent = [];
+    let begun = 0;
+    for (const kind of ["click", "change"])
+        output.addEventListener(kind, () => { begun = performance.now(); }, true);
+    let shown = output.querySelector("img").src;
+    new MutationObserver(() => {
+        const image = output.querySelector("img");
+        if (!image || image.src === shown) return;
+        shown = image.src;
+        image.decode().then(() => requestAnimationFrame(() => spent.push(performance.now() - begun)));
+    }).observe(output, {subtree: true, childList: true, attributes: true});
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def page(lab, browser, run_all):
+    """A notebook with a cell for each explorer, all executed."""
+    sources = ["from labkit import widgets", *(f"widgets.{name}()" for name in widgets.__all__)]
+    contents = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
+    contents.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(contents, lab.folder / "explorers.ipynb")
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(lab.page_of("explorers.ipynb"), timeout=LONG_MS)
+    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
+    run_all(page)
+    page.locator(".jp-OutputArea-output .widget-html img").nth(len(widgets.__all__) - 1).wait_for(timeout=LONG_MS)
+    yield page
+    page.close()
+
+
+@pytest.fixture(params=widgets.__all__)
+def explorer(page, request):
+    """The output of one explorer's cell."""
+    output = page.locator(".jp-CodeCell").nth(1 + widgets.__all__.index(request.param)).locator(".jp-OutputArea-output")
+    output.scroll_into_view_if_needed()
+    return output
+
+
+def controls_of(output):
+    """Every selection, and every group of buttons that sets a value."""
+    return [*output.locator("select").all(), *output.locator(".widget-toggle-buttons").all()]
+
+
+def move(control, number):
+    """Set it to its next value by the keyboard, back after the last one; whether there was another one."""
+    if control.evaluate("node => node.tagName") == "SELECT":
+        count = control.locator("option").count()
+        control.focus()
+        control.press("ArrowDown" if number % (2 * count - 2) < count - 1 else "ArrowUp")
+    else:
+        others = control.locator("button:not(.mod-active)").all()
+        others[number % len(others)].focus()
+        others[number % len(others)].press("Enter")
+
+
+def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, request):
+    handle = explorer.element_handle()
+    page.evaluate(WATCH, handle)
+    controls = controls_of(explorer)
+    for number in range(MOVES):
+        move(controls[number % len(controls)], number // len(controls))
+        page.wait_for_timeout(300)
+    spent = page.evaluate("window.spent")
+    print(request.node.name, f"{len(spent)} figures, median {statistics.median(spent):.0f} ms, worst {max(spent):.0f}")
+    assert len(spent) >= MOVES / 2, "or most moves changed nothing"
+    assert statistics.median(spent) <= 200
+    explorer.get_by_role("button", name="reset").click()
+    page.wait_for_timeout(500)
+
+
+def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, request):
+    run_it = explorer.get_by_role("button", name="run it")
+    took = []
+    for _ in range(2):  # the first may be cold
+        begun = time.monotonic()
+        run_it.click()
+        explorer.locator("progress").wait_for(timeout=LONG_MS)
+        explorer.locator("progress").wait_for(state="detached", timeout=LONG_MS)
+        took.append(time.monotonic() - begun)
+        assert "–" not in explorer.locator("table").inner_text()
+    print(request.node.name, f"overlay after {took[-1]:.1f} s")
+    assert took[-1] <= 2
+    explorer.screenshot(path=screenshots / f"{re.sub(r'[^a-z0-9]+', '_', request.node.name)}.png")
+
+
+def test_cancel_ends_the_run_and_leaves_no_process(explorer, lab):
+    before = set(lab.runs.glob("*"))
+    explorer.get_by_role("button", name="run it").click()
+    explorer.locator("progress").wait_for(timeout=LONG_MS)
+    explorer.get_by_role("button", name="cancel").click()
+    explorer.get_by_text("cancelled: no process of the run is left").wait_for(timeout=LONG_MS)
+    ids = [path for folder in set(lab.runs.glob("*")) - before for path in folder.glob("rank_*.pid")]
+    ranks = [int(path.read_text().split()[0]) for path in ids]
+    wait_for(lambda: not any(map(is_alive, ranks)), 5)
+
+
+def test_no_serious_violation_and_every_control_has_a_name(page, explorer, request):
+    explorer.evaluate("node => node.setAttribute('data-under-test', '')")
+    found = Axe().run(page, context="[data-under-test]").response["violations"]
+    explorer.evaluate("node => node.removeAttribute('data-under-test')")
+    serious = [f"{each['id']}: {each['help']}" for each in found if each["impact"] in ("serious", "critical")]
+    assert serious == []
+
+
+def test_every_control_is_reached_by_the_tab_key(page, explorer):
+    wanted = explorer.locator("select:enabled, button:enabled, summary").count()
+    explorer.locator("select, button").first.focus()
+    reached = 1
+    for _ in range(3 * wanted):
+        page.keyboard.press("Tab")
+        inside = explorer.evaluate("node => node.contains(document.activeElement)")
+        if not inside:
+            break
+        reached += 1
+    assert reached == wanted

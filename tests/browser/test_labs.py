@@ -1,0 +1,57 @@
+"""Every learner's notebook opens in JupyterLab, and two of them run to the end with Run All Cells."""
+
+import re
+import shutil
+
+import nbformat
+import pytest
+from fixture_processes import is_alive, wait_for
+
+from notebooks.tools.build import FOLDER
+from notebooks.tools.source import find_labs
+
+pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(240)]
+LABS = find_labs(FOLDER)
+RUN = ("00_ranks", "01_spatial_sharding")
+"""The labs that are run: they have exercises, rank code in cells, programs of labkit and explorers."""
+LONG_MS = 60_000
+
+
+@pytest.fixture(params=LABS, ids=lambda each: each.name)
+def opened(request, lab, browser, screenshots):
+    """A learner's notebook in a page of its own, and its file."""
+    path = lab.folder / request.param.learner.name
+    shutil.copy(request.param.learner, path)
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(lab.page_of(path.name), timeout=LONG_MS)
+    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
+    yield page, path
+    page.screenshot(path=screenshots / f"lab_{path.stem}.png")
+    page.close()
+
+
+def test_a_notebook_opens_rendered_and_runs_to_its_end_without_an_error(opened, lab, run_all):
+    page, path = opened
+    cells = nbformat.read(path, as_version=4).cells
+    title = re.match(r"# (.+)", cells[0].source)[1]
+    page.get_by_role("heading", name=title, level=1).wait_for(timeout=LONG_MS)
+    assert page.locator(".jp-mod-error, .jp-MarkdownCell:not(.jp-mod-rendered) .jp-Editor:visible").count() == 0
+    if path.stem not in RUN:
+        return
+    before = set(lab.runs.glob("*"))
+    run_all(page)
+    done = wait_for(lambda: saved_to_its_end(page, path), limit_s=200)
+    failed = [cell.source for cell in done for output in cell.outputs if output.output_type == "error"]
+    assert failed == []
+    ids = [path for folder in set(lab.runs.glob("*")) - before for path in folder.glob("rank_*.pid")]
+    ranks = [int(path.read_text().split()[0]) for path in ids]
+    assert len(ranks) > 20, "it starts real ranks"
+    assert not any(map(is_alive, ranks))
+
+
+def saved_to_its_end(page, path):
+    """The executed cells of code, once the last one has been."""
+    page.wait_for_timeout(1000)
+    page.keyboard.press("Control+s")
+    code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code" and cell.source]
+    return code if code[-1].execution_count else None

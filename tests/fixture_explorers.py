@@ -1,0 +1,43 @@
+"""What the tests of explorers share: every control moved, and what a launch asks for, in one launch for all."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from fixture_cells import run_cells
+from matplotlib.figure import Figure
+
+import labkit
+from labkit.result import RunResult
+from labkit.widgets.explorer import Explorer
+
+
+def default(explorer: type[Explorer]) -> dict[str, Any]:
+    """What is chosen at the start."""
+    return {name: control.default for name, control in explorer.controls.items()}
+
+
+def one_moved(explorer: type[Explorer]) -> list[dict[str, Any]]:
+    """The default, and every value of every control alone moved from it."""
+    moved = [{name: value} for name, control in explorer.controls.items() for _, value in control.options]
+    return [
+        default(explorer),
+        *(default(explorer) | each for each in moved if each.items() - default(explorer).items()),
+    ]
+
+
+def drawn(explorer: Explorer, result: RunResult | None = None, **chosen: Any) -> tuple[Figure, str]:
+    """The figure and the sentence for these values."""
+    figure = Figure(figsize=explorer.size, layout="constrained")
+    return figure, explorer.draw(figure, explorer.predict(**chosen), result, **chosen)
+
+
+def launched(explorer: Explorer, chosen: Sequence[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What ``launch`` measures for each of these, all on the same number of ranks: one launch for all."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(labkit, "run", lambda program, **how: asked.append({"program": program} | how))
+    for each in chosen:
+        explorer.launch(**each)
+    monkeypatch.undo()
+    programs, counts = ({each.pop(name) for each in asked} for name in ("program", "nproc"))
+    return run_cells(programs.pop(), counts.pop(), asked)
