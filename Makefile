@@ -12,7 +12,7 @@ VENV_PYTHON := $(VENV)/bin/python
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab notebooks doctor test compat lint clean
+.PHONY: help run lab update reset progress notebooks doctor test compat lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -20,8 +20,18 @@ help: ## this list
 run: $(INSTALLED) ## the main job: execute lab 1 and leave the notebook, HTML and figures in out/
 	@$(VENV_PYTHON) -m notebooks.tools.run $(LAB)
 
-lab: $(INSTALLED) ## open JupyterLab on lab 0; LAB=02_fsdp_wrapping opens another
-	@$(RUN) jupyter lab --notebook-dir notebooks notebooks/$(if $(filter file,$(origin LAB)),00_ranks,$(LAB)).ipynb
+lab: $(INSTALLED) ## open JupyterLab on lab 0 of your own copies in my/; LAB=02_fsdp_wrapping opens another
+	@$(RUN) labkit lab $(if $(filter file,$(origin LAB)),00_ranks,$(LAB))
+
+update: $(INSTALLED) ## after a git pull: bring what is new in the labs into your copies; what you wrote stays
+	@$(RUN) labkit update
+
+reset: $(INSTALLED) ## a fresh copy of one lab, LAB=02_fsdp_wrapping; yours is kept beside it
+	@test "$(origin LAB)" != file || { echo "Say which lab: make reset LAB=02_fsdp_wrapping" >&2; exit 2; }
+	@$(RUN) labkit reset $(LAB)
+
+progress: $(INSTALLED) ## which exercises have passed
+	@$(RUN) labkit progress
 
 notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again from notebooks/src
 	@$(VENV_PYTHON) -m notebooks.tools.build
