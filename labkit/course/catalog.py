@@ -38,13 +38,17 @@ class Lab:
         return self.path.stem
 
 
-@functools.cache
-def labs(folder: Path = FOLDER) -> tuple[Lab, ...]:
+def labs() -> tuple[Lab, ...]:
     """All labs, in order.
 
     Raises:
         LabError: there is no notebook, or one cannot be read.
     """
+    return _labs(FOLDER)
+
+
+@functools.cache
+def _labs(folder: Path) -> tuple[Lab, ...]:
     paths = sorted(folder.glob("[0-9]*.ipynb"))
     if not paths:
         raise LabError(f"no labs in {folder}: install labkit again, or run `make notebooks` in a checkout")
@@ -62,18 +66,18 @@ def _read(path: Path) -> Lab:
         raise LabError(f"{path} is no learner's notebook ({type(error).__name__}: {error}); {fix}") from None
 
 
-def find(name: str, folder: Path = FOLDER) -> Lab:
+def find(name: str) -> Lab:
     """The lab of this name: the notebook's, its number, or the lab's short one.
 
     Raises:
         ParameterError: there is none, or there are several.
     """
     wanted = name.removesuffix(".ipynb")
-    found = [lab for lab in labs(folder) if wanted in (lab.name, lab.key)]
+    found = [lab for lab in labs() if wanted and wanted in (lab.name, lab.key)]
     if wanted.isdigit():
-        found = [lab for lab in labs(folder) if int(lab.name.partition("_")[0]) == int(wanted)]
+        found = [lab for lab in labs() if lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)]
     if len(found) != 1:
-        there = ", ".join(lab.name for lab in labs(folder))
+        there = ", ".join(lab.name for lab in labs())
         raise ParameterError(f"no lab is called {name!r}. Give a lab's number, or one of: {there}")
     return found[0]
 

@@ -1313,6 +1313,6 @@ summary
 # ### What you have passed
 
 # %%
-from labkit.course import verdicts
+from labkit.course.verdicts import so_far
 
-verdicts.so_far("spatial")
+so_far("spatial")

@@ -1413,6 +1413,6 @@ summary
 # ### What you have passed
 
 # %%
-from labkit.course import verdicts
+from labkit.course.verdicts import so_far
 
-verdicts.so_far("fsdp")
+so_far("fsdp")

@@ -1700,6 +1700,6 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # ### What you have passed
 
 # %%
-from labkit.course import verdicts
+from labkit.course.verdicts import so_far
 
-verdicts.so_far("failures")
+so_far("failures")
