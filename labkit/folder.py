@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 """Where labkit's checkout lies, or what stands in its place where labkit was installed."""
 IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 """Whether that is a checkout, which has room for runs and copies; an installed labkit has them where one works."""
+HIDDEN = ".labkit"
+"""The folder of labkit's own files among a learner's copies, by which these are known."""
 VARIABLE = "LABKIT_RUN_FOLDER"
 """Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
 DEVICE = "LABKIT_DEVICE"
@@ -143,8 +145,13 @@ def runs_folder() -> Path:
 
 
 def home() -> Path:
-    """Where runs/ and my/ lie: the checkout, or the current folder where labkit was installed without one."""
-    return ROOT if IN_CHECKOUT else Path.cwd()
+    """Where runs/ and my/ lie: the checkout. Where labkit was installed without one, the current folder, or the one
+    with the copies in which a notebook's kernel works.
+    """
+    if IN_CHECKOUT:
+        return ROOT
+    here = Path.cwd()
+    return next((folder.parent for folder in (here, *here.parents) if (folder / HIDDEN).is_dir()), here)
 
 
 def disk_problem(path: Path) -> str:

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from labkit.__main__ import main
-from labkit.checks import extensions, fsdp
+from labkit.checks import fsdp
 from labkit.checks.ask import GRADING, NotPassed
 from labkit.course import catalog, verdicts
 from labkit.course.verdicts import Kept, read, so_far
@@ -57,10 +57,10 @@ def test_an_empty_answer_is_no_try(kept):
 
 
 def test_a_broken_function_that_the_notebook_shows_to_a_check_is_no_try(kept):
-    def leaky(all_gather_outputs, metadata, param_dtype, *, out=None):
-        return 1
+    def forgetful(units, reshard_after_forward, root_has_parameters):
+        return 2 * units
 
-    assert extensions.mended(leaky).state == "wrong"
+    assert fsdp.all_gathers(forgetful).state == "wrong"
     assert not kept.exists()
 
 
@@ -165,10 +165,10 @@ def test_where_nbgrader_grades_a_check_raises_unless_it_passes(kept, monkeypatch
     with pytest.raises(NotPassed, match=r"wrong: all_gathers\(.*gave -1, expected 3"):
         fsdp.all_gathers(wrong(all_gathers))
 
-    def leaky(all_gather_outputs, metadata, param_dtype, *, out=None):
-        return 1
+    def forgetful(units, reshard_after_forward, root_has_parameters):
+        return 2 * units
 
-    assert extensions.mended(leaky).state == "wrong", "what a notebook shows is not graded"
+    assert fsdp.all_gathers(forgetful).state == "wrong", "what a notebook shows is not graded"
 
 
 def test_progress_prints_labs_and_exercises(tmp_path, capsys):

@@ -130,9 +130,8 @@ def write_csv(frame: Any, path: Path) -> None:
 def write_html(frame: Any, path: Path) -> None:
     """Write the table as a page that needs no other file."""
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit: progress</title><style>{STYLE}</style>'
-    _write(
-        path, f"{head}<h1>Progress of {len(frame)}</h1>{frame.reset_index().to_html(border=0, index=False)}</html>\n"
-    )
+    rows = frame.reset_index().to_html(border=0, index=False)
+    _write(path, f"{head}<h1>Progress of {len(frame)}</h1>{rows}</html>\n")
 
 
 def _write(path: Path, text: str) -> None:

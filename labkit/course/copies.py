@@ -22,10 +22,7 @@ from labkit.course import catalog
 from labkit.course.catalog import Lab
 from labkit.course.merge import merge
 from labkit.errors import LabError
-from labkit.folder import home, write_text
-
-HIDDEN = ".labkit"
-"""The folder of labkit's own files in ``my/``, by which ``my/`` is known."""
+from labkit.folder import HIDDEN, home, write_text
 
 
 def my_folder() -> Path:

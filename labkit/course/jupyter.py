@@ -10,9 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from labkit.course.copies import HIDDEN
 from labkit.errors import LabError
-from labkit.folder import runs_folder, write_text
+from labkit.folder import HIDDEN, runs_folder, write_text
 
 ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
 

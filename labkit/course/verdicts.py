@@ -20,9 +20,8 @@ from typing import Any
 
 from labkit.course import catalog
 from labkit.course.catalog import Exercise, Lab
-from labkit.course.copies import HIDDEN
 from labkit.errors import LabError, RecordError
-from labkit.folder import REPAIR, read_json, write_json
+from labkit.folder import HIDDEN, REPAIR, read_json, write_json
 
 FILE = "progress.json"
 VARIABLE = "LABKIT_VERDICTS"
