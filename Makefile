@@ -43,6 +43,8 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
+	@$(MAKE) --no-print-directory $(VENV)/grade/.installed \
+		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
 	@$(RUN) pytest -n 2 --dist loadfile -m "not alone"
 	@$(RUN) pytest -m alone
 
@@ -63,6 +65,14 @@ lint: $(INSTALLED) ## style, types and layers
 
 clean: ## remove what was generated, except notebooks; .venv as well
 	rm -rf .venv .venv-torch-* out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+# nbgrader sees the packages of $(VENV), which do not see it: it would change every JupyterLab there.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VENV)/grade/.installed: $(INSTALLED)
+	@$(VENV_PYTHON) -m venv $(VENV)/grade
+	@$(VENV_PYTHON) -c '$(SITE)' > "$$($(VENV)/grade/bin/python -c '$(SITE)')/others.pth"
+	@$(VENV)/grade/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt nbgrader
+	@touch $@
 
 # With TORCH, the pinned versions but another torch, which may want another setuptools.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
