@@ -317,6 +317,17 @@ def test_commands_say_what_they_did(course, tmp_path, capsys):
     assert main(["reset", "nine", "--folder", mine]) == 2
 
 
+def test_the_command_that_opens_the_lab_says_what_is_new(course, tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(jupyter, "start", lambda *arguments, **options: started.append((arguments, options)))
+    mine = tmp_path / "my"
+    for text, said in ((BEFORE, "made "), (BEFORE, ""), (AFTER, "There is something new in 02_sample: `python -m")):
+        course(text)
+        assert main(["lab", "2", "--no-browser", "--folder", str(mine), "--jupyter-options=--port=0"]) == 0
+        assert capsys.readouterr().out.startswith(said)
+    assert started[0] == ((mine, "02_sample.ipynb"), {"browser": False, "more": ("--port=0",)})
+
+
 def test_without_jupyterlab_the_command_says_what_to_install(course, tmp_path, monkeypatch, capsys):
     course(BEFORE)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

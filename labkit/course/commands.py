@@ -30,6 +30,9 @@ def lab(
     place, wanted = _folder(folder), catalog.find(name)
     for made in copies.make(place):
         print(f"made {place / made.path.name}")
+    if new := copies.outdated(place):
+        names = ", ".join(each.name for each in new)
+        print(f"There is something new in {names}: `python -m labkit update` brings it into your copies.")
     jupyter.start(place, wanted.path.name, browser=browser, more=jupyter_options)
     return 0
 

@@ -96,6 +96,13 @@ def _write(place: Place) -> None:
     write_text(place.copy, text)
 
 
+def outdated(folder: Path) -> list[Lab]:
+    """The labs of which there is something new since their copies were made or updated."""
+    places = [Place(folder, lab) for lab in catalog.labs()]
+    known = [place for place in places if place.pristine.exists()]
+    return [place.lab for place in known if place.pristine.read_bytes() != place.lab.path.read_bytes()]
+
+
 def update(folder: Path) -> list[str]:
     """Bring what is new in the notebooks into the copies; for each lab, what was done and what was left.
 
