@@ -118,7 +118,8 @@ def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
     nbformat.write(notebook, copy)
 
     course(AFTER)
-    (said,) = copies.update(mine)
+    ((said,), problems) = copies.update(mine)
+    assert not problems
     updated = nbformat.read(copy, as_version=4)
     nbformat.validate(updated)
     now = texts(updated)
@@ -138,7 +139,7 @@ def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
     assert "1 left as you have them" in said
     assert (mine / ".labkit" / "earlier" / path.name).exists()
 
-    assert copies.update(mine) == ["02_sample: nothing new"]
+    assert copies.update(mine) == (["02_sample: nothing new"], [])
     course(AFTER.replace("# # A lab", "# # The lab"))
     copies.update(mine)
     again = texts(nbformat.read(copy, as_version=4))
@@ -166,7 +167,7 @@ def test_a_cell_that_the_learner_removed_stays_away(course, tmp_path):
     notebook.cells = [cell for cell in notebook.cells if not cell.source.startswith("Some words")]
     nbformat.write(notebook, mine / path.name)
     course(AFTER)
-    (said,) = copies.update(mine)
+    (said,), _ = copies.update(mine)
     assert "which are right now" not in "".join(texts(nbformat.read(mine / path.name, as_version=4)))
     assert "but you removed it" in said
 
@@ -194,7 +195,7 @@ def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tm
     (mine / "01_first.ipynb").write_text('{"cells": [')
     course(AFTER, "01_first")
     course(AFTER, "02_sample")
-    first, second = copies.update(mine)
+    (second,), (first,) = copies.update(mine)
     assert "01_first.ipynb is no notebook" in first and "python -m labkit reset 01_first" in first
     assert (mine / "01_first.ipynb").read_text() == '{"cells": ['
     assert "cells with a new text" in second
@@ -204,8 +205,8 @@ def test_a_copy_of_unknown_origin_is_left_alone(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
     copies.make(mine)
     (mine / ".labkit" / "pristine" / path.name).unlink()
-    (said,) = copies.update(mine)
-    assert "nobody knows what it was made from" in said and "reset 02_sample" in said
+    _, (said,) = copies.update(mine)
+    assert "02_sample.ipynb was made from" in said and "reset 02_sample" in said
 
 
 def test_a_reset_keeps_the_earlier_copy_beside_each_time(course, tmp_path):
@@ -314,6 +315,10 @@ def test_commands_say_what_they_did(course, tmp_path, capsys):
     course(AFTER)
     assert main(["update", "--folder", mine]) == 0
     assert "02_sample: 5 cells with a new text, 1 new, 1 removed, 0 left as you have them" in capsys.readouterr().out
+    (tmp_path / "my" / "02_sample.ipynb").write_text("")
+    course(BEFORE)
+    assert main(["update", "--folder", mine]) == 1
+    assert "02_sample: left as it is. " in capsys.readouterr().err
     assert main(["reset", "nine", "--folder", mine]) == 2
 
 

@@ -162,7 +162,7 @@ def test_an_exercise_is_marked_for_nbgrader_and_for_progress_under_names_that_la
     }
     path.write_text(EXERCISE.replace("class Wire:", "class Wire(Thing):").replace("verdict\n", "verdict  # look\n"))
     after = source.learner_notebook(path)
-    assert [cell.id for cell in after.cells] == [cell.id for cell in before.cells]
+    assert {cell.id: cell.metadata for cell in after.cells if cell.metadata} == marked
     assert not any("nbgrader" in cell.metadata for cell in source.solved_notebook(path).cells)
 
 

@@ -53,13 +53,14 @@ def reset(
 
 
 def update(folder: Path | None = None) -> int:
-    """Bring what is new in the labs into your copies. What you wrote or changed stays as it is.
+    """Bring what is new in the labs into your copies. What you wrote or changed stays as it is, and is listed.
 
     Args:
         folder: Where the copies are; by default my/.
     """
-    print("\n".join(copies.update(_folder(folder))))
-    return 0
+    said, problems = copies.update(_folder(folder))
+    print("\n".join(said))
+    return _say(problems)
 
 
 def progress(folder: Path | None = None) -> int:
@@ -123,11 +124,17 @@ def collect_files(
         collect.write_csv(frame, csv)
     if html:
         collect.write_html(frame, html)
-    print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
     written = " and ".join(str(path) for path in (csv, html) if path)
     print(f"{len(exports)} of {len(files)} files{' in ' if written else ''}{written}")
     if not written:
         print(frame["passed"].to_string())
+    return _say(problems)
+
+
+def _say(problems: list[str]) -> int:
+    """Print what went wrong for some; the exit status."""
+    for problem in problems:
+        print(problem, file=sys.stderr)
     return 1 if problems else 0
 
 

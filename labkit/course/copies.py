@@ -103,25 +103,29 @@ def outdated(folder: Path) -> list[Lab]:
     return [place.lab for place in known if place.pristine.read_bytes() != place.lab.path.read_bytes()]
 
 
-def update(folder: Path) -> list[str]:
-    """Bring what is new in the notebooks into the copies; for each lab, what was done and what was left.
+def update(folder: Path) -> tuple[list[str], list[str]]:
+    """Bring what is new in the notebooks into the copies.
+
+    Returns:
+        For each lab what was done, and what was left and why; and, of those that could not be updated, what to do.
 
     Raises:
         LabError: the folder cannot be written in.
     """
     made = {lab.name for lab in make(folder)}
-    said = []
+    said, problems = [], []
     for lab in catalog.labs():
         try:
             said.append(f"{lab.name}: {'a new copy' if lab.name in made else _update(Place(folder, lab))}")
-        except LabError as error:  # of one lab: the others are updated all the same
-            said.append(f"{lab.name}: left as it is. {error}")
-    return said
+        except LabError as error:  # the others are updated all the same
+            problems.append(f"{lab.name}: left as it is. {error}")
+    return said, problems
 
 
 def _update(place: Place) -> str:
     if not place.pristine.exists():
-        return f"left as it is: nobody knows what it was made from. `python -m labkit reset {place.lab.name}`"
+        fix = f"keep it beside and begin anew: python -m labkit reset {place.lab.name}"
+        raise LabError(f"Nobody knows what {place.copy} was made from; {fix}")
     base, new, mine = (_read(path) for path in (place.pristine, place.lab.path, place.copy))
     if base == new:
         return "nothing new"
