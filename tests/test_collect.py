@@ -52,7 +52,7 @@ def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, 
     (tmp_path / "nameless.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"name": ""}))
     (tmp_path / "odd.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"verdicts": {"fsdp": 3}}))
     newer = json.loads(thirty[3].read_text()) | {"when": "2999-01-01T00:00:00+00:00", "verdicts": {}}
-    (tmp_path / "again.json").write_text(json.dumps(newer))
+    (tmp_path / "00_again.json").write_text(json.dumps(newer))
     files = [*sorted(str(path) for path in tmp_path.glob("*.json")), str(tmp_path / "missing.json")]
     assert main(["collect", *files, "--csv", str(tmp_path / "table.csv")]) == 1
     said = capsys.readouterr()
@@ -64,7 +64,7 @@ def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, 
         "nameless": "its name, version or time is missing",
         "odd": "holds no verdicts",
         "missing": "cannot be read",
-        "03": "left out, .*again.json is of learner 03",
+        "03": "left out, .*00_again.json is of learner 03",
     }.items():
         assert re.search(rf"{name}\.json: .*{why}", said.err), (name, said.err)
     rows = {row["name"]: row for row in csv.DictReader((tmp_path / "table.csv").open())}
