@@ -14,7 +14,7 @@ import nbformat
 import pytest
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(300)]
-SMALL = {"RANKS": 2, "DIM": 20, "BATCH": 4, "STEPS": 1}
+SMALL = {"RANKS": 2, "DIM": 50, "STEPS": 1, "REPEATS": 4}
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +114,11 @@ def get(info, place):
 
 
 def test_a_learners_notebook_runs_through_there_and_its_verdicts_are_kept(installed, empty):
-    labkit(installed, empty, "reset", "2")
-    copy = empty / "my" / "02_fsdp_wrapping.ipynb"
+    labkit(installed, empty, "reset", "0")
+    copy = empty / "my" / "00_ranks.ipynb"
     notebook = nbformat.read(copy, as_version=4)
-    answer = next(cell for cell in notebook.cells if cell.id == "answer-all_gathers")
-    answer.source = answer.source.replace(
-        "...  # your code here", "return 2 * units - root_has_parameters if reshard_after_forward else units"
-    )
+    answer = next(cell for cell in notebook.cells if cell.id == "answer-ring_bytes")
+    answer.source = answer.source.replace("...  # your code here", "return 2 * handed_bytes * (ranks - 1) / ranks")
     notebook.cells.append(nbformat.v4.new_code_cell("import labkit; print(labkit.__file__)"))
     nbformat.write(notebook, copy)
     code = "import papermill, sys; papermill.execute_notebook(sys.argv[1], sys.argv[1], eval(sys.argv[2]))"
@@ -131,8 +129,8 @@ def test_a_learners_notebook_runs_through_there_and_its_verdicts_are_kept(instal
     printed = done.cells[-1].outputs[0].text
     assert printed.startswith(str(installed.parents[1])), printed
     standing = done.cells[-2].outputs[0].data["text/plain"]
-    assert standing.startswith("1 of 11 passed, these are open: 2.1 bytes of each stage; 2.3 ")
-    assert "02_fsdp_wrapping          1 of 11 passed" in labkit(installed, empty, "progress")
+    assert standing.startswith("1 of 8 passed, these are open: 0.1 mend the circle; ")
+    assert "00_ranks                  1 of 8 passed" in labkit(installed, empty, "progress")
     assert list((empty / "runs").iterdir()), "beside the copies, not among them"
     assert {path.name for path in copy.parent.iterdir()} == {".labkit", copy.name, "progress.json"}
-    assert "02_fsdp_wrapping: nothing new" in labkit(installed, empty, "update")
+    assert "00_ranks: nothing new" in labkit(installed, empty, "update")
