@@ -74,12 +74,17 @@ def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, 
 def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
     collect.write(tmp_path / "a.json", '=HYPERLINK("x")', {})
     collect.write(tmp_path / "b.json", "<script>alert(1)</script>", {"later": {"<b>": PASSED}})
+    content = json.loads((tmp_path / "b.json").read_text())
+    content["verdicts"]["=1"] = content["verdicts"]["later"]
+    (tmp_path / "b.json").write_text(json.dumps(content | {"labkit": "=2"}))
     exports, problems = collect.collect([tmp_path / "a.json", tmp_path / "b.json"])
     assert not problems
     frame = collect.table(exports)
     collect.write_csv(frame, tmp_path / "table.csv")
     collect.write_html(frame, tmp_path / "table.html")
     assert [row["name"][:2] for row in csv.DictReader((tmp_path / "table.csv").open())] == ["<s", "'="]
+    cells = [cell for row in csv.reader((tmp_path / "table.csv").open()) for cell in row]
+    assert "'=2" in cells and "'=1.<b>" in cells and not any(cell.startswith("=") for cell in cells)
     page = (tmp_path / "table.html").read_text()
     assert "<script" not in page and "<b>" not in page
     assert frame["later.<b>"].tolist() == ["passed", ""], "an exercise of another version of labkit has its column, too"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.course import catalog
-from labkit.course.verdicts import Verdicts, as_json, from_json
+from labkit.course.verdicts import LEGEND, MARKS, OPEN, Verdicts, as_json, from_json
 from labkit.errors import LabError
 from labkit.folder import write_json, write_text
 
@@ -17,7 +17,10 @@ KIND = "labkit progress"
 """Says in a file what it is."""
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet computes a cell that begins so."""
-STYLE = "body{font-family:sans-serif}table{border-collapse:collapse}th,td{border:1px solid #bbb;padding:2px 6px}"
+STYLE = (
+    "body{font-family:sans-serif}table{border-collapse:collapse}"
+    "th,td{border:1px solid #bbb;padding:2px 6px;white-space:nowrap}"
+)
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,21 @@ def _names(verdicts: Verdicts) -> list[tuple[str, str]]:
 
 def write_csv(frame: Any, path: Path) -> None:
     """Write the table for a spreadsheet, in which no learner's text is computed."""
-    safe = frame.rename(index=lambda name: f"'{name}" if name.startswith(FORMULA) else name)
-    _write(path, safe.to_csv())
+    _write(path, frame.reset_index().map(_plain).rename(columns=_plain).to_csv(index=False))
+
+
+def _plain(value: Any) -> Any:
+    """The value, or as a text what a spreadsheet would compute."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def write_html(frame: Any, path: Path) -> None:
     """Write the table as a page that needs no other file."""
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit: progress</title><style>{STYLE}</style>'
-    rows = frame.reset_index().to_html(border=0, index=False)
-    _write(path, f"{head}<h1>Progress of {len(frame)}</h1>{rows}</html>\n")
+    rows = frame.replace({**MARKS, "not attempted": OPEN}).reset_index().to_html(border=0, index=False, justify="left")
+    learners = f"{len(frame)} learner{'s' if len(frame) != 1 else ''}"
+    about = f"<h1>Progress of {learners}</h1><p>{LEGEND}; an empty cell was never checked</p>"
+    _write(path, f"{head}{about}{rows}</html>\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -39,7 +39,7 @@ def command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...]
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",  # the other one asks an index for extensions
         *([] if browser else ["--no-browser"]),
-        # In a container one is root. The server listens to this machine alone, and asks for its token.
+        # In a container one is root. By default the server listens to this machine alone, and asks for its token.
         *(["--allow-root"] if os.geteuid() == 0 else []),
         *more,
     ]

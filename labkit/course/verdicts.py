@@ -30,6 +30,7 @@ VERSION = 1
 STATES = ("passed", "wrong", "not attempted", "not judged")
 MARKS = {"passed": "✓", "wrong": "✗", "not judged": "?"}
 OPEN = "·"
+LEGEND = f"{MARKS['passed']} passed   {MARKS['wrong']} wrong   {MARKS['not judged']} not judged   {OPEN} open"
 FIX = "mend it by hand, or move it away: the next check begins a new one"
 try:
     STARTED_IN: Path | None = Path.cwd()
@@ -228,4 +229,4 @@ def table(verdicts: Verdicts) -> str:
     numbers = range(1, max(len(lab.exercises) for lab in known) + 1)
     head = f"{'lab':<26}{'exercises':<16}{''.join(f'{number:>3}' for number in numbers)}"
     lines = [standing(lab, verdicts).line() for lab in known]
-    return "\n".join([head, *lines, "", f"{MARKS['passed']} passed   {MARKS['wrong']} wrong   {OPEN} open"])
+    return "\n".join([head, *lines, "", LEGEND])
