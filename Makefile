@@ -12,7 +12,7 @@ VENV_PYTHON := $(VENV)/bin/python
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab notebooks doctor test compat lint clean
+.PHONY: help run lab update reset progress notebooks doctor test compat lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -20,8 +20,18 @@ help: ## this list
 run: $(INSTALLED) ## the main job: execute lab 1 and leave the notebook, HTML and figures in out/
 	@$(VENV_PYTHON) -m notebooks.tools.run $(LAB)
 
-lab: $(INSTALLED) ## open JupyterLab on lab 0; LAB=02_fsdp_wrapping opens another
-	@$(RUN) jupyter lab --notebook-dir notebooks notebooks/$(if $(filter file,$(origin LAB)),00_ranks,$(LAB)).ipynb
+lab: $(INSTALLED) ## open JupyterLab on lab 0 of your own copies in my/; LAB=02_fsdp_wrapping opens another
+	@$(RUN) labkit lab $(if $(filter file,$(origin LAB)),00_ranks,$(LAB))
+
+update: $(INSTALLED) ## after a git pull: bring what is new in the labs into your copies; what you wrote stays
+	@$(RUN) labkit update
+
+reset: $(INSTALLED) ## a fresh copy of one lab, LAB=02_fsdp_wrapping; yours is kept beside it
+	@test "$(origin LAB)" != file || { echo "Say which lab: make reset LAB=02_fsdp_wrapping" >&2; exit 2; }
+	@$(RUN) labkit reset $(LAB)
+
+progress: $(INSTALLED) ## which exercises have passed
+	@$(RUN) labkit progress
 
 notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again from notebooks/src
 	@$(VENV_PYTHON) -m notebooks.tools.build
@@ -33,6 +43,8 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
+	@$(MAKE) --no-print-directory $(VENV)/grade/.installed \
+		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
 	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
 	@$(RUN) pytest -n 2 --dist loadgroup -m calm
 	@$(RUN) pytest -m alone
@@ -55,6 +67,14 @@ lint: $(INSTALLED) ## style, types and layers
 
 clean: ## remove what was generated, except notebooks; .venv as well
 	rm -rf .venv .venv-torch-* out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+# nbgrader sees the packages of $(VENV), which do not see it: it would change every JupyterLab there.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(VENV)/grade/.installed: $(INSTALLED)
+	@$(VENV_PYTHON) -m venv $(VENV)/grade
+	@$(VENV_PYTHON) -c '$(SITE)' > "$$($(VENV)/grade/bin/python -c '$(SITE)')/others.pth"
+	@$(VENV)/grade/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt nbgrader
+	@touch $@
 
 # With TORCH, the pinned versions but another torch, which may want another setuptools.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)

@@ -16,6 +16,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | launcher                                        | outside the ranks: start them, watch them, stop them       |
 | doctor                                          | what this machine can do                                   |
 | plots                                           | results to figures                                         |
+| course                                          | a learner's copies, verdicts and progress                  |
 | checks                                          | exercises judged                                           |
 | widgets                                         | explorers: controls over theory, and a run that confirms it |
 | __main__                                        | the command line                                           |

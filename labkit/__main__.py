@@ -5,10 +5,17 @@
     python -m labkit run convnext_spatial --help                  # the parameters of this program
     python -m labkit show runs/<a run's folder>                   # the table of an earlier run
 
+    python -m labkit lab                       # JupyterLab on your own copies of the labs, in my/
+    python -m labkit update                    # what is new in the labs, into your copies
+    python -m labkit reset 2                   # lab 2 anew; your copy is kept beside
+    python -m labkit progress                  # which exercises have passed
+    python -m labkit export                    # the same as a file for a teacher
+    python -m labkit collect *.json --csv table.csv --html table.html
+
 Exit status:
 
     0     done
-    1     the run failed, a check is not ok, a run cannot be shown, or a lab cannot run here
+    1     the run failed, a check is not ok, something cannot be read or written, or a lab cannot run here
     2     the command line is wrong, or a parameter is refused; nothing was launched
     130   interrupted with Ctrl-C; the ranks are gone
 """
@@ -24,6 +31,7 @@ import tyro
 
 import labkit
 from labkit import config, doctor
+from labkit.course.commands import COMMANDS
 from labkit.launcher.run import find_program
 
 
@@ -53,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):
             return launch(*read_run(words[1], words[2:]))
-        commands: dict[str, Callable[..., Any]] = {"run": Run, "show": show, "doctor": examine}
+        commands: dict[str, Callable[..., Any]] = {"run": Run, "show": show, "doctor": examine, **COMMANDS}
         done = tyro.extras.subcommand_cli_from_dict(commands, prog=PROG, args=words)
         return launch(done, {}) if isinstance(done, Run) else done
     except KeyboardInterrupt:

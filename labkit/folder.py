@@ -31,6 +31,10 @@ from labkit.errors import LabError, ParameterError, RecordError
 
 ROOT = Path(__file__).resolve().parents[1]
 """Where labkit's checkout lies, or what stands in its place where labkit was installed."""
+IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+"""Whether that is a checkout, which has room for runs and copies; an installed labkit has them where one works."""
+HIDDEN = ".labkit"
+"""The folder of labkit's own files among a learner's copies, by which these are known."""
 VARIABLE = "LABKIT_RUN_FOLDER"
 """Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
 DEVICE = "LABKIT_DEVICE"
@@ -87,9 +91,14 @@ class RunFolder:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file in one step: a reader finds the old file, the new one, or none, never half of one."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    """Write a JSON file in one step, as ``write_text`` does."""
+    write_text(path, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step: a reader finds the old file, the new one, or none, never half of one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -122,7 +131,7 @@ def require(path: Path, content: Mapping[str, Any], types: Mapping[str, type]) -
 
 
 def runs_folder() -> Path:
-    """Where runs are kept: $LABKIT_RUNS, else runs/ in the repository, else runs/ here.
+    """Where runs are kept: $LABKIT_RUNS, else runs/ in the checkout, or here where labkit was installed without one.
 
     Raises:
         LabError: LABKIT_RUNS begins with the home folder of a user who does not exist.
@@ -132,7 +141,17 @@ def runs_folder() -> Path:
         raise LabError(f"LABKIT_RUNS={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs")
     if chosen:
         return Path(chosen).resolve()
-    return (ROOT if (ROOT / "launch").is_dir() else Path.cwd()) / "runs"
+    return home() / "runs"
+
+
+def home() -> Path:
+    """Where runs/ and my/ lie: the checkout. Where labkit was installed without one, the current folder, or the one
+    with the copies in which a notebook's kernel works.
+    """
+    if IN_CHECKOUT:
+        return ROOT
+    here = Path.cwd()
+    return next((folder.parent for folder in (here, *here.parents) if (folder / HIDDEN).is_dir()), here)
 
 
 def disk_problem(path: Path) -> str:

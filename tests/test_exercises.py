@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from labkit.course import catalog
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "exercises.md"
 BEGIN = "### BEGIN SOLUTION"
@@ -66,6 +68,22 @@ def test_there_are_three_wrong_answers_to_each_with_three_messages():
         assert len(exercise.wrong) >= 3, exercise.number
         others = [(one, other) for one in exercise.wrong for other in exercise.wrong if one != other]
         assert not any(one.startswith(other) for one, other in others), exercise.number
+
+
+def test_the_notebooks_name_the_same_exercises():
+    marked = {lab.key: [each.number for each in lab.exercises] for lab in catalog.labs()}
+    assert marked == {lab: numbers_of(lab) for lab in LABS.values()}
+    functions = {(each.number, each.function) for each in EXERCISES}
+    for exercise in (each for lab in catalog.labs() for each in lab.exercises):
+        # an exercise with two functions counts under the first, which its wrong answers may leave alone
+        names = {exercise.name, exercise.name.replace("encode", "decode")}
+        assert any((exercise.number, name) in functions for name in names), exercise
+
+
+def numbers_of(lab):
+    """Each number once, in order."""
+    exercises = importlib.import_module(f"answers.{lab}").EXERCISES
+    return list(dict.fromkeys(each.number for each in exercises))
 
 
 def test_the_table_in_docs_is_up_to_date():

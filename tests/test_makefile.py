@@ -87,3 +87,19 @@ def test_compat_wants_to_know_which_torch(repository):
     plain = {"PATH": os.environ["PATH"]}  # without what a `make compat TORCH=…` that runs this test hands on
     done = subprocess.run(["make", "compat"], cwd=repository, env=plain, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "make compat TORCH=2.11.0" in done.stderr
+
+
+def test_reset_wants_to_know_which_lab(repository):
+    plain = {"PATH": os.environ["PATH"]}
+    command = ["make", "-o", ".venv/.installed", "reset"]
+    answer = subprocess.run(command, cwd=repository, env=plain, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("Say which lab: make reset LAB=02_fsdp_wrapping")
+
+
+@pytest.mark.parametrize(("given", "opens"), [([], "00_ranks"), (["LAB=02_fsdp_wrapping"], "02_fsdp_wrapping")])
+def test_lab_opens_the_first_or_the_one_that_is_named(repository, given, opens):
+    plain = {"PATH": os.environ["PATH"]}
+    command = ["make", "-n", "-o", ".venv/.installed", "lab", *given]
+    answer = subprocess.run(command, cwd=repository, env=plain, capture_output=True, text=True, timeout=60)
+    assert answer.stdout.strip() == f".venv/bin/python -m labkit lab {opens}"

@@ -120,6 +120,55 @@ def test_same_source_same_bytes_and_ids_that_last(folder):
     assert [cell.id for cell in after.cells[1:]] == [cell.id for cell in before.cells]
 
 
+EXERCISE = """\
+# %%
+from labkit.checks import fsdp as checks
+
+# %% [markdown]
+# ### Exercise 3: bytes on the wire (optional, ••, 6 minutes)
+
+# %%
+def leaky(bytes):
+    return 0
+
+# %%
+checks.wire_bytes(leaky)
+
+# %%
+class Wire:
+    ### BEGIN SOLUTION
+    pass
+    ### END SOLUTION
+
+# %%
+verdict = checks.wire_bytes(Wire)
+verdict
+
+# %%
+checks.wire_bytes(Wire)
+"""
+
+
+def test_an_exercise_is_marked_for_nbgrader_and_for_progress_under_names_that_last(folder):
+    path = folder / "src" / "07_sample.py"
+    path.write_text(EXERCISE)
+    before = source.learner_notebook(path)
+    assert before.metadata.labkit == {"lab": "fsdp"}
+    marked = [(cell.id, cell.metadata) for cell in before.cells if cell.metadata]
+    whole = {"schema_version": 3, "task": False}
+    answer = {"grade_id": "answer-Wire", "grade": False, "solution": True, "locked": False}
+    check = {"grade_id": "check-Wire", "grade": True, "solution": False, "locked": True, "points": 2}
+    about = {"exercise": "Wire", "number": "7.3", "title": "bytes on the wire"}
+    assert marked == [
+        ("answer-Wire", {"nbgrader": whole | answer}),
+        ("check-Wire", {"nbgrader": whole | check, "labkit": about}),
+    ], "each once, whatever else is handed to the check"
+    path.write_text(EXERCISE.replace("class Wire:", "class Wire(Thing):").replace("verdict\n", "verdict  # look\n"))
+    after = source.learner_notebook(path)
+    assert [(cell.id, cell.metadata) for cell in after.cells if cell.metadata] == marked
+    assert not any("nbgrader" in cell.metadata for cell in source.solved_notebook(path).cells)
+
+
 def test_equal_cells_have_different_ids(folder):
     path = folder / "src" / "07_sample.py"
     path.write_text("# %%\nsame = 1\n\n# %%\nsame = 1\n")

@@ -12,6 +12,7 @@ import dis
 import functools
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,9 +25,13 @@ from unittest import mock
 
 from torch import Tensor, allclose  # bound here: an answer may replace torch.allclose, and must not judge itself
 
+from labkit.course import verdicts
+
 COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": "#5F5F5F", "not judged": "#5F5F5F"}
 LONGEST = 300
 NOTHING_DONE = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
+GRADING = "NBGRADER_EXECUTION"
+"""Environment variable that nbgrader sets for the kernels of `autograde` and `validate`."""
 Parameters = ParamSpec("Parameters")
 
 
@@ -81,26 +86,62 @@ class NotJudged(Exception):
     """Nobody knows whether the answer is right; the message says why, and what to do."""
 
 
+class NotPassed(Exception):
+    """Raised where nbgrader grades, which counts a cell as right unless it raises; the message is the verdict."""
+
+
 def passed(detail: str) -> Verdict:
     """A right answer, with what was seen."""
     return Verdict("passed", detail)
 
 
 def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdict]:
-    """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts."""
+    """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts, which are kept for the learner.
+
+    Kept are those of answers whose name is an exercise's of the lab: a notebook also hands broken functions to a check,
+    to show what it says.
+    """
+    lab = check.__module__.rpartition(".")[2]
 
     @functools.wraps(check)
     def judged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Verdict:
         try:
-            return check(*args, **kwargs)
+            verdict = check(*args, **kwargs)
         except NotAttempted:
-            return Verdict("not attempted")
+            verdict = Verdict("not attempted")
         except NotJudged as reason:
-            return Verdict("not judged", str(reason))
+            verdict = Verdict("not judged", str(reason))
         except Wrong as reason:
-            return Verdict("wrong", str(reason), reason.expected, reason.hint)
+            verdict = Verdict("wrong", str(reason), reason.expected, reason.hint)
+        answer = next(iter([*args, *kwargs.values()]), None)
+        is_exercise = verdicts.note(lab, _own_name(answer), verdict.state)
+        if is_exercise and os.environ.get(GRADING):
+            return _graded(verdict)
+        return verdict
 
     return judged
+
+
+class _Graded(Verdict):
+    """A pass that is printed: nbgrader reads points out of a value that a cell shows."""
+
+    def _ipython_display_(self) -> None:
+        print(self)
+
+
+def _graded(verdict: Verdict) -> Verdict:
+    if not verdict.ok:
+        raise NotPassed(repr(verdict))
+    return _Graded(**vars(verdict))
+
+
+def _own_name(answer: object) -> str:
+    """An answer's name, whatever the answer is; "" for none."""
+    try:
+        name = name_of(answer)
+    except Exception:
+        return ""
+    return name if type(name) is str else ""
 
 
 def refuse_unless_attempted(answer: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from labkit import config, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
-from labkit.folder import ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
+from labkit.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
 from labkit.launcher import failure, packet, process, queue
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
@@ -332,6 +332,8 @@ def _outcome(error: BaseException) -> str:
 
 
 def _git_revision() -> str | None:
+    if not IN_CHECKOUT:  # another repository's, in whose environment labkit was installed
+        return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()

@@ -1433,3 +1433,11 @@ summary
 # - Train a real architecture: `labkit.run("fsdp_wrap", nproc=2, model="hf_bert", check="parity")`.
 # - Where does your own model's peak come from? Draw its units on paper first, then count.
 # - Lab 3 changes what the all-gathers carry: 8 bits instead of 32.
+
+# %% [markdown]
+# ### What you have passed
+
+# %%
+from labkit.course.verdicts import so_far
+
+so_far("fsdp")

@@ -1467,3 +1467,11 @@ pandas.concat(tables)
 # - All extensions at once: `labkit.run("allgather_extensions", nproc=2, check="wire")`.
 # - Train with your 4 bits: `extension="yours"`, `use={"encode": encode_4bit, "decode": decode_4bit}`. What does the loss say?
 # - Lab 4 puts many small messages into few large ones.
+
+# %% [markdown]
+# ### What you have passed
+
+# %%
+from labkit.course.verdicts import so_far
+
+so_far("extensions")

@@ -1697,3 +1697,11 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # what you wrote; `labkit/theory/failures.py` holds the small rules of this lab.
 #
 # **Next**: take a script of your own, add the five lines of section 2, and break it once on purpose.
+
+# %% [markdown]
+# ### What you have passed
+
+# %%
+from labkit.course.verdicts import so_far
+
+so_far("failures")

@@ -1,7 +1,7 @@
 """A lab's source as a notebook: for learners without the solutions, and with them. Nothing is executed here.
 
-The same source always gives the same bytes: cell ids come from the cells' text, and metadata is reduced to the kernel's
-name and the cells' tags.
+The same source always gives the same bytes: cell ids come from the cells' text, those of exercises from their answer's
+name, and metadata is reduced to the kernel's name, the cells' tags and what marks exercises.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import jupytext
 import nbformat
+
+from notebooks.tools import exercises
 
 Notebook = Any  # nbformat's NotebookNode, whose attributes depend on its contents
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -78,6 +80,7 @@ def learner_notebook(path: Path) -> Notebook:
             answer = to_be_opened(whole.source)
     notebook.cells = [*cells, *filter(None, [answer])]
     set_ids(notebook)
+    exercises.mark(notebook, path.stem, PLACEHOLDER)
     return notebook
 
 

@@ -1,0 +1,156 @@
+"""The commands of a course: lab, reset, update, progress, export, collect. Each returns the exit status."""
+
+import getpass
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from labkit.course import catalog, collect, copies, jupyter, verdicts
+from labkit.course.verdicts import FILE
+
+
+def lab(
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")] = "0",
+    /,
+    browser: bool = True,
+    folder: Path | None = None,
+    jupyter_options: tuple[str, ...] = (),
+) -> int:
+    """Open JupyterLab on your own copies of the labs, which are made where they are missing.
+
+    Args:
+        name: The lab to open: its number, or the notebook's name.
+        browser: Open a browser; otherwise the address is printed.
+        folder: Where the copies are; by default my/.
+        jupyter_options: Options of JupyterLab, as one ends: --jupyter-options=--port=9999
+    """
+    place, wanted = _folder(folder), catalog.find(name)
+    for made in copies.make(place):
+        print(f"made {place / made.path.name}")
+    if new := copies.outdated(place):
+        names = ", ".join(each.name for each in new)
+        print(f"There is something new in {names}: `python -m labkit update` brings it into your copies.")
+    jupyter.start(place, wanted.path.name, browser=browser, more=jupyter_options)
+    return 0
+
+
+def reset(
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")], /, folder: Path | None = None
+) -> int:
+    """Begin a lab anew, with a fresh copy. The earlier one is kept beside it, with the time in its name.
+
+    Args:
+        name: The lab: its number, or the notebook's name.
+        folder: Where the copies are; by default my/.
+    """
+    place, wanted = _folder(folder), catalog.find(name)
+    kept = copies.reset(wanted, place)
+    print(f"made {place / wanted.path.name}" + (f"; the earlier one is {kept}" if kept else ""))
+    return 0
+
+
+def update(folder: Path | None = None) -> int:
+    """Bring what is new in the labs into your copies. What you wrote or changed stays as it is, and is listed.
+
+    Args:
+        folder: Where the copies are; by default my/.
+    """
+    said, problems = copies.update(_folder(folder))
+    print("\n".join(said))
+    return _say(problems)
+
+
+def progress(folder: Path | None = None) -> int:
+    """Show which exercises have passed.
+
+    Args:
+        folder: Where the copies are; by default my/.
+    """
+    print(verdicts.table(_kept(folder)))
+    return 0
+
+
+def export(
+    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None,
+    /,
+    name: str | None = None,
+    folder: Path | None = None,
+) -> int:
+    """Write one file with your progress, for a teacher: your name, labkit's version, and what the checks said.
+
+    Args:
+        file: The file to write; by default labkit-NAME.json here.
+        name: Your name; asked for in a terminal, otherwise that of your account.
+        folder: Where the copies are; by default my/.
+    """
+    known = _kept(folder)
+    whose = name if name is not None else _ask_name()
+    plain = "".join(letter if letter.isalnum() else "_" for letter in whose.strip())
+    path = file or Path(f"labkit-{plain}.json")
+    collect.write(path, whose, known)
+    print(f"wrote {path}, of {whose.strip()}")
+    return 0
+
+
+def _ask_name() -> str:
+    try:
+        account = getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        account = ""
+    if not sys.stdin.isatty():
+        return account
+    return input(f"Your name, for your teacher [{account}]: ").strip() or account
+
+
+def collect_files(
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")],
+    /,
+    csv: Path | None = None,
+    html: Path | None = None,
+) -> int:
+    """Make one table of many learners' exports; status 1 if a file was left out, which is said.
+
+    Args:
+        files: What `export` wrote.
+        csv: Where to write the table for a spreadsheet.
+        html: Where to write it as a page.
+    """
+    exports, problems = collect.collect(files)
+    frame = collect.table(exports)
+    if csv:
+        collect.write_csv(frame, csv)
+    if html:
+        collect.write_html(frame, html)
+    written = " and ".join(str(path) for path in (csv, html) if path)
+    print(f"{len(exports)} of {len(files)} files{' in ' if written else ''}{written}")
+    if not written:
+        print(frame["passed"].to_string())
+    return _say(problems)
+
+
+def _say(problems: list[str]) -> int:
+    """Print what went wrong for some; the exit status."""
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _folder(named: Path | None) -> Path:
+    return (named or copies.my_folder()).expanduser().resolve()
+
+
+def _kept(folder: Path | None) -> verdicts.Verdicts:
+    return verdicts.read(_folder(folder) / FILE)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "lab": lab,
+    "reset": reset,
+    "update": update,
+    "progress": progress,
+    "export": export,
+    "collect": collect_files,
+}

@@ -1,0 +1,61 @@
+"""JupyterLab on the learner's copies alone, without touching anybody's Jupyter settings.
+
+What is special here lies in the hidden folder of the copies: a configuration that switches the announcements off (a
+question at the first start, and news from the network afterwards), and the layout of the windows, so that nothing
+opens that another project left open. The learner's own settings, such as the theme, hold as everywhere.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from labkit.errors import LabError
+from labkit.folder import HIDDEN, runs_folder, write_text
+
+ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Write the configuration; the environment of a JupyterLab on this folder."""
+    ours = folder / HIDDEN / "jupyter"
+    page = ours / "labconfig" / "page_config.json"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, json.dumps({"disabledExtensions": {ANNOUNCEMENTS: True}}) + "\n")
+    config_path = filter(None, [str(ours), os.environ.get("JUPYTER_CONFIG_PATH")])
+    return {
+        **os.environ,
+        "JUPYTER_CONFIG_PATH": os.pathsep.join(config_path),
+        "JUPYTERLAB_WORKSPACES_DIR": str(ours / "workspaces"),
+        "LABKIT_RUNS": str(runs_folder()),  # a kernel works in the folder of copies, and its runs do not belong there
+    }
+
+
+def command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> list[str]:
+    """What starts JupyterLab; ``more`` are options of its own."""
+    return [
+        *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder}"),
+        f"--LabApp.default_url=/lab/tree/{notebook}",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--LabApp.extension_manager=readonly",  # the other one asks an index for extensions
+        *([] if browser else ["--no-browser"]),
+        # In a container one is root. By default the server listens to this machine alone, and asks for its token.
+        *(["--allow-root"] if os.geteuid() == 0 else []),
+        *more,
+    ]
+
+
+def start(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> None:
+    """Become JupyterLab: this process ends with it, and Ctrl-C and signals are its own.
+
+    Raises:
+        LabError: there is no JupyterLab.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise LabError(f"no JupyterLab in {sys.prefix}: pip install 'labkit[notebook]'")
+    environment = prepare(folder)
+    sys.stdout.flush()
+    words = command(folder, notebook, browser=browser, more=more)
+    os.execve(words[0], words, environment)

@@ -1,0 +1,113 @@
+"""A learner's export, and thirty of them in one table."""
+
+import csv
+import json
+import re
+
+import pytest
+
+from labkit.__main__ import main
+from labkit.course import catalog, collect, verdicts
+from labkit.course.verdicts import Kept
+from labkit.errors import LabError
+
+NAMES = [each.name for each in catalog.find("fsdp").exercises]
+PASSED, WRONG = Kept("passed", "2026-01-02", 1, "2026-01-02"), Kept("wrong", "2026-01-02", 3)
+
+
+@pytest.fixture
+def thirty(tmp_path):
+    """Thirty learners; the n-th has passed n mod 11 exercises of lab 2, and failed the next."""
+    for number in range(30):
+        passed = number % len(NAMES)
+        states = dict.fromkeys(NAMES[:passed], PASSED) | {NAMES[passed]: WRONG}
+        collect.write(tmp_path / f"{number:02d}.json", f"learner {number:02d}", {"fsdp": states})
+    return sorted(tmp_path.glob("*.json"))
+
+
+def test_thirty_files_become_one_table(thirty, tmp_path, capsys):
+    table, page = tmp_path / "table.csv", tmp_path / "table.html"
+    files = [str(path) for path in thirty]
+    assert main(["collect", *files, "--csv", str(table), "--html", str(page)]) == 0
+    assert f"30 of 30 files in {table} and {page}" in capsys.readouterr().out
+    rows = list(csv.DictReader(table.open()))
+    assert [row["name"] for row in rows] == [f"learner {number:02d}" for number in range(30)]
+    for number, row in enumerate(rows):
+        passed = number % len(NAMES)
+        assert int(row["passed"]) == passed
+        assert [row[f"2.{place + 1}"] for place in range(len(NAMES))] == [
+            *["passed"] * passed,
+            "wrong",
+            *[""] * (len(NAMES) - passed - 1),
+        ]
+    assert {f"{lab.exercises[0].number}" for lab in catalog.labs()} <= set(rows[0]), "every lab has its columns"
+    text = page.read_text()
+    assert text.count("<tr") == 31 and "learner 29" in text and "http" not in text
+
+
+def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, tmp_path, capsys):
+    (tmp_path / "broken.json").write_text('{"kind": "labkit progress", "na')
+    (tmp_path / "foreign.json").write_text('{"cells": []}')
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "nameless.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"name": ""}))
+    (tmp_path / "odd.json").write_text(json.dumps(json.loads(thirty[0].read_text()) | {"verdicts": {"fsdp": 3}}))
+    newer = json.loads(thirty[3].read_text()) | {"when": "2999-01-01T00:00:00+00:00", "verdicts": {}}
+    (tmp_path / "00_again.json").write_text(json.dumps(newer))
+    files = [*sorted(str(path) for path in tmp_path.glob("*.json")), str(tmp_path / "missing.json")]
+    assert main(["collect", *files, "--csv", str(tmp_path / "table.csv")]) == 1
+    said = capsys.readouterr()
+    assert "30 of 37 files" in said.out
+    for name, why in {
+        "broken": "not JSON",
+        "foreign": "not made by `python -m labkit export`",
+        "binary": "broken, not JSON",
+        "nameless": "its name, version or time is missing",
+        "odd": "holds no verdicts",
+        "missing": "cannot be read",
+        "03": "left out, .*00_again.json is of learner 03",
+    }.items():
+        assert re.search(rf"{name}\.json: .*{why}", said.err), (name, said.err)
+    rows = {row["name"]: row for row in csv.DictReader((tmp_path / "table.csv").open())}
+    assert len(rows) == 30 and rows["learner 03"]["passed"] == "0", "the newer one counts"
+
+
+def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
+    collect.write(tmp_path / "a.json", '=HYPERLINK("x")', {})
+    collect.write(tmp_path / "b.json", "<script>alert(1)</script>", {"later": {"<b>": PASSED}})
+    content = json.loads((tmp_path / "b.json").read_text())
+    content["verdicts"]["=1"] = content["verdicts"]["later"]
+    (tmp_path / "b.json").write_text(json.dumps(content | {"labkit": "=2"}))
+    exports, problems = collect.collect([tmp_path / "a.json", tmp_path / "b.json"])
+    assert not problems
+    frame = collect.table(exports)
+    collect.write_csv(frame, tmp_path / "table.csv")
+    collect.write_html(frame, tmp_path / "table.html")
+    assert [row["name"][:2] for row in csv.DictReader((tmp_path / "table.csv").open())] == ["<s", "'="]
+    cells = [cell for row in csv.reader((tmp_path / "table.csv").open()) for cell in row]
+    assert "'=2" in cells and "'=1.<b>" in cells and not any(cell.startswith("=") for cell in cells)
+    page = (tmp_path / "table.html").read_text()
+    assert "<script" not in page and "<b>" not in page
+    assert frame["later.<b>"].tolist() == ["passed", ""], "an exercise of another version of labkit has its column, too"
+
+
+def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys, monkeypatch):
+    (tmp_path / "progress.json").write_text(json.dumps(verdicts.as_json({"fsdp": {"zero_bytes": PASSED}})))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "--name", "Ada B. / Lovelace", "--folder", str(tmp_path)]) == 0
+    assert "wrote labkit-Ada_B____Lovelace.json" in capsys.readouterr().out
+    found = collect.read(tmp_path / "labkit-Ada_B____Lovelace.json")
+    assert (found.name, found.labkit) == ("Ada B. / Lovelace", "0.1.0")
+    assert found.verdicts == {"fsdp": {"zero_bytes": PASSED}}
+    assert main(["export", "mine.json", "--folder", str(tmp_path)]) == 0, "without a terminal: the account's name"
+    assert collect.read(tmp_path / "mine.json").name
+    assert main(["export", "mine.json", "--name", "  ", "--folder", str(tmp_path)]) == 1
+    assert "needs a name" in capsys.readouterr().err
+
+
+def test_export_writes_over_no_other_file(tmp_path):
+    (tmp_path / "thesis.json").write_text('{"years": 4}')
+    with pytest.raises(LabError, match=r"thesis.json: not made by"):
+        collect.write(tmp_path / "thesis.json", "me", {})
+    collect.write(tmp_path / "me.json", "me", {})
+    collect.write(tmp_path / "me.json", "me", {"fsdp": {"zero_bytes": PASSED}})
+    assert collect.read(tmp_path / "me.json").verdicts

@@ -1,0 +1,383 @@
+"""Copies of the labs: made, reset, and updated without losing anything that a learner wrote."""
+
+import difflib
+import importlib.util
+import json
+import os
+import random
+import re
+import subprocess
+
+import nbformat
+import pytest
+
+from labkit.__main__ import main
+from labkit.course import catalog, copies, jupyter
+from labkit.course.merge import merge
+from labkit.errors import LabError, ParameterError
+from labkit.folder import home
+from notebooks.tools import source
+
+BEFORE = """\
+# %% [markdown]
+# # A lab
+
+# %%
+from labkit.checks import fsdp as checks
+
+# %% [markdown]
+# Some words about sharding, which are not quite right yet.
+
+# %% [markdown]
+# ### Exercise 1: bytes of each stage (•, 5 minutes)
+
+# %%
+def zero_bytes(parameters, ranks, stage):
+    ### BEGIN SOLUTION
+    return 4 * parameters
+    ### END SOLUTION
+
+# %%
+checks.zero_bytes(zero_bytes)
+
+# %%
+print("an old experiment that goes")
+
+# %% [markdown]
+# ### Exercise 2: how many all-gathers? (••, 5 minutes)
+
+# %%
+def all_gathers(units):
+    ### BEGIN SOLUTION
+    return 2 * units
+    ### END SOLUTION
+
+# %%
+checks.all_gathers(all_gathers)
+"""
+AFTER = (
+    BEFORE.replace("not quite right yet", "right now")
+    .replace('# %%\nprint("an old experiment that goes")\n', '# %%\nprint("something new, in its place")\n')
+    .replace("def all_gathers(units):", "def all_gathers(units, reshard):")
+    .replace("def zero_bytes(parameters, ranks, stage):", "def zero_bytes(parameters, ranks, stage=3):")
+)
+
+
+def texts(notebook):
+    return [cell.source for cell in notebook.cells]
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """Writes a lab's source, builds the learner's notebook from it, and lets labkit take it for the course."""
+    folder = tmp_path / "notebooks"
+    (folder / "src").mkdir(parents=True)
+
+    def build(text, name="02_sample"):
+        path = folder / "src" / f"{name}.py"
+        path.write_text(text)
+        (folder / f"{name}.ipynb").write_text(source.as_text(source.learner_notebook(path)))
+        catalog._labs.cache_clear()
+        return folder / f"{name}.ipynb"
+
+    monkeypatch.setattr(catalog, "FOLDER", folder)
+    yield build
+    catalog._labs.cache_clear()
+
+
+def answer(path, begins, text, output=None):
+    """What a learner does in JupyterLab: a cell's text changes, its id stays."""
+    notebook = nbformat.read(path, as_version=4)
+    (cell,) = (cell for cell in notebook.cells if cell.source.startswith(begins))
+    cell.source = text
+    if output:
+        cell.outputs, cell.execution_count = [nbformat.v4.new_output("stream", text=output)], 3
+    nbformat.write(notebook, path)
+
+
+def test_every_lab_gets_a_copy_and_what_is_there_is_left_alone(course, tmp_path):
+    course(BEFORE)
+    mine = tmp_path / "my"
+    assert [lab.name for lab in copies.make(mine)] == ["02_sample"]
+    (mine / "02_sample.ipynb").write_text("mine")
+    course(BEFORE, "03_another")
+    assert [lab.name for lab in copies.make(mine)] == ["03_another"]
+    assert (mine / "02_sample.ipynb").read_text() == "mine"
+    assert sorted(path.name for path in mine.iterdir()) == [".labkit", "02_sample.ipynb", "03_another.ipynb"]
+
+
+def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
+    path, mine = course(BEFORE), tmp_path / "my"
+    copies.make(mine)
+    copy = mine / path.name
+    written = "def all_gathers(units):\n    return 2 * units  # I think"
+    answer(copy, "def all_gathers", written, "my output")
+    answer(copy, "checks.zero_bytes", "checks.zero_bytes(zero_bytes)", "an output of an unchanged cell")
+    notebook = nbformat.read(copy, as_version=4)
+    notebook.cells.insert(3, nbformat.v4.new_code_cell("a_cell_of_my_own = 1"))
+    nbformat.write(notebook, copy)
+
+    course(AFTER)
+    ((said,), problems) = copies.update(mine)
+    assert not problems
+    updated = nbformat.read(copy, as_version=4)
+    nbformat.validate(updated)
+    now = texts(updated)
+    fresh = texts(nbformat.read(path, as_version=4))
+    assert written in now and "a_cell_of_my_own = 1" in now
+    assert "Some words about sharding, which are right now." in now
+    assert "def zero_bytes(parameters, ranks, stage=3):\n    ...  # your code here" in now, "untouched: the new text"
+    assert 'print("an old experiment that goes")' not in now
+    place = now.index('print("something new, in its place")')
+    assert now[place - 1] == fresh[fresh.index('print("something new, in its place")') - 1], "in its place"
+    assert now[now.index("a_cell_of_my_own = 1") - 1] == "Some words about sharding, which are right now."
+    outputs = {cell.source: cell.outputs for cell in updated.cells if cell.cell_type == "code"}
+    assert outputs[written][0].text == "my output"
+    assert outputs["checks.zero_bytes(zero_bytes)"][0].text == "an output of an unchanged cell"
+    assert "left: `def all_gathers(units):`: it has a new text, but you changed yours" in said
+    assert "+def all_gathers(units, reshard):" in said, "the new text can be read"
+    assert "1 left as you have them" in said
+    assert (mine / ".labkit" / "earlier" / path.name).exists()
+
+    assert copies.update(mine) == (["02_sample: nothing new"], [])
+    course(AFTER.replace("# # A lab", "# # The lab"))
+    copies.update(mine)
+    again = texts(nbformat.read(copy, as_version=4))
+    assert written in again and "# The lab" in again, "the answer is found again by the id of its exercise"
+    assert len(again) == len(now)
+
+
+def test_an_update_that_was_cut_off_is_done_again_without_doubles(course, tmp_path, monkeypatch):
+    path, mine = course(BEFORE), tmp_path / "my"
+    copies.make(mine)
+    answer(mine / path.name, "def all_gathers", "def all_gathers(units):\n    return 7")
+    course(AFTER)
+    before = (mine / ".labkit" / "pristine" / path.name).read_text()
+    copies.update(mine)
+    done = (mine / path.name).read_text()
+    (mine / ".labkit" / "pristine" / path.name).write_text(before)  # the last of its files was not written
+    copies.update(mine)
+    assert texts(nbformat.read(mine / path.name, as_version=4)) == texts(nbformat.reads(done, as_version=4))
+
+
+def test_a_cell_that_the_learner_removed_stays_away(course, tmp_path):
+    path, mine = course(BEFORE), tmp_path / "my"
+    copies.make(mine)
+    notebook = nbformat.read(mine / path.name, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if not cell.source.startswith("Some words")]
+    nbformat.write(notebook, mine / path.name)
+    course(AFTER)
+    (said,), _ = copies.update(mine)
+    assert "which are right now" not in "".join(texts(nbformat.read(mine / path.name, as_version=4)))
+    assert "but you removed it" in said
+
+
+def test_notes_of_the_learners_in_a_cell_of_text_outlive_every_change_of_it(course, tmp_path):
+    path, mine = course(BEFORE), tmp_path / "my"
+    copies.make(mine)
+    noted = "Some words about sharding, which are not quite right yet. I do not think so."
+    answer(mine / path.name, "Some words", noted)
+    for change in ("right now", "right at last", "right for ever"):
+        course(BEFORE.replace("not quite right yet", change))
+        (said,), _ = copies.update(mine)
+        assert "but you changed yours" in said and f"+Some words about sharding, which are {change}." in said
+    now = texts(nbformat.read(mine / path.name, as_version=4))
+    assert now.count(noted) == 1 and len(now) == len(texts(nbformat.read(path, as_version=4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*Non-unique cell id")
+def test_a_cell_that_was_copied_with_its_id_is_kept_twice(course, tmp_path):
+    path, mine = course(BEFORE), tmp_path / "my"
+    copies.make(mine)
+    notebook = json.loads((mine / path.name).read_text())
+    place = next(number for number, cell in enumerate(notebook["cells"]) if cell["id"] == "answer-zero_bytes")
+    notebook["cells"].insert(place + 1, {**notebook["cells"][place], "source": "again = 1"})
+    (mine / path.name).write_text(json.dumps(notebook))
+    course(AFTER)
+    copies.update(mine)
+    merged = nbformat.read(mine / path.name, as_version=4)
+    nbformat.validate(merged)
+    assert "again = 1" in texts(merged) and len({cell.id for cell in merged.cells}) == len(merged.cells)
+
+
+def test_an_id_of_the_learners_that_a_new_cell_has_is_changed():
+    def notebook(**sources):
+        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text, id=id) for id, text in sources.items()])
+
+    merged = merge(
+        notebook(old="a = b + c"), notebook(new="a = b + d"), notebook(old="a = b + c + 1", new="my own")
+    ).notebook
+    assert texts(merged) == ["a = b + c + 1", "my own"]
+    assert merged.cells[0].id == "new" != merged.cells[1].id
+
+
+def test_cells_without_ids_are_found_by_their_text(course, tmp_path):
+    path, mine = course(BEFORE), tmp_path / "my"
+    copies.make(mine)
+    notebook = json.loads((mine / path.name).read_text())
+    notebook["nbformat_minor"] = 4
+    for cell in notebook["cells"]:
+        del cell["id"]
+    notebook["cells"].append({**notebook["cells"][-2], "source": "of_my_own = 1"})
+    (mine / path.name).write_text(json.dumps(notebook))
+    course(AFTER)
+    copies.update(mine)
+    merged = nbformat.read(mine / path.name, as_version=4)
+    nbformat.validate(merged)
+    assert sorted(texts(merged)) == sorted([*texts(nbformat.read(path, as_version=4)), "of_my_own = 1"])
+    assert len({cell.id for cell in merged.cells}) == len(merged.cells)
+
+
+def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tmp_path):
+    course(BEFORE, "01_first")
+    course(BEFORE, "02_sample")
+    mine = tmp_path / "my"
+    copies.make(mine)
+    (mine / "01_first.ipynb").write_text('{"cells": [')
+    course(AFTER, "01_first")
+    course(AFTER, "02_sample")
+    (second,), (first,) = copies.update(mine)
+    assert "01_first.ipynb is no notebook" in first and "python -m labkit reset 01_first" in first
+    assert (mine / "01_first.ipynb").read_text() == '{"cells": ['
+    assert "cells with a new text" in second
+
+
+def test_a_copy_of_unknown_origin_is_left_alone(course, tmp_path):
+    path, mine = course(BEFORE), tmp_path / "my"
+    copies.make(mine)
+    (mine / ".labkit" / "pristine" / path.name).unlink()
+    _, (said,) = copies.update(mine)
+    assert "02_sample.ipynb was made from" in said and "reset 02_sample" in said
+
+
+def test_a_reset_keeps_the_earlier_copy_beside_each_time(course, tmp_path):
+    path, mine = course(BEFORE), tmp_path / "my"
+    lab = catalog.find("02_sample")
+    assert copies.reset(lab, mine) is None
+    kept = []
+    for text in ("first", "second"):
+        (mine / path.name).write_text(text)
+        kept.append(copies.reset(lab, mine))
+    assert [path.read_text() for path in kept] == ["first", "second"]
+    assert all(re.fullmatch(r"02_sample\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?\.ipynb", path.name) for path in kept)
+    assert (mine / path.name).read_text() == path.read_text()
+
+
+def test_a_folder_that_cannot_be_written_in_is_an_error_with_a_fix(course, tmp_path):
+    course(BEFORE)
+    (tmp_path / "my").write_text("a file")
+    with pytest.raises(LabError, match=r"my: no copies can be written there \(.*--folder"):
+        copies.make(tmp_path / "my")
+
+
+def test_nothing_that_a_learner_wrote_is_ever_lost(course):
+    """Whatever is edited, added, removed and moved on both sides, over two updates in a row."""
+    notes = [f"# %%\nstep_{number} = compute({number})  # line {number}\n" for number in range(12)]
+    path = course(BEFORE + "".join(notes))
+    base = nbformat.read(path, as_version=4)
+    for seed in range(60):
+        chance = random.Random(seed)
+        mine, known = edited(base, chance, "mine"), base
+        wrote = {text for text in texts(mine) if text not in texts(base)}
+        for release in ("new", "newer"):
+            new = edited(known, chance, release)
+            mine = merge(known, new, mine).notebook
+            nbformat.validate(mine)
+            now = texts(mine)
+            assert wrote <= set(now), f"seed {seed}: lost {difflib.context_diff(sorted(wrote), sorted(now))}"
+            assert len({cell.id for cell in mine.cells}) == len(mine.cells)
+            known = new
+
+
+def edited(notebook, chance, mark):
+    """Another notebook: some cells with another text, some gone, some new, some elsewhere."""
+    cells = nbformat.from_dict(json.loads(json.dumps(notebook.cells)))
+    for number, cell in enumerate(cells):
+        if chance.random() < 0.2:
+            cell.source += f"\n# {mark} {number}"
+            if mark != "mine" and not re.match("answer-|check-", cell.id):
+                cell.id = f"{mark}-{number}-{chance.randrange(10**6)}"
+    cells = [cell for cell in cells if chance.random() > 0.1]
+    for number in range(chance.randrange(4)):
+        new = nbformat.v4.new_code_cell(f"{mark}_{number} = {chance.random()}")
+        cells.insert(chance.randrange(len(cells) + 1), new)
+    if chance.random() < 0.3:
+        cells.insert(0, cells.pop(chance.randrange(len(cells))))
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+@pytest.mark.parametrize("name", ["02_fsdp_wrapping", "2", "02", "fsdp", "02_fsdp_wrapping.ipynb"])
+def test_a_lab_is_found_by_its_name_its_number_or_its_short_name(name):
+    assert catalog.find(name).name == "02_fsdp_wrapping"
+
+
+@pytest.mark.parametrize("name", ["6", "fsd", "", "../02_fsdp_wrapping"])
+def test_an_unknown_lab_lists_those_that_exist(name):
+    with pytest.raises(ParameterError, match=r"no lab is called .* one of: 00_ranks, 01_spatial_sharding, "):
+        catalog.find(name)
+
+
+def test_jupyterlab_gets_the_copies_alone_and_no_settings_of_the_user_change(tmp_path, monkeypatch):
+    settings = tmp_path / "settings"
+    settings.mkdir()
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(settings))
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/somewhere/else")
+    environment = jupyter.prepare(tmp_path / "my")
+    ours = tmp_path / "my" / ".labkit" / "jupyter"
+    assert environment["JUPYTER_CONFIG_PATH"].split(os.pathsep) == [str(ours), "/somewhere/else"]
+    assert environment["LABKIT_RUNS"] == os.environ["LABKIT_RUNS"]
+    page = json.loads((ours / "labconfig" / "page_config.json").read_text())
+    assert page == {"disabledExtensions": {jupyter.ANNOUNCEMENTS: True}}
+    words = jupyter.command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--port=9",))
+    assert (
+        f"--ServerApp.root_dir={tmp_path / 'my'}" in words and "--LabApp.default_url=/lab/tree/00_ranks.ipynb" in words
+    )
+    assert "--no-browser" in words and words[-1] == "--port=9"
+    assert list(settings.iterdir()) == []
+
+
+def test_in_a_checkout_copies_lie_in_it_wherever_one_works(repository, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert copies.my_folder() == repository / "my" and home() == repository
+
+
+def test_copies_are_ignored_by_git(repository):
+    if not (repository / ".git").exists():
+        pytest.skip("no clone: nothing to ignore")
+    names = ["my/00_ranks.ipynb", "my/progress.json"]
+    asked = subprocess.run(["git", "check-ignore", *names], cwd=repository, capture_output=True, text=True)
+    assert asked.stdout.split() == names
+
+
+def test_commands_say_what_they_did(course, tmp_path, capsys):
+    course(BEFORE)
+    mine = str(tmp_path / "my")
+    assert main(["reset", "2", "--folder", mine]) == 0
+    assert main(["reset", "2", "--folder", mine]) == 0
+    assert re.search(r"made .*02_sample.ipynb; the earlier one is .*02_sample\.2", capsys.readouterr().out)
+    course(AFTER)
+    assert main(["update", "--folder", mine]) == 0
+    assert "02_sample: 5 cells with a new text, 1 new, 1 removed, 0 left as you have them" in capsys.readouterr().out
+    (tmp_path / "my" / "02_sample.ipynb").write_text("")
+    course(BEFORE)
+    assert main(["update", "--folder", mine]) == 1
+    assert "02_sample: left as it is. " in capsys.readouterr().err
+    assert main(["reset", "nine", "--folder", mine]) == 2
+
+
+def test_the_command_that_opens_the_lab_says_what_is_new(course, tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(jupyter, "start", lambda *arguments, **options: started.append((arguments, options)))
+    mine = tmp_path / "my"
+    for text, said in ((BEFORE, "made "), (BEFORE, ""), (AFTER, "There is something new in 02_sample: `python -m")):
+        course(text)
+        assert main(["lab", "2", "--no-browser", "--folder", str(mine), "--jupyter-options=--port=0"]) == 0
+        assert capsys.readouterr().out.startswith(said)
+    assert started[0] == ((mine, "02_sample.ipynb"), {"browser": False, "more": ("--port=0",)})
+
+
+def test_without_jupyterlab_the_command_says_what_to_install(course, tmp_path, monkeypatch, capsys):
+    course(BEFORE)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["lab", "2", "--folder", str(tmp_path / "my")]) == 1
+    assert "pip install 'labkit[notebook]'" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""The course without a clone: a wheel, an empty folder, and an environment with labkit from the wheel alone."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(300)]
+SMALL = {"RANKS": 2, "DIM": 50, "STEPS": 1, "REPEATS": 4}
+
+
+@pytest.fixture(scope="module")
+def installed(repository, tmp_path_factory):
+    """The Python of an environment with this checkout's wheel, and the packages of this one but labkit."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("labkit", "launch", "notebooks"):
+        shutil.copytree(repository / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(repository / name, folder / "source")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, folder / "source"]
+    subprocess.run(build, check=True, timeout=200, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True, timeout=100)
+    python = folder / "env" / "bin" / "python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", packages, wheel]
+    subprocess.run(install, check=True, timeout=100, capture_output=True)
+    # A path in a .pth is not searched for more of them, so this checkout's editable install stays out.
+    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.fixture
+def empty(installed, tmp_path, monkeypatch):
+    """An empty folder to work in, and nothing of this session's in the environment."""
+    for name in ("PYTHONPATH", "LABKIT_RUNS", "LABKIT_VERDICTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("config", "data", "runtime"):
+        monkeypatch.setenv(f"JUPYTER_{name.upper()}_DIR", str(tmp_path / "jupyter" / name))
+    # JupyterLab's own files lie in the environment that it was installed into.
+    monkeypatch.setenv("JUPYTERLAB_DIR", str(Path(sys.prefix, "share", "jupyter", "lab")))
+    folder = tmp_path / "empty folder"
+    folder.mkdir()
+    return folder
+
+
+def labkit(python, folder, *words):
+    done = subprocess.run([python, "-m", "labkit", *words], cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_programs_and_learners_notebooks_and_nothing_else(installed):
+    packages = next(installed.parents[1].glob("lib/python*/site-packages"))
+    names = {path.name for path in (packages / "notebooks").iterdir()}
+    assert "00_ranks.ipynb" in names and all(name.endswith(".ipynb") for name in names)
+    assert (packages / "launch" / "fsdp_wrap.py").exists()
+    assert {"tests", "benchmarks", "book"}.isdisjoint(path.name for path in packages.iterdir())
+
+
+def test_a_program_runs_and_is_recorded_in_the_current_folder(installed, empty):
+    answer = labkit(installed, empty, "run", "fsdp_wrap", "--nproc", "2", "--steps", "1", "--hidden", "8")
+    (run,) = (empty / "runs").iterdir()
+    assert f"recorded in {run}" in answer
+    info = json.loads((run / "run.json").read_text())
+    assert Path(info["program_path"]).is_relative_to(installed.parents[1]), "not this checkout's"
+    assert info["git_revision"] is None
+
+
+def test_jupyterlab_opens_on_copies_alone_and_stops_on_request(installed, empty, tmp_path):
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        words = [installed, "-m", "labkit", "lab", "--no-browser", "--jupyter-options=--port=0"]
+        server = subprocess.Popen(words, cwd=empty, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+    try:
+        info = wait_for(tmp_path / "jupyter" / "runtime" / f"jpserver-{server.pid}.json", server, log)
+        copies = json.loads(get(info, "api/contents"))["content"]
+        assert sorted(each["name"] for each in copies) == sorted(path.name for path in (empty / "my").glob("[0-9]*"))
+        assert len(copies) >= 7, "each lab, and no solved notebook, source or hidden file"
+        page = get(info, "lab/tree/00_ranks.ipynb")
+        assert '"disabledExtensions": ["@jupyterlab/apputils-extension:announcements"]' in page
+        assert '"can_install": false' in page, "no index is asked for extensions"
+        assert f"lab/tree/00_ranks.ipynb?token={info['token']}" in log.read_text(), "the first lab opens by itself"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=20)
+    kept = {path.name for path in (tmp_path / "jupyter" / "config").rglob("*")}
+    assert kept <= {"migrated"}, "nobody's settings were changed"
+
+
+def wait_for(path, server, log):
+    """What JupyterLab writes about itself when it listens."""
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and server.poll() is None:
+        if path.exists() and (text := path.read_text()):
+            return json.loads(text)
+        time.sleep(0.1)
+    raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
+
+
+def get(info, place):
+    with urllib.request.urlopen(f"{info['url']}{place}?token={info['token']}", timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_a_learners_notebook_runs_through_there_and_its_verdicts_are_kept(installed, empty):
+    labkit(installed, empty, "reset", "0")
+    copy = empty / "my" / "00_ranks.ipynb"
+    notebook = nbformat.read(copy, as_version=4)
+    answer = next(cell for cell in notebook.cells if cell.id == "answer-ring_bytes")
+    answer.source = answer.source.replace("...  # your code here", "return 2 * handed_bytes * (ranks - 1) / ranks")
+    notebook.cells.append(nbformat.v4.new_code_cell("import labkit; print(labkit.__file__)"))
+    nbformat.write(notebook, copy)
+    code = "import papermill, sys; papermill.execute_notebook(sys.argv[1], sys.argv[1], eval(sys.argv[2]))"
+    command = [installed, "-c", code, copy, repr(SMALL)]
+    ended = subprocess.run(command, cwd=copy.parent, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    done = nbformat.read(copy, as_version=4)
+    printed = done.cells[-1].outputs[0].text
+    assert printed.startswith(str(installed.parents[1])), printed
+    standing = done.cells[-2].outputs[0].data["text/plain"]
+    assert standing.startswith("1 of 8 passed, these are open: 0.1 mend the circle; ")
+    assert "00_ranks                  1 of 8 passed" in labkit(installed, empty, "progress")
+    assert list((empty / "runs").iterdir()), "beside the copies, not among them"
+    assert {path.name for path in copy.parent.iterdir()} == {".labkit", copy.name, "progress.json"}
+    assert "00_ranks: nothing new" in labkit(installed, empty, "update")
