@@ -201,6 +201,7 @@ def batch_pays(
         ax.set(xscale="log", yscale="log", xlabel="tokens of a rank in a step", ylabel="predicted time, ms")
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.yaxis.set_major_formatter("{x:,g}")
+        ax.yaxis.set_minor_formatter("")  # on a short axis matplotlib would write powers between the numbers
     return axes
 
 

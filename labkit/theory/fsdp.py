@@ -324,8 +324,12 @@ class _Walk:
     def start(self) -> None:
         """What is there before the step."""
         held = resident_bytes(self.layers, self.ranks)
-        self.take("parameter", held["end_parameter_bytes"])
-        self.take("optstate", held["end_optstate_bytes"])
+        self.hold(held["end_parameter_bytes"], held["end_optstate_bytes"])
+
+    def hold(self, parameters: int, state: int) -> None:
+        """The first moment: what stays from step to step."""
+        self.now["parameter"] = parameters
+        self.take("optstate", state)
 
     def take(self, category: str, size: int) -> None:
         self.now[category] += size
@@ -473,8 +477,7 @@ class _WholeWalk(_Walk):
 
     def start(self) -> None:
         held, share = resident_bytes(self.layers, 1), resident_bytes(self.layers, self.ranks)
-        self.take("parameter", held["end_parameter_bytes"])
-        self.take("optstate", (share if self.shard_optimizer else held)["end_optstate_bytes"])
+        self.hold(held["end_parameter_bytes"], (share if self.shard_optimizer else held)["end_optstate_bytes"])
 
     def backward(self) -> None:
         super().backward()

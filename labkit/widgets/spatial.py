@@ -64,8 +64,8 @@ class Spatial(Explorer):
         part = halo / (HEIGHT, chosen["width"])[chosen["tensor_dim"] - 2]
         plots.strips(eyes, chosen["mesh"], chosen["batch"], part, tensor_dim=chosen["tensor_dim"], ax=strips)
         if space > 1:
-            text = f"shaded: the halo in the last stage, {HALO} of its pixels, {halo} of the image"
-            figure.text(0.01, 0.09, text, fontsize=9)
+            text = f"shaded: the halo in the last stage,\n{HALO} of its pixels, {halo} of the image"
+            figure.text(0.01, 0.05, text, fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone = _activations(**chosen | {"mesh": (1, 1)})
         found = {name: result.value(name) for name in predicted} if result else {}

@@ -75,7 +75,7 @@ class TwoAxes(Explorer):
         sent.yaxis.label.set_fontsize(9)
         for ax in (sent, times):
             ax.locator_params(axis="y", nbins=3)  # every bar has its number, and each tick takes time to draw
-        figure.text(0.01, 0.99, _in_words(costs, measured=result is not None), fontsize=9, va="top")
+        figure.text(0.01, 0.99, _in_words(costs, measured=result is not None, **chosen), fontsize=9, va="top")
         crowded = result is not None and ranks > result.session["cores"] and result.device == "cpu"
         if crowded:
             figure.text(0.01, 0.94, CROWDED, fontsize=8, va="top", color=style.GREY)
@@ -151,11 +151,13 @@ def _measured_costs(result: RunResult, **chosen: Any) -> dict[str, Any]:
     return {"flops_per_s": 1e3 * operations / result.value("alone_ms"), "links": links}
 
 
-def _in_words(costs: Mapping[str, Any], *, measured: bool) -> str:
+def _in_words(costs: Mapping[str, Any], *, measured: bool, **chosen: Any) -> str:
     """The costs in one line."""
-    links = [
+    if not measured:
+        links = ", ".join(f"along {axis} {chosen[f'{axis}_gb_per_s']} GB/s" for axis in ("tp", "data"))
+        return f"costs as chosen: {links}; a rank does {costs['flops_per_s'] / 1e12:.0f} TFLOP/s, as an H100"
+    links = ", ".join(
         f"along {axis} {1e6 * link.alpha_s:,.0f} µs and {style.digits(1e12 * link.beta_s_per_byte)} µs/MB"
         for axis, link in costs["links"].items()
-    ]
-    said = "costs measured by this run" if measured else "costs as chosen"
-    return f"{said}: a rank {style.digits(costs['flops_per_s'] / 1e9)} GFLOP/s, {', '.join(links)}"
+    )
+    return f"costs measured by this run: a rank {style.digits(costs['flops_per_s'] / 1e9)} GFLOP/s, {links}"

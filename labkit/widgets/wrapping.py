@@ -36,7 +36,7 @@ class Wrapping(Explorer):
     title = "What does a rank hold, and what does it send?"
     controls: ClassVar = {
         "model": Control("model", MODELS, (3, 128)),
-        "stage": Control("sharded (ZeRO stage)", STAGES, 3),
+        "stage": Control("sharded", STAGES, 3),
         "wrap": Control("units", {"whole model": "root", "blocks": "block", "layers": "layer"}, "block"),
         "ranks": Control("ranks", (2, 4, 8), 2),
         "batch": Control("sequences of a rank", (8, 32, 128), 32),

@@ -574,10 +574,10 @@ pandas.DataFrame({"on the wire / handed to the call": factors}, index=pandas.Ind
 #
 # Is that so? On Linux one can look. The ranks of this machine talk over its loopback interface, and the system counts
 # the bytes on it. Each line is one collective of a 4 MB tensor on four ranks: what left all four together, beside what
-# a ring of four ranks sends. (`--use theory` takes that name of the notebook along.)
+# a ring of four ranks sends.
 
 # %% tags=["nbval-ignore-output"]
-# %%torchrun -n 4 --use theory
+# %%torchrun -n 4
 from pathlib import Path
 
 

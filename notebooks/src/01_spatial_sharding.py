@@ -306,7 +306,7 @@ claim("the four summands add up to the matrix", numpy.array_equal(sum(held["4 ra
 # A mesh of 2 × 2 has two axes. Ranks 0 and 1 lie along the last axis, ranks 0 and 2 along the first. Each axis has its own
 # placement, the first axis first.
 #
-# ### Explore
+# ### Explore (optional, 4 minutes)
 #
 # Here the tensor is a photo, [rows, columns, 3]. Turn the placement on each axis, and see which ranks hold a part: "0 or
 # 1" hold the same, "0 + 2" hold terms of a sum. Look at each rank's tensor: where do its bytes shrink, and where not?
@@ -314,8 +314,13 @@ claim("the four summands add up to the matrix", numpy.array_equal(sum(held["4 ra
 # and whether the photo came back.
 #
 # With `Partial()` on both axes a rank holds as many bytes as with `Replicate()` on both. What is the difference?
-# <details><summary>Answer</summary>What the whole takes. Of a replicated tensor every rank has it already. Of a sum it takes
-# two all-reduces, one along each axis, of all the bytes.</details>
+#
+# <details><summary>Answer</summary>
+#
+# What the bytes are. With `Replicate()` each rank has the whole already. With `Partial()` it has one of four terms. The
+# whole then takes two all-reduces, one along each axis; to each a rank hands as many bytes as the whole has.
+#
+# </details>
 
 # %%
 widgets.Placement()
@@ -1262,22 +1267,39 @@ if RANKS == 4:
 # %% [markdown]
 # *A middle rank in the line of four sent four times as much: twice the neighbours, twice the samples.*
 #
-# So the data axis is the cheaper one, as long as there are samples to share. Cut the images when one sample no longer fits,
-# or when the batch must stay small.
+# So in halos the data axis is the cheaper one, as long as there are samples to share. Cut the images when one sample no
+# longer fits, or when the batch must stay small.
 #
-# ### Explore
+# ### Explore (optional, 5 minutes)
 #
 # All of it at once: the strips and their halos, the activations of a rank against a budget, the bytes handed over.
-# Look for the smallest number of ranks within the budget. Then make the images wider, and see what grows and what
-# stays. Cut the height instead: what does it do to the halos? *run it* trains one step on real ranks.
+# Set the budget to 4 MB, and look for the smallest number of ranks within it. Then make the images wider, and see what
+# grows and what stays. Go back to 1 × 2 and cut the height instead (four strips of 64 rows are too narrow): what does
+# it do to the halos? *run it* trains one step on real ranks.
 #
 # Four ranks share 4 images, as 1 × 4 or as 2 × 2. Which keeps less, and which hands over less?
-# <details><summary>Answer</summary>A rank keeps about the same: 2.81 and 2.76 MB, for a quarter of the pixels each. The mesh of
-# 2 × 2 hands over a quarter of the halos' bytes, but twice as many to all-reduces: one of all gradients along each
-# axis.</details>
+#
+# <details><summary>Answer</summary>
+#
+# A rank keeps about the same: 2.81 and 2.76 MB, for a quarter of the pixels each. In all, 1 × 4 hands over less: 426 kB
+# against 507 kB. The mesh of 2 × 2 hands over a quarter of the halos' bytes (49 kB, not 197), but twice as many to
+# all-reduces: one of all gradients along each axis. On the wire of a ring it is the other way round, 541 kB against
+# 507 kB: an all-reduce over 4 ranks sends 1.5 times its bytes, one over 2 ranks sends them once.
+#
+# </details>
 
 # %%
 widgets.Spatial()
+
+# %% tags=["claim"]
+spatial = widgets.Spatial()
+strips, grid = (spatial.predict(**spatial.chosen | {"mesh": shape}) for shape in ((1, 4), (2, 2)))
+claim("1 x 4 hands over 426 kB", round((strips["send_bytes"] + strips["all_reduce_bytes"]) / 1e3) == 426)
+claim("2 x 2 hands over 507 kB", round((grid["send_bytes"] + grid["all_reduce_bytes"]) / 1e3) == 507)
+claim("in a ring 1 x 4 sends 541 kB", round((strips["send_bytes"] + 1.5 * strips["all_reduce_bytes"]) / 1e3) == 541)
+claim(
+    "a rank keeps about the same", [round(each["peak_activation_bytes"] / 1e4) for each in (strips, grid)] == [281, 276]
+)
 
 # %% [markdown]
 # ## 12. Leave with (core, 5 minutes)

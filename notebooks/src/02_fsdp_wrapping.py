@@ -856,23 +856,24 @@ def plan() -> dict[str, object]:
 checks.memory_plan(plan, int(bound), gathers=6, **SETUP)
 
 # %% [markdown]
-# ### Explore
+# ### Explore (optional, 5 minutes)
 #
 # The same ledger, drawn event by event: what a rank holds in the course of one step, and beside it what it sends.
 # *run it* measures the peak and the bytes on real ranks. The dotted line is a budget of 5 MB.
 #
-# Turn *sharded* from 0 to 3, and see which colours shrink. ZeRO 1 is theory alone: no program here trains with it. Then
-# turn *units*: where in the step does the peak lie? With bfloat16 (section 9) parameters are gathered, and activations
-# kept, in 2 bytes a number; shards, reduced gradients and the loss stay float32.
+# Turn *sharded* from 0 to 3, and see which colours shrink. ZeRO 1 is theory alone: no program here trains with it.
+# Position 2 is not ZeRO's stage 2, but section 3's `reshard_after_forward=False`: parameters are sharded too, and
+# gathered once. Then turn *units*: where in the step does the peak lie? With bfloat16 (section 9) parameters are
+# gathered, and activations kept, in 2 bytes a number; shards, reduced gradients and the loss stay float32.
 #
 # Question: gathering once sends a third less than gathering twice, and at the default both have the same peak. Why
 # gather twice?
 #
 # <details><summary>Answer</summary>
 #
-# Choose 6 blocks. Of three blocks the peak of stage 3 holds two anyway: one computes, the next one is gathered ahead.
-# Stage 2 holds all blocks that the backward pass has not yet reached, and these are more the deeper the model is: 11.0 MB
-# against 9.66 MB.
+# Choose 6 blocks of width 128. Of three blocks, gathering twice holds two at the peak anyway: one computes, the next one
+# is gathered ahead. Gathering once holds all blocks that the backward pass has not yet freed, and these are more the
+# deeper the model is: 11.0 MB against 9.66 MB.
 #
 # </details>
 
@@ -913,10 +914,10 @@ ahead = labkit.run("fsdp_wrap", prefetch=True, **slow)
 _ = plots.timeline(ahead)
 
 # %% [markdown]
-# *In the forward pass the all-gathers of blocks 1 and 2 mostly start while the block before computes. So do those of
-# blocks 1 and 0 in the backward pass. The first all-gather of each pass cannot hide: no block computes beside it. On
-# CPU ranks PyTorch waits for each reduce-scatter, so these stay exposed. In the backward pass a rank may still be seen
-# waiting for the other, which was late.*
+# *In the forward pass the all-gathers of blocks 1 and 2 mostly start while the block before computes. In the backward
+# pass those of blocks 1 and 0 start just before block 2, or 1, computes, and mostly run on beside it. The first
+# all-gather of each pass cannot hide: no block computes beside it. On CPU ranks PyTorch waits for each reduce-scatter,
+# so these stay exposed. In the backward pass a rank may still be seen waiting for the other, which was late.*
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.exposed({"waiting": waiting, "prefetching": ahead})
@@ -1225,7 +1226,8 @@ def losses(result: labkit.RunResult) -> list[float]:
 with tempfile.TemporaryDirectory() as folder:
     before = labkit.run("fsdp_wrap", save=f"{folder}/state", **SETUP)
     after = labkit.run("fsdp_wrap", load=f"{folder}/state", **SETUP | {"nproc": RANKS + 1, "steps": 1})
-print(f"{RANKS} ranks saved, {RANKS + 1} went on: below the first loss again: {losses(after)[0] < losses(before)[0]}")
+lower = losses(after)[0] < losses(before)[0]
+print(f"{RANKS} ranks saved, {RANKS + 1} went on; the loss goes on below where the first run began: {lower}")
 
 # %% tags=["claim"]
 claim("the training went on and did not begin anew", losses(after)[0] < losses(before)[0])

@@ -896,7 +896,7 @@ claim("in RMS int8 errs more than twice as much as bfloat16", rms["int8"] > 2 * 
 claim("int8 is more exact than float8 by both", largest["int8"] < largest["float8"] and rms["int8"] < rms["float8"])
 
 # %% [markdown]
-# ### Explore
+# ### Explore (optional, 5 minutes)
 #
 # The same network again. Left what a rank hands to the all-gathers of a step, right how the errors of all weights lie.
 # The weights were trained on one device for 100 steps. *run it* lets real ranks start with these weights, gather them,
@@ -905,13 +905,14 @@ claim("int8 is more exact than float8 by both", largest["int8"] < largest["float
 # Turn *one scale for* from a shard to 32 numbers: the bound stays where it is, and the errors draw together. Then do the
 # same before training: there is little to gain, since these weights still lie evenly.
 #
-# Question: int4 gains more from a scale for every 32 numbers than float8 does. Why?
+# Question: go from a scale for a shard to one for 32 numbers, and watch `weight_rms_error` in the table below. int4
+# (whole numbers from -7 to 7) gains more than float8 does. Why?
 #
 # <details><summary>Answer</summary>
 #
-# A float carries a scale of its own in each number: its exponent. A shared scale only says where its range lies. int4 has
-# nothing else: one large weight makes the steps of all that share its scale coarse. The RMS error of the worst parameter
-# falls from 13 % to 8 % with int4, and from 2.7 % to 2.5 % with float8.
+# A float carries a scale of its own in each number: its exponent. A shared scale only says where its range lies. int4
+# has nothing else: one large weight makes the steps of all that share its scale coarse. From a shard to 32 numbers the
+# RMS error of the worst parameter falls from 13 % to 8 % with int4, and from 2.7 % to 2.5 % with float8.
 #
 # </details>
 
@@ -929,8 +930,8 @@ for name in NAMES:
     print(f"{name:7} changes the loss of the trained network by {runs[name].value('loss_change'):+.3%}")
 
 # %% [markdown]
-# float8, whose error is by far the largest, changes it most. Between the other two one number decides nothing. And
-# during training? The small errors push the weights onto another path.
+# float8, whose error is by far the largest, changes it most. Which of the other two changes it more, one number cannot
+# say. And during training? The small errors push the weights onto another path.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -983,7 +984,8 @@ for name, percent in (("bf16", 2), ("float8", 10), ("int8", 10)):
 #
 # <details><summary>Hint</summary>
 #
-# In the figure for int8 two rows lie in memory of their own while the unit computes. How large is each?
+# In the figure for int8, which two rows beside the local shard lie in memory of their own while the unit computes? How
+# large is each?
 #
 # </details>
 

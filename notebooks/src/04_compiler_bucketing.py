@@ -702,8 +702,8 @@ _ = plots.timeline(eager)
 # A bucket's bar may begin later than it was asked for: gloo's thread waits until the arithmetic leaves it the core. That
 # is what "hiding is not free" looks like.
 #
-# **Why is there sometimes a gap in fc3's bar, or behind it?** fc3's last gradient fills bucket
-# 0. In that moment the rank asks for the all-reduce, and asking is no arithmetic: the bar has a gap. What follows the
+# **Why is there sometimes a gap in fc3's bar, or behind it?** fc3's last gradient fills
+# bucket 0. In that moment the rank asks for the all-reduce, and asking is no arithmetic: the bar has a gap. What follows the
 # gap is what fc3 has left to do. The bars without a name at the end are copies: DDP takes the means out of each bucket
 # that has arrived, and puts them into the gradients. `gradient_as_bucket_view=True` saves these. (Where there is room
 # for a name, they bear fc1's: it was the last layer at work.)
@@ -856,9 +856,10 @@ print("with a layer that is not used, and find_unused_parameters:") if dist.get_
 noted("unused", find_unused_parameters=True)
 
 # %% [markdown]
-# *By default the first step sends everything in one bucket, at the end. Then DDP knows the order, and each bucket leaves
-# as soon as its gradient is there. With* `find_unused_parameters=True` *buckets are never rebuilt: those of fc4, fc3 and
-# fc2 are ready and wait for bucket 0, which waits for fc1, in every step. (Bucket 4 is the unused layer's.)*
+# *By default the first step sends everything in one bucket, at the end. Then DDP knows the order, and each bucket
+# leaves as soon as its gradient is there. With* `find_unused_parameters=True` *there is no such first step: DDP makes
+# buckets of the given size at once, in the order that it guesses, and never rebuilds them. Those of fc4, fc3 and fc2
+# are ready and wait for bucket 0, which waits for fc1, in every step. (Bucket 4 is the unused layer's.)*
 #
 # So list the layers in the order in which they are used, above all if you need that option.
 
@@ -1243,8 +1244,8 @@ _ = plots.timeline(coalesced)
 # %% [markdown]
 # *The compiled step. `root` is the whole network: the compiler has made one program of its layers. A bucket may arrive
 # before one that left earlier. The long empty stretch before the optimizer is the waits at the end of the listing. An
-# empty stretch between two `root` bars is none: the call that asks copies a bucket's gradients, and gloo's threads need
-# the core.*
+# empty stretch between two `root` bars is no such wait: there the call that asks copies a bucket's gradients, and
+# gloo's threads need the core.*
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.exposed({"reducer": eager, "compiled": coalesced})
@@ -1383,16 +1384,24 @@ claim("no bucket hides them with 4096 tokens", by_hand[0] == float("inf"))
 claim("with four times the tokens from about 2.4 MB on", 2.2e6 < by_hand[1] < 2.6e6)
 
 # %% [markdown]
-# ### Explore
+# ### Explore (optional, 5 minutes)
 #
 # Left, a predicted backward pass; right, the same for other sizes of bucket. With *the computing core*, arithmetic stands
 # still while a bucket travels, as on this machine. With *a network card* it goes on. *run it* measures alpha, beta and
 # the arithmetic of this machine beside its steps, and predicts again with these. (With \* the first bucket closes at 1
 # MiB.)
 #
-# Take the card, and turn alpha. Which size is best for 100 layers of 64 with an alpha of 100 µs, and what is wrong with
-# the sizes at both ends? (0.1 MiB. A message for each gradient takes longer than the arithmetic; one message for all
-# starts when there is nothing left to hide it.)
+# Take the card, and turn alpha. Then press *reset*, and take the card again.
+#
+# Question: which size is best for 100 layers of 64 with an alpha of 100 µs, and what is wrong with the sizes at both
+# ends?
+#
+# <details><summary>Answer</summary>
+#
+# 0.1 MiB. A message for each gradient takes longer than the arithmetic. One message for all starts when there is nothing
+# left to hide it.
+#
+# </details>
 
 # %%
 widgets.Buckets()

@@ -1051,16 +1051,28 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 # TP*). The figure is for a stack without any of this.
 
 # %% [markdown]
-# ### Explore
+# ### Explore (optional, 5 minutes)
 #
 # The stack of this lab, by the formulas of this section: left what a rank sends in a step, right its time, for every
-# length of `tp` that the ranks and the samples allow. *run it* trains on this machine's ranks, counts bytes, and predicts
-# the time again with what it has measured of them. Ranks that share a core wait for each other's turn at every message,
-# so there a step takes longer than predicted. More ranks than this machine can run are theory.
+# length of `tp` that the ranks and the samples allow. Numbers have 4 bytes here. Until a run has measured it, a rank
+# does 400 · 10¹² operations a second. *run it* trains on this machine's ranks, counts bytes, and predicts the time
+# again with what it has measured of them. Ranks that share a core wait for each other's turn at every message, so there
+# a step takes longer than predicted. More ranks than this machine can run are theory.
+#
+# Mind one difference from the figure above: a link keeps its speed here, whatever `tp` is. So 50 GB/s along `data` is a
+# group of ranks with one card, also with one rank along `tp`, which had eight cards above.
 #
 # Take 64 ranks, width 4096 and 131,072 tokens, with 450 GB/s along `tp` and 50 along `data`. Which `tp` is best? Then
-# let messages along `data` travel meanwhile, with 400 GB/s. Which one is best now, and why? (First 8: the messages along
-# `data` are waited for, and `tp` makes them smaller. Then 1: they hide behind the computing, and those along `tp` do not.)
+# let messages along `data` travel meanwhile, and give that axis 400 GB/s, which are eight cards. Which `tp` is best now?
+# And why does the first answer not agree with the figure above?
+#
+# <details><summary>Answer</summary>
+#
+# First 8: the messages along `data` are waited for, and `tp` makes them smaller, while their link stays as slow. In a
+# real host fewer ranks along `tp` have more cards each, which makes up for it: that is the figure above. Then 1:
+# messages along `data` hide behind the computing, and those along `tp` do not.
+#
+# </details>
 
 # %%
 widgets.TwoAxes()

@@ -420,9 +420,9 @@ def steps_in_common(batches: int) -> int:
 checks.steps_in_common(steps_in_common)
 
 # %% [markdown]
-# That drops the batches that some ranks have more. PyTorch's `DistributedSampler` does the contrary: it repeats some
-# samples, so that all ranks have equally many. `torch.distributed.algorithms.Join` lets ranks that are done answer the
-# others' collectives with zeros.
+# That drops the batches that some ranks have beyond this number. PyTorch's `DistributedSampler` does the contrary: it
+# repeats some samples, so that all ranks have equally many. `torch.distributed.algorithms.Join` lets ranks that are
+# done answer the others' collectives with zeros.
 #
 # ## 5. Ranks that disagree about a call
 #
@@ -1535,12 +1535,13 @@ print(f"a message takes {cost_ms['plain'] / 8 * 1e3:.0f} µs; the recorder itsel
 
 # %% [markdown]
 # *Time of a step's communication, in the fastest of 25 rounds. DETAIL costs most of these in most runs, since it makes
-# all ranks agree before every single collective.* The upper four bars differ by little, and that moves from run to run:
-# two ranks on two cores are never quite alone. So the recorder was measured by itself, too. *It takes less than a tenth
-# of a message.* The comparison of weights can be made in every hundredth step. The barrier is about one message more in
-# each step. Here that is lost in the noise; in a step of few messages, or with many ranks, it is not. It names a rank
-# only if it stands before the first collective that this rank misses. So leave it on where it costs little, and
-# otherwise switch it on while you search.
+# all ranks agree before every single collective.* Beside DETAIL the upper four bars differ by less, and by how much
+# moves from run to run: two ranks on two cores are never quite alone. So the recorder was measured by itself, too. *It
+# takes less than a tenth of a message.* The comparison of weights can be made in every hundredth step. The barrier adds
+# one to a few messages to each step. Beside eight all-reduces that is little in some runs and half as much again in
+# others; in a step of few messages, or with many ranks, it weighs more. It names a rank only if it stands before the
+# first collective that this rank misses. So leave it on where it costs little, and otherwise switch it on while you
+# search.
 
 # %% tags=["claim"]
 claim("DETAIL makes it slower", cost_ms["DETAIL"] > cost_ms["plain"])
