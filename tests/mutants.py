@@ -525,8 +525,8 @@ MUTANTS = [
         "S5 MLPStack.parallelize",
         "what FSDP should average stays each line's own",
         "launch/two_dim.py",
-        'if mesh["data"].size() > 1:',
-        'if mesh["data"].size() > 2:',
+        'if mesh["data"].size() > 1:\n        apply_fsdp2(lab, mesh,',
+        'if mesh["data"].size() > 2:\n        apply_fsdp2(lab, mesh,',
         "tests/test_two_dim.py::test_four_ranks_compute_what_one_device_computes",
     ),
     Mutant(

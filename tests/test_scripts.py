@@ -11,6 +11,8 @@ from notebooks.tools.source import find_labs, solved_notebook
 
 SCRIPT = "script"
 """Tag of such a cell."""
+GLOO = "terminate called without an active exception"
+"""What is said when Python ends around gloo's threads, now and then, after the script has done all it has to do."""
 
 
 def scripts():
@@ -30,6 +32,9 @@ def test_what_you_would_write_runs_under_bare_torchrun(ranks, text, tmp_path):
     (tmp_path / "labkit.py").write_text("raise ImportError('a script of its own needs no labkit')\n")
     (tmp_path / "script.py").write_text(text)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        if GLOO not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert len(text.strip().splitlines()) <= 40, "a page"
