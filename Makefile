@@ -57,7 +57,7 @@ compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
 	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
 	@$(RUN) pytest -n 2 --dist loadgroup -m "calm and not browser"
-	@$(RUN) pytest -m alone
+	@$(RUN) pytest -m "alone and not browser"
 
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check

@@ -1,19 +1,19 @@
 """Every learner's notebook opens in JupyterLab, and two of them run to the end with Run All Cells."""
 
 import re
-import shutil
 
 import nbformat
 import pytest
 from fixture_processes import is_alive, wait_for
+from test_notebooks import unused
 
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs
 
 pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(240)]
 LABS = find_labs(FOLDER)
-RUN = ("00_ranks", "01_spatial_sharding")
-"""The labs that are run: they have exercises, rank code in cells, programs of labkit and explorers."""
+RUN = {"00_ranks": {}, "01_spatial_sharding": {"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}}
+"""The labs that are run, with values for their parameters: rank code in cells, programs of labkit and explorers."""
 LONG_MS = 60_000
 
 
@@ -21,7 +21,10 @@ LONG_MS = 60_000
 def opened(request, lab, browser, screenshots):
     """A learner's notebook in a page of its own, and its file."""
     path = lab.folder / request.param.learner.name
-    shutil.copy(request.param.learner, path)
+    notebook = nbformat.read(request.param.learner, as_version=4)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    cell.source += "".join(f"\n{name} = {value}" for name, value in RUN.get(path.stem, {}).items())
+    nbformat.write(notebook, path)
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.goto(lab.page_of(path.name), timeout=LONG_MS)
     page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
@@ -43,6 +46,7 @@ def test_a_notebook_opens_rendered_and_runs_to_its_end_without_an_error(opened, 
     done = wait_for(lambda: saved_to_its_end(page, path), limit_s=200)
     failed = [cell.source for cell in done for output in cell.outputs if output.output_type == "error"]
     assert failed == []
+    assert unused(RUN[path.stem], lab.runs) == []
     ids = [path for folder in set(lab.runs.glob("*")) - before for path in folder.glob("rank_*.pid")]
     ranks = [int(path.read_text().split()[0]) for path in ids]
     assert len(ranks) > 20, "it starts real ranks"
