@@ -101,7 +101,7 @@ class TwoAxes(Explorer):
 
     def launch(self, **chosen: Any) -> RunResult:
         sizes = {"tp": chosen["tp"], "dim": chosen["dim"], "batch": chosen["tokens"] // PLACES}
-        return labkit.run("two_dim", nproc=chosen["ranks"], steps=2, costs=True, **sizes)
+        return labkit.run("two_dim", nproc=chosen["ranks"], steps=1, costs=True, **sizes)
 
 
 def _wires(**chosen: Any) -> dict[int, dict[str, float]]:
