@@ -1,7 +1,6 @@
 """Every lab's notebooks: up to date, run from top to bottom, and say again what they said when they were made."""
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ import nbformat
 import papermill
 import psutil
 import pytest
+from fixture_notebooks import unused
 
 import labkit
 from labkit import doctor
@@ -139,13 +139,6 @@ def test_unsolved_notebook_runs_from_top_to_bottom_in_any_folder_with_other_valu
     assert shown and "differs" not in "".join(shown), shown
     assert unused(values, tmp_path / "runs") == []
     assert still_alive(tmp_path / "runs") == [], "processes that the notebook has left"
-
-
-def unused(values, runs):
-    """Those of a notebook's parameters that no run was asked for."""
-    infos = [json.loads(path.read_text()) for path in runs.glob("*/run.json")]
-    asked = [{"ranks": info["nproc"]} | info["params"] for info in infos]
-    return [name for name, value in values.items() if value not in [each.get(name.lower()) for each in asked]]
 
 
 def still_alive(runs):

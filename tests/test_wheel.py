@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from test_notebooks import unused
+from fixture_notebooks import unused
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(300)]
 SMALL = {"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}

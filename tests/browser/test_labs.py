@@ -4,8 +4,8 @@ import re
 
 import nbformat
 import pytest
+from fixture_notebooks import unused
 from fixture_processes import is_alive, wait_for
-from test_notebooks import unused
 
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs
