@@ -96,8 +96,11 @@ def test_a_ledger_ends_with_the_gradients_and_what_was_there_before():
 def test_what_does_not_go_together_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"stage 0 gathers no parameters.*take float32, or stage 2 or 3"):
         Wrapping().predict(**START | {"stage": 0, "precision": "bf16"})
+    first = Wrapping()
+    first.chosen |= {"stage": 1}
     with pytest.raises(ValueError, match=r"no program of labkit trains with ZeRO 1.*take stage 0, 2 or 3"):
-        Wrapping().launch(**START | {"stage": 1})
+        first.run_it()
+    assert Wrapping().refusal(**START) == ""
     with pytest.raises(ValueError, match="stage 4 is not 0"):
         theory.step_ledger(theory.mlp_stack_layers("block", 8), 8, 2, stage=4)
 

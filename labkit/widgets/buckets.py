@@ -45,7 +45,6 @@ class Buckets(Explorer):
         measured_s = result.value("backward_ms") / 1e3 if result else None
         drawn = chosen | (_costs(result) if result else {})
         backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
-        figure.set_layout_engine("none")  # all labels are known: fixed margins draw faster, and nothing jumps
         margins = {"left": 0.115, "right": 0.985, "top": 0.8, "bottom": 0.21, "wspace": 0.32}
         line, sizes = figure.subplots(1, 2, width_ratios=(1.7, 1), gridspec_kw=margins)
         journeys = _journeys(**drawn)

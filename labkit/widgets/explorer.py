@@ -103,7 +103,10 @@ class Explorer(ABC):
 
     @abstractmethod
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
-        """Draw into an empty figure, what was measured over what is predicted; one sentence on what is to be seen."""
+        """Draw into an empty figure, what was measured over what is predicted; one sentence on what is to be seen.
+
+        The explorer sets the margins: finding a layout takes longer than drawing, and nothing is to jump.
+        """
 
     @abstractmethod
     def launch(self, **chosen: Any) -> RunResult:
@@ -146,7 +149,7 @@ class Explorer(ABC):
 
     def picture(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
-        figure = Figure(figsize=self.size, dpi=DPI, layout="constrained")
+        figure = Figure(figsize=self.size, dpi=DPI)
         words = self.draw(figure, self.predicted, self.result, **self.chosen)
         if self.result is not None:
             style.stamp(figure.axes[0], [self.result])

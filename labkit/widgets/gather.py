@@ -51,7 +51,6 @@ class Gather(Explorer):
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
         extension, scales, ranks = chosen["extension"], _scales(**chosen), chosen["ranks"]
-        figure.set_layout_engine("none")  # axes that stay where they are
         look = {"left": 0.07, "right": 0.985, "top": 0.83, "bottom": 0.18, "wspace": 0.25}
         narrow, wide = figure.subplots(1, 2, width_ratios=(1, 1.7), gridspec_kw=look)
         shapes, times = _shapes(chosen["dim"]), 1 + chosen["reshard"]

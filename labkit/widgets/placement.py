@@ -47,7 +47,6 @@ class Placement(Explorer):
         pieces = {each: theory.local_piece(whole.shape, mesh, names, each) for each in ranks}
         measured = {each: [int(result.value(f"rank {each} {name}")) for name in SIDES] for each in ranks if result}
         held = {each: _held(whole, piece) for each, piece in pieces.items()}
-        figure.set_layout_engine("none")  # nothing stands outside the axes, and a layout takes longer than the drawing
         ax = figure.add_axes((0, 0.03, 1, 0.97))
         plots.placed(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
         return _words(predicted, pieces[rank], **chosen)

@@ -56,7 +56,6 @@ class Spatial(Explorer):
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
         (data, space), budget = chosen["mesh"], chosen["budget"] * 1e6
-        figure.set_layout_engine("none")  # the layout is always the same, and finding it takes longer than drawing
         strips, memory, traffic = (figure.add_axes(place) for place in PLACES)
         rows = 512 * HEIGHT // chosen["width"]
         eyes = photo.photo()[200 - rows // 2 : 200 + rows // 2]  # as wide and high as the images

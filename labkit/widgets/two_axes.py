@@ -65,7 +65,6 @@ class TwoAxes(Explorer):
         totals = {each: sum(parts.values()) for each, parts in seconds.items()}
         best = min(totals, key=lambda each: totals[each])
         took_s = result.value("passes_ms") / 1e3 if result else None
-        figure.set_layout_engine("none")  # all labels are known: fixed margins draw faster, and nothing jumps
         margins = {"left": 0.09, "right": 0.985, "top": 0.79, "bottom": 0.21, "wspace": 0.25}
         sent, times = figure.subplots(1, 2, gridspec_kw=margins)
         counted = {str(tp): _counted_wires(result, **chosen)} if result else None

@@ -74,7 +74,6 @@ class Wrapping(Explorer):
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
         ledger, ranks, stage = self._ledger(**chosen), chosen["ranks"], chosen["stage"]
-        figure.set_layout_engine("none")  # axes that stay where they are
         look = {"left": 0.065, "right": 0.99, "top": 0.78, "bottom": 0.12, "wspace": 0.35}
         wide, narrow = figure.subplots(1, 2, width_ratios=(2.6, 1), gridspec_kw=look)
         plots.over_step(ledger.moments, ledger.backward, result, budget=BUDGET, ax=wide)
@@ -87,9 +86,12 @@ class Wrapping(Explorer):
         plots.sent_beside({"DDP": theory.stage_wire_bytes(ddp, ranks)} | sent, measured, ax=narrow)
         return _words(ledger, sum(sent[NAMES[stage]].values()), sum(theory.stage_wire_bytes(ddp, ranks).values()))
 
-    def launch(self, **chosen: Any) -> RunResult:
+    def refusal(self, **chosen: Any) -> str:
         if chosen["stage"] == 1:
-            raise ValueError("no program of labkit trains with ZeRO 1: this is theory alone; take stage 0, 2 or 3")
+            return "no program of labkit trains with ZeRO 1: this is theory alone; take stage 0, 2 or 3"
+        return ""
+
+    def launch(self, **chosen: Any) -> RunResult:
         blocks, dim = chosen["model"]
         return labkit.run(
             "fsdp_wrap",
