@@ -9,6 +9,7 @@ import math
 import numpy
 import pytest
 from fixture_cells import run_cells
+from fixture_explorers import default
 from matplotlib.figure import Figure
 
 from labkit import local_ranks, widgets
@@ -25,14 +26,10 @@ MOVES = [
 ]
 
 
-def chosen(explorer, **moved):
-    return {name: control.default for name, control in explorer.controls.items()} | moved
-
-
 @pytest.mark.parametrize(("name", "control", "value"), MOVES)
 def test_any_control_alone_is_predicted_and_drawn(name, control, value):
     explorer = EXPLORERS[name]()
-    explorer.chosen = chosen(explorer, **{control: value})
+    explorer.chosen = default(explorer) | {control: value}
     png, words = explorer.picture()
     assert png.startswith(b"\x89PNG")
     assert "rank" in words
@@ -48,12 +45,12 @@ def test_any_control_alone_is_predicted_and_drawn(name, control, value):
 def test_what_does_not_go_together_is_refused_with_what_to_change(name, moved, message):
     explorer = EXPLORERS[name]()
     with pytest.raises(ValueError, match=message):
-        explorer.predict(**chosen(explorer, **moved))
+        explorer.predict(**default(explorer) | moved)
 
 
 def held_against_ranks(explorer, moved, tolerance=0):
     """Launch for these values; every prediction, and the figure with what was measured."""
-    explorer.chosen = chosen(explorer, **moved)
+    explorer.chosen = default(explorer) | moved
     predicted, result = explorer.predict(**explorer.chosen), explorer.run_it()
     for name, expected in predicted.items():
         rel = tolerance if name in explorer.tolerances else 0
@@ -96,7 +93,7 @@ def test_words_tell_the_result():
 
 def drawn(name, **moved):
     explorer = EXPLORERS[name]()
-    values = chosen(explorer, **moved)
+    values = default(explorer) | moved
     return explorer.draw(Figure(), explorer.predict(**values), None, **values)
 
 
