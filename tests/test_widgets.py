@@ -98,10 +98,12 @@ def test_what_does_not_go_together_is_said_in_place_of_the_figure(panel):
 
 def test_a_run_is_laid_over_the_prediction_and_stays_with_its_values(panel, tmp_path):
     (tmp_path / "go_on").write_text("")
+    assert panel._table.value.count("–") == 2
     panel.begin()
     assert panel._run.disabled and not panel._cancel.disabled
     ends(panel)
     assert "measured" in panel._picture.value and "right" in panel._table.value
+    assert "–" not in panel._table.value
     knobs(panel)["loud"].value = 2
     assert "no more, measured" in panel._picture.value, "drawn otherwise, and still that run"
     knobs(panel)["ranks"].value = 3
