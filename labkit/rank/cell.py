@@ -21,6 +21,7 @@ import torch.distributed as dist
 from labkit import requirements
 from labkit.folder import VARIABLE, RunFolder, write_json
 from labkit.rank.given import given
+from labkit.rank.here import threads_that_wait_their_turn
 
 NAME = "<cell>"
 """What tracebacks and stacks call the cell."""
@@ -41,7 +42,9 @@ def main() -> None:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where pickle and dataclasses look for what the cell defines
     vars(module).update(names)
-    value = execute(text, vars(module))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with threads_that_wait_their_turn(device):  # those of every process group that the cell makes
+        value = execute(text, vars(module))
     if value is not None:
         kept.write_text(pprint.pformat(value, width=WIDTH, sort_dicts=False))
 

@@ -1291,7 +1291,7 @@ parity(broken_average)
 # - **A fault**, such as a race, or one rank with other samples.
 #
 # How large is the second? float32 keeps 24 bits, so one rounding is off by up to 6 · 10⁻⁸ of the number. Here four
-# ranks train a network for 60 steps in float32. Then they train again:
+# ranks train a network for 30 steps in float32. Then they train again:
 #
 # - the same once more;
 # - with samples that are drawn without a seed;
@@ -1300,7 +1300,7 @@ parity(broken_average)
 #
 # The last two are repeated in float64.
 #
-# How large, relative to the weights, is the difference after 60 steps: for another order in float32, and for the fault?
+# How large, relative to the weights, is the difference after 30 steps: for another order in float32, and for the fault?
 # A power of ten will do.
 
 # %% tags=["commit"]
@@ -1324,7 +1324,7 @@ def train(dtype=torch.float32, pieces=1, fault=False, seeded=True):
     draw, path = torch.Generator().manual_seed(100 + rank), []
     if not seeded:
         draw.seed()
-    for step in range(60):
+    for step in range(30):
         x = torch.randn(8, 16, generator=draw).to(dtype)
         y = torch.sin(x.sum(1, keepdim=True))
         if fault and step == 10 and rank == 3:
