@@ -38,8 +38,11 @@ import torch
 import torch.distributed as dist
 
 from labkit import requirements
+from labkit.launcher import parent
 from labkit.launcher.process import loopback_interface
 
+IMPORTED = ("numpy", "labkit.launcher.parent", *parent.IMPORTED)
+"""What the processes need; one process imports it and forks them all, as a warm parent does for real ranks."""
 TIMEOUT_S = 60.0
 START_LIMIT_S = 90.0  # importing torch, on a busy machine
 OTHERS_S = 0.3  # how long after one failure an earlier one may still be reported
@@ -126,7 +129,8 @@ class RankPool:
         self._folder.rmdir()
 
     def _grow(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         new = range(len(self.processes), count)
         for index in new:
             ours, theirs = context.Pipe()
