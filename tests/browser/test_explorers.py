@@ -1,5 +1,6 @@
 """A learner in JupyterLab moves every control of every explorer, runs it on real ranks, cancels, and needs no mouse."""
 
+import contextlib
 import re
 import statistics
 import time
@@ -8,6 +9,7 @@ import nbformat
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from fixture_processes import is_alive, wait_for
+from playwright.sync_api import TimeoutError
 
 from labkit import widgets
 
@@ -78,8 +80,10 @@ def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, reques
     page.evaluate(WATCH, handle)
     controls = controls_of(explorer)
     for number in range(MOVES):
+        figures = page.evaluate("window.spent.length")
         move(controls[number % len(controls)], number // len(controls))
-        page.wait_for_timeout(300)
+        with contextlib.suppress(TimeoutError):  # this move does not change the figure
+            page.wait_for_function("figures => window.spent.length > figures", arg=figures, timeout=300)
     spent = page.evaluate("window.spent")
     print(request.node.name, f"{len(spent)} figures, median {statistics.median(spent):.0f} ms, worst {max(spent):.0f}")
     assert len(spent) >= MOVES / 2, "or most moves changed nothing"
@@ -91,15 +95,15 @@ def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, reques
 def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, request):
     run_it = explorer.get_by_role("button", name="run it")
     took = []
-    for _ in range(3):  # the first may be cold
+    for _ in range(2):  # the first may be cold
         begun = time.monotonic()
         run_it.click()
         explorer.locator("progress").wait_for(timeout=LONG_MS)
         explorer.locator("progress").wait_for(state="detached", timeout=LONG_MS)
         took.append(time.monotonic() - begun)
         assert "–" not in explorer.locator("table").inner_text()
-    print(request.node.name, f"overlay after {min(took[1:]):.1f} s")
-    assert min(took[1:]) <= 2.5, "2 s are the aim; the rest is for a machine that does something else, too"
+    print(request.node.name, f"overlay after {took[1]:.1f} s")
+    assert took[1] <= 2.5, "2 s are the aim; the rest is for a machine that does something else, too"
     explorer.screenshot(path=screenshots / f"{re.sub(r'[^a-z0-9]+', '_', request.node.name)}.png")
 
 

@@ -12,8 +12,11 @@ from notebooks.tools.source import find_labs
 
 pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(240)]
 LABS = find_labs(FOLDER)
-RUN = {"00_ranks": {}, "01_spatial_sharding": {"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}}
-"""The labs that are run, with values for their parameters: rank code in cells, programs of labkit and explorers."""
+RUN = {
+    "01_spatial_sharding": {"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128},
+    "07_when_it_breaks": {"RANKS": 3, "DIM": 20},
+}
+"""The labs that are run, with values for their parameters: programs of labkit, explorers, and ranks that fail."""
 LONG_MS = 60_000
 
 
