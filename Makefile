@@ -39,25 +39,30 @@ notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again fr
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
-test: $(INSTALLED) ## everything that can be checked; says why for each test that it skips
+# ALL=1 adds what takes long for what it adds to other tests, among it an environment with nbgrader.
+CALM := tests/browser tests/test_notebooks.py tests/test_process.py
+ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_widgets*.py
+test: export LABKIT_TEST := $(if $(ALL),all)
+test: $(INSTALLED) ## everything that can be checked; says why for each test that it skips; ALL=1 also runs what takes long
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
-	@$(MAKE) --no-print-directory $(VENV)/grade/.installed \
+	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/grade/.installed \
 		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
 	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
-	@$(RUN) pytest -n 2 --dist loadgroup -m calm
-	@$(RUN) pytest -m alone
+	@$(RUN) pytest -n 2 --dist loadgroup -m calm $(CALM)
+	@$(RUN) pytest -m alone $(ALONE)
 
 compat: ## all tests but those in a browser under another torch: make compat TORCH=2.11.0
 	@test "$(origin TORCH)" != file || { echo "Say under which torch: make compat TORCH=2.11.0" >&2; exit 2; }
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) compat-here
 
+compat-here: export LABKIT_TEST := $(if $(ALL),all)
 compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
 	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
-	@$(RUN) pytest -n 2 --dist loadgroup -m "calm and not browser"
-	@$(RUN) pytest -m "alone and not browser"
+	@$(RUN) pytest -n 2 --dist loadgroup -m "calm and not browser" $(CALM)
+	@$(RUN) pytest -m "alone and not browser" $(ALONE)
 
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check

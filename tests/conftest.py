@@ -28,6 +28,14 @@ def pytest_report_header() -> list[str]:
     return [f"labkit on Python {sys.version.split()[0]}, {os.cpu_count()} cores: {', '.join(versions)}"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what takes long for what it adds, and say so."""
+    if os.environ.get("LABKIT_TEST") != "all":
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes long for what it adds: make test ALL=1"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of the tests are recorded outside the checkout; pytest keeps those of the last three sessions."""

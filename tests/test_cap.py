@@ -46,6 +46,7 @@ def test_another_system_says_that_it_cannot(monkeypatch):
         pass
 
 
+@pytest.mark.long  # the labs' solved notebooks do the same
 @linux
 def test_a_model_that_one_rank_cannot_hold_fits_where_it_is_sharded():
     how = {
@@ -63,6 +64,7 @@ def test_a_model_that_one_rank_cannot_hold_fits_where_it_is_sharded():
     assert labkit.run("fsdp_wrap", nproc=4, **how).ok, "torch 2.11 gathers more than later ones: two would not do"
 
 
+@pytest.mark.long
 @linux
 def test_an_image_that_fits_only_when_it_is_sharded(monkeypatch):
     monkeypatch.setenv("LABKIT_WARM", "0")  # the test before has warm ranks

@@ -1,6 +1,7 @@
 """What `make` installs, and from where: a stand-in for the environment's Python writes down how it is called."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,3 +104,12 @@ def test_lab_opens_the_first_or_the_one_that_is_named(repository, given, opens):
     command = ["make", "-n", "-o", ".venv/.installed", "lab", *given]
     answer = subprocess.run(command, cwd=repository, env=plain, capture_output=True, text=True, timeout=60)
     assert answer.stdout.strip() == f".venv/bin/python -m labkit lab {opens}"
+
+
+@pytest.mark.parametrize(("mark", "variable"), [("calm", "CALM"), ("alone", "ALONE")])
+def test_each_phase_is_given_all_files_that_hold_its_tests(repository, mark, variable):
+    (line,) = re.findall(rf"^{variable} := (.*)", (repository / "Makefile").read_text(), flags=re.MULTILINE)
+    given = {path for word in line.split() for path in repository.glob(word)}
+    files = (repository / "tests").rglob("test_*.py")
+    marked = {path for path in files if f"pytest.mark.{mark}" in path.read_text()}
+    assert marked and not [path for path in marked if not {path, *path.parents} & given]

@@ -1,6 +1,6 @@
 """nbgrader takes a lab: it makes an assignment of it, validates and grades what a learner hands in.
 
-It adds menus and server extensions to every JupyterLab of its environment, so `make test` gives it one of its own.
+It adds menus and server extensions to every JupyterLab of its environment, so `make test ALL=1` gives it another one.
 """
 
 import json
@@ -25,6 +25,9 @@ with Gradebook("sqlite:///gradebook.db") as book:
     notebook = book.find_submission_notebook("02_fsdp_wrapping", "lab2", "ada")
     print(json.dumps({each.name: [each.auto_score, each.max_score] for each in notebook.grades}))
 """
+
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
