@@ -30,6 +30,11 @@ Path(os.environ["LABKIT_RUN_FOLDER"], f"told_{{rank}}").write_text(json.dumps(to
 """
 
 
+@pytest.fixture(autouse=True)
+def light_parents(monkeypatch):
+    monkeypatch.setattr(warm, "PROGRAM", (str(PROGRAMS / "light_parent.py"),))
+
+
 def told(result, rank=0):
     return json.loads((result.folder / f"told_{rank}").read_text())
 
@@ -292,7 +297,7 @@ IN_A_KERNEL = """
 """
 
 
-@pytest.mark.parametrize("end", ["by itself", "kill -9"])
+@pytest.mark.parametrize("end", [pytest.param("by itself", marks=pytest.mark.long), "kill -9"])
 def test_in_a_kernel_the_first_run_is_cold_and_the_parent_ends_with_the_kernel(end, monkeypatch):
     monkeypatch.delenv(warm.SWITCH)
     monkeypatch.setenv("LABKIT_PROGRESS", "off")

@@ -25,6 +25,7 @@ from labkit.folder import ROOT, VARIABLE
 from labkit.launcher.progress import in_kernel
 
 SWITCH = "LABKIT_WARM"
+PROGRAM = ("-m", "labkit.launcher.parent")
 READY, STAND_STILL, GO_ON, FORK = b"r", b"s", b"g", b"f"
 NUMBER = struct.Struct("i")
 LONGEST_PATH = 4096
@@ -76,7 +77,7 @@ class Parent:
         inherited = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "MPLBACKEND")}
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "labkit.launcher.parent", str(theirs.fileno())],
+                [sys.executable, "-P", *PROGRAM, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
