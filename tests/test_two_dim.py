@@ -61,6 +61,7 @@ def test_four_ranks_compute_what_one_device_computes(eager, name):
     assert verdict["ok"] and verdict["max_rel_error"] <= 1e-5, verdict
 
 
+@pytest.mark.long  # four ranks that compile on two cores; test_ddp_compile.py and test_fsdp.py compile, too
 @needs_compiler
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager_and_one_device(compiled, name):
@@ -71,6 +72,7 @@ def test_compiled_equals_eager_and_one_device(compiled, name):
     assert verdict["ok"] and verdict["max_rel_error"] <= 1e-5 and verdict["compiled_vs_eager"] <= 1e-5, verdict
 
 
+@pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("name", ["nothing compiled", "backward not compiled"])
 def test_what_is_not_compiled_is_seen_though_it_is_right(compiled, name):
@@ -80,6 +82,7 @@ def test_what_is_not_compiled_is_seen_though_it_is_right(compiled, name):
     assert not verdict["ok"] and verdict["max_rel_error"] <= 1e-5 and verdict["compiled_vs_eager"] <= 1e-5, verdict
 
 
+@pytest.mark.long
 @needs_compiler
 def test_beside_a_compiled_version_the_eager_one_has_ddps_own_reducer(compiled):
     assert compiled["backward not compiled"]["python_reducers"] == [False, True]
