@@ -154,7 +154,7 @@ def _in_words(costs: Mapping[str, Any], *, measured: bool, **chosen: Any) -> str
     """The costs in one line."""
     if not measured:
         links = ", ".join(f"along {axis} {chosen[f'{axis}_gb_per_s']} GB/s" for axis in ("tp", "data"))
-        return f"costs as chosen: {links}; a rank does {costs['flops_per_s'] / 1e12:.0f} TFLOP/s, as an H100"
+        return f"costs as chosen: {links}; a rank does {costs['flops_per_s'] / 1e12:.0f} TFLOP/s (assumed)"
     links = ", ".join(
         f"along {axis} {1e6 * link.alpha_s:,.0f} µs and {style.digits(1e12 * link.beta_s_per_byte)} µs/MB"
         for axis, link in costs["links"].items()

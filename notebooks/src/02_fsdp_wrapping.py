@@ -9,12 +9,13 @@
 #
 # - say what each rank holds and sends in a step, in bytes, before you launch it;
 # - write a small FSDP yourself, and prove on real ranks that it trains as one device does;
-# - choose what to wrap for a memory limit, and find a block that somebody forgot to wrap;
+# - choose what to wrap for a memory limit, and (optional) find a block that somebody forgot to wrap;
 # - say from which batch size on FSDP's messages can hide behind arithmetic.
 #
 # You need Lab 0's words: rank, process group, all-reduce, all-gather, reduce-scatter. You need no GPU. The sections
-# marked **core** take about 95 minutes. The others are optional. Exercises have dots for their difficulty: •, •• or
-# •••. Where a cell says `commit`, put down your own numbers before you launch. Leave None where you have none.
+# marked **core** take about 95 minutes. The others are optional to read; run their cells all the same, since later ones
+# use what they give. Exercises have dots for their difficulty: •, •• or •••. Where a cell says `commit`, put down your
+# own numbers before you launch. Leave None where you have none.
 
 # %% [markdown]
 # ## What this machine can do
@@ -400,9 +401,9 @@ for name, run in {"freed": block, "kept": kept}.items():
 # held, yet the peak as a whole is the same.*
 #
 # How can that be? The peak lies in the backward pass of the middle block. The last block is freed by then, so two
-# blocks of three are held. Where parameters are freed, FSDP has gathered the first block ahead by then, into a buffer,
-# which is another category. With three blocks the two come out alike. With many blocks "kept" holds nearly the whole
-# model, and "freed" two blocks.
+# blocks of three are held. Where parameters are freed, FSDP has by then gathered the first block, which comes next,
+# into a buffer; that counts as another category (section 6). With three blocks the two come out alike. With many blocks
+# "kept" holds nearly the whole model, and "freed" two blocks.
 
 # %% tags=["claim"]
 claim("half the all-gathers", 2 * kept.value("all_gather_count") == block.value("all_gather_count"))
@@ -702,8 +703,8 @@ parity(broken)
 
 # %% [markdown]
 # Now break something else in a copy of your function. Leave out `buffer.resize_(0)` in the forward hook: the numbers
-# stay right, parity passes, and only `checks.small_fsdp` sees the memory. After you write a test, break the code once
-# and watch it fail.
+# stay right, and parity passes. Only what looks at memory sees it: `checks.small_fsdp`, and the peak of exercise 5.
+# After you write a test, break the code once and watch it fail.
 
 # %% [markdown]
 # ## 6. What to wrap
@@ -871,9 +872,9 @@ checks.memory_plan(plan, int(bound), gathers=6, **SETUP)
 #
 # <details><summary>Answer</summary>
 #
-# Choose 6 blocks of width 128. Of three blocks, gathering twice holds two at the peak anyway: one computes, the next one
-# is gathered ahead. Gathering once holds all blocks that the backward pass has not yet freed, and these are more the
-# deeper the model is: 11.0 MB against 9.66 MB.
+# Choose 6 blocks of width 128. Of three blocks, gathering twice holds two at the peak anyway: one computes, the next
+# one is gathered ahead. Gathering once holds all blocks that the backward pass has not yet freed, and these are more
+# the deeper the model is: 11.0 MB against 9.66 MB.
 #
 # </details>
 
@@ -887,8 +888,8 @@ widgets.Wrapping()
 #
 # A message is free if it travels while the rank computes. What is left, communication during which the rank waits, is
 # **exposed**. To see it we profile one step with `torch.profiler`, and make each block compute 5 ms longer, so that
-# there is something to hide behind. The profiler itself slows a step down: compare time lines with time lines, and take
-# durations from timed steps.
+# there is something to hide behind. The network is wider here, so that a message takes milliseconds. The profiler
+# itself slows a step down: compare time lines with time lines, and take durations from timed steps.
 #
 # First as FSDP does it on CPU ranks by default: each all-gather is waited for where it starts.
 
@@ -900,22 +901,24 @@ _ = plots.timeline(waiting)
 # %% [markdown]
 # *Two rows for each rank. The numbers are the blocks. What is underlined is exposed. Thin pale bars are small
 # operations between the large ones, such as copies. A block takes the 5 ms and its own arithmetic, which the profiler
-# stretches. A short bar of a block before its all-gather prepares it: the shard is copied.*
+# stretches. Short bars around an all-gather are copies, of the shard in and of what was gathered out; each has the
+# number of the block that FSDP is at.*
 #
 # Read the order. In the forward pass the blocks are gathered as 0, 1, 2. In the backward pass it is 2, then 1 and 0,
 # and after each block its gradients are reduce-scattered. There FSDP asks for the next block early: block 1 is gathered
 # before block 2 has computed. But a CPU rank waits for it at once, so nothing is hidden.
 #
 # Now with **prefetching**: while block 0 computes, block 1 is already gathered. On GPUs FSDP2 does this by itself;
-# `block.set_modules_to_forward_prefetch([next_block])` asks for more. On CPU ranks labkit asks for it.
+# `block.set_modules_to_forward_prefetch([next_block])` asks for more. On CPU ranks labkit asks for it, and lets a rank
+# wait for an all-gather where its result is used, not where it starts; so those of the backward pass can hide, too.
 
 # %% tags=["nbval-ignore-output"]
 ahead = labkit.run("fsdp_wrap", prefetch=True, **slow)
 _ = plots.timeline(ahead)
 
 # %% [markdown]
-# *In the forward pass the all-gathers of blocks 1 and 2 mostly start while the block before computes. In the backward
-# pass those of blocks 1 and 0 start just before block 2, or 1, computes, and mostly run on beside it. The first
+# *In the forward pass the all-gathers of blocks 1 and 2 start beside the block before, or close to it. In the backward
+# pass those of blocks 1 and 0 start about when block 2, or 1, begins to compute, and mostly run beside it. The first
 # all-gather of each pass cannot hide: no block computes beside it. On CPU ranks PyTorch waits for each reduce-scatter,
 # so these stay exposed. In the backward pass a rank may still be seen waiting for the other, which was late.*
 
@@ -977,7 +980,8 @@ checks.forgotten_block(forgotten, mystery)
 # **core, 8 minutes**
 #
 # FSDP saves memory, so it pays whenever the model does not fit otherwise. The question is whether it costs time. It
-# does not, if its messages hide. Compare two times of one step, on one rank.
+# does not, if its messages hide: they travel while the rank computes. What a rank waits for is *exposed*. Compare two
+# times of one step, on one rank.
 #
 # - Arithmetic: training takes about 6 operations for each parameter and each token, 2 in the forward pass and 4 in the
 #   backward pass. With P parameters, T tokens (rows of a linear layer's input) and F operations a second: `6 P T / F`
@@ -993,8 +997,8 @@ checks.forgotten_block(forgotten, mystery)
 # operations a rank does in the time in which one byte travels. Add ranks and keep the whole batch, and each rank's
 # share of tokens shrinks. At some number of ranks communication binds.
 #
-# **An example.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet, of which 40 % is
-# a good result in training: F = 400 · 10¹². NVLink brings 900 GB/s by the data sheet, that is 450 GB/s in each
+# **An example.** An NVIDIA H100 (SXM) does 989 · 10¹² bfloat16 operations a second by its data sheet (dense), of which
+# 40 % is a good result in training: F = 400 · 10¹². NVLink brings 900 GB/s by the data sheet, that is 450 GB/s in each
 # direction. With 8 GPUs and 2 bytes a number, gradients included: T ≥ 2 · 7/8 · 400 · 10¹² / (2 · 450 · 10⁹) = 778
 # tokens for each GPU. One sequence of 2048 tokens is enough.
 #
@@ -1198,7 +1202,8 @@ dist.destroy_process_group()
 
 # %% [markdown]
 # To load, make the model on the new ranks and `state = {"model": get_model_state_dict(model)}`. Then
-# `checkpoint.load(state, checkpoint_id=folder)` fills it, and `set_model_state_dict(model, state["model"])` puts it back.
+# `checkpoint.load(state, checkpoint_id=folder)` fills it, and `set_model_state_dict(model, state["model"])` puts it
+# back.
 #
 # To go on with the training you need the optimizer's state as well:
 #
@@ -1351,7 +1356,7 @@ checks.expert_gradients(average_gradients)
 #
 # - with FullyShardedDataParallel.summon_full_params(model):
 # -     weight = model.layers[0].in_proj.weight.clone()
-# + weight = model.layers[0].in_proj.weight.full_tensor()
+# + weight = model.layers[0].in_proj.weight.full_tensor()  # all ranks must call it
 # ```
 #
 # Both are tested against one device in this kit: twelve models, wrapped and not, with checkpointing, bfloat16, and
@@ -1403,7 +1408,8 @@ summary
 # </details>
 # <details><summary>3. Why is the root unit by default not freed after its forward pass?</summary>
 #
-# Its backward pass comes next. It would be gathered again at once.
+# Its backward pass comes next. It would be gathered again at once. (So would the last block:
+# `reshard_after_forward=False` for it alone saves that gather.)
 #
 # </details>
 # <details><summary>4. The loss curve of a sharded run lies on that of one device. Is the sharding right?</summary>

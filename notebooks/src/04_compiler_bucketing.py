@@ -13,9 +13,10 @@
 # - say what `torch.compile` does with a DDP model, and read in a compiled program when it sends and when it waits.
 #
 # You need Lab 0's words: rank, process group, all-reduce, bytes handed to the call. You need no GPU. The sections
-# marked **core** take about 95 minutes. The others are optional; section 12 needs a C++ compiler, and the table below
-# says whether there is one. Exercises have dots for their difficulty: •, •• or •••. Where a cell says `commit`, put
-# down your own numbers before you launch. Leave None where you have none.
+# marked **core** take about 95 minutes. The others are optional to read; run their cells all the same, since later ones
+# use what they give. Section 12 needs a C++ compiler, and the table below says whether there is one. Exercises have
+# dots for their difficulty: •, •• or •••. Where a cell says `commit`, put down your own numbers before you launch.
+# Leave None where you have none.
 
 # %% [markdown]
 # ## What this machine can do
@@ -289,8 +290,8 @@ claim("200 messages take more than three times as long as one", pieces[200] > 3 
 # DDP has a *reducer*, written in C++. It hangs a hook on every parameter: a function that autograd calls when this
 # parameter's gradient is complete. Which gradients share a bucket is fixed before the backward pass: a bucket closes
 # once its gradients have `bucket_cap_mb` MiB, or more. When all gradients of a bucket are there, and all earlier
-# buckets have left, the reducer asks for its all-reduce and returns at once: the backward pass goes on. At its end the
-# reducer waits for all buckets. What is left at the end is a bucket, too.
+# buckets have left, the reducer asks for its all-reduce and returns at once: the backward pass goes on. Gradients that
+# are left over form the last bucket, even if it is not full. At the end of the pass the reducer waits for all buckets.
 #
 # Three details:
 #
@@ -403,8 +404,8 @@ bounded = checks.bounded_buckets(bounded_buckets)
 bounded
 
 # %% [markdown]
-# `mode="yours"` trains with a DDP in Python, whose rule for buckets can be replaced. With your rule no bucket holds more
-# than 5 MiB, so there are more of them. Until exercise 3 passes, the rule is DDP's.
+# `mode="yours"` trains with a DDP in Python, whose rule for buckets can be replaced. With your rule no bucket holds
+# more than 5 MiB, so there are more of them. Until exercise 3 passes, the rule is DDP's.
 
 # %%
 rule = {"bounded_buckets": bounded_buckets if bounded.ok else closed_when_full}
@@ -428,8 +429,8 @@ print(f"{own_rule.value('all_reduce_count'):.0f} buckets, the largest of {larges
 #
 # ### Exercise 4: the reducer (•••, 20 minutes)
 #
-# Complete `small_ddp(model, bucket_bytes)`. Afterwards every backward pass shall leave in each `parameter.grad` the mean
-# over all ranks.
+# Complete `small_ddp(model, bucket_bytes)`. Afterwards every backward pass shall leave in each `parameter.grad` the
+# mean over all ranks.
 #
 # - Buckets: go from the last parameter to the first. A bucket closes once it holds `bucket_bytes`, or more.
 # - When the last gradient of a bucket is there, ask for its all-reduce, and do not wait.
@@ -556,8 +557,8 @@ claim("yours takes at most 1.15 times as long as DDP's", times_ddp <= 1.15)
 # What does DDP do that yours does not? It sends rank 0's parameters, and buffers such as a batch normalisation's, to
 # all ranks. It learns the order of readiness. It sends buckets in a fixed order. Yours sends what is complete: were
 # gradients ready in another order on another rank, two different buckets would meet. It notices parameters without a
-# gradient, where yours would leave their bucket unsent and say nothing. It has `no_sync`. And it works on several
-# streams of a GPU.
+# gradient, where yours would never finish: nothing is averaged, and it says nothing. It has `no_sync`. And it works on
+# several streams of a GPU.
 #
 # ## 6. Buckets pay
 #
@@ -609,10 +610,11 @@ _ = plots.bucket_sizes(by_size, predicted_s)
 # %% [markdown]
 # *Forward and backward pass of the deep network by the size of its buckets. A dot is one of 20 steps; the dashed line
 # was predicted from your alpha and beta. A message for each gradient takes at least three times as long as buckets of 1
-# MiB. In most runs little is left to gain from 0.1 MiB on.*
+# MiB. From 1 MiB on little is left to gain.*
 #
-# On a quiet machine the predictions are within a factor of 1.5 of the bars, the small ones too low. What they leave out
-# is DDP's own work: it copies 200 gradients into its buckets and back. On a busy machine the left bars can be several
+# On a quiet machine the predictions are within a factor of 1.5 of the bars, and mostly too low. What they leave out is
+# DDP's own work: it copies 200 gradients into its buckets and back (`gradient_as_bucket_view` would save that; yours of
+# exercise 4 does without). On a busy machine the left bars can be several
 # times as high as predicted. Alpha was measured on ranks that had nothing else to do, and a rank that shares its core
 # with others wakes up late for each message. The dots show such steps.
 
@@ -699,14 +701,14 @@ _ = plots.timeline(eager)
 # *Two rows for each rank. Bucket 0 is asked for when fc4 and fc3 are done, about halfway. On at least one rank it is on
 # its way before fc1 is done. Bucket 1 leaves last, when no layer is left to hide it.*
 #
-# A bucket's bar may begin later than it was asked for: gloo's thread waits until the arithmetic leaves it the core. That
-# is what "hiding is not free" looks like.
+# A bucket's bar may begin later than it was asked for: gloo's thread waits until the arithmetic leaves it the core.
+# That is what "hiding is not free" looks like.
 #
-# **Why is there sometimes a gap in fc3's bar, or behind it?** fc3's last gradient fills
-# bucket 0. In that moment the rank asks for the all-reduce, and asking is no arithmetic: the bar has a gap. What follows the
-# gap is what fc3 has left to do. The bars without a name at the end are copies: DDP takes the means out of each bucket
-# that has arrived, and puts them into the gradients. `gradient_as_bucket_view=True` saves these. (Where there is room
-# for a name, they bear fc1's: it was the last layer at work.)
+# **In some runs there is a gap in fc3's bar, or behind it.** fc3's last gradient fills bucket 0. In that moment the
+# rank asks for the all-reduce, and asking is no arithmetic: the bar has a gap. What follows the gap is what fc3 has
+# left to do. The bars without a name at the end are copies: DDP takes the means out of each bucket that has arrived,
+# and puts them into the gradients. `gradient_as_bucket_view=True` saves these. (Where there is room for a name, they
+# bear fc1's: it was the last layer at work.)
 #
 # A bar of communication lasts until the slower rank has arrived. So it says as much about the other rank as about the
 # bytes. Two buckets may travel at once, drawn one above the other: gloo has two threads that send. So two buckets of
@@ -739,8 +741,8 @@ claim("nearly all of it is exposed", exposed > 0.8 * sent_ms)
 
 # %% [markdown]
 # Is hiding free? Three numbers of the wide network: forward and backward pass without any messages, the messages by
-# themselves, and both together. If hiding were free, the third would be the larger of the first two, plus what the last
-# bucket takes. If nothing were gained, it would be their sum.
+# themselves, and both together. If hiding were free, the third would be little more than the larger of the first two.
+# If nothing were gained, it would be their sum.
 
 # %% tags=["nbval-ignore-output"]
 silent = labkit.run("ddp_compile", mode="yours", use={"data_parallel": nothing}, **WIDE)
@@ -754,8 +756,8 @@ print(f"arithmetic {alone_ms:.1f} ms, messages {sent_ms:.1f} ms, both {both_ms:.
 
 # %% [markdown]
 # On ranks with one core each, "both" comes out near the sum, or above it: copying and adding 16 MB takes the core, and
-# evicts what the arithmetic had in its cache. What overlap gains here are the moments in which one rank would wait for
-# the other.
+# evicts what the arithmetic had in its cache. So "hidden" in a time line means that a layer's bar was open at that
+# time. It does not mean that nothing was lost: on a shared core that bar gets longer.
 #
 # ### Exercise 5: the last to arrive (••, 8 minutes)
 #
@@ -809,8 +811,9 @@ claim("28 ms instead of 19", [row[-1] for row in rows.values()] == [19, 28])
 # ### One late gradient, on real ranks
 #
 # DDP's first guess at the order is that of `model.parameters()`, backwards. In this model fc1 stands last and is used
-# first, so the guess is wrong: its gradient comes last, and it is meant for bucket 0. After the first step each layer
-# has a bucket of its own. The ranks note when a gradient is ready, and when a bucket leaves.
+# first, so the guess is wrong: its gradient comes last, and it is meant for bucket 0. By default that does no harm,
+# since the first step sends everything in one bucket; with `find_unused_parameters` it does. After the first step each
+# layer has a bucket of its own. The ranks note when a gradient is ready, and when a bucket leaves.
 
 # %%
 # %%torchrun -n 2
@@ -871,9 +874,9 @@ noted("unused", find_unused_parameters=True)
 # A large batch may not fit into memory. Then one takes several micro-batches, adds up their gradients, and steps once.
 # The mean over the ranks is needed only once, at the end. In `with model.no_sync():` DDP sends nothing.
 #
-# Two things go wrong often. **The forward pass must be inside, too**: DDP arms its hooks in the forward pass. A backward
-# pass alone in `no_sync` sends as ever. And **divide by the number of micro-batches**: backward passes *add* to
-# `grad`, while the loss of the whole batch is a *mean*.
+# Two things go wrong often. **The forward pass must be inside, too**: DDP arms its hooks in the forward pass. A
+# backward pass alone in `no_sync` sends as ever. And **divide by the number of micro-batches**: backward passes *add*
+# to `grad`, while the loss of the whole batch is a *mean*.
 #
 # ### Exercise 6: accumulate (••, 8 minutes)
 #
@@ -912,9 +915,9 @@ checks.accumulate(accumulate)
 # %% [markdown]
 # ### Exercise 7: bytes of a step (optional, •, 4 minutes)
 #
-# How many bytes does a rank hand to all-reduces before one step of the optimizer? `no_sync` means that all micro-batches
-# but the last are not sent. `bf16` means that gradients are rounded to bfloat16 before they are sent, 2 bytes a number
-# instead of 4 (section 10).
+# How many bytes does a rank hand to all-reduces before one step of the optimizer? `no_sync` means that all
+# micro-batches but the last are not sent. `bf16` means that gradients are rounded to bfloat16 before they are sent, 2
+# bytes a number instead of 4 (section 10).
 
 
 # %%
@@ -954,13 +957,13 @@ claim("the messages of one", no_sync.value("all_reduce_count") == eager.value("a
 #
 # **optional, 15 minutes**
 #
-# Gradients are noisy anyway, so they may be rounded for the journey. DDP takes a **communication hook**, a function that
-# sends a bucket in its own way:
+# Gradients are noisy anyway, so they may be rounded for the journey. DDP takes a **communication hook**, a function
+# that sends a bucket in its own way:
 #
 # - `bucket.buffer()` is the row of the bucket's gradients, `bucket.index()` its number.
-# - The hook asks for the all-reduce and returns a **future**: a promise of the result. `handle.get_future()` is one, and
-#   `.then(f)` makes a new one, whose result is what `f` returns. `f` gets the old future, and its `value()` is a list of
-#   the tensors that arrived.
+# - The hook asks for the all-reduce and returns a **future**: a promise of the result. `handle.get_future()` is one,
+#   and `.then(f)` makes a new one, whose result is what `f` returns. `f` gets the old future, and its `value()` is a
+#   list of the tensors that arrived.
 # - With a hook DDP does not divide. The hook does.
 #
 # ### Exercise 8: send half (••, 8 minutes)
@@ -1079,7 +1082,7 @@ def graphs(**how):
     return len(found)
 
 
-torch._logging.set_logs(all=logging.ERROR)  # not what it thinks of DDP's own marks for profilers
+torch._logging.set_logs(all=logging.ERROR)  # no warnings about DDP's marks for profilers
 give(graphs={"1 MiB": graphs(bucket_cap_mb=1), "2 MiB": graphs(bucket_cap_mb=2), "left out": graphs()})
 with torch._dynamo.config.patch(optimize_ddp=False):
     give(whole=graphs(bucket_cap_mb=2))
@@ -1115,8 +1118,8 @@ claim("with optimize_ddp=False it is one", in_one == 1)
 # They are **off by default and experimental**: their names begin with an underscore or may change. labkit switches on
 # three of them.
 #
-# - **The Python reducer** (`optimize_ddp="python_reducer"`). Each parameter gets a hook in Python: divide the gradient by
-#   the ranks, ask for an all-reduce, wait. These are operators like any other, so they can be traced.
+# - **The Python reducer** (`optimize_ddp="python_reducer"`). Each parameter gets a hook in Python: divide the gradient
+#   by the ranks, ask for an all-reduce, wait. These are operators like any other, so they can be traced.
 # - **Compiled autograd.** The backward pass is not run node by node. Autograd first writes down all that it would do,
 #   hooks included, as one graph, and hands that to a compiler.
 # - **Inductor's fusion of DDP's messages.** Inductor is the compiler that writes the programs. Our backward pass has
@@ -1242,17 +1245,16 @@ for which, program in {
 _ = plots.timeline(coalesced)
 
 # %% [markdown]
-# *The compiled step. `root` is the whole network: the compiler has made one program of its layers. A bucket may arrive
-# before one that left earlier. The long empty stretch before the optimizer is the waits at the end of the listing. An
-# empty stretch between two `root` bars is no such wait: there the call that asks copies a bucket's gradients, and
-# gloo's threads need the core.*
+# *The compiled step. `root` is the whole network: the compiler has made one program of its layers. The long empty
+# stretch before the optimizer is the waits at the end of the listing. A shorter one between two `root` bars is no such
+# wait: there gloo's threads need the core.* In some runs a bucket arrives before one that left earlier.
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.exposed({"reducer": eager, "compiled": coalesced})
 
 # %% [markdown]
 # *Communication of one profiled step, mean over the ranks: the time in which any bucket was under way. Two at once
-# count once. Which of the two ways exposes more changes from run to run.*
+# count once. Which of the two exposes more is not the same in every run.*
 #
 # Do not expect this path to win here. Products of matrices are library calls in both, and the reducer overlaps as well.
 # What is gained is sight: the order of a compiled step is a text that you can read, check and change.
@@ -1276,8 +1278,8 @@ print(f"{checked.value('compared'):.0f} tensors, all equal to one device's to 1 
 # Take a network card that works beside the arithmetic, as on a GPU. S bytes of gradients travel in buckets of b bytes,
 # so there are S / b messages. Two times matter.
 #
-# - All messages together: `S / b * alpha + S * beta`. If that is more than the backward pass takes, the rest is exposed,
-#   whatever b is.
+# - All messages together: `S / b * alpha + S * beta`. What is more than the backward pass takes is exposed. Larger
+#   buckets make the first term smaller, and leave the second as it is.
 # - The last bucket: `alpha + b * beta`. Nothing is left to hide it.
 #
 # So small buckets pay latency, and large ones have a long end. The smallest bucket that still hides is about the best:
@@ -1294,12 +1296,13 @@ print(f"{checked.value('compared'):.0f} tensors, all equal to one device's to 1 
 # | S | 340 million parameters, in bfloat16: 680 MB |
 # | beta | over the wire go 2 · 7/8 bytes for each one handed over; NVLink moves 450 GB/s in each direction by the data sheet: 1.75 / (450 · 10⁹) s = 3.9 ps a byte |
 # | alpha | on no data sheet; we take 20 µs, and you should measure it |
-# | speed | 989 · 10¹² bfloat16 operations a second by the data sheet, of which 40 % is good: 400 · 10¹² |
+# | speed | 989 · 10¹² bfloat16 operations a second by the data sheet, of which one reaches 40 %: 400 · 10¹² |
 # | backward pass | 4 · 340 · 10⁶ · 4096 / (400 · 10¹²) s = 13.9 ms |
 # | all bytes | 680 MB · 3.9 ps = 2.6 ms |
 # | smallest bucket | 680 MB · 20 µs / (13.9 − 2.6) ms = 1.2 MB |
 #
-# A gradient is never cut (section 4). BERT-large's last gradient is that of its word embedding, 30,522 × 1024 numbers or
+# A gradient is never cut (section 4), and most of BERT-large's matrices are larger than 1.2 MB. So there any size
+# hides. Its last gradient is that of its word embedding, 30,522 × 1024 numbers or
 # 62.5 MB. So the last bucket takes at least 20 µs + 62.5 MB · 3.9 ps = 0.26 ms, whatever b is. With the default of
 # 25 MiB there are 22 messages, and the last one takes 0.3 ms: 2 % of the backward pass. So here the default is fine.
 
@@ -1318,7 +1321,8 @@ claim(
 #
 # ### Exercise 10: the smallest bucket that hides (••, 6 minutes)
 #
-# Write it as a function. Return the bytes of a bucket, and `float("inf")` where no size of bucket lets the messages hide, however large.
+# Write it as a function. Return the bytes of a bucket, and `float("inf")` where no size of bucket lets the messages
+# hide, however large.
 #
 # <details><summary>Hint</summary>
 #
@@ -1373,8 +1377,8 @@ for tokens in (4096, 16384):
 # 2. Measure one step without communication (`no_sync` around everything), and one with. If they are close, stop.
 # 3. If not, take 4 times as much and a quarter, and look at the time line: many short messages want larger buckets; a
 #    long message after the end of the backward pass wants smaller ones.
-# 4. If all messages together are longer than the backward pass, leave the buckets alone. Send less: a larger batch a
-#    rank, `no_sync`, bfloat16.
+# 4. If the bytes alone, S · beta, take longer than the backward pass, leave the buckets alone. Send less: a larger
+#    batch a rank, `no_sync`, bfloat16.
 
 # %% tags=["claim"]
 by_hand = [
@@ -1386,10 +1390,10 @@ claim("with four times the tokens from about 2.4 MB on", 2.2e6 < by_hand[1] < 2.
 # %% [markdown]
 # ### Explore (optional, 5 minutes)
 #
-# Left, a predicted backward pass; right, the same for other sizes of bucket. With *the computing core*, arithmetic stands
-# still while a bucket travels, as on this machine. With *a network card* it goes on. *run it* measures alpha, beta and
-# the arithmetic of this machine beside its steps, and predicts again with these. (With \* the first bucket closes at 1
-# MiB.)
+# Left, a predicted backward pass; right, the same for other sizes of bucket. With *the computing core*, arithmetic
+# stands still while a bucket travels, as on this machine. With *a network card* it goes on. *run it* measures alpha,
+# beta and the arithmetic of this machine beside its steps, and predicts again with these. (With \* the first bucket
+# closes at 1 MiB.)
 #
 # Take the card, and turn alpha. Then press *reset*, and take the card again.
 #

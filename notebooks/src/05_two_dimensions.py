@@ -121,7 +121,8 @@ claim("the first is refused, the second trains", [what == "trained" for what in 
 # `tp` is the number of ranks that share each matrix.
 #
 # The second reason is memory. The activations of one long text may not fit on one GPU. FSDP cannot help there. Ranks
-# that share a matrix also share the activations behind it.
+# that share an MLP's two matrices also share the activations between the two. What lies between MLPs stays whole on
+# each, until section 10 cuts that, too.
 
 # %% [markdown]
 # ## 2. The code you would write
@@ -200,8 +201,9 @@ claim(
 #   is.
 # - The first weight is cut by rows along both axes. TP came first and gave rank 0 the rows 0–15, rank 1 the rows 16–31.
 #   FSDP then halved what was there: rank 0 keeps 0–7, rank 2 8–15, rank 1 16–23, rank 3 24–31. Read by the order of the
-#   axes, first `data`, then `tp`, this would be another cut. So PyTorch writes `_StridedShard`: along `data` a rank's
-#   rows are not one block of the whole. `sf=2` counts the parts that the other axis had made before.
+#   axes, first `data`, then `tp`, this would be another cut. So PyTorch writes `_StridedShard`: the rows at one place
+#   along `data` (0–7 on rank 0, 16–23 on rank 1) are not one block of the whole. `sf=2` counts the parts that the other
+#   axis had made before.
 #
 # ### Commit, run, compare
 #
@@ -635,12 +637,12 @@ claim(
 #
 # A check that never fails is worth nothing. Below, two layers are broken: the first forgets `copy_to_ranks`, so that
 # nothing is summed in the backward pass; the second adds its bias on every rank. Before you run: in how many of the two
-# is the very first output right? In how many does parity fail?
+# is the very first loss right? In how many does parity fail?
 
 # %% tags=["commit"]
-mine = commit(output_right=None, parity_fails=None)
+mine = commit(loss_right=None, parity_fails=None)
 ### BEGIN SOLUTION
-mine = commit(output_right=1, parity_fails=2)
+mine = commit(loss_right=1, parity_fails=2)
 ### END SOLUTION
 
 
@@ -665,19 +667,18 @@ said = {name: parity(use) for name, use in broken.items()}
 print("\n".join(f"{name}: {verdict}" for name, verdict in said.items()))
 runs = {name: labkit.run("two_dim", tp=2, layers="yours", use=use, **SETUP) for name, use in broken.items()}
 seen = {
-    "output_right": sum(abs(first_loss(run) / first_loss(square) - 1) < 1e-5 for run in runs.values()),
+    "loss_right": sum(abs(first_loss(run) / first_loss(square) - 1) < 1e-5 for run in runs.values()),
     "parity_fails": sum("differ" in verdict for verdict in said.values()),
 }
 guesses = {name: "–" if number is None else f"{number:g}" for name, number in mine.items()}
 pandas.DataFrame.from_dict({"yours": guesses, "measured": seen}).T
 
 # %% tags=["claim"]
-claim("one first output of two is right", seen["output_right"] == 1)
+claim("one first loss of two is right", seen["loss_right"] == 1)
 claim("parity fails for both", seen["parity_fails"] == 2)
 
 # %% [markdown]
-# *Without the sum in the backward pass, the first output and the first loss are those of the right program. Parity
-# fails for both.*
+# *Without the sum in the backward pass, the first loss is that of the right program. Parity fails for both.*
 #
 # Now your own mistake. Change something in the first layer: hold other rows, divide, leave something out. `Broken`
 # begins as labkit's layer, which is right.
@@ -723,7 +724,7 @@ for name, bias in {"biases of zero": torch.zeros(4), "random biases": torch.rand
 #
 # With n pairs, TP adds up activations 2 n - 1 times in a step, nearly twice for each pair. Each time everybody waits.
 # Let more ranks share the same tokens. Each computes less, but sends a little more. So the part of a step that is spent
-# waiting grows. This is why one does not simply put all ranks there. A second axis takes the others.
+# waiting grows. This is why one does not simply put all ranks along `tp`. A second axis takes the others.
 #
 # Along `data` FSDP shards what tensor parallelism leaves to a rank. To FSDP that is a thinner model: each inner width
 # is divided by the ranks along `tp`, and all of lab 2's formulas hold.
@@ -838,9 +839,10 @@ claim("TP sums activations of half as many samples", tokens(2) * RANKS == 2 * to
 # %% [markdown]
 # ### Memory (optional, 4 minutes)
 #
-# What does a rank hold at its peak, the moment when it holds most? For FSDP's share lab 2's ledger walks through the
-# step of the thinner model. With TP alone the peak lies where the backward pass begins: all activations are there, and
-# the gradient of the loss needs four tensors of the output's size while it is worked out (*temporary*).
+# What does a rank hold at its peak, the moment when it holds most? The moments differ. With FSDP the peak lies inside
+# the backward pass, where *temporary* are gradients of a whole layer that are not sharded yet; lab 2's ledger walks
+# there, here with the thinner model. With TP alone it lies where the backward pass begins: all activations are there,
+# and the gradient of the loss needs four tensors of the output's size while it is worked out (*temporary*).
 
 # %%
 expected = {}
@@ -857,7 +859,8 @@ _ = plots.breakdown(
 # communication buffers, TP alone for activations; the square needs least.*
 #
 # TP alone keeps every sample on every rank: between the pairs all four hold the same activations. FSDP alone gathers
-# whole layers. The square does half of each.
+# whole layers. The square keeps half of the samples and gathers half of each layer. Its bars are not simply halves,
+# since its peak lies at a moment of its own.
 
 # %% tags=["claim"]
 peaks = {labels[tp]: result.value("peak_total_bytes") for tp, result in runs.items()}
@@ -987,9 +990,10 @@ print("measured steps: " + ", ".join(f"{step_ms:.0f} ms with {how}" for how, ste
 #
 # - Along `tp`, inside a host: NVLink, 450 GB/s. With 16 ranks along `tp` the ring leaves the host, through all eight
 #   cards: 400 GB/s.
-# - Along `data`, between hosts. Rings run side by side, one for each card. A group that has k GPUs in a host has k of
-#   its eight cards to itself, so its bytes move at k · 50 GB/s. With one rank along `tp`, k is 8; with two it is 4;
-#   from eight on it is 1.
+# - Along `data`, between hosts. Rings run side by side, one for each card. A group that has k GPUs in a host sends in k
+#   rings, each with a k-th of the bytes and a card of its own at the host's border; inside it uses NVLink. So its bytes
+#   move at k · 50 GB/s. With one rank along `tp`, k is 8, and 25 GB take 63 ms; with two it is 4; from eight on it is
+#   1.
 #
 # Latency is left out: data sheets do not give it, and these messages are large.
 
@@ -1034,8 +1038,8 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 # Three things are worth a thought.
 #
 # - The bytes mislead. They add a slow and hidden byte to a fast and exposed one.
-# - Along `data` the time hardly depends on `tp`. A host needs all parameters, however its GPUs share them, and all of
-#   them come in through the same eight cards.
+# - Along `data` the time hardly depends on `tp`, up to 8. A host needs all parameters, however its GPUs share them, and
+#   all of them come in through the same eight cards. With 16, two hosts share them, and each needs half.
 # - So `tp` does not make the step faster here. It makes steps **possible**: with 16 texts instead of 64, one or two
 #   ranks along `tp` cannot be had at all, and a long text's activations may not fit on one GPU.
 #
@@ -1054,17 +1058,17 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 # ### Explore (optional, 5 minutes)
 #
 # The stack of this lab, by the formulas of this section: left what a rank sends in a step, right its time, for every
-# length of `tp` that the ranks and the samples allow. Numbers have 4 bytes here. Until a run has measured it, a rank
-# does 400 · 10¹² operations a second. *run it* trains on this machine's ranks, counts bytes, and predicts the time
-# again with what it has measured of them. Ranks that share a core wait for each other's turn at every message, so there
-# a step takes longer than predicted. More ranks than this machine can run are theory.
+# length of `tp` that the ranks and the samples allow. Numbers have 4 bytes here. Until a run has measured it, a rank is
+# taken to do 400 · 10¹² operations a second. *run it* trains on this machine's ranks, counts bytes, and predicts the
+# time again with what it has measured of them. Ranks that share a core wait for each other's turn at every message, so
+# there a step takes longer than predicted. More ranks than this machine can run are theory.
 #
 # Mind one difference from the figure above: a link keeps its speed here, whatever `tp` is. So 50 GB/s along `data` is a
 # group of ranks with one card, also with one rank along `tp`, which had eight cards above.
 #
 # Take 64 ranks, width 4096 and 131,072 tokens, with 450 GB/s along `tp` and 50 along `data`. Which `tp` is best? Then
-# let messages along `data` travel meanwhile, and give that axis 400 GB/s, which are eight cards. Which `tp` is best now?
-# And why does the first answer not agree with the figure above?
+# let messages along `data` travel meanwhile, and give that axis 400 GB/s, which are eight cards. Which `tp` is best
+# now? And why does the first answer not agree with the figure above?
 #
 # <details><summary>Answer</summary>
 #
@@ -1156,8 +1160,9 @@ checks.block_plan(block_plan)
 # ### How are embedding and loss cut?
 #
 # An **embedding** is a table with a row for each word of the vocabulary. Cut it by rows: a rank looks up the words that
-# it has, takes zeros for the others, and an all-reduce adds up. In PyTorch that is `RowwiseParallel`. The **last layer**
-# makes a *logit* for each word: cut it colwise, and each rank has the logits of its words.
+# it has, takes zeros for the others, and an all-reduce adds up. In PyTorch that is `RowwiseParallel`, which here does
+# cut dim 0: the table already is the papers' matrix, not its transpose. The **last layer** makes a *logit* for each
+# word: cut it colwise, and each rank has the logits of its words.
 #
 # Now the two ends of such a layer matter. In a plan, `input_layouts` says how its input *is* laid out when it arrives,
 # and `output_layouts` how the output *shall* leave: `Replicate()` is whole, `Shard(-1)` is cut along the last
@@ -1225,8 +1230,9 @@ f"the gradient is right: {right}; collectives: {sum(counted.get_comm_counts().va
 #
 # **optional, 10 minutes**
 #
-# TP leaves the activations between the pairs whole on every rank. What happens there, such as ReLU, norm or dropout,
-# treats each token alone. So each rank could keep only its share of the tokens. This is **sequence parallelism**.
+# This section has all four ranks along `tp`. TP leaves the activations between the pairs whole on every rank. What
+# happens there, such as ReLU, norm or dropout, treats each token alone. So each rank could keep only its share of the
+# tokens. This is **sequence parallelism**.
 #
 # An all-reduce is a reduce-scatter followed by an all-gather (lab 0). Split it: reduce-scatter behind a pair,
 # all-gather in front of the next. Each puts half of an all-reduce's bytes on the wire. Our three pairs had five
@@ -1285,7 +1291,8 @@ _ = plots.breakdown(forecast, sequence)
 
 # %% [markdown]
 # *Peak memory of a rank. With the sequence cut, activations are fewer: between the pairs a rank keeps a quarter of the
-# tokens. All else stays as it was, and every prediction is within 2 % of the measurement.*
+# tokens; the samples and the result stay whole. All else stays as it was, and every prediction is within 2 % of the
+# measurement.*
 
 # %% tags=["claim"]
 held = {label: result.value("peak_activation_bytes") for label, result in sequence.items()}
@@ -1364,8 +1371,9 @@ claim("below a thousandth in all these steps", apart.max() < 0.1)
 
 # %% [markdown]
 # Adam divides each gradient's running mean by its running size. A factor in all gradients drops out, but for the tiny ε
-# in the denominator. So the curve looks right here. With SGD, or with weight decay inside the gradient, the same plan
-# would train differently. A check of the loss would not have found it. Compare gradients, and count what was compared.
+# in the denominator, and for rounding. So the curve looks right here. With SGD, or with weight decay inside the
+# gradient, the same plan would train differently. A check of the loss would not have found it. Compare gradients, and
+# count what was compared.
 #
 # ### Exercise 11: repair it (•••, 8 minutes)
 #
