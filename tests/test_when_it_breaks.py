@@ -149,6 +149,11 @@ def seeds():
 
 def in_float64():
     assert theory.rounding_alone(apart("another order, float32")[-1], apart("another order, float64")[-1])
+    assert 0 < apart("another order, float32")[0] < 1e-6, "all steps differ, at first in the last digits"
+
+
+def as_large_in_float64():
+    assert max(apart("a fault, float64")[:10]) == 0 < apart("a fault, float64")[10], "equal up to a step"
     assert not theory.rounding_alone(apart("a fault, float32")[-1], apart("a fault, float64")[-1])
 
 
@@ -167,7 +172,8 @@ ROWS = {
     "weights agree": gradient_against_one_device,
     "gradients are right": moves,
     "the first step differs": seeds,
-    "later steps differ": in_float64,
+    "all steps differ": in_float64,
+    "equal up to a step": as_large_in_float64,
 }
 
 
