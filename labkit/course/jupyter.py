@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from labkit import private
 from labkit.errors import LabError
 from labkit.folder import HIDDEN, runs_folder, write_text
 
@@ -17,7 +18,16 @@ ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """Write the configuration; the environment of a JupyterLab on this folder."""
+    """Write the configuration; the environment of a JupyterLab on this folder.
+
+    Raises:
+        LabError: the folder is another user's, who could put a configuration there that JupyterLab executes.
+    """
+    try:
+        private.make_own(folder / HIDDEN)
+        private.make_own(folder)
+    except OSError as error:
+        raise LabError(f"{error.filename}: {error.strerror}; take another folder with --folder") from None
     ours = folder / HIDDEN / "jupyter"
     page = ours / "labconfig" / "page_config.json"
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from labkit import requirements
-from labkit.folder import DEVICE, NOTEBOOK_PID, ROOT, VARIABLE, RunFolder
+from labkit import private, requirements
+from labkit.folder import DEVICE, GIVEN, NOTEBOOK_PID, ROOT, VARIABLE, RunFolder
 from labkit.launcher import warm
 
 STOP_LIMIT_S = 5.0
@@ -56,7 +56,7 @@ def start(
         request = {"arguments": words, "environment": own, "log": str(folder.torchrun_log)}
         with contextlib.suppress(warm.Gone):
             return parent.fork(request | {"working_folder": os.getcwd()})
-    with folder.torchrun_log.open("wb") as log:
+    with private.open_file(folder.torchrun_log, "wb") as log:
         return subprocess.Popen(
             # -P: a random.py in the notebook's folder must not shadow the real one
             [sys.executable, "-P", "-m", "labkit.launcher.torchrun", *words],
@@ -77,6 +77,7 @@ def environment(folder: RunFolder, nproc: int, device: str) -> dict[str, str]:
         VARIABLE: str(folder.path),
         NOTEBOOK_PID: str(os.getpid()),
         DEVICE: device,
+        GIVEN: folder.given_sha256,
         "OMP_NUM_THREADS": str(max(1, len(requirements.cores()) // nproc)),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from labkit import config, requirements
+from labkit import config, private, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
 from labkit.launcher import failure, packet, process, queue
@@ -231,13 +231,13 @@ def _new_folder(info: dict[str, Any], given: bytes) -> RunFolder:
     parent = runs_folder()
     folder = RunFolder(parent / f"{stamp}-{info['program'][:NAME_IN_FOLDER]}-{secrets.token_hex(3)}")
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        private.make_folder(parent)
         if problem := disk_problem(parent):
             raise LabError(problem)
-        folder.path.mkdir()
+        folder.path.mkdir(mode=private.FOLDER_MODE)
         write_json(folder.run_json, info)
         if given:
-            folder.given.write_bytes(given)
+            folder.give(given)
     except OSError as error:
         fix = "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error

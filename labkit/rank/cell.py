@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import requirements
-from labkit.folder import VARIABLE, RunFolder, write_json
+from labkit.folder import VARIABLE, RunFolder, write_json, write_text
 from labkit.rank.given import given
 
 NAME = "<cell>"
@@ -43,7 +43,7 @@ def main() -> None:
     vars(module).update(names)
     value = execute(text, vars(module))
     if value is not None:
-        kept.write_text(pprint.pformat(value, width=WIDTH, sort_dicts=False))
+        write_text(kept, pprint.pformat(value, width=WIDTH, sort_dicts=False))
 
 
 def execute(text: str, names: dict[str, Any]) -> Any:
