@@ -14,6 +14,7 @@ from labkit import private
 from labkit.errors import LabError
 from labkit.folder import HIDDEN, runs_folder, write_text
 
+ADDRESS = "127.0.0.1"
 ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
 
 
@@ -49,8 +50,10 @@ def command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...]
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",  # the other one asks an index for extensions
         *([] if browser else ["--no-browser"]),
-        # In a container one is root. By default the server listens to this machine alone, and asks for its token.
-        *(["--allow-root"] if os.geteuid() == 0 else []),
+        # Whatever a person's settings say of other servers, this one listens to this machine alone, unless asked here. It
+        # asks for its token, which lies in a file that is this person's alone, and on no command line.
+        *([] if any("ip=" in option for option in more) else [f"--ServerApp.ip={ADDRESS}"]),
+        *(["--allow-root"] if os.geteuid() == 0 else []),  # in a container one is root
         *more,
     ]
 

@@ -18,7 +18,7 @@ from typing import Any
 from labkit import config, private, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
-from labkit.launcher import failure, packet, process, queue
+from labkit.launcher import failure, network, packet, process, queue
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
 from labkit.records import VERSION
@@ -136,6 +136,7 @@ def _plan(
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
+    network.is_wanted()
     path, target = find_program(program)
     if use is not None:
         packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
