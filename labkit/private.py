@@ -57,14 +57,14 @@ def shared_folder(name: str, *places: str) -> Path:
     """A private folder for what all processes of this user on this machine share; made where it is not there.
 
     It lies in the first place where nobody else is in the way: those given, the folder for temporary files, where
-    another user may have made one of this name before, or the home folder, which other machines may share.
+    another user may have made one of this name before, or the home folder, which this machine may share with others.
 
     Raises:
         PermissionError: there is none; it says of each place why not.
     """
-    home = Path(os.path.expanduser("~"), f".{name}-{platform.node()}")
+    home = Path(os.path.realpath(os.path.expanduser("~")), f".{name}-{platform.node()}")
     problems = []
-    for folder in (*(Path(place, name) for place in (*places, tempfile.gettempdir())), home):
+    for folder in (*(Path(place, name) for place in (*places, os.path.realpath(tempfile.gettempdir()))), home):
         try:
             if folder.is_absolute() and _is_safe(folder.parent):
                 make_own(folder)
@@ -75,9 +75,9 @@ def shared_folder(name: str, *places: str) -> Path:
 
 
 def _is_safe(place: Path) -> bool:
-    """Whether nobody but this user and root can remove or rename what this user makes there."""
-    found = place.stat()
-    ours = found.st_uid in (os.geteuid(), 0)
+    """Whether it is a folder in which nobody but this user and root can remove or rename what this user makes."""
+    found = place.lstat()
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
     return ours and bool(found.st_mode & stat.S_ISVTX or not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 

@@ -50,9 +50,9 @@ def command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...]
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",  # the other one asks an index for extensions
         *([] if browser else ["--no-browser"]),
-        # Whatever a person's settings say of other servers, this one listens to this machine alone, unless asked here. It
-        # asks for its token, which lies in a file that is this person's alone, and on no command line.
-        *([] if any("ip=" in option for option in more) else [f"--ServerApp.ip={ADDRESS}"]),
+        # Whatever a person's settings say, it listens to this machine alone, unless asked for more here. It wants its
+        # token, which stands in a file that is this person's alone, and on no command line.
+        *([] if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more} else [f"--ServerApp.ip={ADDRESS}"]),
         *(["--allow-root"] if os.geteuid() == 0 else []),  # in a container one is root
         *more,
     ]
