@@ -22,7 +22,7 @@ from typing import Literal
 
 import psutil
 
-from labkit import requirements
+from labkit import private, requirements
 from labkit.folder import runs_folder
 from labkit.requirements import release
 
@@ -220,7 +220,7 @@ def check_runs_folder() -> Finding:
     """Where runs are recorded: $LABKIT_RUNS, else runs/ in labkit's checkout, else runs/ in the current folder."""
     folder = runs_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        private.make_folder(folder)
         with tempfile.NamedTemporaryFile(dir=folder):
             free_gib = shutil.disk_usage(folder).free / GIB
     except OSError as error:

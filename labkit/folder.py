@@ -24,9 +24,11 @@ import re
 import shutil
 from collections.abc import Mapping
 from functools import partialmethod
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from labkit import private
 from labkit.errors import LabError, ParameterError, RecordError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +41,8 @@ VARIABLE = "LABKIT_RUN_FOLDER"
 """Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
 DEVICE = "LABKIT_DEVICE"
 """Environment variable for the ranks: "auto", "cpu" or "cuda", as ``labkit.run(device=...)`` was asked."""
+GIVEN = "LABKIT_GIVEN"
+"""Environment variable for the ranks: the SHA-256 of given.pickle, without which they unpickle nothing."""
 NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
 """Environment variable for torchrun: the process with which the run is to end."""
 TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
@@ -57,9 +61,16 @@ class RunFolder:
         self.session_json = path / "session.json"
         self.exit_json = path / "exit.json"
         self.given = path / "given.pickle"
+        self.given_sha256 = ""
         self.torchrun_log = path / "torchrun.log"
         # only during the run: what torchrun keeps for each rank, which labkit does not use
         self.torchrun_folder = path / "torchrun"
+
+    def give(self, content: bytes) -> None:
+        """Leave for the ranks what the notebook gives them; ``given_sha256`` tells it from what anybody else left."""
+        with private.open_file(self.given, "wb") as file:
+            file.write(content)
+        self.given_sha256 = sha256(content).hexdigest()
 
     def remove_torchruns_files(self) -> None:
         """Remove what nobody needs after the run."""
@@ -98,7 +109,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file in one step: a reader finds the old file, the new one, or none, never half of one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
+    with private.open_file(unfinished, "w", encoding="utf-8") as file:
+        file.write(text)
     unfinished.replace(path)
 
 
@@ -151,7 +163,7 @@ def home() -> Path:
     if IN_CHECKOUT:
         return ROOT
     here = Path.cwd()
-    return next((folder.parent for folder in (here, *here.parents) if (folder / HIDDEN).is_dir()), here)
+    return next((folder.parent for folder in (here, *here.parents) if private.is_own(folder / HIDDEN)), here)
 
 
 def disk_problem(path: Path) -> str:

@@ -24,8 +24,9 @@ stood in the names of other kinds, and are turned into fields as they are read.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from labkit import private
 from labkit.errors import RecordError
 
 VERSION = 2
@@ -58,7 +59,7 @@ class Writer:
     def __init__(self, folder: Path | None, rank: int):
         self.folder, self.rank = folder, rank
         self.lines: list[dict[str, Any]] = []
-        self._file: TextIO | None = None if folder is None else path_of(folder, rank).open("a", buffering=1)
+        self._file = private.open_file(path_of(folder, rank), "a", buffering=1) if folder else None
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
         """Write one record. Raises RecordError for a field that its kind does not have, or a number that is not one."""

@@ -11,6 +11,7 @@ import pytest
 from fixture_answers import answer_to, nothing_starts, ranks_at_hand  # noqa: F401  (fixtures of all tests)
 from fixture_ranks import rank_pool, ranks  # noqa: F401
 from fixture_threads import threads  # noqa: F401
+from fixture_users import another_user, open_place  # noqa: F401
 
 # Not through the environment: a notebook's kernel would inherit it and draw nothing.
 matplotlib.use("Agg")

@@ -44,8 +44,8 @@ def nothing_starts(monkeypatch):
 def ranks_at_hand(rank_pool, monkeypatch):
     """Lets checks run their program on the processes of ``fixture_ranks``, as labkit.run would on new ones."""
 
-    def run(path, *, nproc, device, timeout_s, folder, lab, setup):
-        failures = rank_pool.run(nproc, be_a_rank, (folder, lab, setup), timeout_s)
+    def run(path, *, nproc, device, timeout_s, folder, digest, lab, setup):
+        failures = rank_pool.run(nproc, be_a_rank, (folder, digest, lab, setup), timeout_s)
         for rank, failure in enumerate(failures):
             if failure:
                 raise labkit.RankFailed(rank, *failure, "", Path(folder) / "run" / "log")
@@ -53,11 +53,11 @@ def ranks_at_hand(rank_pool, monkeypatch):
     monkeypatch.setattr(labkit, "run", run)
 
 
-def be_a_rank(folder, lab, setup):
+def be_a_rank(folder, digest, lab, setup):
     """What the program of the checks does in its session; the type and message of what it raises."""
     allclose, answers.PATIENCE_S = torch.allclose, 0  # these processes stay anyway
     try:
-        answers.feed_and_send(Path(folder), lab, json.loads(setup))
+        answers.feed_and_send(Path(folder), digest, lab, json.loads(setup))
     except Exception as error:
         return type(error).__name__, str(error)
     finally:

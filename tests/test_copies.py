@@ -333,6 +333,9 @@ def test_jupyterlab_gets_the_copies_alone_and_no_settings_of_the_user_change(tmp
         f"--ServerApp.root_dir={tmp_path / 'my'}" in words and "--LabApp.default_url=/lab/tree/00_ranks.ipynb" in words
     )
     assert "--no-browser" in words and words[-1] == "--port=9"
+    assert "--ServerApp.ip=127.0.0.1" in words
+    words = jupyter.command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--ip=0.0.0.0",))
+    assert [word for word in words if "ip=" in word] == ["--ip=0.0.0.0"], "JupyterLab takes one"
     assert list(settings.iterdir()) == []
 
 

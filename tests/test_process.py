@@ -96,8 +96,8 @@ def test_nothing_is_left_of_a_run_that_failed(pids, how, deaf):
 
 
 def test_nothing_is_left_of_a_run_that_ended_well(pids):
-    labkit.run(MISBEHAVE, how="finish", orphan=True, pids=str(pids.path))
-    assert len(pids.read()) == 4
+    labkit.run(MISBEHAVE, how="finish", orphan=True, bare=True, stray=True, pids=str(pids.path))
+    assert len(pids.read()) == 6
     pids.assert_gone(limit_s=0.1)
 
 
@@ -145,8 +145,8 @@ def test_an_interrupt_ends_the_run_which_can_still_be_read(notebook, pids, tmp_p
 
 
 def test_kill_9_of_the_notebook_ends_the_run(notebook, pids):
-    running = notebook("wait", deaf=True, bare=True, orphan=True)
-    pids.wait(5)
+    running = notebook("wait", deaf=True, bare=True, orphan=True, stray=True)
+    pids.wait(6)
     running.kill()
     pids.assert_gone()
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from itertools import pairwise
@@ -121,8 +122,10 @@ def test_what_stands_in_the_way_is_named(place, monkeypatch):
     with pytest.raises(ParameterError, match="LABKIT_QUEUE='no' is neither 0"):
         labkit.run(PROGRAMS / "small.py")
     monkeypatch.delenv(queue.SWITCH)
-    place.parent.joinpath(place.name).write_text("a file")
-    with pytest.raises(LabError, match=r"no queue in .*set LABKIT_QUEUE=0"):
+    place.write_text("a file")
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/nowhere/at/all")
+    with pytest.raises(LabError, match=rf"no queue: .*{place}: it belongs to another user, .* set LABKIT_QUEUE=0"):
         labkit.run(PROGRAMS / "small.py")
 
 
@@ -137,7 +140,7 @@ def test_whoever_tidies_up_the_folder_stops_nobody(place):
 
 def test_a_runtime_folder_that_is_not_there_is_not_used(place, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
-    monkeypatch.setattr(queue.tempfile, "gettempdir", lambda: str(place.parent))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(place.parent))
     with queue.turn(Need(1, 0, False), pytest.fail):
         assert len(queue.tickets(place)) == 1
 

@@ -1,9 +1,13 @@
 """labkit.parallel.saving: a run that was saved goes on as if it had never stopped, on any number of ranks."""
 
+import pickle
+
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 
 import labkit
+from labkit.parallel.reading import DataPlanner, DataReader
 
 HOW = {"model": "mlp_stack", "steps": 1, "device": "cpu"}
 STEPS = 3  # of a run with steps=1: one to warm up, one timed, one traced
@@ -63,3 +67,35 @@ def test_what_one_version_saved_the_other_loads_and_torch_reads(saved, unbroken)
 def test_a_place_that_cannot_be_is_refused_before_a_launch(params, message):
     with pytest.raises(labkit.ParameterError, match=message):
         labkit.run("fsdp_wrap", **params)
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nothing_in_a_saved_folder_is_executed(tmp_path):
+    state = {"step": 3, "weights": torch.ones(2), "rates": [0.1, (0.9, 0.99)]}
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
+    found = {"step": 0, "weights": torch.zeros(2), "rates": [0.0, (0.0, 0.0)]}
+    state_dict_loader.load(found, storage_reader=DataReader(tmp_path / "good"), planner=DataPlanner(), no_dist=True)
+    assert found["step"] == 3 and found["rates"] == [0.1, (0.9, 0.99)] and found["weights"].sum() == 2
+
+    table, bait = tmp_path / "good" / ".metadata", tmp_path / "bait"
+    kept = pickle.loads(table.read_bytes())
+    kept.planner_data = Touch(bait)
+    table.write_bytes(pickle.dumps(kept))
+    with pytest.raises(pickle.UnpicklingError, match=r"\.metadata names io\.open, which is no part of a checkpoint"):
+        DataReader(tmp_path / "good").read_metadata()
+    state_dict_saver.save(state | {"step": Touch(bait)}, checkpoint_id=tmp_path / "bad", no_dist=True)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        state_dict_loader.load(found, storage_reader=DataReader(tmp_path / "bad"), planner=DataPlanner(), no_dist=True)
+    assert not bait.exists()
+    state_dict_loader.load(found, checkpoint_id=tmp_path / "bad", no_dist=True)
+    assert bait.exists(), "as torch alone reads it"

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from fixture_notebooks import unused
 
@@ -79,12 +81,22 @@ def test_a_program_runs_and_is_recorded_in_the_current_folder(installed, empty):
 
 
 def test_jupyterlab_opens_on_copies_alone_and_stops_on_request(installed, empty, tmp_path):
+    settings = tmp_path / "jupyter" / "config" / "jupyter_server_config.py"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("c.ServerApp.ip = '0.0.0.0'\n")
     log = tmp_path / "log"
     with log.open("w") as output:
         words = [installed, "-m", "labkit", "lab", "--no-browser", "--jupyter-options=--port=0"]
         server = subprocess.Popen(words, cwd=empty, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     try:
-        info = wait_for(tmp_path / "jupyter" / "runtime" / f"jpserver-{server.pid}.json", server, log)
+        told = tmp_path / "jupyter" / "runtime" / f"jpserver-{server.pid}.json"
+        info = wait_for(told, server, log)
+        process = psutil.Process(server.pid)
+        listening = {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}, "whatever the settings say"
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            get(info | {"token": "guessed"}, "api/contents")
+        assert info["token"] not in " ".join(process.cmdline()) and told.stat().st_mode & 0o077 == 0
         copies = json.loads(get(info, "api/contents"))["content"]
         assert sorted(each["name"] for each in copies) == sorted(path.name for path in (empty / "my").glob("[0-9]*"))
         assert len(copies) >= 7, "each lab, and no solved notebook, source or hidden file"
@@ -96,7 +108,7 @@ def test_jupyterlab_opens_on_copies_alone_and_stops_on_request(installed, empty,
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=20)
     kept = {path.name for path in (tmp_path / "jupyter" / "config").rglob("*")}
-    assert kept <= {"migrated"}, "nobody's settings were changed"
+    assert kept <= {"migrated", settings.name}, "nobody's settings were changed"
 
 
 def wait_for(path, server, log):

@@ -9,6 +9,7 @@ import linecache
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def on_ranks(
         refuse_unless_attempted(answer)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / ANSWERS).write_bytes(packed(answers))
-        parameters: dict[str, Any] = {"folder": name, "lab": lab, "setup": json.dumps(setup)}
+        content = packed(answers)
+        (folder / ANSWERS).write_bytes(content)
+        parameters: dict[str, Any] = {"folder": name, "digest": sha256(content).hexdigest()}
+        parameters |= {"lab": lab, "setup": json.dumps(setup)}
         problem = ""
         try:
             labkit.run(PROGRAM, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
@@ -81,7 +84,7 @@ def _done(folder: Path, ranks: int) -> list[int]:
 
 
 def packed(answers: Sequence[Callable[..., Any]]) -> bytes:
-    """Functions as ``answers.load_answers`` reads them.
+    """Functions as ``given.unpack`` reads them.
 
     Raises:
         Wrong: they use something that cannot leave this process.

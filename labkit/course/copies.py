@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit import private
 from labkit.course import catalog
 from labkit.course.catalog import Lab
 from labkit.course.merge import merge
@@ -91,7 +92,8 @@ def reset(lab: Lab, folder: Path) -> Path | None:
 def _write(place: Place) -> None:
     """Write a fresh copy. What it was made from comes first: a copy without it could not be updated."""
     text = place.lab.path.read_text(encoding="utf-8")
-    place.pristine.parent.mkdir(parents=True, exist_ok=True)
+    private.make_own(place.folder / HIDDEN)
+    place.pristine.parent.mkdir(exist_ok=True)
     write_text(place.pristine, text)
     write_text(place.copy, text)
 

@@ -10,14 +10,25 @@ import os
 import sys
 from pathlib import Path
 
+from labkit import private
 from labkit.errors import LabError
 from labkit.folder import HIDDEN, runs_folder, write_text
 
+ADDRESS = "127.0.0.1"
 ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """Write the configuration; the environment of a JupyterLab on this folder."""
+    """Write the configuration; the environment of a JupyterLab on this folder.
+
+    Raises:
+        LabError: the folder is another user's, who could put a configuration there that JupyterLab executes.
+    """
+    try:
+        private.make_own(folder / HIDDEN)
+        private.make_own(folder)
+    except OSError as error:
+        raise LabError(f"{error.filename}: {error.strerror}; take another folder with --folder") from None
     ours = folder / HIDDEN / "jupyter"
     page = ours / "labconfig" / "page_config.json"
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -39,8 +50,10 @@ def command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...]
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",  # the other one asks an index for extensions
         *([] if browser else ["--no-browser"]),
-        # In a container one is root. By default the server listens to this machine alone, and asks for its token.
-        *(["--allow-root"] if os.geteuid() == 0 else []),
+        # Whatever a person's settings say, it listens to this machine alone, unless asked for more here. It wants its
+        # token, which stands in a file that is this person's alone, and on no command line.
+        *([] if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more} else [f"--ServerApp.ip={ADDRESS}"]),
+        *(["--allow-root"] if os.geteuid() == 0 else []),  # in a container one is root
         *more,
     ]
 

@@ -9,7 +9,6 @@ A pass is never taken back: of an exercise the first pass, the last verdict and 
 
 import contextlib
 import datetime
-import fcntl
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from labkit import private
 from labkit.course import catalog
 from labkit.course.catalog import Exercise, Lab
 from labkit.errors import LabError, RecordError
@@ -106,7 +106,8 @@ def file() -> Path | None:
     if named := os.environ.get(VARIABLE):
         return Path(named).expanduser()
     above = [STARTED_IN, *STARTED_IN.parents] if STARTED_IN else []
-    return next((folder / FILE for folder in above if (folder / HIDDEN / "pristine").is_dir()), None)
+    known = (folder for folder in above if private.is_own(folder / HIDDEN) and (folder / HIDDEN / "pristine").is_dir())
+    return next((folder / FILE for folder in known), None)
 
 
 def read(path: Path) -> dict[str, dict[str, Kept]]:
@@ -159,9 +160,7 @@ def as_json(verdicts: Verdicts) -> dict[str, Any]:
 def _alone(path: Path) -> Iterator[None]:
     """No other kernel writes the file meanwhile; the lock is beside it, since the file is replaced."""
     folder = path.parent / HIDDEN
-    lock = (folder if folder.is_dir() else path.parent) / f"{path.name}.lock"
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with private.lock((folder if private.is_own(folder) else path.parent) / f"{path.name}.lock"):
         yield
 
 

@@ -21,7 +21,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from labkit import config
+from labkit import config, private
 from labkit.ending import begin_anew
 from labkit.folder import NOTEBOOK_PID, VARIABLE
 from labkit.launcher import torchrun
@@ -170,7 +170,7 @@ def _be_torchrun(selector: selectors.BaseSelector, answer: socket.socket, reques
             os._exit(1)
         answer.close()
         os.setsid()
-        with open(request["log"], "wb") as log:
+        with private.open_file(request["log"], "wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         begin_anew()

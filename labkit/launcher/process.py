@@ -1,9 +1,9 @@
 """The processes of a run: start them, find them, end exactly them.
 
 A process belongs to a run when its environment names the run's folder, which everything inherits that torchrun and the
-ranks start, or when it descends from the run's torchrun. The first catches orphans, the second a program that changed
-its environment. One kind escapes both: what a rank starts with an empty environment, and outlives it. It survives the
-run, as it survives a bare torchrun.
+ranks start, or when it descends from the run's torchrun, which on Linux adopts orphans. The first finds what is left
+when torchrun is gone, the second a program that changed its environment. Only what is both escapes: an orphan with an
+empty environment after a kill -9 of torchrun, and, outside Linux, always. A bare torchrun leaves all of them.
 """
 
 import contextlib
@@ -12,17 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from labkit import requirements
-from labkit.folder import DEVICE, NOTEBOOK_PID, ROOT, VARIABLE, RunFolder
+from labkit import private, requirements
+from labkit.folder import DEVICE, GIVEN, NOTEBOOK_PID, ROOT, VARIABLE, RunFolder
 from labkit.launcher import warm
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 RENDEZVOUS = "one-host"
 """What rendezvous.py registers with torchrun."""
 STARTING_FRAMES = (
@@ -56,7 +57,7 @@ def start(
         request = {"arguments": words, "environment": own, "log": str(folder.torchrun_log)}
         with contextlib.suppress(warm.Gone):
             return parent.fork(request | {"working_folder": os.getcwd()})
-    with folder.torchrun_log.open("wb") as log:
+    with private.open_file(folder.torchrun_log, "wb") as log:
         return subprocess.Popen(
             # -P: a random.py in the notebook's folder must not shadow the real one
             [sys.executable, "-P", "-m", "labkit.launcher.torchrun", *words],
@@ -77,12 +78,23 @@ def environment(folder: RunFolder, nproc: int, device: str) -> dict[str, str]:
         VARIABLE: str(folder.path),
         NOTEBOOK_PID: str(os.getpid()),
         DEVICE: device,
+        GIVEN: folder.given_sha256,
         "OMP_NUM_THREADS": str(max(1, len(requirements.cores()) // nproc)),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "PYTHONUNBUFFERED": "1",
+        **_compile_cache(inherited),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
     }
+
+
+def _compile_cache(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Where torch.compile keeps programs: by itself in a folder of /tmp that another user may have made before."""
+    if CACHE in inherited:
+        return {}
+    with contextlib.suppress(OSError):  # no place for it: torch will say so, if it compiles
+        return {CACHE: str(private.shared_folder(f"torchinductor_{os.getuid()}"))}
+    return {}
 
 
 def loopback_interface() -> str:
@@ -100,10 +112,15 @@ def processes_of(folder: Path, torchrun_pid: int | None = None) -> list[psutil.P
             family = {torchrun, *torchrun.children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # another user's, or gone
-            own = process in family or process.environ().get(VARIABLE) == str(folder)
+            own = process in family or (process.environ().get(VARIABLE) == str(folder) and _is_own(process))
             if own and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _is_own(process: psutil.Process) -> bool:
+    """Whether this user began it. Root can read other users' environments, in which they write what they like."""
+    return bool(process.uids().real == os.getuid())
 
 
 def stop(folder: Path, torchrun_pid: int | None = None) -> list[int]:

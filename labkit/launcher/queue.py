@@ -1,15 +1,13 @@
 """Runs of one machine, whoever asks for them, take turns: as many at a time as cores and memory allow.
 
 There is no server. Every run holds a ticket, a file that it keeps locked, in a folder that all processes of this user
-share; the lock goes when the process goes, however it goes. Tickets are numbered in the order of arrival, and nobody
-overtakes. One lock on the folder makes each look at the tickets a step of its own.
+share, and that no other user can enter; the lock goes when the process goes, however it goes. Tickets are numbered in
+the order of arrival, and nobody overtakes. One lock on the folder makes each look at the tickets a step of its own.
 """
 
 import contextlib
-import errno
 import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import IO, ClassVar
 
 import psutil
 
-from labkit import requirements
+from labkit import private, requirements
 from labkit.errors import LabError, ParameterError
 from labkit.folder import VARIABLE
 
@@ -92,7 +90,7 @@ class Ticket:
     def __init__(self, folder: Path, number: int, need: Need):
         self.folder, self.need = folder, need
         self.path = folder / f"{number:08d}-{need.cores}-{int(need.gpus)}-{os.getpid()}-waiting"
-        self._lock: IO[bytes] = self.path.open("wb")
+        self._lock: IO[bytes] = private.open_file(self.path, "wb")
         Ticket.held.add(self._lock)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -142,14 +140,11 @@ def _is_stopped(path: Path) -> bool:
 
 
 def _new_ticket(need: Need) -> Ticket:
-    own = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = Path(own if os.access(own, os.W_OK) else tempfile.gettempdir()) / f"labkit-queue-{os.getuid()}"
-    try:
-        with _alone(folder):
-            numbers = [int(path.name.split("-")[0]) for path in folder.glob(TICKETS)]
-            return Ticket(folder, max(numbers, default=0) + 1, need)
-    except OSError as error:
-        raise LabError(f"no queue in {folder} ({error.strerror}): mend it, or set {SWITCH}=0") from error
+    with _problems_named():
+        folder = private.shared_folder(f"labkit-queue-{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", ""))
+    with _alone(folder):
+        numbers = [int(path.name.split("-")[0]) for path in folder.glob(TICKETS)]
+        return Ticket(folder, max(numbers, default=0) + 1, need)
 
 
 def tickets(folder: Path) -> list[Path]:
@@ -169,9 +164,16 @@ def tickets(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """One process at a time; the folder is made where it is not there, or no longer."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user")
-    with (folder / "lock").open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with _problems_named():
+        private.make_own(folder)
+        with private.lock(folder / "lock"):
+            yield
+
+
+@contextlib.contextmanager
+def _problems_named() -> Iterator[None]:
+    """Turns an OSError into a LabError that names the file and the fix."""
+    try:
         yield
+    except OSError as error:
+        raise LabError(f"no queue: {error.filename}: {error.strerror}; mend it, or set {SWITCH}=0") from error

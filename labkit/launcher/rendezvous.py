@@ -7,6 +7,7 @@ The store that is made here also serves the ranks' process group. It listens on 
 system has given to it and to no other run; torch's own listens on every interface, without a login.
 """
 
+import os
 import socket
 
 import torch.distributed as dist
@@ -30,9 +31,17 @@ class OneHost(RendezvousHandler):
         self._run_id = run_id
         listening = socket.create_server((ADDRESS, 0))
         self.port = listening.getsockname()[1]
+        self._listening: int | None = listening.detach()
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            ADDRESS, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            ADDRESS, self.port, is_master=True, wait_for_workers=False, master_listen_fd=self._listening
         )
+        os.register_at_fork(after_in_child=self._stop_listening)
+
+    def _stop_listening(self) -> None:
+        """In a rank, which is a fork: the store is not its own. In a fork of that one nothing is left to close."""
+        if self._listening is not None:
+            os.close(self._listening)
+        self._listening = None
 
     @property
     def use_agent_store(self) -> bool:

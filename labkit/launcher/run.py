@@ -15,10 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from labkit import config, requirements
+from labkit import config, private, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
-from labkit.launcher import failure, packet, process, queue
+from labkit.launcher import failure, network, packet, process, queue
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
 from labkit.records import VERSION
@@ -136,6 +136,7 @@ def _plan(
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
+    network.is_wanted()
     path, target = find_program(program)
     if use is not None:
         packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
@@ -231,13 +232,13 @@ def _new_folder(info: dict[str, Any], given: bytes) -> RunFolder:
     parent = runs_folder()
     folder = RunFolder(parent / f"{stamp}-{info['program'][:NAME_IN_FOLDER]}-{secrets.token_hex(3)}")
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        private.make_folder(parent)
         if problem := disk_problem(parent):
             raise LabError(problem)
-        folder.path.mkdir()
+        folder.path.mkdir(mode=private.FOLDER_MODE)
         write_json(folder.run_json, info)
         if given:
-            folder.given.write_bytes(given)
+            folder.give(given)
     except OSError as error:
         fix = "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error

@@ -1,13 +1,15 @@
 """torchrun, as one run's process: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``, started by process.start.
 
-torch's own torchrun runs here unchanged. Three things are added: the run ends when the notebook's process is gone,
-however it went (torchrun alone would go on); the way each failed rank ended is written to exit.json; and it meets
-itself at once (rendezvous.py). Two are shortened: once a rank has failed, the others have two seconds to obey SIGTERM,
-not thirty; and on Linux ranks are forked from here, where torch is imported already, instead of each starting Python
-and importing it again. This process in its turn is a fork of the warm parent (parent.py) where there is one.
+torch's own torchrun runs here unchanged. Four things are added: the run ends when the notebook's process is gone,
+however it went (torchrun alone would go on); no process that a rank has started outlives it; the way each failed rank
+ended is written to exit.json; and it meets itself at once (rendezvous.py). Two are shortened: once a rank has failed,
+the others have two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch is
+imported already, instead of each starting Python and importing it again. This process in its turn is a fork of the warm
+parent (parent.py) where there is one.
 """
 
 import contextlib
+import ctypes
 import os
 import random
 import select
@@ -23,8 +25,9 @@ from typing import Any, ClassVar, NoReturn
 
 from labkit.ending import begin_anew
 from labkit.folder import NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
-from labkit.launcher import process, worker
+from labkit.launcher import network, process, worker
 
+PR_SET_CHILD_SUBREAPER = 36
 WATCH_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
 POLL_PERIOD_S, PAUSE_S = 0.05, 0.001
@@ -34,6 +37,9 @@ WORKER = "labkit.launcher.worker"
 def main() -> None:
     """Be torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
     folder = RunFolder(Path(sys.argv[1]))
+    _adopt_orphans()
+    if process.RENDEZVOUS in sys.argv and network.is_wanted():  # before there is a thread
+        network.begin()
     threading.Thread(target=_end_with_notebook, args=[folder], daemon=True).start()
     os.environ[TORCHRUN_PID] = str(os.getpid())
     try:
@@ -44,12 +50,31 @@ def main() -> None:
         status = 1
         with contextlib.suppress(OSError):  # the log's disk is full
             traceback.print_exc()
-    if _notebook_is_gone():  # a moment ago, and the watch has not seen it or not finished
+    # gone a moment ago, and the watch has not seen it or not finished
+    if _notebook_is_gone() or _has_children():
         process.stop(folder.path, os.getpid())
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)  # Python takes 0.4 s to take torch apart, which has nothing left to do
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what loses its own in this run, so that it can be found whatever its session is. Linux only.
+
+    A program that starts a process with an empty environment, in a session of its own, leaves no other trace of it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _has_children() -> bool:
+    """Whether a child lives, after the ranks have ended: an orphan. Those that have ended are collected."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
 
 
 def may_fork() -> bool:

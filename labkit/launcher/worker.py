@@ -19,9 +19,10 @@ from importlib.abc import SourceLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
+from labkit import private
 from labkit.ending import leave, status_after, status_of
 from labkit.errors import shorten
-from labkit.folder import TORCHRUN_PID, VARIABLE, RunFolder, write_json
+from labkit.folder import TORCHRUN_PID, VARIABLE, RunFolder, write_json, write_text
 
 PR_SET_PDEATHSIG = 1
 ECHO_WORDS = (
@@ -44,10 +45,10 @@ def main() -> NoReturn:
     _die_with_torchrun()
     rank, folder = int(os.environ["RANK"]), RunFolder(Path(os.environ[VARIABLE]))
     _redirect_output(folder.log(rank))
-    stacks = folder.stack(rank).open("w")
+    stacks = private.open_file(folder.stack(rank), "w")
     faulthandler.enable(file=stacks)  # for a crash in native code
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    folder.pid(rank).write_text(str(os.getpid()))  # last: whoever reads it may send SIGUSR1 at once
+    write_text(folder.pid(rank), str(os.getpid()))  # last: whoever reads it may send SIGUSR1 at once
     status = 1
     try:
         status = _status_of_program(folder.error(rank), rank)
@@ -87,7 +88,7 @@ def _die_with_torchrun() -> None:
 def _redirect_output(log: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    with log.open("ab") as file:
+    with private.open_file(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 

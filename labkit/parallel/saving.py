@@ -19,6 +19,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from labkit.parallel.reading import DataPlanner, DataReader
+
 PLAIN = ".pt"
 """How the name of a plain file ends; any other name is a folder's."""
 
@@ -61,7 +63,7 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     if path.suffix != PLAIN:
         weights, updates = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": 0}
-        state_dict_loader.load(state, checkpoint_id=path)
+        state_dict_loader.load(state, storage_reader=DataReader(path), planner=DataPlanner())
         options = StateDictOptions()
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)

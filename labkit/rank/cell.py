@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from labkit import requirements
-from labkit.folder import VARIABLE, RunFolder, write_json
+from labkit.folder import VARIABLE, RunFolder, write_json, write_text
 from labkit.rank.given import given
 from labkit.rank.here import threads_that_wait_their_turn
 
@@ -46,7 +46,7 @@ def main() -> None:
     with threads_that_wait_their_turn(device):  # those of every process group that the cell makes
         value = execute(text, vars(module))
     if value is not None:
-        kept.write_text(pprint.pformat(value, width=WIDTH, sort_dicts=False))
+        write_text(kept, pprint.pformat(value, width=WIDTH, sort_dicts=False))
 
 
 def execute(text: str, names: dict[str, Any]) -> Any:

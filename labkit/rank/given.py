@@ -12,15 +12,19 @@ in one file of the run's folder, pickled by launcher/packet.py.
 """
 
 import functools
+import io
 import linecache
 import os
 import pickle
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from labkit.folder import VARIABLE, RunFolder
+from labkit import private
+from labkit.errors import LabError
+from labkit.folder import GIVEN, VARIABLE, RunFolder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _not_called: set[str] = set()
@@ -56,18 +60,30 @@ def refuse_uncalled() -> None:
 def given() -> dict[str, Any]:
     """Everything that the notebook gave to this run, by name; {} under a bare torchrun."""
     path = RunFolder(Path(os.environ[VARIABLE])).given if VARIABLE in os.environ else None
-    return unpack(path) if path and path.exists() else {}
+    return unpack(path, os.environ.get(GIVEN, "")) if path and path.exists() else {}
 
 
 @functools.cache
-def unpack(path: Path) -> dict[str, Any]:
-    """What ``packet.pack`` packed. It may import whatever the notebook can, and its tracebacks show its lines."""
-    with path.open("rb") as file:
-        place = pickle.load(file)
-        sys.path += [folder for folder in place["path"] if folder not in sys.path]
-        for name, lines in place["sources"].items():
-            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-        content: dict[str, Any] = pickle.load(file)
+def unpack(path: Path, digest: str) -> dict[str, Any]:
+    """What ``packet.pack`` packed. It may import whatever the notebook can, and its tracebacks show its lines.
+
+    Args:
+        path: the file, which another user may have put in the place of the notebook's.
+        digest: the SHA-256 of what the notebook packed; it came here on a way on which nobody else can write.
+
+    Raises:
+        LabError: the file holds something else, of which nothing was unpickled.
+    """
+    packed = path.read_bytes()
+    if sha256(packed).hexdigest() != digest:
+        fix = f"run again, from a folder in which nobody else can write (or pass on {GIVEN} to the ranks)"
+        raise LabError(f"{path} is not what the notebook gave to this run: {fix}")
+    file = io.BytesIO(packed)
+    place = pickle.load(file)
+    sys.path += [folder for folder in place["path"] if folder not in sys.path]
+    for name, lines in place["sources"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    content: dict[str, Any] = pickle.load(file)
     return content
 
 
@@ -87,7 +103,8 @@ def give(**values: Any) -> None:
     path = RunFolder(Path(os.environ[VARIABLE])).gave(int(os.environ["RANK"]))
     before = torch.load(path, weights_only=True) if path.exists() else {}
     unfinished = path.with_suffix(".part")
-    torch.save(before | {name: plain(value, name) for name, value in values.items()}, unfinished)
+    with private.open_file(unfinished, "wb") as file:
+        torch.save(before | {name: plain(value, name) for name, value in values.items()}, file)
     unfinished.replace(path)
 
 

@@ -29,7 +29,7 @@ from labkit import config as configs
 from labkit import requirements
 from labkit.ending import leave, status_after
 from labkit.errors import ParameterError
-from labkit.folder import DEVICE, VARIABLE, RunFolder, write_json
+from labkit.folder import DEVICE, VARIABLE, RunFolder, write_json, write_text
 from labkit.rank import given
 from labkit.rank.cap import memory_cap
 from labkit.rank.meter import Meter, Step
@@ -99,7 +99,7 @@ class Here:
         """
         path = RunFolder(self._writer.folder or Path()).kept(self.rank, name)
         if self._writer.folder:
-            path.write_bytes(text.encode())
+            write_text(path, text)
 
     def print(self, text: str) -> None:
         """Print on rank 0 alone."""

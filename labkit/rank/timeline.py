@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
+from labkit import private
 from labkit.rank.meter import wrapped
 from labkit.records import Writer
 
@@ -156,6 +157,8 @@ def record(
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         raw = path or Path(folder) / "trace.json"
+        with private.open_file(raw, "wb"):
+            pass  # torch writes into the file that is there
         profiler.export_chrome_trace(str(raw))
         recording.step_us, recording.bars = step_and_bars(read(raw))
 

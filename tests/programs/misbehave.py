@@ -29,6 +29,8 @@ class Config:
     """Whether the rank first starts a process that outlives its parent, in a session of its own."""
     bare: bool = False
     """Whether the rank first starts a child without its environment, in a session of its own."""
+    stray: bool = False
+    """Whether the rank first starts a process that is both."""
     pids: str = ""
     """A file for the ids of all processes of the run: torchrun, ranks, what ranks start."""
 
@@ -49,10 +51,10 @@ def widths_must_agree() -> None:
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
-def start_orphan(pids: str) -> None:
+def start_orphan(pids: str, environment: str = "None") -> None:
     starter = (
         "import subprocess, sys; null = subprocess.DEVNULL\n"
-        "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=null).pid)"
+        f"print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=null, env={environment}).pid)"
     )
     answer = subprocess.run([sys.executable, "-c", starter, *SLEEP], stdout=subprocess.PIPE, text=True, check=True)
     note_pids(pids, int(answer.stdout))
@@ -81,6 +83,8 @@ def misbehave(config: Config) -> None:
         start_orphan(config.pids)
     if config.bare:
         start_bare_child(config.pids)
+    if config.stray:
+        start_orphan(config.pids, environment="{}")
     if config.how == "raise":
         widths_must_agree()
     elif config.how == "exit":

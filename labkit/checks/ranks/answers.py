@@ -31,6 +31,8 @@ class Config:
 
     folder: str = ""
     """Where the answers lie, and where each rank leaves what it sends home."""
+    digest: str = ""
+    """The SHA-256 of the file with the answers; nothing else is unpickled."""
     lab: Literal["collectives", "spatial", "fsdp", "extensions", "ddp", "two_dim", "failures"] = "spatial"
     """The module beside this one whose ``feed`` calls the answers."""
     setup: str = "{}"
@@ -40,17 +42,18 @@ class Config:
 def main(config: Config) -> None:
     """Be one rank of a check."""
     with rank.session():
-        feed_and_send(Path(config.folder), config.lab, json.loads(config.setup))
+        feed_and_send(Path(config.folder), config.digest, config.lab, json.loads(config.setup))
 
 
-def feed_and_send(folder: Path, lab: str, setup: Mapping[str, Any]) -> None:
+def feed_and_send(folder: Path, digest: str, lab: str, setup: Mapping[str, Any]) -> None:
     """Let the lab's ``feed`` call the answers, and leave what it returns in the folder. A collective.
 
     Raises:
         Wrong: the answer cannot be worked with, or wants to end this process.
     """
     try:
-        values = sendable(importlib.import_module(f"labkit.checks.ranks.{lab}").feed(*load_answers(folder), **setup))
+        answers = unpack(folder / ANSWERS, digest).values()
+        values = sendable(importlib.import_module(f"labkit.checks.ranks.{lab}").feed(*answers, **setup))
     except SystemExit:
         raise Wrong(f"rank {dist.get_rank()} {LEFT}") from None
     path, ranks = sent_by(folder, dist.get_rank()), range(dist.get_world_size())
@@ -60,11 +63,6 @@ def feed_and_send(folder: Path, lab: str, setup: Mapping[str, Any]) -> None:
     give_up = time.monotonic() + PATIENCE_S
     while not all(sent_by(folder, index).exists() for index in ranks) and time.monotonic() < give_up:
         time.sleep(0.01)
-
-
-def load_answers(folder: Path) -> tuple[Any, ...]:
-    """The learner's functions."""
-    return tuple(unpack(folder / ANSWERS).values())
 
 
 def sent_by(folder: Path, index: int) -> Path:

@@ -1,0 +1,338 @@
+"""What another user of the same machine can do to labkit, and what labkit does to them: the promises of SECURITY.md.
+
+The other user is real: a process with another user id. To make one takes root; without it these tests are skipped.
+"""
+
+import ast
+import ctypes
+import fcntl
+import functools
+import json
+import os
+import pickle
+import re
+import socket
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fixture_processes import wait_for
+from fixture_users import NOBODY
+
+import labkit
+from labkit import folder as folders
+from labkit import private
+from labkit.course import jupyter, verdicts
+from labkit.errors import LabError, ParameterError, RankFailed
+from labkit.launcher import network, process, queue
+from labkit.launcher.queue import Need
+
+ROOT = Path(labkit.__file__).parents[1]
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture
+def home(open_place, monkeypatch):
+    """A home of this user's own and a /tmp in which all write; the queue is on."""
+    (open_place / "home").mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(open_place / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(open_place / "tmp"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv(queue.SWITCH)
+    return open_place / "home"
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def nine() -> int:
+    return 9
+
+
+def what_works(paths):
+    """Which of these files and folders a user may read, write, rename or only see."""
+    acts = {"see": os.stat, "rename": lambda path: os.rename(path, f"{path}-mine-now")}
+    acts |= {"read": lambda path: os.open(path, os.O_RDONLY), "write": lambda path: os.open(path, os.O_WRONLY)}
+    done = []
+    for path in paths:
+        for name, act in acts.items():
+            try:
+                act(path)
+            except (PermissionError, IsADirectoryError):
+                continue
+            done.append([path, name])
+    return done
+
+
+@pytest.mark.parametrize("how", ["warm", "cold, umask 0"])
+def test_nobody_else_reads_a_run(another_user, open_place, monkeypatch, how):
+    runs = open_place / "new" / "runs"
+    monkeypatch.setenv("LABKIT_RUNS", str(runs))
+    before = os.umask(0 if "umask" in how else 0o022)
+    try:
+        with pytest.raises(RankFailed, match="the end"):
+            labkit.run(PROGRAMS / "everything.py", device="cpu", warm=how == "warm", use={"number": nine})
+    finally:
+        os.umask(before)
+    (run,) = runs.iterdir()
+    files = list(run.iterdir())
+    assert {path.name.replace("00001", "00000") for path in files} == {
+        *("run.json", "session.json", "exit.json", "given.pickle", "torchrun.log", "rank_00000.jsonl"),
+        *(f"rank_00000.{end}" for end in ("log", "pid", "stack", "error.json", "trace.json.gz", "note.txt", "gave.pt")),
+    }
+    assert labkit.load(run).ranks[1].gave == {"number": 9}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (runs, run)} == {0o700}
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: 0o600 for path in files}
+    paths = [str(run), *map(str, files)]
+    assert another_user.does(what_works, paths) == []
+    runs.chmod(0o755)
+    run.chmod(0o755)
+    expected = [[paths[0], "see"], [paths[0], "read"], *([path, "see"] for path in paths[1:])]
+    assert another_user.does(what_works, paths) == expected, "each file is closed by itself as well"
+
+
+def test_a_run_listens_on_loopback_alone(both_ways):
+    result = labkit.run(PROGRAMS / "sockets.py", nproc=3, device="cpu")
+    listening = json.loads(result.ranks[0].log())
+    assert {address for _, address, _ in listening} == {"127.0.0.1"}
+    assert sorted(who for who, _, _ in listening) == ["rank", "rank", "rank", "torchrun"], "the store is torchrun's"
+    assert len({port for _, _, port in listening}) == 4
+
+
+def can_connect(port):
+    try:
+        with socket.socket() as mine:
+            mine.connect(("127.0.0.1", port))
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("wanted", "answer"), [("own", False), ("", True)])
+def test_nobody_connects_to_a_run_in_a_network_of_its_own(another_user, tmp_path, monkeypatch, wanted, answer):
+    monkeypatch.setenv(network.SWITCH, wanted)
+    monkeypatch.setenv("LABKIT_RUNS", str(tmp_path))
+    how = {"device": "cpu", "until": str(tmp_path / "over")}
+    running = threading.Thread(target=labkit.run, args=[PROGRAMS / "sockets.py"], kwargs=how)
+    running.start()
+    try:
+        log = wait_for(lambda: [log for log in tmp_path.glob("*/rank_00000.log") if log.read_text().endswith("\n")])
+        for _, address, port in json.loads(log[0].read_text()):
+            assert address == "127.0.0.1" and another_user.does(can_connect, port) == answer
+    finally:
+        (tmp_path / "over").touch()
+        running.join()
+
+
+def look_around_in_own_network():
+    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE, which a process without a new program loses with its user
+    network.begin()
+    listening = socket.create_server(("127.0.0.1", 0))
+    return os.getuid(), [name for _, name in socket.if_nameindex()], can_connect(listening.getsockname()[1])
+
+
+def test_users_without_roots_rights_have_networks_of_their_own_too(another_user):
+    if not int(Path("/proc/sys/user/max_user_namespaces").read_text()):
+        pytest.skip("this system has no user namespaces")
+    assert another_user.does(look_around_in_own_network) == [NOBODY, ["lo"], True]
+
+
+def test_a_network_that_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setattr(network, "_unshare", lambda flags: False)
+    with pytest.raises(LabError, match="LABKIT_NETWORK=own: this system gives no network of its own"):
+        network.begin()
+    monkeypatch.setenv(network.SWITCH, "other")
+    with pytest.raises(ParameterError, match="LABKIT_NETWORK='other' is not 'own'"):
+        labkit.run(PROGRAMS / "small.py")
+    monkeypatch.setenv(network.SWITCH, "own")
+    monkeypatch.setattr(network.sys, "platform", "darwin")
+    with pytest.raises(ParameterError, match="needs Linux, and this is darwin"):
+        labkit.run(PROGRAMS / "small.py")
+
+
+def put_another_in_its_place(run, pickled):
+    os.rename(run, f"{run}-mine-now")
+    os.mkdir(run, 0o777)
+    Path(run, "given.pickle").write_bytes(bytes.fromhex(pickled))
+
+
+def test_ranks_unpickle_nothing_that_another_user_put_in_its_place(another_user, open_place, tmp_path, monkeypatch):
+    """In a folder in which all may write and rename, which labkit would not have made."""
+    runs = open_place / "runs"
+    runs.mkdir()
+    runs.chmod(0o777)
+    monkeypatch.setenv("LABKIT_RUNS", str(runs))
+    give = folders.RunFolder.give
+
+    def give_and_lose(folder, content):
+        give(folder, content)
+        another_user.does(put_another_in_its_place, str(folder.path), pickle.dumps(Touch(tmp_path / "bait")).hex())
+
+    monkeypatch.setattr(folders.RunFolder, "give", give_and_lose)
+    with pytest.raises(RankFailed, match=r"given\.pickle is not what the notebook gave to this run"):
+        labkit.run(PROGRAMS / "everything.py", device="cpu", use={"number": nine})
+    assert not (tmp_path / "bait").exists()
+
+
+def take(place, how, victims):
+    """Take a place before somebody else makes a folder there."""
+    if how == "link":
+        os.symlink(victims, place)
+    elif how == "file":
+        Path(place).touch()
+    else:
+        os.mkdir(place, 0o777)
+        for name in ("lock", f"00000001-64-1-{os.getpid()}-running"):
+            fcntl.flock(os.open(f"{place}/{name}", os.O_CREAT | os.O_RDWR, 0o666), fcntl.LOCK_EX)
+
+
+@pytest.mark.parametrize("how", ["folder", "link", "file"])
+def test_nobody_else_stands_in_the_way_of_the_queue(another_user, open_place, home, monkeypatch, how):
+    place, victims = open_place / "tmp" / f"labkit-queue-{os.getuid()}", open_place / "victims"
+    victims.mkdir(mode=0o700)
+    precious = [victims / "lock", victims / "00000001-64-1-1-running"]
+    for path in precious:
+        path.write_text("precious")
+    another_user.does(take, str(place), how, str(victims))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))  # another user's, as after sudo
+    begun = time.monotonic()
+    with queue.turn(Need(1, 0, False), pytest.fail):
+        (own,) = home.iterdir()
+        assert own.name.startswith(f".labkit-queue-{os.getuid()}-") and len(queue.tickets(own)) == 1
+        assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert time.monotonic() - begun < private.LOCKED_WITHIN_S
+    assert [path.read_text() for path in precious] == ["precious", "precious"]
+
+
+def test_nobody_else_enters_the_queue(another_user, open_place, home):
+    with queue.turn(Need(1, 0, False), pytest.fail):
+        (own,) = (open_place / "tmp").iterdir()
+        paths = [str(path) for path in (own, *own.iterdir())]
+        assert len(paths) == 3 and own.name == f"labkit-queue-{os.getuid()}"
+        assert another_user.does(what_works, paths) == [[str(own), "see"]], "that there is one is all they learn"
+
+
+def test_a_lock_is_waited_for_as_long_as_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv(queue.SWITCH)
+    monkeypatch.setattr(private, "LOCKED_WITHIN_S", 0.2)
+    place = tmp_path / f"labkit-queue-{os.getuid()}"
+    place.mkdir()
+    with (
+        private.lock(place / "lock"),
+        pytest.raises(LabError, match=r"no queue: .*/lock: another process keeps it locked for more than 0\.2 s"),
+        queue.turn(Need(1, 0, False), pytest.fail),
+    ):
+        pass
+
+
+def test_programs_that_torch_compiled_come_from_a_private_folder(another_user, open_place, home, monkeypatch, tmp_path):
+    place = open_place / "tmp" / f"torchinductor_{os.getuid()}"
+    run = folders.RunFolder(tmp_path)
+    assert process.environment(run, 2, "cpu")[process.CACHE] == str(place)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    place.rmdir()
+    another_user.does(take, str(place), "folder", "")
+    assert Path(process.environment(run, 2, "cpu")[process.CACHE]).parent == home
+    monkeypatch.setenv(process.CACHE, "/as/one/likes")
+    assert process.environment(run, 2, "cpu")[process.CACHE] == "/as/one/likes"
+
+
+def make_copies(*places):
+    for place in places:
+        os.makedirs(os.path.join(place, ".labkit", "pristine"))
+
+
+def test_copies_of_another_user_are_not_taken_for_ones_own(another_user, open_place, monkeypatch):
+    """JupyterLab executes the configuration in the hidden folder; runs and verdicts lie beside it."""
+    shared, mine = open_place / "tmp", open_place / "tmp" / "mine"
+    (mine / "work").mkdir(parents=True)
+    another_user.does(make_copies, str(shared), str(shared / "my"))
+    monkeypatch.chdir(mine / "work")
+    monkeypatch.setattr(folders, "IN_CHECKOUT", False)
+    monkeypatch.setattr(verdicts, "STARTED_IN", mine / "work")
+    assert folders.home() == mine / "work" and verdicts.file() is None
+    with pytest.raises(LabError, match=r"my/\.labkit: it belongs to another user, .*take another folder"):
+        jupyter.prepare(shared / "my")
+    (shared / "my" / ".labkit").rename(shared / "my" / "theirs")
+    with pytest.raises(LabError, match=r"/my: it belongs to another user, .*take another folder"):
+        jupyter.prepare(shared / "my")
+    (mine / ".labkit" / "pristine").mkdir(parents=True)
+    assert folders.home() == mine.parent and verdicts.file() == mine / "progress.json"
+
+
+def test_processes_of_another_user_are_not_touched_whatever_they_say_they_are(another_user, tmp_path):
+    words = {"env": {folders.VARIABLE: str(tmp_path)}, "user": NOBODY, "group": NOBODY, "extra_groups": []}
+    with subprocess.Popen(["/bin/sleep", "600"], **words) as theirs:
+        assert process.stop(tmp_path) == []
+        assert theirs.poll() is None
+        theirs.kill()
+
+
+@functools.cache
+def calls():
+    """Every call in labkit's own code: its file, the name that is called, its named arguments and the others."""
+    paths = [path for part in ("labkit", "launch", "notebooks", "benchmarks") for path in (ROOT / part).rglob("*.py")]
+    return [
+        (path.relative_to(ROOT).as_posix(), name_of(node.func), {each.arg: each.value for each in node.keywords}, node)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+
+
+def name_of(function):
+    """Such as ``os.path.join``; what is no name is left out."""
+    if isinstance(function, ast.Attribute):
+        return f"{name_of(function.value)}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+SHELLS = r"os\.(system|popen|spawn\w+)|subprocess\.get(status)?output|pty\.spawn|.*\.create_subprocess_shell"
+STARTS = r"subprocess\.(run|Popen|call|check_call|check_output)"
+
+
+def test_no_command_goes_through_a_shell():
+    assert len(calls()) > 5000
+    assert [call[:2] for call in calls() if "shell" in call[2] or re.fullmatch(SHELLS, call[1])] == []
+    started = [(file, node.args[0]) for file, name, _, node in calls() if re.fullmatch(STARTS, name)]
+    assert len(started) >= 5
+    assert [file for file, words in started if not isinstance(words, ast.List | ast.Name)] == [], "a list of words"
+
+
+UNPICKLED = {
+    ("labkit/rank/given.py", "pickle.load"): "its SHA-256 came with the environment",
+    ("labkit/parallel/reading.py", "pickle.Unpickler"): "finds nothing but what is listed there",
+    ("notebooks/src/07_when_it_breaks.py", "pickle.loads"): "what torch has just made in the same process",
+}
+UNPICKLERS = r"(\w*pickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)|\w+\.read_pickle|yaml\.\w*load"
+
+
+def test_nothing_is_unpickled_that_another_user_could_have_written():
+    found = {call[:2] for call in calls() if re.fullmatch(UNPICKLERS, call[1])}
+    assert {("labkit/rank/given.py", "pickle.load")} <= found <= UNPICKLED.keys()
+    loads = [(file, ast.unparse(named.get("weights_only"))) for file, name, named, _ in calls() if name == "torch.load"]
+    assert len(loads) >= 5 and {said for _, said in loads} == {"True"}, loads
+    assert [file for file, name, *_ in calls() if name in ("np.load", "numpy.load")] == []
+    checkpoints = [named for _, name, named, _ in calls() if name in ("state_dict_loader.load", "dcp.load")]
+    assert {ast.unparse(named["storage_reader"]) for named in checkpoints} == {"DataReader(path)"}
+
+
+def test_every_promise_has_tests_that_there_are():
+    promised = re.findall(r"`(test_\w+)::(test_\w+)`", (ROOT / "SECURITY.md").read_text())
+    for file, name in promised:
+        assert f"\ndef {name}(" in (Path(__file__).parent / f"{file}.py").read_text(), (file, name)
+    held_here = {name for file, name in promised if file == "test_security"}
+    here = {name for name in globals() if name.startswith("test_")} - {"test_every_promise_has_tests_that_there_are"}
+    assert held_here == here
