@@ -27,13 +27,14 @@ NBVAL_OPTIONS = [
     # nothing of this project's own pytest settings
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
 ]
-ELSEWHERE = {"00_ranks", "01_spatial_sharding", "07_when_it_breaks"}
+ELSEWHERE = {"00_ranks", "01_spatial_sharding"}
 """Labs whose learner's notebook runs with other values in tests/test_wheel.py and tests/browser/test_labs.py."""
 SMALL = [  # another number of ranks, too, where that costs little
     ("02_fsdp_wrapping", {"DIM": 20, "BATCH": 4, "STEPS": 1}),
     ("03_allgather_extensions", {"BATCH": 8, "STEPS": 20}),
     ("04_compiler_bucketing", {"BUCKET_MB": 0.5, "STEPS": 1}),
     ("05_two_dimensions", {"DIM": 16, "BATCH": 8}),
+    ("07_when_it_breaks", {"RANKS": 3, "DIM": 20}),
 ]
 REFUSED = [
     ("00_ranks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: one rank has nobody to talk to. Change it"),

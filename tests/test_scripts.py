@@ -11,6 +11,8 @@ from notebooks.tools.source import find_labs, solved_notebook
 
 SCRIPT = "script"
 """Tag of such a cell."""
+ALWAYS = ("00_ranks", "01_spatial_sharding")
+"""The labs whose scripts are run by every ``make test``; each takes ten seconds, which it imports torch."""
 GLOO = "terminate called without an active exception"
 """What is said when Python ends around gloo's threads, now and then, after the script has done all it has to do."""
 
@@ -24,7 +26,8 @@ def scripts():
                 ranks = re.fullmatch(r"%%torchrun -n (\d+).*", magic)
                 assert ranks, f"{lab.name}, cell {number} begins with {magic!r}, not with %%torchrun -n"
                 needed = int(ranks[1]) if "init_device_mesh" in text else 2  # each imports torch anew
-                yield pytest.param(needed, text, id=f"{lab.name}, cell {number}")
+                marks = () if lab.name in ALWAYS else pytest.mark.long  # they run in the notebook, too
+                yield pytest.param(needed, text, id=f"{lab.name}, cell {number}", marks=marks)
 
 
 @pytest.mark.parametrize(("ranks", "text"), list(scripts()))

@@ -35,7 +35,7 @@ def notebook():
     for cell in solved_notebook(LAB.source).cells:
         named = re.match(r"%%torchrun -n (\d+)(?: --timeout (\d+))?.* --name (\w+)\n", cell.source)
         if named:
-            cells[named[3]] = int(named[1]), float(named[2] or 30), "\n" + cell.source.split("\n", 1)[1]
+            cells[named[3]] = int(named[1]), float(named[2] or 90), "\n" + cell.source.split("\n", 1)[1]
         elif cell.cell_type == "code" and not cell.source.startswith("%%"):
             for node in ast.parse(cell.source).body:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node

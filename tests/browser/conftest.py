@@ -108,6 +108,19 @@ def browser() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
+def open_page(browser: Any) -> Callable[..., Any]:
+    """Opens a page, which answers what JupyterLab asks when a cell is executed before the kernel is connected."""
+
+    def open_it(width: int = 1280, height: int = 900) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": height})
+        asked = page.locator(".jp-Dialog", has_text="Select kernel for:")
+        page.add_locator_handler(asked, lambda: asked.locator(".jp-mod-accept").click())
+        return page
+
+    return open_it
+
+
+@pytest.fixture(scope="session")
 def run_all(browser: object) -> Callable[[Any], None]:
     """Chooses Run All Cells until a cell is taken: for a moment after its start the page loses what it is told."""
     from playwright.sync_api import TimeoutError

@@ -35,13 +35,13 @@ output => {
 
 
 @pytest.fixture(scope="module")
-def page(lab, browser, run_all):
+def page(lab, open_page, run_all):
     """A notebook with a cell for each explorer, all executed."""
     sources = ["from labkit import widgets", *(f"widgets.{name}()" for name in widgets.__all__)]
     contents = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
     contents.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(contents, lab.folder / "explorers.ipynb")
-    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page = open_page(height=1000)
     page.goto(lab.page_of("explorers.ipynb"), timeout=LONG_MS)
     page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
     run_all(page)

@@ -34,11 +34,11 @@ dist.barrier()""",
 
 
 @pytest.fixture
-def notebook(lab, browser, screenshots):
+def notebook(lab, open_page, screenshots):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, lab.folder / "rank_code.ipynb")
-    page = browser.new_page(viewport={"width": 1280, "height": 1900})
+    page = open_page(height=1900)
     page.goto(lab.page_of("rank_code.ipynb"), timeout=LONG_MS)
     page.locator(".jp-Notebook .jp-CodeCell").nth(len(CELLS) - 1).wait_for(timeout=LONG_MS)
     page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
