@@ -92,7 +92,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		exit 1; }
 	@$(VENV_PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
 		echo "No virtual environment could be made. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter file,$(origin TORCH)),,; /^setuptools==/d)' constraints.txt > $(PINS)
+	@sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter file,$(origin TORCH)),,; s/^setuptools==.*/setuptools>=77,<82/)' constraints.txt > $(PINS)
 	@echo "Installing into $(VENV); the first time takes some minutes."
 	@[ -z "$(TORCH_INDEX)" ] || [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null \
 		|| $(VENV_PYTHON) -c 'import torch' 2>/dev/null \

@@ -30,7 +30,8 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
     if missing:
         raise ValueError(f"no timeline of ranks {missing}: run the program with its option timeline=True")
     ax = style.axes(ax, 8.5, 1.3 + 1.1 * len(shown))
-    ax.set_xlim(0, result.value("profiled_step"))
+    shown_bars = bars[bars["rank"].isin(shown)]
+    ax.set_xlim(0, (shown_bars["start"] + shown_bars["length"]).max())
     labels = {}
     for position, rank in enumerate(shown):
         for lane, name in enumerate(LANES):
@@ -42,10 +43,10 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
                 above = _draw(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots, above)
         waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
         ax.broken_barh(list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=style.EXPOSED)
-    ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since the start of the step, ms")
+    ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since each rank began its step, ms")
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.4 * len(shown) - 0.45, -0.6)
-    _legend(ax, set(bars["phase"]), result)
+    _legend(ax, set(bars["phase"]), result.summary().loc[list(shown)])
     return style.stamp(ax, [result])
 
 
@@ -116,10 +117,10 @@ def _points(ax: Axes, length: float) -> float:
     return float(ax.get_window_extent().width * 72 / ax.figure.dpi * length / (right - left))
 
 
-def _legend(ax: Axes, phases: set[str], result: RunResult) -> None:
+def _legend(ax: Axes, phases: set[str], ranks: pandas.DataFrame) -> None:
     shown = {phase.replace("_", "-"): colour for phase, colour in COLOURS.items() if phase in phases}
     shown |= {"other": style.GREY} if phases - COLOURS.keys() else {}
     patches = [Patch(color=colour, label=label) for label, colour in shown.items()]
-    share = result.value("exposed_communication") / result.value("profiled_step")
+    share = ranks["exposed_communication"].mean() / ranks["profiled_step"].mean()
     patches.append(Patch(color=style.EXPOSED, label=f"exposed: {share:.0%} of the step"))
     style.legend_above(ax, len(patches), patches, middle=0.45, fontsize=8, handlelength=1.2, columnspacing=1.2)

@@ -556,7 +556,7 @@ parity(working)
 # subtract what is freed, and remember the largest sum.
 #
 # Here is the ledger of the small FSDP, activations left out. `units` are the bytes of each unit's parameters, in the
-# order of the forward pass. Gradients are dropped before the step.
+# order of the forward pass. The last step's gradients are dropped before the forward pass begins.
 #
 # - Always there: this rank's share of the parameters, and of Adam's two numbers for each.
 # - The backward pass goes from the last unit to the first. When the gradients of a unit are complete, its buffer is
@@ -918,9 +918,10 @@ _ = plots.timeline(ahead)
 
 # %% [markdown]
 # *In the forward pass the all-gathers of blocks 1 and 2 start beside the block before, or close to it. In the backward
-# pass those of blocks 1 and 0 start about when block 2, or 1, begins to compute, and mostly run beside it. The first
-# all-gather of each pass cannot hide: no block computes beside it. On CPU ranks PyTorch waits for each reduce-scatter,
-# so these stay exposed. In the backward pass a rank may still be seen waiting for the other, which was late.*
+# pass those of blocks 1 and 0 start about when block 2, or 1, begins to compute. What is not underlined was hidden. The
+# first all-gather of each pass cannot hide: no block computes beside it. On CPU ranks PyTorch waits for each
+# reduce-scatter, so these stay exposed. A rank that is early waits in its calls for the other, and more of it is
+# underlined. Each rank counts from its own start: compare along its rows, not across ranks.*
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.exposed({"waiting": waiting, "prefetching": ahead})
@@ -1131,8 +1132,9 @@ claim("what a rank keeps is unchanged", bf16.value("end_parameter_bytes") == blo
 # %% [markdown]
 # ### Frozen parameters (3 minutes)
 #
-# In fine-tuning, part of a model is often frozen. A frozen unit is still gathered, but it has no gradient, no optimizer
-# state and no reduce-scatter. Here the middle block is frozen.
+# In fine-tuning, part of a model is often frozen. A frozen unit has no gradient, no optimizer state
+# and no reduce-scatter. Here the middle block is frozen. It is still gathered in both passes, since the gradients of
+# block 0 must come through it.
 
 # %%
 frozen = labkit.run("fsdp_wrap", freeze=(1,), **SETUP)
@@ -1235,7 +1237,12 @@ lower = losses(after)[0] < losses(before)[0]
 print(f"{RANKS} ranks saved, {RANKS + 1} went on; the loss goes on below where the first run began: {lower}")
 
 # %% tags=["claim"]
-claim("the training went on and did not begin anew", losses(after)[0] < losses(before)[0])
+claim("the loss goes on below where the first run began", losses(after)[0] < losses(before)[0])
+
+# %% [markdown]
+# That is weak evidence: the third rank brings samples of its own, and a lost state of Adam would hardly show. Where the
+# samples are the same, the losses must be, too. labkit's tests hold that for 4 ranks that save, and 2 or 1 that go on
+# (`tests/test_saving.py`).
 
 # %% [markdown]
 # ### Tied weights (8 minutes)
@@ -1369,7 +1376,7 @@ checks.expert_gradients(average_gradients)
 # - Counts, bytes and the tensors that a rank keeps between steps follow the same formulas: they do not depend on the
 #   device. The allocator and NCCL take memory of their own beside them.
 # - All-gathers and reduce-scatters run on their own CUDA streams and hide behind arithmetic by themselves. What stays
-#   exposed is the first all-gather, the last reduce-scatter, and whatever is slower than the arithmetic.
+#   exposed is the first all-gather of each pass, the last reduce-scatter, and whatever is slower than the arithmetic.
 #
 
 # %% [markdown]

@@ -7,10 +7,10 @@
 #
 # After this lab you can
 #
-# - use DDP's options, `no_sync` and communication hooks in a script of your own;
+# - use DDP's options and `no_sync` in a script of your own (and, in an optional section, communication hooks);
 # - write a small DDP that sends gradients while the backward pass runs, and race it against PyTorch's;
 # - predict from two measured numbers what the size of a bucket does to a step, and choose it;
-# - say what `torch.compile` does with a DDP model, and read in a compiled program when it sends and when it waits.
+# - say what `torch.compile` does with a DDP model (and, in an optional section, read when its program sends and waits).
 #
 # You need Lab 0's words: rank, process group, all-reduce, bytes handed to the call. You need no GPU. The sections
 # marked **core** take about 95 minutes. The others are optional to read; run their cells all the same, since later ones
@@ -276,7 +276,8 @@ _ = plots.pieces(messages, network=network, typical=True)
 # %% [markdown]
 # *The same bytes, in 1 to 200 messages. 200 messages take more than three times as long as one. The dashed lines are
 # your alpha and beta. They are fitted at both ends, so only what they say of 2 and 20 is a prediction. (The bars are
-# median rounds, the table has the mean, so the two differ a little. Messages asked for at once overlap a little, too.)*
+# median rounds, the table has the mean, so the two differ a little. Few messages asked for at once can overlap. So alpha
+# here is that of long queues, and may say too much of 20.)*
 
 # %% tags=["claim"]
 pieces = {count: statistics.median(times) for count, times in rounds.items()}
@@ -613,10 +614,10 @@ _ = plots.bucket_sizes(by_size, predicted_s)
 # MiB. From 1 MiB on little is left to gain.*
 #
 # On a quiet machine the predictions are within a factor of 1.5 of the bars, and mostly too low. What they leave out is
-# DDP's own work: it copies 200 gradients into its buckets and back (`gradient_as_bucket_view` would save that; yours of
-# exercise 4 does without). On a busy machine the left bars can be several
-# times as high as predicted. Alpha was measured on ranks that had nothing else to do, and a rank that shares its core
-# with others wakes up late for each message. The dots show such steps.
+# DDP's own work: it copies 200 gradients into its buckets and back (`gradient_as_bucket_view` would save the way back;
+# yours of exercise 4 has only the way in). On a busy machine the left bars can be several times as high as predicted.
+# Alpha was measured on ranks that had nothing else to do, and a rank that shares its core with others wakes up late for
+# each message. The dots show such steps.
 
 # %% tags=["claim"]
 claim("a message for each gradient takes at least three times as long as 1 MiB buckets", times_as_long >= 3)
@@ -741,8 +742,8 @@ claim("nearly all of it is exposed", exposed > 0.8 * sent_ms)
 
 # %% [markdown]
 # Is hiding free? Three numbers of the wide network: forward and backward pass without any messages, the messages by
-# themselves, and both together. If hiding were free, the third would be little more than the larger of the first two.
-# If nothing were gained, it would be their sum.
+# themselves, and both together. If hiding were free, only the bucket that leaves last would come on top of the arithmetic:
+# half of the messages. If nothing were gained, both would be the sum.
 
 # %% tags=["nbval-ignore-output"]
 silent = labkit.run("ddp_compile", mode="yours", use={"data_parallel": nothing}, **WIDE)
@@ -812,8 +813,9 @@ claim("28 ms instead of 19", [row[-1] for row in rows.values()] == [19, 28])
 #
 # DDP's first guess at the order is that of `model.parameters()`, backwards. In this model fc1 stands last and is used
 # first, so the guess is wrong: its gradient comes last, and it is meant for bucket 0. By default that does no harm,
-# since the first step sends everything in one bucket; with `find_unused_parameters` it does. After the first step each
-# layer has a bucket of its own. The ranks note when a gradient is ready, and when a bucket leaves.
+# since the first step sends everything in one bucket; with `find_unused_parameters` it does. By default from the
+# second step on, and with the option from the first, each layer has a bucket of its own. The ranks note when a gradient
+# is ready, and when a bucket leaves.
 
 # %%
 # %%torchrun -n 2
@@ -1301,8 +1303,8 @@ print(f"{checked.value('compared'):.0f} tensors, all equal to one device's to 1 
 # | all bytes | 680 MB · 3.9 ps = 2.6 ms |
 # | smallest bucket | 680 MB · 20 µs / (13.9 − 2.6) ms = 1.2 MB |
 #
-# A gradient is never cut (section 4), and most of BERT-large's matrices are larger than 1.2 MB. So there any size
-# hides. Its last gradient is that of its word embedding, 30,522 × 1024 numbers or
+# Even a message for each of its 391 gradients would cost 391 · 20 µs = 7.8 ms, and between 13.9 and 2.6 ms there are 11.3.
+# So there any size hides. A gradient is never cut. Its last one is that of the word embedding, 30,522 × 1024 numbers or
 # 62.5 MB. So the last bucket takes at least 20 µs + 62.5 MB · 3.9 ps = 0.26 ms, whatever b is. With the default of
 # 25 MiB there are 22 messages, and the last one takes 0.3 ms: 2 % of the backward pass. So here the default is fine.
 
@@ -1313,6 +1315,7 @@ embeddings = [30_522 * width, 512 * width, 2 * width, width, width]
 bert_bytes = [2 * numbers for numbers in reversed([*embeddings, *24 * block_numbers, width**2, width])]
 bert_plan = theory.bucket_plan(bert_bytes)
 last_s = 20e-6 + sum(bert_bytes[place] for place in bert_plan[-1]) * 1.75 / 450e9
+claim("391 gradients", len(bert_bytes) == 391)
 claim(
     "22 messages, the last of them 2 % of the backward pass", (len(bert_plan), round(last_s / 13.9e-3, 2)) == (22, 0.02)
 )

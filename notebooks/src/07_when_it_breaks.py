@@ -133,7 +133,7 @@ def main():
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.data -= 0.1 * parameter.grad / dist.get_world_size()
-        if step % 10 == 0:
+        if step % 10 == 9:
             weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
             largest = weights.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -384,7 +384,8 @@ for _ in range(batches):
 time.sleep(60)
 
 # %% [markdown]
-# *The barrier names rank 3, after the one second of its timeout.*
+# *The barrier names rank 3, after the one second of its timeout.* Who raises is not to blame: rank 0 asks all the others,
+# so the error is its own, and the name is in its message. What ranks 1 and 2 say after that is an echo of another kind.
 
 # %% tags=["claim"]
 claim("the barrier names rank 3", "Ranks 3 failed to pass monitoredBarrier" in missing.message)
@@ -1060,10 +1061,11 @@ with memory_cap(CAP_MIB, torch.device("cpu")):
     in_pieces(model, inputs, torch.zeros_like(inputs), 8)
 for parameter in model.parameters():
     dist.all_reduce(parameter.grad)
-print("trained, below the same cap")
+print("a whole backward pass, below the same cap")
 
 # %% [markdown]
-# *The same batch below the same cap.* This is **gradient accumulation**. With DDP, wrap all pieces but the last in
+# *The same batch below the same cap.* (To train on, weigh each rank's gradients by its number of rows: section 7.) This is
+# **gradient accumulation**. With DDP, wrap all pieces but the last in
 # `model.no_sync()`, or each piece pays an all-reduce. Other ways: checkpointing (lab 2), sharding (labs 1 and 2).
 
 # %% tags=["claim"]
@@ -1291,7 +1293,8 @@ parity(broken_average)
 #
 # Two runs of the same program give different losses. Is something wrong? Three causes are usual.
 #
-# - **Other random numbers**: no seed, or one that depends on the time. Then the first step differs already.
+# - **Other random numbers**: no seed, or one that depends on the time. Then the first step differs already,
+#   by far more than in the last digits.
 # - **Another order of adding up.** Computers round: (a + b) + c need not be a + (b + c). Another number of ranks, other
 #   buckets, another version of a library add in another order. GPUs add some sums in any order (`scatter_add`, some
 #   convolutions); `torch.use_deterministic_algorithms(True)` forbids those.
@@ -1545,8 +1548,7 @@ print(f"a message takes {cost_ms['plain'] / 8 * 1e3:.0f} µs; the recorder itsel
 # %% [markdown]
 # *Time of a step's communication, in the fastest of 25 rounds. DETAIL costs most of these in most runs, since it makes
 # all ranks agree before every single collective.* Beside DETAIL the upper four bars differ by less, and by how much
-# moves from run to run. Where an aid seems to make the step faster, that is how large the noise is. So the recorder was
-# measured by itself, too. *It takes less than a tenth of a message.* The comparison of weights can be made in every
+# moves from run to run. So the recorder was measured by itself, too: what its bar is longer by is mostly noise. *It takes less than a tenth of a message.* The comparison of weights can be made in every
 # hundredth step. The barrier adds messages to each step, and more with more ranks, since all report to rank 0. It names
 # a rank only if it stands before the first collective that this rank misses. So leave it on where it costs little, and
 # otherwise switch it on while you search.
@@ -1577,6 +1579,8 @@ added_ms = cost_ms["DETAIL"] - cost_ms["plain"]
 print(f"DETAIL adds {added_ms:.1f} ms here: below that in steps of {added_ms / part:.0f} ms or more")
 
 # %% [markdown]
+# That is with two ranks. With thousands DETAIL adds more, since all of them must agree: measure it there.
+#
 # A recorder is far below that in any step that computes. DETAIL is, too, where a step is long and its collectives are
 # few. With many small collectives it is not.
 #
@@ -1622,7 +1626,7 @@ print(f"yours: {'–' if mine['part'] is None else format(mine['part'], '.1%')};
 # | the loss falls, and the weights differ between ranks | weights against their maximum over the ranks | a missed reduction, tensors in another order, or other weights at the start |
 # | weights agree, the gradient has a factor | one gradient against one device's | a sum that should be a mean |
 # | gradients are right, a parameter stays where it was | each move against rate × gradient | the optimizer holds another tensor |
-# | the first step differs from yesterday's | the indices and seeds of each rank | random numbers without a seed |
+# | the first step differs from yesterday's, not only in the last digits | the indices and seeds of each rank | random numbers without a seed |
 # | all steps differ, at first in the last digits alone | the same in float64 | another order of adding up |
 # | equal up to a step, then far more than rounding | the same in float64: it is as large there | a fault in that step |
 #
@@ -1667,7 +1671,7 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # <details><summary>2. A run hangs. All ranks stand in an all-reduce, in the same line. What may it be?</summary>
 #
 # They may carry different tensors in that line: one rank has left out an earlier call, and since then its calls meet
-# the wrong ones of the others. If the shapes differ, that can hang. The number of calls does not tell: compare their
+# the wrong ones of the others. If the shapes differ, that can hang. All have made equally many calls: compare their
 # shapes, with DETAIL or a recorder. Or the ranks are in different groups, or the network is broken.
 #
 # </details>
