@@ -24,7 +24,7 @@ class Difference(NamedTuple):
 
 
 UNEVEN_SEQUENCE = Difference(
-    (2, 12), "sequence parallelism over a sequence that the ranks cannot share evenly", "pytorch/pytorch#143748"
+    (2, 13), "sequence parallelism over a sequence that the ranks cannot share evenly", "pytorch/pytorch#143748"
 )
 DIFFERENCES = (UNEVEN_SEQUENCE,)
 

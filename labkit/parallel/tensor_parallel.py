@@ -54,7 +54,7 @@ def apply_tensor_parallel(
     Args:
         model: equal on all ranks, on this rank's device.
         mesh: with axes named ``data`` and ``tp``.
-        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm; evenly, or with torch 2.12 or
+        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm; evenly, or with torch 2.13 or
             later also unevenly.
         plan: ways to cut by names of modules, instead of pairs of column- and row-parallel layers.
 
