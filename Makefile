@@ -71,7 +71,7 @@ lint: $(INSTALLED) ## style, types and layers
 	@$(VENV_PYTHON) -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-logo
 
 clean: ## remove what was generated, except notebooks; .venv as well
-	rm -rf .venv .venv-torch-* out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-torch-* out runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # nbgrader sees the packages of $(VENV), which do not see it: it would change every JupyterLab there.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))

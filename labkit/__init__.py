@@ -11,6 +11,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | local_ranks, requirements, ending, errors       |                                                            |
 | config, folder, records, result                 | the bridge between ranks and notebook                      |
 | parallel                                        | one technique a file                                       |
+| history                                         | recorded runs: listed, compared, removed                   |
 | rank                                            | inside a rank: session, time, memory, traffic              |
 | parity                                          | does a distributed step equal one device's?                |
 | launcher                                        | outside the ranks: start them, watch them, stop them       |

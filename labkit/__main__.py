@@ -5,6 +5,11 @@
     python -m labkit run convnext_spatial --help                  # the parameters of this program
     python -m labkit show runs/<a run's folder>                   # the table of an earlier run
 
+    python -m labkit runs                             # the newest runs; --program fsdp_wrap, --limit 100
+    python -m labkit runs show a1b2c3                 # one of them, by the end of its folder's name
+    python -m labkit runs compare a1b2c3 d4e5f6       # their parameters and values side by side
+    python -m labkit runs prune --keep 100            # remove older ones; --older-than 30 counts days
+
     python -m labkit lab                       # JupyterLab on your own copies of the labs, in my/
     python -m labkit update                    # what is new in the labs, into your copies
     python -m labkit reset 2                   # lab 2 anew; your copy is kept beside
@@ -30,9 +35,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import labkit
-from labkit import config, doctor
+from labkit import config, doctor, history
 from labkit.course.commands import COMMANDS
+from labkit.folder import runs_folder
+from labkit.launcher.progress import to_nobody
 from labkit.launcher.run import find_program
+from labkit.theory.sizes import readable_bytes
 
 
 @dataclass
@@ -53,26 +61,37 @@ class Run:
 
 
 PROG = "python -m labkit"
+LISTED = 10  # of the runs that are to be removed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the arguments say; returns the exit status. Leaves where tyro says what is wrong with them."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):
-            return launch(*read_run(words[1], words[2:]))
-        commands: dict[str, Callable[..., Any]] = {"run": Run, "show": show, "doctor": examine, **COMMANDS}
-        done = tyro.extras.subcommand_cli_from_dict(commands, prog=PROG, args=words)
-        return launch(done, {}) if isinstance(done, Run) else done
+        status = _do(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()  # here a reader that has gone is still an error to be met
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as in `... | head`
+        to_nobody(sys.stdout)
+        return 1
     except labkit.ParameterError as error:
         print(error, file=sys.stderr)
         return 2
     except (labkit.LabError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def _do(words: list[str]) -> int:
+    if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):
+        return launch(*read_run(words[1], words[2:]))
+    if words[:1] == ["runs"]:
+        return of_runs(words[1:])
+    commands: dict[str, Callable[..., Any]] = {"run": Run, "show": show, "doctor": examine, "runs": list_runs}
+    done = tyro.extras.subcommand_cli_from_dict(commands | COMMANDS, prog=PROG, args=words)
+    return launch(done, {}) if isinstance(done, Run) else done
 
 
 def read_run(program: str, words: Sequence[str]) -> tuple[Run, dict[str, Any]]:
@@ -103,8 +122,8 @@ def read_run(program: str, words: Sequence[str]) -> tuple[Run, dict[str, Any]]:
     )
     about = f"Launch {program} and show its summary."
     command = tyro.cli(combined, prog=f"{PROG} run {program}", description=about, args=words)
-    defaults = vars(options())
-    return command, {name: value for name, value in vars(command.parameters).items() if value != defaults[name]}
+    defaults, values = config.values_of(options()), config.values_of(command.parameters)
+    return command, {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def launch(command: Run, parameters: dict[str, Any]) -> int:
@@ -125,6 +144,86 @@ def show(folder: tyro.conf.Positional[Path]) -> int:
     """
     print(labkit.load(folder).summary().to_string())
     return 0
+
+
+def of_runs(words: Sequence[str]) -> int:
+    """Do what follows ``runs``: list, show, compare or prune; list, where nothing does."""
+    commands: dict[str, Callable[..., Any]] = {"list": list_runs, "show": show_run, "compare": compare_runs}
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words = ["list", *words]
+    return tyro.extras.subcommand_cli_from_dict(commands | {"prune": prune_runs}, prog=f"{PROG} runs", args=words)
+
+
+def list_runs(program: str | None = None, limit: int = 20) -> int:
+    """List recorded runs, the newest first. `runs show`, `runs compare` and `runs prune` do more with them.
+
+    Args:
+        program: Only runs of this program.
+        limit: How many, at most; 0 lists all.
+    """
+    found = history.runs(program=program)
+    shown = found[: limit or None]
+    if shown:
+        print(history.table(shown))
+    print(f"{len(shown):,} of {len(found):,} runs in {runs_folder()}")
+    return 0
+
+
+def show_run(run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]) -> int:
+    """Show one run: its folder, how it ended, its values by rank.
+
+    Args:
+        run: The name of its folder, the end of that, or a path.
+    """
+    result = labkit.load(history.find(run))
+    print(f"{result.folder}\n{result}")
+    return 0
+
+
+def compare_runs(runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN")]) -> int:
+    """Show the parameters in which runs differ, and their values, side by side.
+
+    Args:
+        runs: Two or more, each by the name of its folder, the end of that, or a path.
+    """
+    compared = history.compare(labkit.load(history.find(run)) for run in runs)
+    print(compared.map(lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)).to_string())
+    return 0
+
+
+def prune_runs(
+    keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False
+) -> int:
+    """Remove old runs, after asking. What is no run of labkit's, or may still go on, stays.
+
+    Args:
+        keep: Keep the newest so many.
+        older_than: Remove only what began so many days ago.
+        program: Only runs of this program.
+        yes: Do not ask.
+    """
+    old = history.outdated(keep=keep, older_than_days=older_than, program=program)
+    if not old:
+        print("nothing to remove")
+        return 0
+    size = readable_bytes(history.size_of(old))
+    print(f"{history.table(old[:LISTED])}\n{len(old):,} runs, {size}, in {runs_folder()}; the newest of them are above")
+    if not yes and not _agrees():
+        print("nothing was removed")
+        return 0
+    left = history.prune(old)
+    print("\n".join([*left, f"removed {len(old) - len(left):,} runs"]))
+    return 1 if left else 0
+
+
+def _agrees() -> bool:
+    """Whether whoever sits here says yes. Raises ParameterError where nobody does."""
+    if not sys.stdin.isatty():
+        raise labkit.ParameterError("nobody can be asked here: --yes removes them without asking")
+    try:
+        return input("Remove them? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def examine(json: bool = False) -> int:

@@ -17,6 +17,7 @@ not go together.
 import argparse
 import ast
 import contextlib
+import copy
 import dataclasses
 import difflib
 import functools
@@ -24,6 +25,8 @@ import inspect
 import itertools
 import math
 import numbers
+import os
+import re
 import sys
 import textwrap
 import traceback
@@ -51,6 +54,10 @@ LARGEST = 2**63 - 1
 """The largest whole number that a tensor can hold."""
 SHOWN = 200
 """Characters of a refused value that a message shows."""
+LONGEST_WORD = 2**17 - 1
+"""Bytes of a word of a command line, on Linux."""
+GUARDED = re.compile(r"-|\\|None$")
+"""How a text begins that a command line would take for something else: for an option, or for None."""
 READ_ALONE = (
     "it is read without running the program: it may use the standard library, labkit.theory and constants; "
     "import what else validate needs inside validate"
@@ -216,14 +223,24 @@ def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]
 
 
 def to_argv(config: Any) -> list[str]:
-    """The command line that ``parse_argv`` reads back as this config. What is at its default is left out."""
+    r"""The command line that ``parse_argv`` reads back as this config. What is at its default is left out.
+
+    A text in a tuple, or in a field that may be None, has a backslash before it where it could be taken for something
+    else: ``--names \-a``.
+
+    Raises:
+        ParameterError: a text that no command line can hold.
+    """
     implied = preset_values(type(config), getattr(config, "preset", None))
     words: list[str] = []
     for name, field in _fields(type(config)).items():
         value = getattr(config, name)
         if name in implied or value != _default(field):
             option = f"--{name.replace('_', '-')}"
+            if _needs_guard(field.type):
+                value = _guarded(value)
             items = list(map(str, value)) if isinstance(value, tuple | list) else [str(value)]
+            _refuse_what_no_command_line_holds(name, items)
             if field.type is bool:
                 words.append(option if value else option.replace("--", "--no-", 1))
             elif len(items) == 1:
@@ -248,7 +265,13 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str] | None = None
     about = "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
     parsed = tyro.cli(options(config_class, argv), args=argv, description=about)
     with _refusing(config_class, "__post_init__"):
-        return config_class(**vars(parsed))
+        return config_class(**values_of(parsed))
+
+
+def values_of(parsed: Any) -> dict[str, Any]:
+    """The values of ``options`` that were read from a command line, by name, without the backslashes of ``to_argv``."""
+    guarded = {name for name, field in _fields(type(parsed)).items() if _needs_guard(field.type)}
+    return {name: _unguarded(value) if name in guarded else value for name, value in vars(parsed).items()}
 
 
 def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()) -> type[Any]:
@@ -270,7 +293,9 @@ def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str]
         if name not in without:
             limits = [f"({_type_name(field.type)})"] if "Limits(" in str(field.type) else []
             about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
-            default: Any = dataclasses.field(default_factory=functools.partial(chosen.get, name, _default(field)))
+            value = chosen.get(name, _default(field))
+            value = _guarded(value) if _needs_guard(field.type) else value
+            default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
             fields.append((name, Annotated[field.type, about], default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
 
@@ -310,6 +335,41 @@ def _refusing(config_class: type[Any], method: str) -> Iterator[None]:
             yield
         except ValueError as error:
             raise ParameterError(str(error)) from error
+
+
+def _needs_guard(wanted: Any) -> bool:
+    """Whether a field of this type takes any text, and several of them, or None."""
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Annotated:
+        return _needs_guard(arguments[0])
+    return origin in (Union, types.UnionType, tuple) and any(part is str or _needs_guard(part) for part in arguments)
+
+
+def _guarded(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_guarded, value))
+    return f"\\{value}" if isinstance(value, str) and GUARDED.match(value) else value
+
+
+def _unguarded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_unguarded, value))
+    return value[1:] if isinstance(value, str) and value[:1] == "\\" and GUARDED.match(value[1:]) else value
+
+
+def _refuse_what_no_command_line_holds(name: str, items: Sequence[str]) -> None:
+    for item in items:
+        try:
+            if "\0" in item:
+                raise ParameterError(f"{name} = {_shown(item)}: a command line cannot hold the character '\\x00'")
+            if len(os.fsencode(item)) + len(name) > LONGEST_WORD - len("--="):
+                most = f"{LONGEST_WORD:,} bytes are the limit; write it to a file, and give its path"
+                raise ParameterError(f"{name} = {_shown(item)}: a command line cannot hold so long a text: {most}")
+        except UnicodeEncodeError as error:
+            character = repr(item[error.start])
+            raise ParameterError(
+                f"{name} = {_shown(item)}: a command line cannot hold the character {character}"
+            ) from None
 
 
 def _readable_part(node: ast.stmt) -> ast.stmt | None:

@@ -76,6 +76,12 @@ class RunFolder:
         """Remove what nobody needs after the run."""
         shutil.rmtree(self.torchrun_folder, ignore_errors=True)
 
+    def remove_pids(self, ranks: int) -> None:
+        """Remove the ids of processes that have ended."""
+        for rank in range(ranks):
+            with contextlib.suppress(OSError):
+                self.pid(rank).unlink()
+
     def _of_rank(self, rank: int, ending: str) -> Path:
         return self.path / f"rank_{rank:05d}.{ending}"
 
@@ -109,9 +115,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file in one step: a reader finds the old file, the new one, or none, never half of one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with private.open_file(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
-    unfinished.replace(path)
+    try:
+        with private.open_file(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -21,10 +21,12 @@ lack it: nobody can say what their collectives put on the wire. Version 1 had ne
 stood in the names of other kinds, and are turned into fields as they are read.
 """
 
+import errno
+import fcntl
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from labkit import private
 from labkit.errors import RecordError
@@ -54,12 +56,18 @@ def path_of(folder: Path, rank: int) -> Path:
 
 
 class Writer:
-    """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in ``lines``."""
+    """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in ``lines``.
+
+    Raises:
+        RecordError: another process is writing there. The sums of two runs in one folder would be those of neither.
+    """
 
     def __init__(self, folder: Path | None, rank: int):
         self.folder, self.rank = folder, rank
         self.lines: list[dict[str, Any]] = []
-        self._file = private.open_file(path_of(folder, rank), "a", buffering=1) if folder else None
+        self._file: TextIO | None = private.open_file(path_of(folder, rank), "a", buffering=1) if folder else None
+        if self._file:
+            _claim(self._file)
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
         """Write one record. Raises RecordError for a field that its kind does not have, or a number that is not one."""
@@ -74,6 +82,16 @@ class Writer:
     def close(self) -> None:
         if self._file:
             self._file.close()
+
+
+def _claim(file: TextIO) -> None:
+    """Lock a rank's file for this process: the lock goes with it, and its children do not have it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # any other: there are no locks on this disk
+            fix = "give each run a folder of its own, or unset LABKIT_RUN_FOLDER"
+            raise RecordError(f"{file.name}: another process is writing records here: {fix}") from None
 
 
 def name_along(axis: str, name: str) -> str:

@@ -3,14 +3,18 @@
 The cores, PyTorch's known bugs with their upstream issues, and the C++ compiler that torch.compile calls for a CPU.
 """
 
+import errno
 import os
 import re
 import shutil
+import socket
 import sys
 from importlib import metadata
 from typing import NamedTuple
 
 NATIVE_CONVOLUTION = "pytorch/pytorch#191926"
+LOOPBACK = "127.0.0.1"
+LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/hosts"
 COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
 
 
@@ -42,6 +46,18 @@ def cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def loopback_problem() -> str:
+    """Why ranks of this machine cannot talk to each other, or "" where they can."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise
+        return f"{LOOPBACK} does not answer ({error.strerror or error})"
+    return ""
 
 
 def torch_version() -> tuple[int, int]:

@@ -123,7 +123,10 @@ class RunResult:
         """All records, one row each; columns that a kind does not have are empty."""
         import pandas
 
-        return pandas.DataFrame(self.lines, columns=COLUMNS).astype(dict.fromkeys(WHOLE, "Int64"))
+        frame = pandas.DataFrame(self.lines, columns=COLUMNS)
+        for name in WHOLE:  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
+            frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
+        return frame
 
     @property
     def stamp(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -64,6 +65,19 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The test is run twice: with ranks from a warm parent, and with those of a new Python."""
     monkeypatch.setenv("LABKIT_WARM", "1" if request.param == "warm" else "0")
     return request.param
+
+
+@pytest.fixture
+def small_disk(tmp_path, monkeypatch):
+    """A disk of one megabyte, on which runs are recorded."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    monkeypatch.setenv("LABKIT_RUNS", str(disk))
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.fixture(scope="session")

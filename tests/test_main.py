@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -200,11 +201,9 @@ def test_ctrl_c_ends_in_one_line_with_status_130(tmp_path):
 
 
 def test_the_readme_and_the_docstring_give_the_same_exit_statuses(repository):
-    table = [
-        [cell.strip() for cell in line.strip("| ").split("|")]
-        for line in (repository / "README.md").read_text().split("| exit status |")[1].splitlines()[2:]
-        if line.startswith("|")
-    ]
+    lines = (repository / "README.md").read_text().split("| exit status |")[1].splitlines()[2:]
+    rows = takewhile(lambda line: line.startswith("|"), lines)
+    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in rows]
     told = (command_line.__doc__ or "").split("Exit status:")[1].strip().splitlines()
     assert [line.split(maxsplit=1) for line in told] == table
     assert [number for number, _ in table] == ["0", "1", "2", "130"]

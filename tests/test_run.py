@@ -121,19 +121,6 @@ def test_a_runs_folder_of_nobody(monkeypatch):
             labkit.run(RECORDS)
 
 
-@pytest.fixture
-def small_disk(tmp_path, monkeypatch):
-    """A disk of one megabyte, on which runs are recorded."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a file system")
-    monkeypatch.setenv("LABKIT_RUNS", str(disk))
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
 def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
     monkeypatch.setattr(process, "start", lambda *arguments: pytest.fail("a run was started"))
     (small_disk / "other").write_bytes(bytes(1024 * 1024 - 4096))

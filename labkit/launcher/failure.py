@@ -16,6 +16,7 @@ from typing import Any
 from labkit.errors import RankFailed, shorten
 from labkit.folder import RunFolder, disk_problem, read_json
 from labkit.launcher.process import stack_of
+from labkit.launcher.shortage import remedy
 
 LOG_TAIL_LINES = 30
 MEANING = {
@@ -54,7 +55,7 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def _raised(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankFailed:
-    message = error["message"] + remark
+    message = error["message"] + remark + remedy(f"{error['exc_type']}: {error['message']}")
     return RankFailed(error["rank"], error["exc_type"], message, error["traceback"], folder.log(error["rank"]))
 
 
@@ -85,5 +86,5 @@ def _ended(folder: RunFolder, rank: int, status: int) -> RankFailed:
         log, stack = folder.torchrun_log, shorten(tail(folder.torchrun_log))
         silent = "no rank says why; the end of torchrun's log:"
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    message = disk_problem(folder.path) or MEANING.get(reason, silent)
+    message = disk_problem(folder.path) or MEANING.get(reason, silent) + remedy(tail(log) + stack)
     return RankFailed(rank, reason, message, stack, log if log.exists() else folder.torchrun_log)

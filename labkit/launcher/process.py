@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from labkit.launcher import warm
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
+CACHE, TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
 RENDEZVOUS = "one-host"
 """What rendezvous.py registers with torchrun."""
 STARTING_FRAMES = (
@@ -89,11 +90,15 @@ def environment(folder: RunFolder, nproc: int, device: str) -> dict[str, str]:
 
 
 def _compile_cache(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Where torch.compile keeps programs: by itself in a folder of /tmp that another user may have made before."""
-    if CACHE in inherited:
+    """Where torch.compile keeps programs: by itself in a folder of /tmp that another user may have made before.
+
+    What a person chose stays. In a process that has compiled, torch has set its own choice.
+    """
+    chosen = inherited.get(CACHE, "")
+    if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), TORCHS_OWN)):
         return {}
     with contextlib.suppress(OSError):  # no place for it: torch will say so, if it compiles
-        return {CACHE: str(private.shared_folder(f"torchinductor_{os.getuid()}"))}
+        return {CACHE: str(private.shared_folder(f"{TORCHS_OWN}{os.getuid()}"))}
     return {}
 
 

@@ -9,8 +9,10 @@ variable LABKIT_PROGRESS chooses: ``off``, ``text`` or ``notebook``.
 import contextlib
 import json
 import os
+import select
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from labkit.folder import RunFolder
 REDRAW_PERIOD_S = 0.25
 SHOWN_LINES = 20
 SHOWN_CHARACTERS = 1000
+UNSAID_LINES = 10_000
 MALFORMED = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
@@ -93,22 +96,60 @@ class Text(Display):
     def __init__(self) -> None:
         self._quarter = -1
         self._waits_for = ""
+        self._unsaid: deque[str] = deque()
+        self._left_out = 0
 
     def wait(self, text: str) -> None:
         if text != self._waits_for:
             self._waits_for = text
-            print(text, file=sys.stderr, flush=True)
+            self._say(text)
 
     def show(self, state: State, lines: list[str]) -> None:
-        for line in lines:
-            print(line, file=sys.stderr)
+        self._say(*lines)
         quarter = int(4 * state.fraction)
         if quarter > self._quarter:
             self._quarter = quarter
-            print(state, file=sys.stderr, flush=True)
+            self._say(str(state))
 
     def close(self, state: State, outcome: str) -> None:
-        print(f"{state}: {outcome}", file=sys.stderr, flush=True)
+        self._say(f"{state}: {outcome}", whoever_reads=True)
+
+    def _say(self, *lines: str, whoever_reads: bool = False) -> None:
+        """Print what is still unsaid and these lines, as far as somebody reads, or all of it.
+
+        Who reads a pipe slowly must hold up neither the run nor its time limit, and who has gone must not end it.
+        """
+        self._unsaid.extend(lines)
+        try:
+            while self._unsaid and (whoever_reads or takes_a_line(sys.stderr)):
+                if self._left_out:
+                    remark = f"... {self._left_out:,} lines left out here; they are in the output of the run ..."
+                    print(remark, file=sys.stderr)
+                    self._left_out = 0
+                print(self._unsaid.popleft(), file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            to_nobody(sys.stderr)
+        while len(self._unsaid) > UNSAID_LINES:
+            self._unsaid.popleft()
+            self._left_out += 1
+
+
+def takes_a_line(file: Any) -> bool:
+    """Whether a line goes into this file at once, and not only when somebody has read from the pipe that it is."""
+    try:
+        number = file.fileno()
+    except (AttributeError, OSError, ValueError):  # it is none of the system's
+        return True
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+def to_nobody(file: Any) -> None:
+    """Let what is written to this pipe, whose reader has gone, vanish. Otherwise Python fails at its end once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 class Notebook(Display):

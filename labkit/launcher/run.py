@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from labkit import config, private, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
-from labkit.launcher import failure, network, packet, process, queue
+from labkit.launcher import failure, network, packet, process, queue, shortage
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
 from labkit.records import VERSION
@@ -163,24 +163,42 @@ def _execute(plan: _Plan, given: bytes) -> RunResult:
         runs = "1 run" if before == 1 else f"{before} runs"
         display.wait(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
 
-    with queue.turn(queue.Need.of(plan.nproc, plan.device), waits):
-        return _run_now(plan, given, display)
+    with shortage.explained():
+        _refuse_where_no_rank_can_run()
+        with queue.turn(queue.Need.of(plan.nproc, plan.device), waits):
+            return _run_now(plan, given, display)
+
+
+def _refuse_where_no_rank_can_run() -> None:
+    """Raise LabError for what would let a run fail late, or with words that do not name the cause."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        what = "the current folder was deleted, and PyTorch cannot be loaded from there"
+        raise LabError(f"{what}: go to another (cd, os.chdir), or restart the kernel") from None
+    if problem := requirements.loopback_problem():
+        raise LabError(f"{problem}, and ranks of one machine talk over it: {requirements.LOOPBACK_FIX}")
 
 
 def _run_now(plan: _Plan, given: bytes, display: Display) -> RunResult:
     info = _description(plan)
     folder = _new_folder(info, given)
+    progress = Progress(folder, plan.program, plan.nproc, display)
     started = time.monotonic()
     try:
         with keeper.during_a_run(plan.warm) as parent:
-            started = time.monotonic()
-            _run_ranks(plan, folder, display, parent, info)
+            started = progress.state.begun = time.monotonic()
+            _run_ranks(plan, folder, progress, parent, info)
+        info["exit"] = "ok"
     except BaseException as error:
         info |= {"exit": _outcome(error), "error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(LabError):  # what ended the run says more
             _write_end(info, folder, started)
         raise
-    _write_end(info | {"exit": "ok"}, folder, started)
+    else:
+        _write_end(info, folder, started)
+    finally:
+        progress.close(info["exit"])  # last: whoever reads what is shown may keep it waiting
     return load(folder.path)
 
 
@@ -240,20 +258,26 @@ def _new_folder(info: dict[str, Any], given: bytes) -> RunFolder:
         if given:
             folder.give(given)
     except OSError as error:
-        fix = "set LABKIT_RUNS to a folder that can be written"
+        fix = shortage.remedy(str(error)) or "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error
     return folder
 
 
 def _write_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
     """Complete run.json. Raises LabError where that cannot be written."""
-    end: dict[str, Any] = {"duration_s": round(time.monotonic() - started, 3)}
+    info = info | {"duration_s": round(time.monotonic() - started, 3)}
+    with contextlib.suppress(RecordError):  # load tells it, with the name of the file
+        info["session"] = read_json(folder.session_json)
     try:
-        with contextlib.suppress(RecordError):  # load tells it, with the name of the file
-            end["session"] = read_json(folder.session_json)
-        write_json(folder.run_json, info | end)
+        write_json(folder.run_json, info)
     except OSError as error:
-        raise _lost(folder) from error
+        if not folder.path.is_dir():
+            raise _lost(folder) from error
+        folder.remove_pids(info["nproc"])  # on a full disk, that makes room for the end of the run
+        try:
+            write_json(folder.run_json, info)
+        except OSError:
+            raise _lost(folder) from error
 
 
 def _lost(folder: RunFolder) -> LabError:
@@ -264,23 +288,15 @@ def _lost(folder: RunFolder) -> LabError:
     return LabError(disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again")
 
 
-def _run_ranks(plan: _Plan, folder: RunFolder, display: Display, parent: Parent | None, info: dict[str, Any]) -> None:
+def _run_ranks(plan: _Plan, folder: RunFolder, progress: Progress, parent: Parent | None, info: dict[str, Any]) -> None:
     """Start the ranks and wait for their end; raises what went wrong, and leaves no process behind."""
-    progress = Progress(folder, plan.program, plan.nproc, display)
-    outcome = "ok"
-    try:
-        with _processes(plan, folder, parent) as running:
-            info |= {"warm": isinstance(running, Torchrun), "git_revision": _git_revision()}  # while the ranks start
-            status = _watch(running, folder, plan, progress)
-        if not folder.path.is_dir():
-            raise _lost(folder)
-        if status != 0:
-            raise failure.first_failure(folder, status)
-    except BaseException as error:
-        outcome = _outcome(error)
-        raise
-    finally:
-        progress.close(outcome)
+    with _processes(plan, folder, parent) as running:
+        info |= {"warm": isinstance(running, Torchrun), "git_revision": _git_revision()}  # while the ranks start
+        status = _watch(running, folder, plan, progress)
+    if not folder.path.is_dir():
+        raise _lost(folder)
+    if status != 0:
+        raise failure.first_failure(folder, status)
 
 
 @contextlib.contextmanager
@@ -291,11 +307,8 @@ def _processes(plan: _Plan, folder: RunFolder, parent: Parent | None) -> Iterato
         running = process.start(folder, plan.target, plan.arguments, plan.nproc, plan.device, parent)
         yield running
     finally:
-        # In a thread, which a second interrupt does not reach.
         pid = running.pid if running else None
-        stopping = threading.Thread(target=lambda: immortal.extend(process.stop(folder.path, pid)))
-        stopping.start()
-        stopping.join()
+        _undisturbed(lambda: immortal.extend(process.stop(folder.path, pid)))
         if running and not immortal:
             running.wait(process.STOP_LIMIT_S)
         folder.remove_torchruns_files()
@@ -303,6 +316,17 @@ def _processes(plan: _Plan, folder: RunFolder, parent: Parent | None) -> Iterato
         raise LabError(
             f"processes {immortal} of {folder.path} did not die of SIGKILL: they wait for a device; restart the machine"
         )
+
+
+def _undisturbed(work: Callable[[], None]) -> None:
+    """Do this in a thread, which a second interrupt does not reach; here, where no thread may be started any more."""
+    thread = threading.Thread(target=work)
+    try:
+        thread.start()
+    except RuntimeError:
+        work()
+    else:
+        thread.join()
 
 
 def _watch(running: process.Running, folder: RunFolder, plan: _Plan, progress: Progress) -> int:
