@@ -26,7 +26,7 @@ import fcntl
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from labkit import private
 from labkit.errors import RecordError
@@ -65,7 +65,7 @@ class Writer:
     def __init__(self, folder: Path | None, rank: int):
         self.folder, self.rank = folder, rank
         self.lines: list[dict[str, Any]] = []
-        self._file: TextIO | None = private.open_file(path_of(folder, rank), "a", buffering=1) if folder else None
+        self._file: IO[str] | None = private.open_file(path_of(folder, rank), "a", buffering=1) if folder else None
         if self._file:
             _claim(self._file)
 
@@ -84,7 +84,7 @@ class Writer:
             self._file.close()
 
 
-def _claim(file: TextIO) -> None:
+def _claim(file: IO[str]) -> None:
     """Lock a rank's file for this process: the lock goes with it, and its children do not have it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
