@@ -12,7 +12,7 @@ from notebooks.tools.source import find_labs, solved_notebook
 SCRIPT = "script"
 """Tag of such a cell."""
 ALWAYS = ("00_ranks", "01_spatial_sharding")
-"""The labs whose scripts are run by every ``make test``; each takes ten seconds, which it imports torch."""
+"""The labs whose scripts are run by every ``make test``; each takes ten seconds, in most of which torch is imported."""
 GLOO = "terminate called without an active exception"
 """What is said when Python ends around gloo's threads, now and then, after the script has done all it has to do."""
 
