@@ -6,6 +6,7 @@ import nbformat
 import pytest
 from fixture_notebooks import unused
 from fixture_processes import is_alive, wait_for
+from nbformat.reader import NotJSONError
 
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs
@@ -68,5 +69,9 @@ def saved_to_its_end(page, path):
     """The executed cells of code, once the last one has been."""
     page.wait_for_timeout(1000)
     page.keyboard.press("Control+s")
-    code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code" and cell.source]
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except NotJSONError:  # read while it is being saved
+        return None
+    code = [cell for cell in cells if cell.cell_type == "code" and cell.source]
     return code if code[-1].execution_count else None
