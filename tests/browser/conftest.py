@@ -1,22 +1,19 @@
 """A real JupyterLab and a real browser, each started once."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from fixture_server import stop, wait_for_info
 
-START_TIMEOUT_S = 60
 BROWSER_OPTIONS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
 
 
@@ -67,31 +64,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield Lab(info["url"], info["token"], folder, runs)
     finally:
         stop(server.pid)
-
-
-def wait_for_info(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> dict[str, str]:
-    """What the server wrote about itself once it listened."""
-    path = runtime / f"jpserver-{server.pid}.json"
-    limit = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < limit and server.poll() is None:
-        if path.exists() and (text := path.read_text()):
-            return json.loads(text)
-        time.sleep(0.2)
-    raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
-
-
-def stop(pid: int) -> None:
-    """End the server and whatever it started."""
-    try:
-        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(processes, timeout=10)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import stop, wait_for_info
+from fixture_server import stop, wait_for_info
 
 expect = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'labkit[dev]'").expect
 pytestmark = [pytest.mark.browser, pytest.mark.calm, pytest.mark.xdist_group("browser"), pytest.mark.timeout(180)]
