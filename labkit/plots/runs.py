@@ -11,6 +11,9 @@ from matplotlib.patches import Patch
 from labkit.plots import style
 from labkit.result import RunResult
 
+SHORT_STEPS = 30
+"""Lines of so many steps have a marker at each."""
+
 
 def table(
     result: RunResult,
@@ -141,12 +144,20 @@ def memory_parts(result: RunResult) -> dict[str, float]:
 
 
 def loss(results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None) -> Axes:
-    """The loss by step, one line a run. ``chance`` draws the loss of guessing, such as ln(classes)."""
+    """The loss by step, one line a run. ``chance`` draws the loss of guessing, such as ln(classes).
+
+    A run that went on from the checkpoints of another counts on: its line begins where the other's ends. Of a run that
+    lost a host, the steps are left out of which some rank's loss is missing.
+    """
     ax = style.axes(ax)
-    markers: Sequence[str] = ("-", "--", ":", "-.")
+    dashes: Sequence[str] = ("-", "--", ":", "-.")
     for index, (label, result) in enumerate(results.items()):
-        losses = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"].mean()
-        ax.plot(losses.index, losses, markers[index % 4], color=style.RANK_COLOURS[index % 4], lw=2, label=label)
+        found = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"]
+        losses = found.mean()[found.size() == found.size().max()]
+        look: dict[str, Any] = {"color": style.RANK_COLOURS[index % 4], "linestyle": dashes[index % 4], "lw": 2}
+        if len(losses) <= SHORT_STEPS:  # each step is seen, also where lines lie on each other
+            look |= {"marker": "osD^"[index % 4], "markersize": 10 - 2 * (index % 4), "fillstyle": "none"}
+        ax.plot(losses.index, losses, label=label, **look)
     if chance is not None:
         ax.axhline(chance, color=style.GREY, lw=1)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
