@@ -9,6 +9,7 @@ small units send many small messages.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, blocks_of, freeze_blocks
 from labkit.parallel.compiling import apply_compile, graphs_compiled
 from labkit.parallel.fsdp import apply_fsdp, drawn_block, sharding_mesh
-from labkit.parallel.saving import load_training, save_training
+from labkit.parallel.saving import Checkpoints, load_training, save_training
 from labkit.parallel.small_fsdp import FlatShards, shard_unit
 from labkit.parallel.units import Units, fsdp_units, layer_types
 from labkit.parity.fsdp import Trained, compare_training
@@ -40,7 +41,7 @@ from labkit.rank.meter import Step
 BOTH = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch", "ignore")
 OURS = (
     *("skip", "forget", "precision", "offload", "reshard_after_forward", "prefetch", "ignore", "freeze", "hybrid"),
-    *("checkpointing", "compile", "accumulate", "timeline", "save", "load"),
+    *("checkpointing", "compile", "accumulate", "timeline", "save", "load", "checkpoints"),
 )
 """Options that a small FSDP of one's own does not have."""
 NOT_OURS = {"model": "moe", "wrap": "none"}
@@ -164,6 +165,9 @@ class Config:
     """Where to save the training after the last step: a folder, or one plain file that ends in .pt."""
     load: str = ""
     """What to go on with: a folder or file that save wrote, on any number of ranks."""
+    checkpoints: str = ""
+    """A folder on a disk that all ranks share: save in it after every step, and begin with the newest complete save, on
+    any number of ranks. Steps of earlier runs count as steps of this one, which trains two at least."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
     input_grad: bool = False
@@ -215,8 +219,14 @@ class Config:
             requirements.refuse_without_compiler()
         if self.compile and self.checkpointing and self.delay_ms:
             raise ValueError("a checkpointed block that sleeps does not compile: leave out delay_ms or checkpointing")
-        if (self.save or self.load) and (self.model == "moe" or self.ignore or self.check != "none"):
-            raise ValueError("save and load are for training whose parameters all ranks share: no moe, ignore or check")
+        saves = self.save or self.load or self.checkpoints
+        if saves and (self.model == "moe" or self.ignore or self.check != "none"):
+            names = "save, load and checkpoints"
+            raise ValueError(f"{names} are for training whose parameters all ranks share: no moe, ignore or check")
+        if self.checkpoints and (self.save or self.load or self.scaler):
+            raise ValueError("checkpoints save and load by themselves, and no scaler: leave out save, load and scaler")
+        if self.checkpoints and Path(self.checkpoints).is_file():
+            raise ValueError(f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if need be")
         if self.save and (Path(self.save).exists() or not Path(self.save).absolute().parent.is_dir()):
             raise ValueError(f"save {self.save!r} must be a new name in a folder that there is")
         if self.load and not Path(self.load).exists():
@@ -347,25 +357,35 @@ class Training:
 
     def run(self, optimizer: Optimizer, measure: rank.Measure) -> list[Trained]:
         """Forward, backward and update in every measured step; what each left behind."""
-        config, path = self.config, Path(self.config.load)
-        done = load_training(path, self.model, optimizer) if config.load else 0
+        config = self.config
+        before, steps, save = self.go_on(optimizer)
         # FSDP1's views elude a tracker
         tracked = [self.model, optimizer] if config.fsdp != 1 or config.wrap == "none" else []
         trained: list[Trained] = []
-        for index, step in enumerate(measure(config.steps, track=tracked), start=done):
+        measured = measure(steps, track=tracked, after=lambda: save(before + len(trained)))
+        for index, step in enumerate(measured, start=before):
             optimizer.zero_grad(set_to_none=config.accumulate == 1 or bool(index % 2))
             batches = [self.batch(index, batch, step) for batch in range(config.accumulate)]
             with step.span("optimizer"):
                 self.scaler.step(optimizer)
                 self.scaler.update()
-            step.scalar("loss", torch.stack([batch.loss.detach() for batch in batches]).mean())
+            step.scalar("loss", torch.stack([batch.loss.detach() for batch in batches]).mean(), before=before)
             trained.append(batches[-1])
-            done = index + 1
         if config.compile:
             self.here.scalar("compiled_graphs", graphs_compiled())
         if config.save:
-            save_training(Path(config.save), self.model, optimizer, done)
+            save_training(Path(config.save), self.model, optimizer, before + len(trained))
         return trained
+
+    def go_on(self, optimizer: Optimizer) -> tuple[int, int, Callable[[int], None]]:
+        """Load what this run goes on with: the steps trained so far, those to measure, and what saves after each."""
+        config = self.config
+        if not config.checkpoints:
+            done = load_training(Path(config.load), self.model, optimizer) if config.load else 0
+            return done, config.steps, lambda step: None
+        checkpoints = Checkpoints(Path(config.checkpoints))
+        done = checkpoints.load(self.model, optimizer)
+        return done, max(0, config.steps - done), partial(checkpoints.save, self.model, optimizer)
 
     def batch(self, index: int, batch: int, step: Step) -> Trained:
         """Forward and backward pass of one of a step's batches."""

@@ -183,8 +183,8 @@ def test_what_runs_along_a_mesh_axis_is_counted_for_that_axis_as_well():
     assert traffic.counts == traffic.along[""].counts
     for sent in traffic.along.values():
         assert sent.bytes == {name: 40 * count for name, count in sent.counts.items()}
-    assert traffic.along[""].calls == {("all_reduce", 2): 3, ("all_reduce", 4): 1, ("all_gather", 2): 1}
-    assert traffic.along["tp"].handed == {("all_reduce", 2): 80}
+    assert traffic.along[""].calls == {("all_reduce", 2, 1): 3, ("all_reduce", 4, 1): 1, ("all_gather", 2, 1): 1}
+    assert traffic.along["tp"].handed == {("all_reduce", 2, 1): 80}
 
 
 def train(meter, steps=3, warmup=2, track=True):

@@ -1,13 +1,16 @@
 """labkit.parallel.saving: a run that was saved goes on as if it had never stopped, on any number of ranks."""
 
 import pickle
+import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 
 import labkit
 from labkit.parallel.reading import DataPlanner, DataReader
+from labkit.parallel.saving import Checkpoints
 
 HOW = {"model": "mlp_stack", "steps": 1, "device": "cpu"}
 STEPS = 3  # of a run with steps=1: one to warm up, one timed, one traced
@@ -55,9 +58,42 @@ def test_what_one_version_saved_the_other_loads_and_torch_reads(saved, unbroken)
         assert len(state["optimizer"]["state"]) == len(state["model"]) == 12
 
 
+def test_checkpoints_are_gone_on_with_and_one_that_was_cut_off_is_not(tmp_path, unbroken):
+    folder = tmp_path / "checkpoints"
+    assert losses(nproc=4, checkpoints=str(folder)) == pytest.approx(unbroken[2][:STEPS], rel=1e-6)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000002", "step_00000003"]
+    cut_off = shutil.copytree(folder / "step_00000003", folder / ".step_00000004")
+    (cut_off / ".metadata").unlink()
+    rest = labkit.run("fsdp_wrap", nproc=2, accumulate=2, checkpoints=str(folder), **HOW | {"steps": 1 + STEPS})
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000005", "step_00000006"]
+    found = rest.frame.query("kind == 'scalar' and name == 'loss'").groupby("step").value.mean()
+    assert found.index.to_list() == [2, 3, 4], "they count on"
+    assert found.to_list() == pytest.approx(unbroken[2][STEPS:], rel=1e-6)
+    assert set(rest.frame.query("kind == 'span'").step) == {0}, "what was timed counts anew"
+
+
+def look_into(folder):
+    """Open a folder of checkpoints that only rank 0 sees; what the error says."""
+    with pytest.raises(ValueError, match="do not see") as caught:
+        Checkpoints(folder if dist.get_rank() == 0 else folder / "of another disk")
+    return str(caught.value)
+
+
+def test_a_folder_of_checkpoints_that_not_all_ranks_share_is_refused(ranks, tmp_path):
+    message = f"ranks [1] do not see rank 0's folder {tmp_path}: take one on a disk that all share"
+    assert ranks(2)(look_into, tmp_path)[0] == message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
+        (
+            {"checkpoints": "new", "save": "another"},
+            "checkpoints save and load by themselves, and no scaler: leave out",
+        ),
+        ({"checkpoints": __file__}, "is a file: name a folder, which is made if need be"),
+        ({"checkpoints": "new", "check": "parity"}, "parameters all ranks share: no moe, ignore or check"),
         ({"load": "/nowhere/at/all"}, "load '/nowhere/at/all' is not there: give what save wrote"),
         ({"save": "/nowhere/at/all"}, "save '/nowhere/at/all' must be a new name in a folder that there is"),
         ({"save": "/tmp"}, "save '/tmp' must be a new name"),

@@ -6,9 +6,13 @@ whole: rank 0 gathers and writes it, so it must fit into one host's memory, and 
 
     {"model": {name: tensor}, "optimizer": {"state": …, "param_groups": …}, "step": 3}
 
+``Checkpoints`` saves after every step, for a training that may be killed at any moment.
+
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from labkit.parallel.reading import DataPlanner, DataReader
 
 PLAIN = ".pt"
 """How the name of a plain file ends; any other name is a folder's."""
+KEPT = 2
+"""So many checkpoints stay: the newest, and one for whoever distrusts it."""
 
 
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
@@ -72,3 +78,48 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
     )
     return int(state["step"])
+
+
+class Checkpoints:
+    """A folder of saves, one a step, that all ranks see. Training goes on from the newest that is complete.
+
+    A save takes its name in one step, once every rank has written its part: one that was cut off is never taken. Making
+    this is a collective, as its functions are.
+
+    Args:
+        folder: is made if it is not there.
+
+    Raises:
+        ValueError: a rank does not see the folder that rank 0 sees.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._is_first = folder, dist.get_rank() == 0
+        word: list[Any] = [None, None]
+        if self._is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(".step_*"):  # of a run that was killed
+                shutil.rmtree(leftover)
+            word = [f".seen_{uuid.uuid4().hex}", max((path.name for path in folder.glob("step_*")), default=None)]
+            (folder / word[0]).touch()
+        dist.broadcast_object_list(word)
+        mark, self._newest = word
+        sees: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sees, (folder / mark).exists())
+        if self._is_first:
+            (folder / mark).unlink()
+        if blind := [rank for rank, does in enumerate(sees) if not does]:
+            raise ValueError(f"ranks {blind} do not see rank 0's folder {folder}: take one on a disk that all share")
+
+    def load(self, model: nn.Module, optimizer: Optimizer) -> int:
+        """Put the newest save into a model and its optimizer; returns how many steps were trained, 0 without a save."""
+        return load_training(self._folder / self._newest, model, optimizer) if self._newest else 0
+
+    def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        """Save a training after so many steps."""
+        name = f"step_{step:08d}"
+        save_training(self._folder / f".{name}", model, optimizer, step)  # none leaves it before all have written
+        if self._is_first:
+            (self._folder / f".{name}").rename(self._folder / name)
+            for old in sorted(self._folder.glob("step_*"))[:-KEPT]:
+                shutil.rmtree(old.rename(self._folder / f".{old.name}"))

@@ -40,7 +40,7 @@ class Step:
     def __init__(self, index: int, timed: bool, meter: Meter):
         self.index, self.timed, self._meter = index, timed, meter
         self._spans: list[tuple[str, Any, Any]] = []
-        self._scalars: list[tuple[str, Any, str]] = []
+        self._scalars: list[tuple[str, Any, str, int]] = []
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -49,9 +49,16 @@ class Step:
         yield
         self._spans.append((name, start, self._meter.now()))
 
-    def scalar(self, name: str, value: Tensor | float, unit: str = "") -> None:
-        """Record one number, such as the loss. A tensor is read only once the step is over."""
-        self._scalars.append((name, value.detach() if isinstance(value, Tensor) else value, unit))
+    def scalar(self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0) -> None:
+        """Record one number, such as the loss. A tensor is read only once the step is over.
+
+        Args:
+            name: of the number.
+            value: the number.
+            unit: its unit.
+            before: how many steps an earlier run had trained, from which this one goes on: the record's step counts on.
+        """
+        self._scalars.append((name, value.detach() if isinstance(value, Tensor) else value, unit, self.index + before))
 
     def write(self) -> None:
         """Write this step's records. Waits for the device."""
@@ -59,8 +66,8 @@ class Step:
         for name, start, end in self._spans if self.timed else []:
             start_us, dur_us = self._meter.microseconds(start, end)
             self._meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
-        for name, value, unit in self._scalars:
-            self._meter.writer.write("scalar", name, self.index, value=float(value), unit=unit)
+        for name, value, unit, index in self._scalars:
+            self._meter.writer.write("scalar", name, index, value=float(value), unit=unit)
 
 
 class Meter:
@@ -97,6 +104,7 @@ class Meter:
         track: Sequence[Any] = (),
         units: Mapping[str, Sequence[nn.Module]] | None = None,
         mesh: DeviceMesh | None = None,
+        after: Callable[[], None] = lambda: None,
     ) -> Iterator[Step]:
         """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then traced ones.
 
@@ -110,6 +118,7 @@ class Meter:
             track: models and optimizers whose memory is followed.
             units: modules by the name that they shall have in the time line.
             mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
+            after: is called after each step, once its records are written, outside of what is measured.
         """
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
@@ -122,10 +131,13 @@ class Meter:
             with step.span("step"):
                 yield step
             step.write()
+            after()
         self._write_peaks(count)
         if units:
             yield from self._profiled_step(count, units)
+            after()
         yield from self._traced_step(count, track, mesh)
+        after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
         """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
@@ -148,9 +160,10 @@ class Meter:
             at_end = by_category(tracker, "current", self.device) if tracker else {}
         step.write()
         for axis, sent in counter.along.items():
-            for (name, size), count in sorted(sent.calls.items()):
-                amount = sent.handed[name, size]
-                self.writer.write("comm", name, index, axis=axis, group_size=size, count=count, bytes=amount)
+            for (name, size, hosts), count in sorted(sent.calls.items()):
+                group = {"axis": axis, "group_size": size, "hosts": hosts}
+                amount = sent.handed[name, size, hosts]
+                self.writer.write("comm", name, index, **group, count=count, bytes=amount)
         memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():
