@@ -56,6 +56,14 @@ class RankFailed(LabError):
         super().__init__("\n".join([*lines, traceback.rstrip()]).rstrip())
 
 
+class NotAllHosts(LabError):
+    """The hosts of a run did not find each other. No rank was started."""
+
+
+class HostLost(LabError):
+    """A host of the run cannot be reached or was lost. The ranks of the others were stopped."""
+
+
 class RunTimedOut(LabError):
     """The run was still going after its time limit and was stopped.
 

@@ -13,8 +13,17 @@
 | rank_00003.NAME.txt | each rank's program      | a text that it kept under a name of its own                        |
 | given.pickle      | the notebook's side        | functions and values that the notebook gave to its ranks           |
 | rank_00003.gave.pt | each rank's program       | values that it gave back                                           |
-| exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it                     |
-| torchrun.log      | torchrun                   | its own messages, and whatever a rank printed before its worker ran |
+| rank_00003.host   | each rank's worker         | the name of its host, where there are several                      |
+| exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it; of the second host |
+|                   |                            | exit_1.json, and so on                                             |
+| torchrun.log      | torchrun                   | its own messages, and what a rank printed before its worker ran;   |
+|                   |                            | of the second host torchrun_1.log, and so on                       |
+| host_0.log        | launcher/hosts.py          | what ssh and the agent of the first host said, and so on           |
+| job.json          | cluster/submission.py      | what each host of a submitted job is to do                         |
+| submitted.json    | cluster/submission.py      | which cluster has the job, and under what name                     |
+| cluster.log       | the cluster                | what the job's script and labkit's agents printed, all attempts    |
+| meeting_*         | cluster/agent.py           | a folder in which the hosts of a job find each other               |
+| attempt_0         | cluster/agent.py           | what the first attempt left, where there was another; attempt_1, … |
 """
 
 import contextlib
@@ -45,6 +54,16 @@ GIVEN = "LABKIT_GIVEN"
 """Environment variable for the ranks: the SHA-256 of given.pickle, without which they unpickle nothing."""
 NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
 """Environment variable for torchrun: the process with which the run is to end."""
+HOST = "LABKIT_HOST"
+"""Environment variable for the ranks: the name of their host, where there are several."""
+NODE = "LABKIT_NODE"
+"""Environment variable for torchrun: which of the run's hosts this is, from 0."""
+RANKS = "LABKIT_RANKS"
+"""Environment variable for the ranks: how many were asked for. A smaller world must not train."""
+CORES = "LABKIT_CORES"
+"""Environment variable for the ranks: the cores of all hosts together, where there are several."""
+AHEAD = "LABKIT_AHEAD_S"
+"""Environment variable for the ranks: by how much the clock of host 0 is ahead of their host's."""
 TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
 """Environment variable for the ranks: the process with which they are to end."""
 
@@ -59,12 +78,12 @@ class RunFolder:
         self.path = path
         self.run_json = path / "run.json"
         self.session_json = path / "session.json"
-        self.exit_json = path / "exit.json"
+        self.job_json = path / "job.json"
+        self.submitted_json = path / "submitted.json"
+        self.cluster_log = path / "cluster.log"
         self.given = path / "given.pickle"
         self.given_sha256 = ""
-        self.torchrun_log = path / "torchrun.log"
-        # only during the run: what torchrun keeps for each rank, which labkit does not use
-        self.torchrun_folder = path / "torchrun"
+        self.torchrun_log = self.torchrun_log_of(0)
 
     def give(self, content: bytes) -> None:
         """Leave for the ranks what the notebook gives them; ``given_sha256`` tells it from what anybody else left."""
@@ -72,9 +91,25 @@ class RunFolder:
             file.write(content)
         self.given_sha256 = sha256(content).hexdigest()
 
-    def remove_torchruns_files(self) -> None:
+    def exit_json(self, node: int = 0) -> Path:
+        """How the ranks of one host ended."""
+        return self.path / (f"exit_{node}.json" if node else "exit.json")
+
+    def torchrun_log_of(self, node: int) -> Path:
+        """What torchrun said on one host."""
+        return self.path / (f"torchrun_{node}.log" if node else "torchrun.log")
+
+    def host_log(self, node: int) -> Path:
+        """What ssh and the agent of one host said."""
+        return self.path / f"host_{node}.log"
+
+    def torchrun_folder(self, node: int = 0) -> Path:
+        """Only during the run: what torchrun keeps for each rank of a host, which labkit does not use."""
+        return self.path / (f"torchrun_{node}" if node else "torchrun")
+
+    def remove_torchruns_files(self, node: int = 0) -> None:
         """Remove what nobody needs after the run."""
-        shutil.rmtree(self.torchrun_folder, ignore_errors=True)
+        shutil.rmtree(self.torchrun_folder(node), ignore_errors=True)
 
     def remove_pids(self, ranks: int) -> None:
         """Remove the ids of processes that have ended."""
@@ -88,6 +123,7 @@ class RunFolder:
     log = partialmethod(_of_rank, ending="log")
     pid = partialmethod(_of_rank, ending="pid")
     stack = partialmethod(_of_rank, ending="stack")
+    host = partialmethod(_of_rank, ending="host")
     error = partialmethod(_of_rank, ending="error.json")
     gave = partialmethod(_of_rank, ending="gave.pt")
     trace = partialmethod(_of_rank, ending="trace.json.gz")

@@ -34,7 +34,7 @@ from labkit.result import INFO, Missing, RunResult
 if TYPE_CHECKING:
     import pandas
 
-OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}", re.DOTALL)
+OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}(_\d+)?", re.DOTALL)
 """The name that a run's folder has from labkit."""
 RUNNING = "running"
 ENDS = ("ok", "failed", "timed out", "interrupted", "cancelled")

@@ -12,13 +12,14 @@ table. Nothing else crosses from the ranks to the notebook as a number.
 | bucket | a parameter          | index, bytes                  | what one bucket carries of this one's gradient       |
 | scalar | the number           | value, unit                   | one number, such as a loss                           |
 | memory | its use              | bytes                         | one amount of memory                                 |
-| comm   | the collective       | axis, group_size, count,      | calls in a step, and the bytes that this rank handed |
-|        |                      | bytes                         | to them: not those on the wire                       |
+| comm   | the collective       | axis, group_size, hosts,      | calls in a step, and the bytes that this rank handed |
+|        |                      | count, bytes                  | to them: not those on the wire                       |
 
 Warm-up steps have step -1, timed steps count from 0. ``axis`` is the mesh axis along which a collective ran, and ""
-where the record is the total. ``group_size`` is the number of ranks that took part. Runs from before it was written
-lack it: nobody can say what their collectives put on the wire. Version 1 had neither bars nor buckets nor axes: they
-stood in the names of other kinds, and are turned into fields as they are read.
+where the record is the total. ``group_size`` is the number of ranks that took part, ``hosts`` on how many hosts they
+are. Runs from before ``group_size`` was written lack it: nobody can say what their collectives put on the wire; those
+that lack ``hosts`` had one. Version 1 had neither bars nor buckets nor axes: they stood in the names of other kinds,
+and are turned into fields as they are read.
 """
 
 import errno
@@ -40,9 +41,9 @@ FIELDS: dict[str, dict[str, type]] = {
     "bucket": {"index": int, "bytes": int},
     "scalar": {"value": float, "unit": str},
     "memory": {"bytes": int},
-    "comm": {"axis": str, "group_size": int, "count": int, "bytes": int},
+    "comm": {"axis": str, "group_size": int, "hosts": int, "count": int, "bytes": int},
 }
-MAY_LACK = {"group_size"}
+MAY_LACK = {"group_size", "hosts"}
 COMMON: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
 REPAIR = "A record is one line of JSON with the fields of its kind (labkit/records.py): remove the line, or run again"
 PLANNED_STEPS = "planned_steps"

@@ -119,6 +119,13 @@ class RunResult:
         return [RankOutput(rank, RunFolder(self.folder)) for rank in range(self.world_size)]
 
     @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """The name of each rank's host, by rank; () where all were on one. "" for a rank that never started."""
+        paths = [RunFolder(self.folder).host(rank) for rank in range(self.world_size)]
+        names = tuple(path.read_text(errors="replace") if path.exists() else "" for path in paths)
+        return names if len({*names} - {""}) > 1 else ()
+
+    @cached_property
     def frame(self) -> pandas.DataFrame:
         """All records, one row each; columns that a kind does not have are empty."""
         import pandas
@@ -141,7 +148,9 @@ class RunResult:
                 the slowest rank); ``<memory>_bytes`` (the largest of all ranks and steps); ``<collective>_count``,
                 ``<collective>_bytes``, those that a rank handed to its calls, or ``<collective>_wire_bytes``, those
                 that leave a rank for it in a ring, computed from the former as ``theory.collectives.wire_bytes`` does
-                (each in one step, the largest of all ranks).
+                (each in one step, the largest of all ranks). Of a run on several hosts there are also
+                ``<collective>_between_hosts_count`` and ``<collective>_between_hosts_bytes``: the part of its calls in
+                which ranks of more than one host took part.
 
         Raises:
             UnknownValue: the run recorded no such thing; the message lists what there is.
@@ -153,17 +162,20 @@ class RunResult:
         return values[name]
 
     def summary(self) -> pandas.DataFrame:
-        """One row a rank: the columns are the names that ``value`` takes, each for this rank alone."""
+        """One row a rank: its host where there are several, and the names that ``value`` takes, for this rank alone."""
         import pandas
 
-        rows = {rank: _values_of(self.frame[self.frame["rank"] == rank]) for rank in range(self.world_size)}
+        rows: dict[int, dict[str, Any]] = {}
+        for rank in range(self.world_size):
+            host = {"host": self.hosts[rank]} if self.hosts else {}
+            rows[rank] = host | _values_of(self.frame[self.frame["rank"] == rank], bool(self.hosts))
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
         return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
     @cached_property
     def _values(self) -> dict[str, float]:
         """All that ``value`` knows; worked out once: an explorer asks for many while a control is moved."""
-        by_rank = [_values_of(rows) for _, rows in self.frame.groupby("rank")]
+        by_rank = [_values_of(rows, bool(self.hosts)) for _, rows in self.frame.groupby("rank")]
         scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
         combined = {}
         for name in {name for values in by_rank for name in values}:
@@ -189,17 +201,18 @@ class RunResult:
 
 def stamp(results: Iterable[RunResult]) -> str:
     """Where the numbers of several runs come from: a line for each machine and torch, with all numbers of ranks."""
-    ranks: dict[tuple[str, str, str, str], set[int]] = {}
+    ranks: dict[tuple[str, str, str, str, int], set[int]] = {}
     for result in results:
         session = result.session
         device = str(session.get("device_name") or result.device)
         cores = str(session["cores"]) if result.device == "cpu" and "cores" in session else ""
         version = f"torch {session['torch']}" if "torch" in session else ""
-        ranks.setdefault((device, cores, version, str(session.get("note") or "")), set()).add(result.world_size)
+        origin = device, cores, version, str(session.get("note") or ""), len({*result.hosts} - {""})
+        ranks.setdefault(origin, set()).add(result.world_size)
     return "\n".join(_line_of_stamp(*origin, sorted(counts)) for origin, counts in ranks.items())
 
 
-def _line_of_stamp(device: str, cores: str, version: str, note: str, ranks: list[int]) -> str:
+def _line_of_stamp(device: str, cores: str, version: str, note: str, hosts: int, ranks: list[int]) -> str:
     *others, last = map(str, ranks)
     counted = f"{', '.join(others)} and {last} ranks" if others else _counted(ranks[0], "rank")
     crowded = [count for count in ranks if cores and count > int(cores)]
@@ -207,7 +220,9 @@ def _line_of_stamp(device: str, cores: str, version: str, note: str, ranks: list
     if crowded:
         which = "" if crowded == ranks else f"{', '.join(map(str, crowded))} ranks: "
         warning = f"{which}mechanism, not speed"
-    on = f" on {_counted(int(cores), 'core')}" if cores else ""
+    places = [f"{hosts} hosts" if hosts > 1 else "", _counted(int(cores), "core") if cores else ""]
+    where = " with ".join(filter(None, places))
+    on = f" on {where}" if where else ""
     return " · ".join(filter(None, [device, counted + on, warning, version, note]))
 
 
@@ -252,12 +267,14 @@ def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def _values_of(rows: pandas.DataFrame) -> dict[str, float]:
+def _values_of(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[str, float]:
     """The values of one rank by name, from its rows."""
     spans, memory, comm, scalars = (rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar"))
     mean_us = _settled(spans).groupby("name")["dur_us"].mean()
     most_bytes = memory.groupby("name")["bytes"].max()  # the warm-up counts: a peak is a peak
     comm = comm.assign(wire_bytes=_wire_bytes(comm), name=list(map(records.name_along, comm["axis"], comm["name"])))
+    if several_hosts:
+        comm = _with_what_leaves_the_host(comm)
     steps = _settled(comm).groupby(["name", "step"])[["count", "bytes", "wire_bytes"]].sum(min_count=1)
     largest = steps.groupby("name").max().stack().dropna()
     last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
@@ -267,6 +284,20 @@ def _values_of(rows: pandas.DataFrame) -> dict[str, float]:
         **{f"{name}_{field}": _whole(value) for (name, field), value in largest.items()},
         **{str(name): float(value) for name, value in last.items()},
     }
+
+
+def _with_what_leaves_the_host(comm: pandas.DataFrame) -> pandas.DataFrame:
+    """Rows of collectives, and each once more under a name of its own: empty where all its ranks are on one host."""
+    import pandas
+
+    crosses = comm["hosts"].gt(1).fillna(False).astype(int)
+    between = comm.assign(
+        name=[f"{name}_between_hosts" for name in comm["name"]],
+        count=comm["count"] * crosses,
+        bytes=comm["bytes"] * crosses,
+        wire_bytes=None,
+    )
+    return pandas.concat([comm, between])
 
 
 def _whole(value: float) -> float:

@@ -210,6 +210,22 @@ def test_processes_are_found_by_the_folder_in_their_environment(tmp_path):
             each.wait()
 
 
+def test_of_hosts_that_share_a_machine_one_is_stopped_alone(tmp_path):
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    first, second = (
+        subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01"
+    )
+    try:
+        wait_for(lambda: len(process.processes_of(tmp_path)) == 2)
+        process.stop(tmp_path, node="1")
+        assert second.wait(LIMIT_S) == -signal.SIGKILL
+        assert first.poll() is None
+    finally:
+        for each in (first, second):
+            each.kill()
+            each.wait()
+
+
 def test_ranks_talk_on_loopback_only_and_a_bystander_is_not_touched(notebook, pids, tmp_path):
     other = notebook("wait", group=True, nproc=3)
     started = pids.wait(4)
@@ -233,6 +249,7 @@ def test_the_environment_of_the_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(process.requirements, "cores", lambda: list(range(8)))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("PET_NNODES", "3")  # an option of torchrun, as Kubeflow sets it
     folder = process.RunFolder(tmp_path)
     environment = process.environment(folder, 3, "cuda")
     assert environment["OMP_NUM_THREADS"] == "2"
@@ -240,7 +257,7 @@ def test_the_environment_of_the_ranks(monkeypatch, tmp_path):
     assert environment["LABKIT_DEVICE"] == "cuda"
     assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == process.loopback_interface()
     assert environment["PYTHONPATH"] == f"{Path(labkit.__file__).parents[1]}:/somewhere"
-    assert "MPLBACKEND" not in environment
+    assert not {"MPLBACKEND", "PET_NNODES"} & environment.keys()
 
 
 def test_a_kernel_that_is_interrupted_and_one_that_is_restarted(pids, tmp_path):

@@ -20,7 +20,7 @@ OLD_RUNS = Path(__file__).parent / "data" / "version_1"
 
 COLUMNS = [
     *("rank", "step", "kind", "name", "start_us", "dur_us", "lane", "phase", "index", "bytes", "value", "unit"),
-    *("axis", "group_size", "count"),
+    *("axis", "group_size", "hosts", "count"),
 ]
 
 

@@ -405,6 +405,6 @@ def test_which_failure_is_the_first(tmp_path, raised, ends, status, first):
     for rank, time_s, echo in raised:
         leave(folder, rank, time_s, echo)
     if ends:
-        write_json(folder.exit_json, {"failures": ends})
+        write_json(folder.exit_json(), {"failures": ends})
     found = failure.first_failure(folder, status)
     assert (found.rank, found.exc_type) == first

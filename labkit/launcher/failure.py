@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from labkit.errors import RankFailed, shorten
+from labkit.errors import RankFailed, RunTimedOut, shorten
 from labkit.folder import RunFolder, disk_problem, read_json
 from labkit.launcher.process import stack_of
 from labkit.launcher.shortage import remedy
@@ -47,6 +47,19 @@ def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
     return _raised(folder, errors[0], _early_leavers(folder, errors))
 
 
+def timed_out(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
+    """The failure of a run that was stopped at its limit, after its ranks were asked for their stacks."""
+    stacks = {rank: stack_of(folder, rank) or "(no answer)" for rank in range(ranks)}
+    outputs = {rank: tail(folder.log(rank), lines=100_000) for rank in range(ranks)}
+    return RunTimedOut(timeout_s, stacks, outputs)
+
+
+def _ends_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """How ranks ended, as each host's torchrun saw it; those of the host that wrote first come first."""
+    paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
+    return [end for path in paths for end in read_json(path).get("failures", [])]
+
+
 def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     """The last lines of a text file, "" where there is none."""
     if not path.exists():
@@ -59,9 +72,15 @@ def _raised(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankF
     return RankFailed(error["rank"], error["exc_type"], message, error["traceback"], folder.log(error["rank"]))
 
 
+def _torchruns_log(folder: RunFolder) -> Path:
+    """The log of the torchrun that failed: of several, the first in which there is an exception."""
+    logs = sorted(folder.path.glob("torchrun*.log"))
+    return next((log for log in logs if "Traceback" in log.read_text(errors="replace")), folder.torchrun_log)
+
+
 def _early_leavers(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
     """A remark about ranks that ended well while others still waited for them; "" for none."""
-    ends = read_json(folder.exit_json).get("failures")
+    ends = _ends_of(folder)
     if not ends:  # torchrun was stopped before it could tell
         return ""
     failed = {end["rank"] for end in [*ends, *errors]}
@@ -72,7 +91,7 @@ def _early_leavers(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
 
 def _ended_without_exception(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
     """The first rank that ended without an exception and not by torchrun's SIGTERM; {} for none."""
-    ends = read_json(folder.exit_json).get("failures", [])
+    ends = _ends_of(folder)
     silent = [end for end in ends if end["rank"] not in raised]
     by_itself = [end for end in silent if end["signal"] != "SIGTERM"]
     # torchrun lists a rank that it ended itself after the one that made it do so
@@ -83,7 +102,8 @@ def _ended(folder: RunFolder, rank: int, status: int) -> RankFailed:
     """The failure of a rank, or of torchrun (-1), that ended with this status and without an exception."""
     log, stack, silent = folder.log(rank), stack_of(folder, rank), "the rank left without an exception"
     if rank < 0:
-        log, stack = folder.torchrun_log, shorten(tail(folder.torchrun_log))
+        log = _torchruns_log(folder)
+        stack = shorten(tail(log))
         silent = "no rank says why; the end of torchrun's log:"
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     message = disk_problem(folder.path) or MEANING.get(reason, silent) + remedy(tail(log) + stack)

@@ -1,14 +1,19 @@
-"""How the torchrun of one host meets itself: at once.
+"""How the torchruns of a run meet: at once.
 
-torch's own rendezvous is made for many hosts, which poll a store until all have come; on one host that was four fifths
-of a short run. torch takes handlers of one's own: ``--rdzv-backend`` names one that was registered.
+torch's own rendezvous is made for hosts that come and go, which poll a store until enough have come; on one host that
+was four fifths of a short run. torch takes handlers of one's own: ``--rdzv-backend`` names one that was registered. One
+host has nobody to wait for. Several have met already, while torchrun was importing torch (meeting.py).
 
-The store that is made here also serves the ranks' process group. It listens on 127.0.0.1 alone, at a port that the
-system has given to it and to no other run; torch's own listens on every interface, without a login.
+The store that is made here also serves the ranks' process group. It listens at one address, 127.0.0.1 or the one at
+which the hosts have met, and at a port that the system has given to it and to no other run; torch's own listens on
+every interface. It asks nobody for a login.
 """
 
+import contextlib
+import json
 import os
 import socket
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -19,44 +24,24 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from labkit.launcher.process import RENDEZVOUS
+from labkit.launcher.process import LONGEST_WORD, ONE_HOST, SEVERAL_HOSTS
 
 ADDRESS = "127.0.0.1"
 
 
-class OneHost(RendezvousHandler):
-    """The rendezvous of a torchrun that is alone. There is one round: labkit starts no rank a second time."""
+class Once(RendezvousHandler):
+    """A rendezvous of one round: labkit starts no rank a second time."""
 
     def __init__(self, run_id: str):
         self._run_id = run_id
-        listening = socket.create_server((ADDRESS, 0))
-        self.port = listening.getsockname()[1]
-        self._listening: int | None = listening.detach()
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            ADDRESS, self.port, is_master=True, wait_for_workers=False, master_listen_fd=self._listening
-        )
-        os.register_at_fork(after_in_child=self._stop_listening)
-
-    def _stop_listening(self) -> None:
-        """In a rank, which is a fork: the store is not its own. In a fork of that one nothing is left to close."""
-        if self._listening is not None:
-            os.close(self._listening)
-        self._listening = None
 
     @property
     def use_agent_store(self) -> bool:
         """The ranks join the store of this process."""
         return True
 
-    def get_backend(self) -> str:
-        return RENDEZVOUS
-
     def get_run_id(self) -> str:
         return self._run_id
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        address = RendezvousStoreInfo(ADDRESS, self.port)
-        return RendezvousInfo(self._store, rank=0, world_size=1, bootstrap_store_info=address)
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -71,10 +56,70 @@ class OneHost(RendezvousHandler):
         return True
 
 
+class OneHost(Once):
+    """The rendezvous of a torchrun that is alone."""
+
+    def __init__(self, run_id: str):
+        super().__init__(run_id)
+        listening = socket.create_server((ADDRESS, 0))
+        self.port = listening.getsockname()[1]
+        self._store = _store_at(ADDRESS, self.port, listening.detach())
+
+    def get_backend(self) -> str:
+        return ONE_HOST
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        address = RendezvousStoreInfo(ADDRESS, self.port)
+        return RendezvousInfo(self._store, rank=0, world_size=1, bootstrap_store_info=address)
+
+
+class SeveralHosts(Once):
+    """The rendezvous of a torchrun whose host meets the others. The store is that of host 0."""
+
+    def __init__(self, run_id: str, told: socket.socket):
+        super().__init__(run_id)
+        self._told = told
+
+    def get_backend(self) -> str:
+        return SEVERAL_HOSTS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for what came of the meeting, see ``process.tell_meeting``."""
+        with self._told:
+            word, doors, *_ = socket.recv_fds(self._told, LONGEST_WORD, 1)
+        if not word:
+            raise SystemExit("the hosts did not meet")
+        said = json.loads(word)
+        os.environ.update(said["environment"])
+        address, port = said["address"], said["port"]
+        store = _store_at(address, port, *doors)
+        where = RendezvousStoreInfo(address, port)
+        return RendezvousInfo(store, rank=said["index"], world_size=said["hosts"], bootstrap_store_info=where)
+
+
+def _store_at(address: str, port: int, listening: int | None = None) -> Any:
+    """The store at this address: this process's own where it has the listening socket, else another's."""
+    own = listening is not None
+    if listening is not None:
+        inode = os.fstat(listening).st_ino
+        os.register_at_fork(after_in_child=lambda: _stop_listening(listening, inode))
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=own, wait_for_workers=False, master_listen_fd=listening
+    )
+
+
+def _stop_listening(listening: int, inode: int) -> None:
+    """In a rank, which is a fork: the store is not its own. In a fork of that one the number may be another file's."""
+    with contextlib.suppress(OSError):
+        if os.fstat(listening).st_ino == inode:
+            os.close(listening)
+
+
 def register() -> None:
-    """Let torchrun find OneHost by its name."""
-    rendezvous_handler_registry.register(RENDEZVOUS, _create)
+    """Let torchrun find both by their names."""
+    rendezvous_handler_registry.register(ONE_HOST, lambda parameters: OneHost(parameters.run_id))
+    rendezvous_handler_registry.register(SEVERAL_HOSTS, _several_hosts)
 
 
-def _create(parameters: RendezvousParameters) -> OneHost:
-    return OneHost(parameters.run_id)
+def _several_hosts(parameters: RendezvousParameters) -> SeveralHosts:
+    return SeveralHosts(parameters.run_id, socket.socket(fileno=int(parameters.get("told", ""))))

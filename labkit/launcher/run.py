@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ from labkit import config, private, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
 from labkit.launcher import failure, network, packet, process, queue, shortage
+from labkit.launcher.hosts import Host, Hosts, checked
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
 from labkit.records import VERSION
@@ -39,13 +40,14 @@ def run(
     timeout_s: float = 300,
     warm: bool | None = None,
     use: Mapping[str, Any] | None = None,
+    hosts: Sequence[str | Host] | None = None,
     **params: Any,
 ) -> RunResult:
-    """Run a rank program on ``nproc`` ranks of this machine and read what they measured.
+    """Run a rank program on ``nproc`` ranks of this machine, or of each of several, and read what they measured.
 
     Args:
         program: a name in launch/, such as ``"all_reduce"``, or the path of a .py file.
-        nproc: number of ranks.
+        nproc: number of ranks; of ranks of each host where there are ``hosts``.
         device: "auto" takes GPUs where there is one for each rank, else the CPU; or "cpu", or "cuda".
         timeout_s: the run is stopped after this many seconds.
         warm: fork the ranks from a process that has imported torch already, on Linux. By default that is done in a
@@ -53,6 +55,9 @@ def run(
             ``result.info["warm"]`` says how it was.
         use: functions to take in place of the program's own of the same name, of those that it marks ``replaceable``.
             They travel with whatever they use of other cells.
+        hosts: where to run instead of here: names that ssh reaches without a password by your own settings, or ``Host``
+            objects. Each has this labkit and the others' torch. torchrun starts anew on each, and ranks are numbered
+            in the order of the hosts; what they record and print comes here.
         **params: parameters of the program, checked against its Config before anything starts.
 
     Returns:
@@ -62,15 +67,17 @@ def run(
         ParameterError: a bad argument; nothing was started.
         RankFailed: a rank failed; this is the first failure, not its echoes.
         RunTimedOut: the limit passed; holds every rank's stacks.
+        NotAllHosts: the hosts did not find each other; no rank was started.
+        HostLost: a host was lost, or cannot be reached.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = _plan(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, **params)
+    plan = plan_of(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params)
     return _execute(plan, b"" if use is None else packet.pack(use))
 
 
 def run_given(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
     """``run`` for a program of labkit's own that takes whatever it is given, see rank/given.py."""
-    return _execute(_plan(program, **arguments), packet.pack(given))
+    return _execute(plan_of(program, **arguments), packet.pack(given))
 
 
 def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: Any) -> list[RunResult]:
@@ -84,6 +91,18 @@ def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: An
     Raises:
         ParameterError: a bad argument of any of the runs; nothing was started.
     """
+    chosen = combinations(over, fixed)
+    for one in chosen:  # all of them before the first run: a bad value must not cost an hour
+        plan_of(program, **(fixed | one))
+    return [run(program, **(fixed | one)) for one in chosen]
+
+
+def combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values of some arguments, in order; the last one varies fastest.
+
+    Raises:
+        ParameterError: an argument is fixed as well, or is given no list.
+    """
     twice = sorted(set(over) & set(fixed))
     if twice:
         raise ParameterError(f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out")
@@ -93,14 +112,11 @@ def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: An
                 f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out"
             )
     values = [list(each) for each in over.values()]
-    chosen = [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
-    for one in chosen:  # all of them before the first run: a bad value must not cost an hour
-        _plan(program, **(fixed | one))
-    return [run(program, **(fixed | one)) for one in chosen]
+    return [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
 
 
 @dataclass
-class _Plan:
+class Plan:
     """A checked request, in the words of run.json; ``target`` is what the worker is to run."""
 
     program: str
@@ -113,9 +129,15 @@ class _Plan:
     timeout_s: float
     warm: bool | None
     use: dict[str, str]
+    hosts: list[Host]
+
+    @property
+    def ranks_of_a_host(self) -> int:
+        """Ranks on each."""
+        return self.nproc // max(1, len(self.hosts))
 
 
-def _plan(
+def plan_of(
     program: str | Path,
     *,
     nproc: Any = 2,
@@ -123,11 +145,12 @@ def _plan(
     timeout_s: Any = 300.0,
     warm: Any = None,
     use: Any = None,
+    hosts: Any = None,
     **params: Any,
-) -> _Plan:
+) -> Plan:
     """Check everything that can be checked before a start; the arguments are those of ``run``."""
-    nproc = _positive("nproc", nproc, int, "not a number of ranks: give an int of at least 1")
-    timeout_s = _positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
+    nproc = positive("nproc", nproc, int, "not a number of ranks: give an int of at least 1")
+    timeout_s = positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
     cores = len(requirements.cores())
     if nproc > RANKS_PER_CORE * cores:
         limit = f"{RANKS_PER_CORE} for each of {cores} cores = {RANKS_PER_CORE * cores} is the limit"
@@ -136,16 +159,20 @@ def _plan(
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
-    network.is_wanted()
+    places = checked(hosts) if hosts is not None else []
+    if network.is_wanted() and places:
+        raise ParameterError(f"{network.SWITCH}=own keeps ranks to this machine, so none can run on hosts: unset it")
+    nproc *= max(1, len(places))
     path, target = find_program(program)
     if use is not None:
         packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
     sources = {name: packet.source_of(function) for name, function in (use or {}).items()}
     resolved = _resolve(path, params, nproc)
-    return _Plan(path.stem, str(path), target, *resolved, nproc, device, timeout_s, decide(warm), sources)
+    return Plan(path.stem, str(path), target, *resolved, nproc, device, timeout_s, decide(warm), sources, places)
 
 
-def _positive(name: str, value: Any, wanted: type, rule: str) -> Any:
+def positive(name: str, value: Any, wanted: type, rule: str) -> Any:
+    """The value as the wanted type of number. Raises ParameterError, with the rule, unless it is one above 0."""
     try:
         number = config.convert(value, wanted)
     except ValueError:
@@ -155,7 +182,7 @@ def _positive(name: str, value: Any, wanted: type, rule: str) -> Any:
     return number
 
 
-def _execute(plan: _Plan, given: bytes) -> RunResult:
+def _execute(plan: Plan, given: bytes) -> RunResult:
     """Run what was checked when its turn has come; ``given`` goes to the ranks."""
     display = choose_display()
 
@@ -164,49 +191,51 @@ def _execute(plan: _Plan, given: bytes) -> RunResult:
         display.wait(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
 
     with shortage.explained():
-        _refuse_where_no_rank_can_run()
-        with queue.turn(queue.Need.of(plan.nproc, plan.device), waits):
+        _refuse_where_no_rank_can_run(plan)
+        need = queue.Need.of(0, "cpu") if plan.hosts else queue.Need.of(plan.nproc, plan.device)  # other machines
+        with queue.turn(need, waits):
             return _run_now(plan, given, display)
 
 
-def _refuse_where_no_rank_can_run() -> None:
+def _refuse_where_no_rank_can_run(plan: Plan) -> None:
     """Raise LabError for what would let a run fail late, or with words that do not name the cause."""
     try:
         os.getcwd()
     except FileNotFoundError:
         what = "the current folder was deleted, and PyTorch cannot be loaded from there"
         raise LabError(f"{what}: go to another (cd, os.chdir), or restart the kernel") from None
-    if problem := requirements.loopback_problem():
+    if not plan.hosts and (problem := requirements.loopback_problem()):
         raise LabError(f"{problem}, and ranks of one machine talk over it: {requirements.LOOPBACK_FIX}")
 
 
-def _run_now(plan: _Plan, given: bytes, display: Display) -> RunResult:
-    info = _description(plan)
-    folder = _new_folder(info, given)
+def _run_now(plan: Plan, given: bytes, display: Display) -> RunResult:
+    info = describe(plan)
+    folder = new_folder(info, given)
     progress = Progress(folder, plan.program, plan.nproc, display)
     started = time.monotonic()
     try:
-        with keeper.during_a_run(plan.warm) as parent:
+        with keeper.during_a_run(False if plan.hosts else plan.warm) as parent:
             started = progress.state.begun = time.monotonic()
             _run_ranks(plan, folder, progress, parent, info)
         info["exit"] = "ok"
     except BaseException as error:
-        info |= {"exit": _outcome(error), "error": f"{type(error).__name__}: {error}"}
+        info |= {"exit": outcome_of(error), "error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(LabError):  # what ended the run says more
-            _write_end(info, folder, started)
+            write_end(info, folder, started)
         raise
     else:
-        _write_end(info, folder, started)
+        write_end(info, folder, started)
     finally:
         progress.close(info["exit"])  # last: whoever reads what is shown may keep it waiting
     return load(folder.path)
 
 
-def _description(plan: _Plan) -> dict[str, Any]:
+def describe(plan: Plan) -> dict[str, Any]:
     """What run.json says before the start."""
     return {
         "version": VERSION,
         **asdict(plan),
+        "hosts": [host.name for host in plan.hosts],
         "python": platform.python_version(),
         "labkit": next((found.version for found in metadata.distributions(name="labkit")), "unknown"),
         "start": datetime.datetime.now().astimezone().isoformat(timespec="milliseconds"),
@@ -245,10 +274,10 @@ def _resolve(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[st
     return asdict(made), config.to_argv(made)
 
 
-def _new_folder(info: dict[str, Any], given: bytes) -> RunFolder:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+def new_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFolder:
+    """Make a run's folder, of this name or a new one, with its run.json. Raises LabError where that cannot be."""
     parent = runs_folder()
-    folder = RunFolder(parent / f"{stamp}-{info['program'][:NAME_IN_FOLDER]}-{secrets.token_hex(3)}")
+    folder = RunFolder(parent / (name or new_name(info["program"])))
     try:
         private.make_folder(parent)
         if problem := disk_problem(parent):
@@ -263,7 +292,13 @@ def _new_folder(info: dict[str, Any], given: bytes) -> RunFolder:
     return folder
 
 
-def _write_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
+def new_name(program: str) -> str:
+    """A name for a folder of a run of this program that no other has."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return f"{stamp}-{program[:NAME_IN_FOLDER]}-{secrets.token_hex(3)}"
+
+
+def write_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
     """Complete run.json. Raises LabError where that cannot be written."""
     info = info | {"duration_s": round(time.monotonic() - started, 3)}
     with contextlib.suppress(RecordError):  # load tells it, with the name of the file
@@ -288,10 +323,10 @@ def _lost(folder: RunFolder) -> LabError:
     return LabError(disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again")
 
 
-def _run_ranks(plan: _Plan, folder: RunFolder, progress: Progress, parent: Parent | None, info: dict[str, Any]) -> None:
+def _run_ranks(plan: Plan, folder: RunFolder, progress: Progress, parent: Parent | None, info: dict[str, Any]) -> None:
     """Start the ranks and wait for their end; raises what went wrong, and leaves no process behind."""
     with _processes(plan, folder, parent) as running:
-        info |= {"warm": isinstance(running, Torchrun), "git_revision": _git_revision()}  # while the ranks start
+        info |= {"warm": isinstance(running, Torchrun), "git_revision": git_revision()}  # while the ranks start
         status = _watch(running, folder, plan, progress)
     if not folder.path.is_dir():
         raise _lost(folder)
@@ -300,17 +335,18 @@ def _run_ranks(plan: _Plan, folder: RunFolder, progress: Progress, parent: Paren
 
 
 @contextlib.contextmanager
-def _processes(plan: _Plan, folder: RunFolder, parent: Parent | None) -> Iterator[process.Running]:
+def _processes(plan: Plan, folder: RunFolder, parent: Parent | None) -> Iterator[process.Running | Hosts]:
     """The run's torchrun; on leaving, every process of the run is gone. Raises LabError if one does not die."""
-    running, immortal = None, []
+    immortal: list[int] = []
+    running: process.Running | Hosts | None = Hosts(folder, plan.hosts, _request(plan)) if plan.hosts else None
     try:
-        running = process.start(folder, plan.target, plan.arguments, plan.nproc, plan.device, parent)
+        if isinstance(running, Hosts):
+            running.start()
+        else:
+            running = process.start(folder, plan.target, plan.arguments, plan.nproc, plan.device, parent)
         yield running
     finally:
-        pid = running.pid if running else None
-        _undisturbed(lambda: immortal.extend(process.stop(folder.path, pid)))
-        if running and not immortal:
-            running.wait(process.STOP_LIMIT_S)
+        _undisturbed(lambda: immortal.extend(_stop(folder, running)))
         folder.remove_torchruns_files()
     if immortal:
         raise LabError(
@@ -329,7 +365,30 @@ def _undisturbed(work: Callable[[], None]) -> None:
         thread.join()
 
 
-def _watch(running: process.Running, folder: RunFolder, plan: _Plan, progress: Progress) -> int:
+def _request(plan: Plan) -> dict[str, Any]:
+    """What each host is to run."""
+    return {"target": plan.target, "arguments": plan.arguments, "nproc": plan.ranks_of_a_host, "device": plan.device}
+
+
+def _stop(folder: RunFolder, running: process.Running | Hosts | None) -> list[int]:
+    """End every process of the run; returns those that cannot be ended."""
+    if isinstance(running, Hosts):
+        running.close()
+        return []
+    immortal = process.stop(folder.path, running.pid if running else None)
+    if running and not immortal:
+        running.wait(process.STOP_LIMIT_S)
+    return immortal
+
+
+def _stacks(running: process.Running | Hosts, folder: RunFolder, ranks: int) -> dict[int, str]:
+    """Where every rank is at this moment."""
+    if isinstance(running, Hosts):
+        return dict.fromkeys(range(ranks), "(its host does not answer)") | running.stacks()
+    return process.stacks_of(folder, ranks)
+
+
+def _watch(running: process.Running | Hosts, folder: RunFolder, plan: Plan, progress: Progress) -> int:
     """Wait for torchrun's end and return its exit status."""
     limit = time.monotonic() + plan.timeout_s
     failed_at = 0.0
@@ -341,7 +400,7 @@ def _watch(running: process.Running, folder: RunFolder, plan: _Plan, progress: P
             return 1
         now = time.monotonic()
         if now > limit:
-            stacks = process.stacks_of(folder, plan.nproc)
+            stacks = _stacks(running, folder, plan.nproc)
             outputs = {rank: failure.tail(folder.log(rank), lines=100_000) for rank in range(plan.nproc)}
             raise RunTimedOut(plan.timeout_s, stacks, outputs)
         if not failed_at and failure.errors_of(folder):
@@ -350,13 +409,15 @@ def _watch(running: process.Running, folder: RunFolder, plan: _Plan, progress: P
             return 1
 
 
-def _outcome(error: BaseException) -> str:
+def outcome_of(error: BaseException) -> str:
+    """What run.json calls the end of a run that this ended."""
     if isinstance(error, RunTimedOut):
         return "timed out"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
-def _git_revision() -> str | None:
+def git_revision() -> str | None:
+    """The commit of labkit's checkout, where it is one."""
     if not IN_CHECKOUT:  # another repository's, in whose environment labkit was installed
         return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]

@@ -3,13 +3,15 @@
 torch's own torchrun runs here unchanged. Four things are added: the run ends when the notebook's process is gone,
 however it went (torchrun alone would go on); no process that a rank has started outlives it; the way each failed rank
 ended is written to exit.json; and it meets itself at once (rendezvous.py). Two are shortened: once a rank has failed,
-the others have two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch is
-imported already, instead of each starting Python and importing it again. This process in its turn is a fork of the warm
-parent (parent.py) where there is one.
+the others have two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch and what
+else the program takes of it is imported already, instead of each starting Python and importing it again. This process
+in its turn is a fork of the warm parent (parent.py) where there is one.
 """
 
+import ast
 import contextlib
 import ctypes
+import importlib.util
 import os
 import random
 import select
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from labkit.ending import begin_anew
-from labkit.folder import NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
+from labkit.folder import NODE, NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
 from labkit.launcher import network, process, worker
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -32,13 +34,15 @@ WATCH_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
 POLL_PERIOD_S, PAUSE_S = 0.05, 0.001
 WORKER = "labkit.launcher.worker"
+MEMORY_TRACKER = "torch.distributed._tools.mem_tracker"
+"""What follows the memory of a model in its last step. It is imported late, and brings in the compiler."""
 
 
 def main() -> None:
     """Be torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
     folder = RunFolder(Path(sys.argv[1]))
     _adopt_orphans()
-    if process.RENDEZVOUS in sys.argv and network.is_wanted():  # before there is a thread
+    if process.ONE_HOST in sys.argv and network.is_wanted():  # before there is a thread
         network.begin()
     threading.Thread(target=_end_with_notebook, args=[folder], daemon=True).start()
     os.environ[TORCHRUN_PID] = str(os.getpid())
@@ -52,7 +56,7 @@ def main() -> None:
             traceback.print_exc()
     # gone a moment ago, and the watch has not seen it or not finished
     if _notebook_is_gone() or _has_children():
-        process.stop(folder.path, os.getpid())
+        process.stop(folder.path, os.getpid(), os.environ.get(NODE))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -103,13 +107,41 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     rendezvous.register()
     _shorten_shutdown()
     _fork_ranks()
+    if may_fork():
+        _import_for_ranks(arguments)
     pause = PAUSE_S if may_fork() else POLL_PERIOD_S  # a forked rank's poll waits by itself
     try:
         run.main(["--monitor-interval", str(pause), *arguments])
     except ChildFailedError as error:
-        write_json(folder.exit_json, {"failures": [_failure(rank, failed) for rank, failed in error.failures.items()]})
+        failures = [_failure(rank, failed) for rank, failed in error.failures.items()]
+        write_json(folder.exit_json(int(os.environ.get(NODE, "0"))), {"failures": failures})
         return 1
     return 0
+
+
+def _import_for_ranks(arguments: list[str]) -> None:
+    """Import what the program imports of torch and labkit: once for all ranks of this host, rather than in each."""
+    with contextlib.suppress(Exception):  # torchrun and the ranks say what is wrong
+        program = arguments[arguments.index(WORKER) + 1]
+        spec = None if program.endswith(".py") else importlib.util.find_spec(program)
+        path = spec.origin if spec and spec.origin else program
+        names = list(_imports_of(ast.parse(Path(path).read_bytes())))
+        if any(name.startswith("labkit.models") for name in names):
+            names.append(MEMORY_TRACKER)
+        for name in names:
+            if name.startswith(("torch.", "labkit.")):
+                with contextlib.suppress(ModuleNotFoundError):  # a function of a module
+                    importlib.import_module(name)
+
+
+def _imports_of(program: ast.Module) -> Iterator[str]:
+    """The modules that a program imports at its top, and what may be modules of them."""
+    for statement in program.body:
+        if isinstance(statement, ast.Import):
+            yield from (each.name for each in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            yield statement.module
+            yield from (f"{statement.module}.{each.name}" for each in statement.names)
 
 
 def _failure(rank: int, failed: Any) -> dict[str, Any]:
@@ -219,7 +251,7 @@ def _end_with_notebook(folder: RunFolder) -> None:
     while not _notebook_is_gone():
         time.sleep(WATCH_PERIOD_S)
     try:
-        process.stop(folder.path, os.getpid())
+        process.stop(folder.path, os.getpid(), os.environ.get(NODE))
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
 

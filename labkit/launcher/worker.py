@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from labkit import private
 from labkit.ending import leave, status_after, status_of
 from labkit.errors import shorten
-from labkit.folder import TORCHRUN_PID, VARIABLE, RunFolder, write_json, write_text
+from labkit.folder import AHEAD, HOST, RANKS, TORCHRUN_PID, VARIABLE, RunFolder, write_json, write_text
 
 PR_SET_PDEATHSIG = 1
 ECHO_WORDS = (
@@ -48,6 +48,8 @@ def main() -> NoReturn:
     stacks = private.open_file(folder.stack(rank), "w")
     faulthandler.enable(file=stacks)  # for a crash in native code
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    if HOST in os.environ:
+        write_text(folder.host(rank), os.environ[HOST])
     write_text(folder.pid(rank), str(os.getpid()))  # last: whoever reads it may send SIGUSR1 at once
     status = 1
     try:
@@ -59,6 +61,7 @@ def main() -> NoReturn:
 def _status_of_program(error_file: Path, rank: int) -> int:
     """Run the program; its exit status. What ended it, if anything did, is in the error file and printed."""
     try:
+        _refuse_smaller_world()
         _run_program(sys.argv[1], sys.argv[2:])
     except BaseException as error:
         error.__traceback__ = _own_frames(error.__traceback__)
@@ -66,6 +69,17 @@ def _status_of_program(error_file: Path, rank: int) -> int:
             _report(error_file, rank, error)  # before it is printed: torchrun may end this rank between the two
         return status_after(error)
     return 0
+
+
+def _refuse_smaller_world() -> None:
+    """Do not train among fewer ranks than were asked for: each host that falls back to itself would do so alone."""
+    world_size, asked = os.environ.get("WORLD_SIZE"), os.environ.get(RANKS)
+    if asked and asked != world_size:
+        host = os.environ.get(HOST, "this host")
+        raise RuntimeError(
+            f"{host} is in a world of {world_size} ranks, and {asked} were asked for: it went on alone, or torchrun "
+            f"was started by other means; let labkit start it on all hosts"
+        )
 
 
 def is_echo(error: BaseException) -> bool:
@@ -133,7 +147,7 @@ def _forget_what_is_shadowed_in(folder: Path) -> None:
 def _report(path: Path, rank: int, error: BaseException) -> None:
     content = {
         "rank": rank,
-        "time": time.time(),
+        "time": time.time() + float(os.environ.get(AHEAD, 0)),  # of several hosts: by the clock of the first
         "exc_type": type(error).__name__,
         "message": shorten(f"exit status {error.code}" if isinstance(error, SystemExit) else _text_of(error)),
         "traceback": shorten("".join(traceback.format_exception(error))),

@@ -19,7 +19,8 @@ TOUCH_MS = 0.01  # bars that overlap by less follow one another
 def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None) -> Axes:
     """Two rows a rank, compute and communication, over one step; exposed communication is underlined.
 
-    What runs at the same time stands one above the other. All ``ranks`` are shown by default.
+    What runs at the same time stands one above the other. All ``ranks`` are shown by default. A line parts those of one
+    host from those of another, and its first rank has its name.
 
     Raises:
         ValueError: the run recorded no timeline of one of these ranks.
@@ -33,10 +34,16 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
     shown_bars = bars[bars["rank"].isin(shown)]
     ax.set_xlim(0, (shown_bars["start"] + shown_bars["length"]).max())
     labels = {}
+    hosts = result.hosts or [""] * result.world_size
     for position, rank in enumerate(shown):
+        begins = bool(hosts[rank]) and (position == 0 or hosts[rank] != hosts[shown[position - 1]])
+        if begins and position:
+            ax.axhline(2.4 * position - 0.7, color=style.GREY, lw=0.8)
         for lane, name in enumerate(LANES):
             row = 2.4 * position + lane
             labels[row] = f"rank {rank} {name}" if lane == 0 else name
+            if begins and lane == 0:
+                labels[row] = f"{hosts[rank]}: {labels[row]}"
             drawn = bars[(bars["rank"] == rank) & (bars["lane"] == name)]
             above = 0.0  # how far the row of names above it reaches, ms
             for bar, (slot, slots) in zip(drawn.itertuples(), _slots(drawn), strict=True):

@@ -29,7 +29,7 @@ from labkit import config as configs
 from labkit import requirements
 from labkit.ending import leave, status_after
 from labkit.errors import ParameterError
-from labkit.folder import DEVICE, VARIABLE, RunFolder, write_json, write_text
+from labkit.folder import CORES, DEVICE, VARIABLE, RunFolder, write_json, write_text
 from labkit.rank import given
 from labkit.rank.cap import memory_cap
 from labkit.rank.meter import Meter, Step
@@ -155,7 +155,7 @@ def session() -> Iterator[Here]:
     try:
         here = Here(rank, world_size, device, note, writer)
         if folder and rank == 0:
-            write_json(folder.session_json, describe(here, len(cores)))
+            write_json(folder.session_json, describe(here, int(os.environ.get(CORES, len(cores)))))
         yield here
         if not folder:
             tables: list[Any] = [None] * world_size

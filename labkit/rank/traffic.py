@@ -6,6 +6,7 @@ gradients: so each gradient is found in the bucket that brought it. Gradients th
 cannot be told apart: they may get each other's names.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -43,18 +44,25 @@ def messages_of(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[st
     return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE else 0])]
 
 
-def group_of(args: Sequence[Any]) -> tuple[str, int]:
-    """Name and size of the process group that an operation of torch's communication namespaces runs on.
+def group_of(args: Sequence[Any]) -> tuple[str, list[int]]:
+    """Name of the process group that an operation of torch's communication namespaces runs on, and its ranks.
 
     Args:
         args: of the operation, its process group (c10d) or the group's name (functional collectives) among them.
     """
+    groups = {str(name): group for group, name in distributed_c10d._world.pg_names.items()}
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            group = ProcessGroup.unbox(each)
-            return str(group.group_name), group.size()
-    sizes = {str(name): group.size() for group, name in distributed_c10d._world.pg_names.items()}
-    return next(((each, sizes[each]) for each in args if isinstance(each, str) and each in sizes), ("", 0))
+            each = str(ProcessGroup.unbox(each).group_name)
+        if isinstance(each, str) and each in groups:
+            return each, distributed_c10d.get_process_group_ranks(groups[each])
+    return "", []
+
+
+def hosts_of(ranks: Iterable[int]) -> int:
+    """On how many hosts these ranks of the world are; torchrun starts as many on each."""
+    on_each = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or distributed_c10d.get_world_size()
+    return len({rank // on_each for rank in ranks})
 
 
 @dataclass
@@ -62,12 +70,12 @@ class Sent:
     """Calls of each collective or message, and the bytes that this rank handed to them.
 
     Attributes:
-        calls: by name and size of the group.
+        calls: by name, size of the group and number of hosts that it spans.
         handed: bytes, likewise.
     """
 
-    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    handed: Counter[tuple[str, int]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    handed: Counter[tuple[str, int, int]] = field(default_factory=Counter)
 
     @property
     def counts(self) -> Counter[str]:
@@ -80,9 +88,9 @@ class Sent:
         return _by_name(self.handed)
 
 
-def _by_name(amounts: Counter[tuple[str, int]]) -> Counter[str]:
+def _by_name(amounts: Counter[tuple[str, int, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for (name, _), amount in amounts.items():
+    for (name, *_), amount in amounts.items():
         total[name] += amount
     return total
 
@@ -126,11 +134,12 @@ class CommunicationCounter(TorchDispatchMode):
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace in _NAMESPACES and name not in _NOT_TRAFFIC:
             group, ranks = group_of(args)
+            spans = len(ranks), hosts_of(ranks)
             for label, given in messages_of(namespace, name, args):
                 size = sum(t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor))
                 for axis in {"", self._axes.get(group, "")}:
-                    self.along[axis].calls[label, ranks] += 1
-                    self.along[axis].handed[label, ranks] += size
+                    self.along[axis].calls[label, *spans] += 1
+                    self.along[axis].handed[label, *spans] += size
         return func(*args, **(kwargs or {}))
 
 
