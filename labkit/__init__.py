@@ -15,6 +15,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | rank                                            | inside a rank: session, time, memory, traffic              |
 | parity                                          | does a distributed step equal one device's?                |
 | launcher                                        | outside the ranks: start them, watch them, stop them       |
+| cluster                                         | the same runs on other hosts: Slurm, Kubernetes            |
 | doctor                                          | what this machine can do                                   |
 | plots                                           | results to figures                                         |
 | course                                          | a learner's copies, verdicts and progress                  |
@@ -25,14 +26,19 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 
 from typing import Any
 
-from labkit.errors import LabError, ParameterError, RankFailed, RecordError, RunTimedOut
+from labkit.cluster.submission import submit
+from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError, RankFailed, RecordError, RunTimedOut
+from labkit.launcher.hosts import Host
 from labkit.launcher.progress import in_kernel
 from labkit.launcher.run import run, sweep
 from labkit.launcher.warm import keeper
 from labkit.result import RunResult, load
 
 __all__ = [
+    "Host",
+    "HostLost",
     "LabError",
+    "NotAllHosts",
     "ParameterError",
     "RankFailed",
     "RecordError",
@@ -40,6 +46,7 @@ __all__ = [
     "RunTimedOut",
     "load",
     "run",
+    "submit",
     "sweep",
 ]
 
