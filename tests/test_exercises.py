@@ -19,7 +19,16 @@ TABLE = ROOT / "docs" / "exercises.md"
 BEGIN = "### BEGIN SOLUTION"
 SHORT = 6
 """Lines of an answer that are shown whole."""
-LABS = {"0": "collectives", "1": "spatial", "2": "fsdp", "3": "extensions", "4": "ddp", "5": "two_dim", "7": "failures"}
+LABS = {
+    "0": "collectives",
+    "1": "spatial",
+    "2": "fsdp",
+    "3": "extensions",
+    "4": "ddp",
+    "5": "two_dim",
+    "7": "failures",
+    "8": "hosts",
+}
 EXERCISES = [each for lab in LABS.values() for each in importlib.import_module(f"answers.{lab}").EXERCISES]
 WRONG = [pytest.param(each, said, id=f"{each.number}: {said}") for each in EXERCISES for said in each.wrong]
 

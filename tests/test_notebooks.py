@@ -35,6 +35,7 @@ SMALL = [  # another number of ranks, too, where that costs little
     ("04_compiler_bucketing", {"BUCKET_MB": 0.5, "STEPS": 1}),
     ("05_two_dimensions", {"DIM": 16, "BATCH": 8}),
     ("07_when_it_breaks", {"RANKS": 3, "DIM": 20}),
+    ("08_beyond_one_machine", {"DIM": 32}),
 ]
 REFUSED = [
     ("00_ranks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: one rank has nobody to talk to. Change it"),
@@ -66,6 +67,8 @@ REFUSED = [
     ("05_two_dimensions", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
     ("07_when_it_breaks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2"),
     ("07_when_it_breaks", {"DIM": 3}, "DIM = 3, but must be int ≥ 4"),
+    ("08_beyond_one_machine", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: parallelism inside a host needs two"),
+    ("08_beyond_one_machine", {"DIM": 6}, "DIM = 6, but must be int ≥ 4 and a multiple of 4"),
 ]
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
 

@@ -105,7 +105,7 @@ def _reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, 
         return failure.message
     run = RunFolder(failure.log.parent)
     if read_json(run.error(failure.rank)).get("echo"):
-        done, failures = _done(folder, ranks), read_json(run.exit_json).get("failures")
+        done, failures = _done(folder, ranks), read_json(run.exit_json()).get("failures")
         # a rank that torchrun ended is among its failures; without them nobody knows who left by itself
         ended = {*done, *(end["rank"] for end in failures)} if failures else set(range(ranks))
         gone = [index for index in range(ranks) if index not in ended and not run.error(index).exists()]

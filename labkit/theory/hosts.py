@@ -1,0 +1,44 @@
+"""What several hosts add: who is where, what leaves a host, and how often to save."""
+
+import math
+
+
+def place_of(rank: int, nproc: int) -> tuple[int, int]:
+    """The index of a rank's host and its local rank there, where torchrun starts ``nproc`` ranks on each host."""
+    return divmod(rank, nproc)
+
+
+def leaves_a_host_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid: bool) -> float:
+    """Bytes on the wire that leave one host in a training step under FSDP, with each unit gathered twice.
+
+    Rings go through the ranks in their order, so each of them leaves a host once. Sharded over all ranks, one ring does
+    two all-gathers and a reduce-scatter of all parameters. Under HSDP they stay inside the hosts, and ``nproc`` rings,
+    one for each local rank, do an all-reduce of a shard. Source: ``collectives.wire_bytes``.
+
+    Args:
+        parameter_bytes: of the model, and as many of its gradients.
+        hosts: how many.
+        nproc: ranks of each.
+        hybrid: whether parameters are sharded inside a host, and replicated from host to host.
+    """
+    if hybrid:
+        return 2 * (hosts - 1) / hosts * parameter_bytes
+    ranks = hosts * nproc
+    return 3 * (ranks - 1) / ranks * parameter_bytes if hosts > 1 else 0.0
+
+
+def checkpoint_interval_s(save_s: float, between_failures_s: float) -> float:
+    """How long to train between two saves so that least time is lost, for saves that are short against failures.
+
+    Source: Young, "A first order approximation to the optimum checkpoint interval", 1974.
+
+    Args:
+        save_s: time of one save, during which no training is done.
+        between_failures_s: mean time between two failures.
+    """
+    return math.sqrt(2 * save_s * between_failures_s)
+
+
+def lost_share(interval_s: float, save_s: float, between_failures_s: float) -> float:
+    """The part of the time that saves and repeated steps take: one save an interval, half an interval a failure."""
+    return save_s / interval_s + interval_s / 2 / between_failures_s
