@@ -40,13 +40,18 @@ doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
 # ALL=1 adds what takes long for what it adds to other tests, among it an environment with nbgrader.
-CALM := tests/browser tests/test_notebooks.py tests/test_process.py
+CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
+CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py
 ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_widgets*.py
 test: export LABKIT_TEST := $(if $(ALL),all)
 test: $(INSTALLED) ## everything that can be checked; says why for each test that it skips; ALL=1 also runs what takes long
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
+	@{ command -v slurmd && command -v sshd && command -v ip; } >/dev/null \
+		|| [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
+		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(CLUSTER); } </dev/null \
+		|| echo "Not all could be installed of $(CLUSTER): tests of hosts and jobs will be skipped." >&2
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/grade/.installed \
 		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
 	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
