@@ -30,7 +30,7 @@ STACKS_GRACE_S = 2.0
 SAID_WITHIN_S = 8.0
 """How long host 0 waits for the others to say how they ended; one that says nothing is lost."""
 FAILED, NO_MEETING, HOST_LOST, OUT_OF_TIME = 1, 3, 75, 124
-"""Exit statuses. HOST_LOST asks the job's template for another attempt."""
+"""Exit statuses. With "host lost" in run.json, the job's template asks for another attempt."""
 RECORDS = ("rank_*", "session.json", "exit*.json", "torchrun*", "meeting_*")
 """What an attempt leaves in the folder."""
 

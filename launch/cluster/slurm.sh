@@ -21,8 +21,9 @@ folder=$2${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # each job of an array ha
 srun --kill-on-bad-exit=1 --wait=5 --cpus-per-task="$SLURM_CPUS_PER_TASK" "$python" -P -m labkit.cluster.agent "$folder"
 status=$?
 
-# 75: a node was lost in mid-run. The agents know it minutes before Slurm does, which would call the job failed.
-if ((status == 75 && ${SLURM_RESTART_COUNT:-0} < 5)); then
+# Where a node was lost in mid-run, the agent of the first has said so in run.json, minutes before Slurm knows it, which
+# would call the job failed. The status does not tell: it is the largest of all nodes, those that srun ended included.
+if ((status && ${SLURM_RESTART_COUNT:-0} < 5)) && grep -q '"exit": "host lost"' "$folder/run.json"; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Lab 8. Beyond one machine
 #
-# One machine usually ends at eight GPUs. Beyond that, a run has several **hosts**: machines that share a network,
+# One machine usually ends at eight GPUs (there are racks that join more by NVLink). Beyond that, a run has several **hosts**: machines that share a network,
 # perhaps a disk, and nothing else. The programs stay the same. Three things are new. The hosts must find each other. What goes from host to host
 # is slower than what stays inside. And with many hosts, one of them will fail while the run goes on.
 #
@@ -36,6 +36,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas
+from IPython.display import Markdown
 
 import labkit
 from labkit import doctor, history, plots
@@ -154,11 +155,13 @@ fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))  # "cuda" on GPUs
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 folder = Path(os.environ.get("CHECKPOINTS", "checkpoints"))  # on a disk that all hosts see
 complete = sorted(folder.glob("step_*/.metadata"))  # written last: a save without it was cut off
+newest = [complete[-1].parent if complete else None]
+dist.broadcast_object_list(newest)  # rank 0's: hosts may see a new file of a shared disk at different moments
 done = 0
-if complete:
+if newest[0]:
     weights, updates = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": updates, "step": 0}
-    dcp.load(state, checkpoint_id=complete[-1].parent)  # cuts each tensor anew for as many ranks as there are now
+    dcp.load(state, checkpoint_id=newest[0])  # cuts each tensor anew for as many ranks as there are now
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     done = state["step"]
 for step in range(done, done + 3):
@@ -250,7 +253,8 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 #
 # - `--rdzv-conf is_host=1` on alpha says that the endpoint is alpha's own, and `is_host=0` on beta that it is not;
 # - `--local-addr` is this host's own address;
-# - `GLOO_SOCKET_IFNAME` is the network interface that the ranks shall use (with NCCL it is `NCCL_SOCKET_IFNAME`).
+# - `GLOO_SOCKET_IFNAME` is the network interface that the ranks shall use (with NCCL it is `NCCL_SOCKET_IFNAME`; over
+#   InfiniBand that carries the first meeting alone, and `NCCL_IB_HCA` names the cards).
 #
 # (`OMP_NUM_THREADS=1` gives each rank one thread: two hosts share this machine's cores.)
 #
@@ -468,8 +472,8 @@ _ = plots.timeline(hybrid)
 # memory: the figure shows which calls there are and in which order, but not the speed of a network.
 #
 # The price of HSDP is memory. Each host holds a whole copy of the model, its gradients and the optimizer's state, where
-# FSDP over all hosts holds one in all. So use HSDP when the state fits into one host. And when it does not fit, shard
-# over as few hosts as it needs. *In bytes, what a rank holds after a step: twice as much with HSDP on two hosts.*
+# FSDP over all hosts holds one in all. So HSDP is possible when the state fits into one host. When it does not fit, shard
+# over as few hosts as it needs. Whether HSDP pays is the next question. *In bytes, what a rank holds after a step: twice as much with HSDP on two hosts.*
 # (Adam also counts its steps, in a few bytes for each parameter.)
 
 # %%
@@ -518,11 +522,12 @@ pandas.DataFrame.from_dict(passes, orient="index", columns=["forward", "backward
 
 # %% [markdown]
 # - With one card, *FSDP's bytes take nearly twice as long as the computation of each pass*: they cannot hide. *HSDP's can,
-#   but only just, on two hosts.*
+#   but only just, on two hosts*, and only on paper: no network gives all of its 50 GB/s.
 # - With eight cards *both fit four times into their pass*. So there is little for HSDP to gain.
 # - *On 128 hosts HSDP's bytes nearly double, and with one card they no longer hide.* FSDP's hardly change, since
 #   (n − 1)/n is almost 1 already. What helps then is to compute more for each byte: more tokens on a GPU, or gradients
-#   that are accumulated over several batches.
+#   that are accumulated over several batches. (With HSDP, `set_requires_all_reduce(False)` keeps all but the last batch
+#   from reducing across hosts. FSDP gathers for each batch all the same.)
 #
 # HSDP's gathers and reduce-scatters have not gone away. They are inside the host now, and NVLink needs 93 ms for the
 # three. The last unit's all-reduce has no computation left to hide behind, with any layout. And latency, which these numbers leave out, grows with the length of a ring. On 128 hosts FSDP's ring has 1,024 ranks, HSDP's 128.
@@ -801,7 +806,7 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 # | question | what to look at, or to set |
 # |---|---|
 # | Which interface does it take? | `NCCL_DEBUG=INFO` prints "NET/IB", "NET/Socket" or the name of a cloud's plugin (such as "NET/OFI"). "Socket" where you have InfiniBand is the slow way |
-# | The wrong one? | `NCCL_SOCKET_IFNAME=eth0`, `NCCL_IB_HCA=mlx5` |
+# | The wrong one? | `NCCL_SOCKET_IFNAME=eth0` for the first meeting, `NCCL_IB_HCA==mlx5_0,mlx5_1` for the cards (with two =, exactly those) |
 # | Is the network itself fast? | nccl-tests' `all_reduce_perf` on two hosts, before your own program |
 # | Do GPUs talk to the card directly? | "GDRDMA" in what `NCCL_DEBUG=INFO` prints |
 # | Can ranks connect at all? | NCCL connects to ports that the system chooses: a firewall between hosts must pass them |
@@ -820,7 +825,7 @@ print(job)
 
 # %%
 explained = {
-    "#!/bin/bash": "Slurm runs the script on the first node of the job, once",
+    "#!/bin/bash": "Slurm runs the script on the first node of the job, once in each attempt",
     "#SBATCH --ntasks-per-node=1": "one agent a node; the agent starts the ranks of its node. With more tasks, each "
     "would start them",
     "#SBATCH --requeue": "if a node dies, the job goes into the queue again and not to its end",
@@ -834,14 +839,14 @@ explained = {
     '"$python" -P -m labkit.cluster.agent "$folder"': "the agent: finds the others through the folder, then starts "
     "torchrun. -P: no file of the current folder is taken for a module",
     "status=$?": "how the agents ended",
-    "if ((status == 75 && ${SLURM_RESTART_COUNT:-0} < 5)); then": "75 says that a node was lost. Five restarts at most",
+    'if ((status && ${SLURM_RESTART_COUNT:-0} < 5)) && grep -q \'"exit": "host lost"\' "$folder/run.json"; then': "if a "
+    "node was lost in mid-run, which the agents have noted: five restarts at most",
     'scontrol requeue "$SLURM_JOB_ID"': "ask for another attempt; the program goes on from its newest save",
     "fi": "end of the condition. A job that reached its limit of time does not meet it: submit it again, and it goes on "
     "from its newest save",
     'exit "$status"': "so Slurm shows whether the run was good",
 }
-pandas.set_option("display.max_colwidth", None)
-pandas.DataFrame.from_dict(explained, orient="index", columns=["why"])
+Markdown("\n".join(["| line | why |", "|:---|:---|", *(f"| `{line}` | {why} |" for line, why in explained.items())]))
 
 # %% tags=["claim"]
 lines = [line.split(" # ")[0].strip() for line in job.splitlines() if line and not re.match("#( |$)", line)]
@@ -858,8 +863,9 @@ claim("every line of the script is explained", whole)
 # others. A fallback such as `|| echo localhost` can be worse: where the number of hosts is a range or left out, every
 # host then trains alone.
 #
-# Without labkit, the middle of a script may look like this (a sketch; it was not run for this lab). The single quotes
-# matter: each node fills in its own `SLURM_NODEID`. `ib0` stands for the interface that joins your nodes.
+# Without labkit, the middle of a script with one task a node may look like this (a sketch; it was not run for this lab). The single quotes
+# matter: each node fills in its own `SLURM_NODEID`. `ib0` stands for the interface that joins your nodes,
+# 29500 for a port that no other job uses.
 #
 # ```bash
 # export endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500 NCCL_SOCKET_IFNAME=ib0
@@ -888,11 +894,12 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 #
 # <details><summary>1. torchrun waits on both hosts, and ends after a minute. Where do you look?</summary>
 #
-# At the endpoint. Is the name in it the first host's own, as that host itself resolves it? Does it lead to the network
-# that both share, and not to the loopback? Does the firewall pass its port, and those that the system chooses later?
+# At the endpoint. Is the name in it alpha's own, as alpha itself resolves it? Does it lead to the network that both
+# share, and not to the loopback? Does the firewall pass its port? (After ten minutes: a host is missing, or its
+# `--rdzv-id` differs. After the ranks have started: the firewall stops ports that the system chose.)
 #
 # </details>
-# <details><summary>2. The job trains and the loss falls, but two hosts get no further than one. What do you check?</summary>
+# <details><summary>2. The job trains, but after 100 steps the loss is no lower than with one host. What do you check?</summary>
 #
 # The world size. If each host trains alone, nobody waits for the other, and with a fixed batch for each rank a step sees
 # half the samples.

@@ -10,7 +10,7 @@ import psutil
 from fixture_processes import is_alive, wait_for
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
-NODES = ("n1", "n2", "n3", "n4")
+NODES = ("n1", "n2", "n3", "n4", "n6")
 BLIND = "n5"
 """A node that does not see one folder. Only where mounts may be made."""
 
@@ -45,7 +45,8 @@ NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=32
 NodeName=n4 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[4]} CPUs=32
 PartitionName=good Nodes=n1,n2 Default=YES
 NodeName=n5 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[5]} CPUs=32
-PartitionName=mortal Nodes=n3,n4
+NodeName=n6 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[6]} CPUs=32
+PartitionName=mortal Nodes=n3,n4,n6
 PartitionName=blind Nodes=n1,n5
 """
 
@@ -60,7 +61,7 @@ class Slurm:
     def start(self) -> None:
         for name in ("state", *(f"spool_{node}" for node in (*NODES, BLIND))):
             (self.folder / name).mkdir()
-        ports = _free_ports(6)
+        ports = _free_ports(7)
         self.settings.write_text(SETTINGS.format(host=socket.gethostname(), folder=self.folder, ports=ports))
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))

@@ -27,7 +27,7 @@ def started(slurm, runs, tmp_path_factory):
     """All jobs that do not end well, started before the others: they mostly wait. One of them has lost a node."""
     pids = tmp_path_factory.mktemp("pids") / "pids"
     saves = tmp_path_factory.mktemp("saves")
-    mortal = TWO_BY_TWO | {"cluster": Slurm(partition="mortal")}
+    mortal = TWO_BY_TWO | {"cluster": Slurm(partition="mortal"), "nodes": 3, "nproc": 1}
     jobs = {
         "loses a node": labkit.submit(RESUMING, **mortal, hang_at=3, checkpoints=str(saves)),
         "array": labkit.submit(MISBEHAVE, **TWO_BY_TWO, rank=3, over={"how": ["raise", "exit", "finish"]}),
@@ -158,6 +158,6 @@ def test_a_job_whose_node_died_runs_again_from_its_newest_save(started):
     assert re.match(told, attempt.info["error"]) and result.info["attempts"] == 2
     names = [[f"loss_{step}" for step in steps] for steps in ([0, 1, 2], [3, 4, 5])]
     assert [sorted(set(each.frame.name)) for each in (attempt, result)] == names, "it did not begin anew"
-    unbroken = labkit.run(RESUMING, nproc=4, device="cpu")
+    unbroken = labkit.run(RESUMING, nproc=3, device="cpu")
     for name in names[1]:
         assert result.value(name) == pytest.approx(unbroken.value(name), rel=1e-5)
