@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Lab 8. Beyond one machine
 #
-# One machine usually ends at eight GPUs (there are racks that join more by NVLink). Beyond that, a run has several **hosts**: machines that share a network,
-# perhaps a disk, and nothing else. The programs stay the same. Three things are new. The hosts must find each other. What goes from host to host
-# is slower than what stays inside. And with many hosts, one of them will fail while the run goes on.
+# One machine usually ends at eight GPUs (there are racks that join more by NVLink). Beyond that, a run has several
+# **hosts**: machines that share a network, perhaps a disk, and nothing else. The programs stay the same. Three things
+# are new. The hosts must find each other. What goes from host to host is slower than what stays inside. And with many
+# hosts, one of them will fail while the run goes on.
 #
 # After this lab you can
 #
@@ -79,11 +80,10 @@ def beside(mine: Mapping[str, float | None], by_theory: Mapping[str, float], mea
 
 # %% [markdown]
 # Now two hosts, alpha and beta. They are **staged**: both are parts of this machine. As root on Linux each is a network
-# namespace. It has a network interface and a loopback of its own, and a virtual cable leads from each to a bridge, which is
-# a switch. Over
-# the network, what runs in one reaches the other only through these cables. They share this machine's cores and its disk,
-# which stands for the shared disk of a cluster. Without root, the two are groups of processes that meet on this
-# machine's loopback. The cell says which it is.
+# namespace. It has a network interface and a loopback of its own, and a virtual cable leads from each to a bridge,
+# which is a switch. Over the network, what runs in one reaches the other only through these cables. They share this
+# machine's cores and its disk, which stands for the shared disk of a cluster. Without root, the two are groups of
+# processes that meet on this machine's loopback. The cell says which it is.
 
 # %% tags=["nbval-ignore-output"]
 at_end = contextlib.ExitStack()
@@ -99,10 +99,10 @@ hosts
 # 400 Gb/s, which is 50 GB/s (both from NVIDIA's data sheets; each in one direction). Some hosts have one such card. The
 # best have one for each GPU.
 #
-# A model of 8 billion parameters has 16 GB in bfloat16. An all-gather on two hosts of 8 GPUs is a ring of 16 ranks: 15/16
-# of the model goes from each GPU to the next, and so from one host to the other. With eight cards there are eight
-# rings, each with an eighth of the model and a card of its own. Leave latency out. How many milliseconds does that
-# take with one card, with eight, and if NVLink joined all 16 GPUs?
+# A model of 8 billion parameters has 16 GB in bfloat16. An all-gather on two hosts of 8 GPUs is a ring of 16 ranks:
+# 15/16 of the model goes from each GPU to the next, and so from one host to the other. With eight cards there are eight
+# rings, each with an eighth of the model and a card of its own. Leave latency out. How many milliseconds does that take
+# with one card, with eight, and if NVLink joined all 16 GPUs?
 
 # %% tags=["commit"]
 mine = commit(nvlink_ms=None, one_card_ms=None, eight_cards_ms=None)
@@ -118,17 +118,18 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 
 # %% [markdown]
 # With one card it takes nine times as long as over NVLink, and FSDP gathers twice in a step and reduces once. Eight
-# cards almost make up for it. That is why the best hosts have eight. The cards and the switches behind
-# them cost money, and other jobs share them. Where hosts have fewer, it is worth a lot to keep most of the bytes inside a host. Section 4
-# does that, and computes when it pays.
+# cards almost make up for it. That is why the best hosts have eight. The cards and the switches behind them cost money,
+# and other jobs share them. Where hosts have fewer, it is worth a lot to keep most of the bytes inside a host. Section
+# 4 does that, and computes when it pays.
 #
 # ## 2. The code you would write
 #
 # **core, 10 minutes**
 #
-# The program of a run on many hosts is the program that you know. It must not care how many there are, and it must be
-# able to go on after a loss. This one does both. It shards a network with FSDP2. After each step it saves with
-# `torch.distributed.checkpoint`, in which each rank writes its own shards. When it starts, it looks for the newest save.
+# The program of a run on many hosts is the program that you know. It must not care how many there are (here, any number
+# of ranks that divides the 16 samples of a step), and it must be able to go on after a loss. This one does both. It
+# shards a network with FSDP2. After each step it saves with `torch.distributed.checkpoint`, in which each rank writes
+# its own shards. When it starts, it looks for the newest save.
 
 # %% tags=["nbval-ignore-output"]
 place = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
@@ -176,11 +177,13 @@ print(f"rank {rank} of {ranks} trained steps {done} to {step}")
 dist.destroy_process_group()
 
 # %% [markdown]
-# *Each of the four ranks trained steps 0 to 2, and every step is saved whole.* Four lines deserve a word. The folder must be one that all hosts see: otherwise
-# each host has the shards of its own ranks alone, and none can load them. The newest save may be half written, for the run
-# may have died while it saved; so look for `.metadata`, which is written last. `get_state_dict` gives names that do not
-# depend on the sharding. And the samples depend on the step alone, not on the number of ranks or on what was drawn
-# before. On GPUs, `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` comes first, as in lab 0.
+# *Each of the four ranks trained steps 0 to 2, and every step is saved whole.* Some lines deserve a word. The folder
+# must be one that all hosts see: otherwise each host has the shards of its own ranks alone, and none can load them. The
+# newest save may be half written, for the run may have died while it saved; so look for `.metadata`, which is written
+# last. `get_state_dict` gives names that do not depend on the sharding. `dcp.load` gives nothing back: it fills the
+# state that it is handed, so there must be one of the right shapes first (the step 0 in it is a placeholder). And the
+# samples depend on the step alone, not on the number of ranks or on what was drawn before. On GPUs,
+# `torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))` comes first, as in lab 0.
 
 # %% tags=["claim"]
 said = [rank.log() for rank in by_hand.ranks]  # noqa: F821 (the cell above gave it this name)
@@ -190,15 +193,16 @@ claim("every step is saved whole", saves == [f"step_{step:08d}" for step in (1, 
 
 # %% [markdown]
 # Now run the program's cell again, with `-n 2` in its first line. (The claims above speak of its first run.) Two ranks
-# go on with step 3. The state on disk knows the whole shape of each tensor, and the place of each shard in it.
+# go on with step 3. (Nothing deletes old saves here. labkit's programs keep the newest two.) The state on disk knows
+# the whole shape of each tensor, and the place of each shard in it.
 #
 # ## 3. Rendezvous: how hosts find each other
 #
 # **core, 15 minutes**
 #
 # torchrun is started once on each host. All of them are given the same **endpoint**, a name and a port of the first
-# host, here of alpha. There they meet; that is the **rendezvous**. Each then starts its ranks, and tells them through environment
-# variables who they are:
+# host, here of alpha. There they meet; that is the **rendezvous**. Each then starts its ranks, and tells them through
+# environment variables who they are:
 #
 # | variable | says |
 # |---|---|
@@ -248,8 +252,8 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 # %% [markdown]
 # ### By hand, without labkit
 #
-# Now start torchrun on both hosts, as you would type it there. `--rdzv-backend c10d` is the usual kind of rendezvous, and
-# `--rdzv-id` any name for the run, the same on all hosts. Three settings are what people most often get wrong:
+# Now start torchrun on both hosts, as you would type it there. `--rdzv-backend c10d` is the usual kind of rendezvous,
+# and `--rdzv-id` any name for the run, the same on all hosts. Three settings are what people most often get wrong:
 #
 # - `--rdzv-conf is_host=1` on alpha says that the endpoint is alpha's own, and `is_host=0` on beta that it is not;
 # - `--local-addr` is this host's own address;
@@ -279,8 +283,8 @@ dist.destroy_process_group()
 """)
 
 
-def type_on(host: labkit.Host, arguments: str, *variables: str) -> subprocess.Popen:
-    """Start torchrun with these arguments and environment variables on a host, as if typed there."""
+def type_on(host: labkit.Host, arguments: str, script: Path, *variables: str) -> subprocess.Popen:
+    """Start torchrun with a script, these arguments and environment variables on a host, as if typed there."""
     own = [f"GLOO_SOCKET_IFNAME={hosts.interface}", "OMP_NUM_THREADS=1", *variables]
     print(f"{host.name}$ {' '.join(own)} torchrun {arguments} {script.name}")
     words = ["env", *own, sys.executable, "-m", "torch.distributed.run", *arguments.split(), str(script)]
@@ -294,6 +298,7 @@ started = [
         host,
         f"--nnodes 2 --nproc-per-node {RANKS} --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id lab8 "
         f"--rdzv-conf is_host={int(host.name == 'alpha')} --local-addr {hosts.address(host.name)}",
+        script,
     )
     for host in hosts
 ]
@@ -337,9 +342,9 @@ print(f"after {told_after_s:.1f} s: {told}")
 # %% [markdown]
 # *The message names the host and what to do, in less than 15 seconds.*
 #
-# What the hosts also compare before they start: the versions of Python and torch, and the sources of labkit. And a world
-# that is smaller than asked for never trains. Without that check, where the number of hosts is a range (`--nnodes 1:4`)
-# or was forgotten, a host that finds nobody begins alone, and its loss looks fine.
+# What the hosts also compare before they start: the versions of Python and torch, and the sources of labkit. And a
+# world that is smaller than asked for never trains. Without that check, where the number of hosts is a range (`--nnodes
+# 1:4`) or was forgotten, a host that takes the endpoint for its own and finds nobody begins alone. Its loss looks fine.
 
 # %% tags=["claim"]
 claim("the message names the host and what to do", "alpha" in told and "give one of" in told)
@@ -350,8 +355,8 @@ claim("in less than 15 seconds", told_after_s < 15)
 #
 # **core, 25 minutes**
 #
-# FSDP over all ranks gathers every unit from all hosts. **HSDP** (lab 2) shards inside a host and replicates from host to
-# host: gathers stay inside, and only the gradients' shards are added up across. Each host then holds a whole copy.
+# FSDP over all ranks gathers every unit from all hosts. **HSDP** (lab 2) shards inside a host and replicates from host
+# to host: gathers stay inside, and only the gradients' shards are added up across. Each host then holds a whole copy.
 #
 # A ring of all ranks in their order leaves each host once: where its last rank sends to the first of the next host. So
 # what leaves a host in a ring is what one rank sends.
@@ -392,8 +397,9 @@ verdict
 
 # %% [markdown]
 # Now run it. The same network is trained on two hosts, once with FSDP over all ranks and once with HSDP. labkit counts
-# in each rank the calls and their sizes, and which had ranks of another host in their group. The bytes on the wire follow
-# by the rule of the ring, as NCCL's rings send them. (gloo may send more, and NCCL has trees, too.) How many bytes will leave a host in each case?
+# in each rank the calls and their sizes, and which had ranks of another host in their group. The bytes on the wire
+# follow by the rule of the ring, as NCCL's rings send them. (gloo may send more, and NCCL has trees, too.) How many
+# bytes will leave a host in each case?
 
 # %%
 layers = fsdp_theory.mlp_stack_layers("block", DIM)
@@ -430,8 +436,8 @@ beside(mine, by_theory, measured)
 # %% [markdown]
 # *The counted bytes are those of theory, and with HSDP less than half as many bytes leave a host.* And which calls are
 # they? The table has the bytes that one rank hands to its calls in a step, and how many of them go to calls that have
-# ranks of both hosts in them. A gather is handed the rank's shard, a reduce-scatter the whole gradient, and an all-reduce
-# the shard of it; what goes over the wire for them is another number.
+# ranks of both hosts in them. A gather is handed the rank's shard, a reduce-scatter the whole gradient, and an
+# all-reduce the shard of it; what goes over the wire for them is another number.
 
 # %%
 kinds = ("all_gather", "reduce_scatter", "all_reduce")
@@ -465,16 +471,18 @@ claim(
 _ = plots.timeline(hybrid)
 
 # %% [markdown]
-# Two rows for each rank, a line between the hosts. The numbers are units, as in lab 2's time line, where there is room for
-# them; white is neither: Python, or waiting for a core. In yellow are the all-reduces: *they alone leave a host*. Each rank's time begins with its own step, so one call may
-# stand at different places in different rows. And a bar includes waiting: who comes first has the longest. On two cores,
-# which four ranks and gloo share, hardly anything hides. The hosts' cores are all this machine's, and the cable between them is
-# memory: the figure shows which calls there are and in which order, but not the speed of a network.
+# Two rows for each rank, a line between the hosts. The numbers are units, as in lab 2's time line, where there is room
+# for them; white is neither: Python, or waiting for a core. In yellow are the all-reduces: *they alone leave a host*.
+# Each rank's time begins with its own step, so one call may stand at different places in different rows. And a bar
+# includes waiting: who comes first has the longest. On two cores, which four ranks and gloo share, hardly anything
+# hides. The hosts' cores are all this machine's, and the cable between them is memory: the figure shows which calls
+# there are and in which order, but not the speed of a network.
 #
 # The price of HSDP is memory. Each host holds a whole copy of the model, its gradients and the optimizer's state, where
-# FSDP over all hosts holds one in all. So HSDP is possible when the state fits into one host. When it does not fit, shard
-# over as few hosts as it needs. Whether HSDP pays is the next question. *In bytes, what a rank holds after a step: twice as much with HSDP on two hosts.*
-# (Adam also counts its steps, in a few bytes for each parameter.)
+# FSDP over all hosts holds one in all. So HSDP is possible when the state fits into one host. When it does not fit,
+# shard over as few hosts as it needs. *After a step a rank holds twice as many bytes with HSDP on two hosts as with
+# FSDP.* (Adam also counts its steps, with four bytes for each parameter tensor: the 48 bytes by which the last column
+# is more than twice the first.)
 
 # %%
 parts = [f"end_{part}_bytes" for part in ("parameter", "gradient", "optstate")]
@@ -507,8 +515,8 @@ rows = {name: ["–" if mine[name] is None else f"{mine[name]:.4g}", f"{ms:.4g}"
 pandas.DataFrame.from_dict(rows, orient="index", columns=["yours, ms", "theory, ms"])
 
 # %% [markdown]
-# Bytes hide only behind the computation of their own pass. It takes about two operations for each parameter and token in
-# the forward pass, and four in the backward pass. FSDP gathers in both and reduces in the backward pass. HSDP's
+# Bytes hide only behind the computation of their own pass. It takes about two operations for each parameter and token
+# in the forward pass, and four in the backward pass. FSDP gathers in both and reduces in the backward pass. HSDP's
 # all-reduces come in the backward pass alone. For 4,096 tokens on each GPU, at 400 TFLOP/s, in milliseconds:
 
 # %%
@@ -518,19 +526,23 @@ for cards in ("one_card", "eight_cards"):
     passes[f"HSDP, {cards}"] = [0, by_theory[f"hsdp_{cards}"]]
 many_ms = predict(16e9, 128, 8, True) / 50e9 * 1e3
 print(f"HSDP, one_card, on 128 hosts: {many_ms:.0f} ms in the backward pass")
-pandas.DataFrame.from_dict(passes, orient="index", columns=["forward", "backward"]).round(1)
+table = pandas.DataFrame.from_dict(passes, orient="index", columns=["forward", "backward"])
+table["step, if all hides that can"] = table.clip(lower=table.loc["computing"], axis=1).sum(axis=1)
+table.round(1)
 
 # %% [markdown]
-# - With one card, *FSDP's bytes take nearly twice as long as the computation of each pass*: they cannot hide. *HSDP's can,
-#   but only just, on two hosts*, and only on paper: no network gives all of its 50 GB/s.
-# - With eight cards *both fit four times into their pass*. So there is little for HSDP to gain.
-# - *On 128 hosts HSDP's bytes nearly double, and with one card they no longer hide.* FSDP's hardly change, since
-#   (n − 1)/n is almost 1 already. What helps then is to compute more for each byte: more tokens on a GPU, or gradients
-#   that are accumulated over several batches. (With HSDP, `set_requires_all_reduce(False)` keeps all but the last batch
-#   from reducing across hosts. FSDP gathers for each batch all the same.)
+# - With one card, *FSDP's bytes take nearly twice as long as the computation of each pass*: nearly half of them is
+#   exposed. *HSDP's can hide, but only just, on two hosts*, and only on paper: no network gives all of its 50 GB/s.
+# - With eight cards *both fit four times into their pass*. So there is little for HSDP to gain: *with one card a step
+#   takes 1.8 times as long with FSDP as with HSDP, with eight equally long*.
+# - *On 128 hosts HSDP's bytes nearly double, and with one card they no longer hide.* FSDP's hardly change, since (n −
+#   1)/n is almost 1 already. What helps then is to compute more for each byte: more tokens on a GPU, or gradients that
+#   are accumulated over several batches. (With HSDP, `set_requires_all_reduce(False)` keeps all but the last batch from
+#   reducing across hosts. FSDP gathers for each batch all the same.)
 #
 # HSDP's gathers and reduce-scatters have not gone away. They are inside the host now, and NVLink needs 93 ms for the
-# three. The last unit's all-reduce has no computation left to hide behind, with any layout. And latency, which these numbers leave out, grows with the length of a ring. On 128 hosts FSDP's ring has 1,024 ranks, HSDP's 128.
+# three. The reduction of the unit that the backward pass reaches last has nothing left to hide behind. And latency,
+# which these numbers leave out, grows with the length of a ring. On 128 hosts FSDP's ring has 1,024 ranks, HSDP's 128.
 
 # %% tags=["claim"]
 computing = passes["computing"]
@@ -539,6 +551,9 @@ claim("with one card FSDP's bytes take nearly twice as long as each pass", all(1
 claim("HSDP's hide, but only just", 0.9 < passes["HSDP, one_card"][1] / computing[1] < 1)
 most = max(passes["FSDP, eight_cards"][1], passes["HSDP, eight_cards"][1])
 claim("with eight cards both fit four times into their pass", 4 * most < computing[1])
+step_ms = table[table.columns[-1]]
+claim("with one card 1.8 times as long", 1.8 < step_ms["FSDP, one_card"] / step_ms["HSDP, one_card"] < 1.9)
+claim("with eight equally long", step_ms["FSDP, eight_cards"] == step_ms["HSDP, eight_cards"])
 claim(
     "on 128 hosts HSDP's bytes nearly double, and no longer hide",
     2 * by_theory["hsdp_one_card"] > many_ms > computing[1],
@@ -549,13 +564,15 @@ claim(
 #
 # **core, 15 minutes**
 #
-# While Llama 3 was trained, on 16,384 GPUs, something failed every three hours. What happens to such a run? All ranks wait for the lost
-# ones in the next collective. Nothing that was in the memory of the lost ones comes back. So a run that is to survive must save.
+# While Llama 3 was trained, on 16,384 GPUs, something failed every three hours. What happens to such a run? All ranks
+# wait for the lost ones in the next collective. Nothing that was in the memory of the lost ones comes back. So a run
+# that is to survive must save.
 #
 # We train for 12 steps on both hosts, save after each, and pull the plug of beta while that runs. The plug is staged:
 # all processes on beta are killed at once. Their system still closes their connections, so alpha's ranks notice in the
-# same moment. After a real power cut nobody closes anything. Then ranks may wait for the limit of their process group,
-# unless the network gives up earlier: 30 minutes with gloo, 10 with NCCL, or what `init_process_group(timeout=…)` says. The hosts of a labkit run also ask
+# same moment. After a real power cut nobody closes anything. Then ranks may wait for the limit of their process group
+# (30 minutes with gloo, 10 with NCCL, or what `init_process_group(timeout=…)` says), unless the network gives up
+# earlier. The hosts of a labkit run also ask
 # each other whether they are there.
 
 # %% tags=["nbval-ignore-output"]
@@ -576,7 +593,6 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> None:
 
 
 when((checkpoints / "step_00000004" / ".metadata").exists, lambda: hosts.kill("beta"))
-begun = time.monotonic()
 try:
     labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, checkpoints=str(checkpoints), **how)
 except HostLost as error:
@@ -645,8 +661,9 @@ claim("the one before it is whole", not verdict.ok or newest_complete(place / "c
 # samples in each step, every rank now takes two batches and accumulates their gradients. With `checkpoints=…` a run
 # begins with the newest complete save there, found as in exercise 3.
 #
-# labkit's runs do one step to warm up and a last one that is traced, so 12 steps are 14 in all, and save 4 was made after
-# the step that the figure calls 2.
+# labkit's runs do one step to warm up and a last one that is traced, so 12 steps are 14 in all. Save 1 is made after
+# the one to warm up, which the figure leaves out, save 2 after step 0, and save 4 after step 2. The line of the killed
+# run may end earlier, where beta's last records did not come home.
 #
 # The number of ranks changes, and so does every shard. Will the losses be those of the run that was never interrupted?
 
@@ -670,9 +687,10 @@ begins, ends = min(losses(resumed)), max(losses(resumed))
 print(f"resumed with step {begins}, to step {ends}; the largest relative difference is {max(apart.values()):.1e}")
 
 # %% [markdown]
-# *The resumed run takes over where the newest save was, and its losses are those of the run that was never
-# interrupted, to within 10⁻⁵.* (Gradients of fewer ranks are added in another order, so the last digits differ.) In your run a step may be in both: then it was done twice: it had not been saved. A step between the end of
-# "beta lost" and the beginning of "resumed" was saved, but beta's record of it did not come home.
+# *The resumed run takes over where the newest save was, and its losses are those of the run that was never interrupted,
+# to within 10⁻⁵.* (Gradients of fewer ranks are added in another order, so the last digits differ.) In your run a step
+# may be in both: then it was done twice, for it had not been saved. A step between the end of "beta lost" and the
+# beginning of "resumed" was saved, but beta's record of it did not come home.
 
 # %% tags=["claim"]
 saved = int(newest.name.removeprefix("step_")) - 1  # so many steps, beside the one to warm up
@@ -683,17 +701,19 @@ claim("its losses are those of the run that was never interrupted", max(apart.va
 # ### Elastic: torchrun starts again
 #
 # torchrun can do the restart itself. With `--max-restarts 3` it ends all ranks when one fails, meets again, and starts
-# them anew. With `--nnodes 2` it waits until somebody has started torchrun on a second host: for up to ten minutes, which is
-# another limit than the minute within which the endpoint must be reached. With `--nnodes 1:4` it goes on with any number of
-# hosts from one to four. One host must live, though: that of the endpoint, where they meet. Ranks are new processes each
-# time, and remember nothing. So elastic restarts are worth something only together with saves.
+# them anew. With `--nnodes 2` it waits until somebody has started torchrun on a second host: for up to ten minutes,
+# which is another limit than the minute within which the endpoint must be reached. With `--nnodes 1:4` it goes on with
+# any number of hosts from one to four. One host must live, though: that of the endpoint, where they meet. Ranks are new
+# processes each time, and remember nothing. So elastic restarts are worth something only together with saves.
 #
 # One thing survives a restart and should not: the store through which the ranks find each other. In it, ranks of the
-# second attempt may read where those of the first were, and wait for them (pytorch/pytorch#135712). We saw this in two of
-# six restarts. With `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` each attempt has a store of its own; the cell sets it.
+# second attempt may read where those of the first were, and wait for them (pytorch/pytorch#135712, which is closed;
+# torch 2.13 still does so). We saw this in two of six restarts. With `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, on all
+# hosts, each attempt has a store of its own; the cell sets it.
 #
-# Here, on one host (`--standalone` chooses an endpoint there, and loopback is the right address), rank 1 dies in the first attempt when step 2 begins. A step is only a barrier, which stands for
-# training, and after each the number of steps done is saved. How many steps are done in all, both attempts together, if 4 are wanted?
+# Here, on one host (`--standalone` chooses an endpoint there, and loopback is the right address), rank 1 dies in the
+# first attempt when step 2 begins. A step is only a barrier, which stands for training, and after each the number of
+# steps done is saved. How many steps are done in all, both attempts together, if 4 are wanted?
 
 # %% tags=["commit"]
 mine = commit(steps_done=None)
@@ -702,7 +722,8 @@ mine = commit(steps_done=4)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
-script.write_text(f"""
+restart = place / "restart.py"
+restart.write_text(f"""
 import os
 from pathlib import Path
 import torch.distributed as dist
@@ -721,7 +742,7 @@ for step in range(done, 4):
 dist.destroy_process_group()
 """)
 restarting = "--standalone --local-addr 127.0.0.1 --nproc-per-node 2 --max-restarts 1"
-process = type_on(hosts[0], restarting, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+process = type_on(hosts[0], restarting, restart, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
 said = process.communicate(timeout=120)[0]
 trained = re.findall(r"attempt \d step \d", said)
 print("\n".join(trained))
@@ -749,8 +770,8 @@ claim(
 #
 # A save takes time, in which nothing is trained. A failure costs what was trained since the last save: half an interval
 # on average. So of each hour, `save_s / interval_s` goes into saves, and `interval_s / 2 / between_failures_s` into
-# repeated steps. To notice a failure, to queue and to load takes time as well. That does not depend on the interval, and is
-# left out here.
+# repeated steps. To notice a failure, to queue and to load takes time as well. That does not depend on the interval,
+# and is left out here.
 #
 # ### Exercise 4: the best interval (•, 5 minutes)
 #
@@ -816,8 +837,8 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 # **core, 10 minutes**
 #
 # On a cluster you do not log in to hosts. You hand a script to a scheduler, and it starts your program where and when
-# there is room. This is labkit's script for Slurm. `labkit.submit("fsdp_wrap", cluster="slurm", nodes=2, nproc=4)` hands
-# it over, and returns a handle with the job's progress and result.
+# there is room. This is labkit's script for Slurm. `labkit.submit("fsdp_wrap", cluster="slurm", nodes=2, nproc=4)`
+# hands it over, and returns a handle with the job's progress and result.
 
 # %%
 job = (ROOT / "launch" / "cluster" / "slurm.sh").read_text()
@@ -840,7 +861,8 @@ explained = {
     "torchrun. -P: no file of the current folder is taken for a module",
     "status=$?": "how the agents ended",
     'if ((status && ${SLURM_RESTART_COUNT:-0} < 5)) && grep -q \'"exit": "host lost"\' "$folder/run.json"; then': "if a "
-    "node was lost in mid-run, which the agents have noted: five restarts at most",
+    "node was lost in mid-run, which the agents have noted: five restarts at most. srun ends before Slurm has noticed the "
+    "dead node, so --requeue alone would not act",
     'scontrol requeue "$SLURM_JOB_ID"': "ask for another attempt; the program goes on from its newest save",
     "fi": "end of the condition. A job that reached its limit of time does not meet it: submit it again, and it goes on "
     "from its newest save",
@@ -855,21 +877,22 @@ claim("every line of the script is explained", whole)
 
 # %% [markdown]
 # How many nodes, for how long, with which GPUs and on whose account: that is said to `sbatch`, and `submit` says it.
-# `nodes=2` becomes `--nodes=2`, and `nproc=4` with `device="cuda"` becomes `--gpus-per-node=4`. Your own options go into
-# `Slurm(partition="gpu", options=("--account=physics",))`.
+# `nodes=2` becomes `--nodes=2`, and `nproc=4` with `device="cuda"` becomes `--gpus-per-node=4`. Your own options go
+# into `Slurm(partition="gpu", options=("--account=physics",))`.
 #
 # What is nowhere: an address, a port, the names of hosts. The agents find those out. Scripts that people copy from
 # each other have lines such as `MASTER_ADDR=$(hostname -i)`; on a machine where that is 127.0.1.1, no host finds the
 # others. A fallback such as `|| echo localhost` can be worse: where the number of hosts is a range or left out, every
 # host then trains alone.
 #
-# Without labkit, the middle of a script with one task a node may look like this (a sketch; it was not run for this lab). The single quotes
-# matter: each node fills in its own `SLURM_NODEID`. `ib0` stands for the interface that joins your nodes,
-# 29500 for a port that no other job uses.
+# Without labkit, the middle of a script with one task a node may look like this (a sketch; it was not run for this
+# lab). The single quotes matter: each node fills in its own `SLURM_NODEID`. `ib0` stands for the interface that joins
+# your nodes (for a group with gloo, `GLOO_SOCKET_IFNAME` needs it, too), 29500 for a port that no other job uses.
 #
 # ```bash
+# #SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=64 --gpus-per-node=8
 # export endpoint=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500 NCCL_SOCKET_IFNAME=ib0
-# srun --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
+# srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
 #     own=$(ip -4 -o addr show "$NCCL_SOCKET_IFNAME" | grep -oP "inet \K[0-9.]+")
 #     torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" \
 #         --rdzv-endpoint "$endpoint" --rdzv-conf "is_host=$((SLURM_NODEID == 0))" --local-addr "$own" train.py'
@@ -894,15 +917,15 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 #
 # <details><summary>1. torchrun waits on both hosts, and ends after a minute. Where do you look?</summary>
 #
-# At the endpoint. Is the name in it alpha's own, as alpha itself resolves it? Does it lead to the network that both
-# share, and not to the loopback? Does the firewall pass its port? (After ten minutes: a host is missing, or its
-# `--rdzv-id` differs. After the ranks have started: the firewall stops ports that the system chose.)
+# If both end: no host took the endpoint for its own, or its address is not alpha's. If beta alone ends: a firewall, or
+# the name leads elsewhere on beta; alpha waits another nine minutes for it. (Both after ten minutes: their `--rdzv-id`
+# differs, or one was never started. After the ranks have started: the firewall stops ports that the system chose.)
 #
 # </details>
-# <details><summary>2. The job trains, but after 100 steps the loss is no lower than with one host. What do you check?</summary>
+# <details><summary>2. The job trains and the loss falls, but each host's log speaks of a rank 0. What has happened?</summary>
 #
-# The world size. If each host trains alone, nobody waits for the other, and with a fixed batch for each rank a step sees
-# half the samples.
+# Each host trains alone: the world size is that of one host. With a fixed batch for each rank, a step sees half the
+# samples. And both save to the same places.
 #
 # </details>
 # <details><summary>3. Two hosts are slower than one. Why may that be right?</summary>
@@ -925,7 +948,8 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 #
 # ### Papers and pages
 #
-# - Young, *A first order approximation to the optimum checkpoint interval*, 1974. <https://doi.org/10.1145/361147.361115>
+# - Young, *A first order approximation to the optimum checkpoint interval*, 1974.
+#   <https://doi.org/10.1145/361147.361115>
 # - Zhao et al., *PyTorch FSDP*, 2023: section 3.2.2 on hybrid sharding. <https://arxiv.org/abs/2304.11277>
 # - Llama Team, *The Llama 3 herd of models*, 2024: section 3.3 on its network and its failures.
 #   <https://arxiv.org/abs/2407.21783>
