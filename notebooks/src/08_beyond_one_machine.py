@@ -152,7 +152,7 @@ dist.init_process_group("gloo")  # "nccl" on GPUs. torchrun has told this proces
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))  # "cuda" on GPUs
+fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))  # "cuda" on GPUs. One unit: the network is tiny
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 folder = Path(os.environ.get("CHECKPOINTS", "checkpoints"))  # on a disk that all hosts see
 complete = sorted(folder.glob("step_*/.metadata"))  # written last: a save without it was cut off
@@ -193,8 +193,8 @@ claim("every step is saved whole", saves == [f"step_{step:08d}" for step in (1, 
 
 # %% [markdown]
 # Now run the program's cell again, with `-n 2` in its first line. (The claims above speak of its first run.) Two ranks
-# go on with step 3. (Nothing deletes old saves here. labkit's programs keep the newest two.) The state on disk knows
-# the whole shape of each tensor, and the place of each shard in it.
+# go on, and each says "trained steps 3 to 5". (Nothing deletes old saves here. labkit's programs keep the newest two.)
+# The state on disk knows the whole shape of each tensor, and the place of each shard in it.
 #
 # ## 3. Rendezvous: how hosts find each other
 #
@@ -312,8 +312,8 @@ who
 
 # %% [markdown]
 # *All ranks are in one world: the sum of ones over all of them is the world size. Each has the place that the rule
-# gives.* Which host becomes number 0? The rendezvous sorts the hosts by `--local-addr`, as text. It need not be the
-# host of the endpoint, and `--node-rank` has no say here.
+# gives.* Which host becomes number 0? The rendezvous sorts the hosts by `--local-addr`, as text (10.0.0.10 comes before
+# 10.0.0.9). It need not be the host of the endpoint, and `--node-rank` has no say here.
 
 # %% tags=["claim"]
 claim("all ranks are in one world", set(who["sum of ones"]) == {2 * RANKS} and sorted(who.index) == [*range(2 * RANKS)])
@@ -357,6 +357,10 @@ claim("in less than 15 seconds", told_after_s < 15)
 #
 # FSDP over all ranks gathers every unit from all hosts. **HSDP** (lab 2) shards inside a host and replicates from host
 # to host: gathers stay inside, and only the gradients' shards are added up across. Each host then holds a whole copy.
+#
+# In your own program that is a mesh of two axes: `init_device_mesh("cuda", (hosts, nproc), mesh_dim_names=("replicate",
+# "shard"))`, given to `fully_shard`. Ranks are numbered host by host, so the last axis lies inside a host. The other
+# way round, every gather would leave it. labkit's `hybrid=` is the size of that last axis.
 #
 # A ring of all ranks in their order leaves each host once: where its last rank sends to the first of the next host. So
 # what leaves a host in a ring is what one rank sends.
@@ -472,11 +476,13 @@ _ = plots.timeline(hybrid)
 
 # %% [markdown]
 # Two rows for each rank, a line between the hosts. The numbers are units, as in lab 2's time line, where there is room
-# for them; white is neither: Python, or waiting for a core. In yellow are the all-reduces: *they alone leave a host*.
-# Each rank's time begins with its own step, so one call may stand at different places in different rows. And a bar
-# includes waiting: who comes first has the longest. On two cores, which four ranks and gloo share, hardly anything
-# hides. The hosts' cores are all this machine's, and the cable between them is memory: the figure shows which calls
-# there are and in which order, but not the speed of a network.
+# for them; white above a call is waiting for it, and white in both rows is Python, or waiting for a core. Compute is
+# all that a rank does except to ask and to wait: before a unit's gather, too, such as copying its shard into the
+# message. In yellow are the all-reduces: *they alone leave a host*. Each rank's time begins with its own step, so one
+# call may stand at different places in different rows. And a bar includes waiting: who comes first has the longest. On
+# two cores, which four ranks and gloo share, hardly anything hides. The hosts' cores are all this machine's, and the
+# cable between them is memory: the figure shows which calls there are and in which order, but not the speed of a
+# network.
 #
 # The price of HSDP is memory. Each host holds a whole copy of the model, its gradients and the optimizer's state, where
 # FSDP over all hosts holds one in all. So HSDP is possible when the state fits into one host. When it does not fit,
@@ -496,8 +502,9 @@ claim("twice as much with HSDP on two hosts", all(abs(each - 2) < 0.02 for each 
 # %% [markdown]
 # ### When does it pay?
 #
-# Take 8 billion parameters with gradients, both in bfloat16: 16 GB each. There are 2 hosts of 8 GPUs, with one card in
-# each host (50 GB/s), or with eight (400 GB/s). For how many milliseconds of a step are the cards busy?
+# Take 8 billion parameters with gradients, both in bfloat16: 16 GB each (with Adam's state they fit into one host).
+# There are 2 hosts of 8 GPUs, with one card in each host (50 GB/s), or with eight (400 GB/s). For how many milliseconds
+# of a step are the cards busy?
 
 # %% tags=["commit"]
 mine = commit(fsdp_one_card=None, hsdp_one_card=None, fsdp_eight_cards=None, hsdp_eight_cards=None)
@@ -532,13 +539,15 @@ table.round(1)
 
 # %% [markdown]
 # - With one card, *FSDP's bytes take nearly twice as long as the computation of each pass*: nearly half of them is
-#   exposed. *HSDP's can hide, but only just, on two hosts*, and only on paper: no network gives all of its 50 GB/s.
+#   exposed. *HSDP's can hide, but only just, on two hosts*, and only on paper: no network gives all of its 50 GB/s, and
+#   gradients that are reduced in float32 are twice as many bytes.
 # - With eight cards *both fit four times into their pass*. So there is little for HSDP to gain: *with one card a step
 #   takes 1.8 times as long with FSDP as with HSDP, with eight equally long*.
-# - *On 128 hosts HSDP's bytes nearly double, and with one card they no longer hide.* FSDP's hardly change, since (n −
-#   1)/n is almost 1 already. What helps then is to compute more for each byte: more tokens on a GPU, or gradients that
-#   are accumulated over several batches. (With HSDP, `set_requires_all_reduce(False)` keeps all but the last batch from
-#   reducing across hosts. FSDP gathers for each batch all the same.)
+# - *On 128 hosts HSDP's bytes nearly double, and with one card they no longer hide.* It is still ahead, by a factor of
+#   1.2. FSDP's hardly change, since (n − 1)/n is almost 1 already. What helps then is to compute more for each byte:
+#   more tokens on a GPU, or gradients that are accumulated over several batches. (With HSDP,
+#   `set_requires_all_reduce(False)` keeps all but the last batch from reducing across hosts. FSDP gathers for each
+#   batch all the same.)
 #
 # HSDP's gathers and reduce-scatters have not gone away. They are inside the host now, and NVLink needs 93 ms for the
 # three. The reduction of the unit that the backward pass reaches last has nothing left to hide behind. And latency,
@@ -568,12 +577,13 @@ claim(
 # wait for the lost ones in the next collective. Nothing that was in the memory of the lost ones comes back. So a run
 # that is to survive must save.
 #
-# We train for 12 steps on both hosts, save after each, and pull the plug of beta while that runs. The plug is staged:
-# all processes on beta are killed at once. Their system still closes their connections, so alpha's ranks notice in the
-# same moment. After a real power cut nobody closes anything. Then ranks may wait for the limit of their process group
-# (30 minutes with gloo, 10 with NCCL, or what `init_process_group(timeout=…)` says), unless the network gives up
-# earlier. The hosts of a labkit run also ask
-# each other whether they are there.
+# We train for 12 steps on both hosts (with labkit's one to warm up, and a last one that is traced, they are 14), save
+# after each, and pull the plug of beta while that runs. The plug is staged: all processes on beta are killed at once.
+# Their system still closes their connections, so alpha's ranks notice in the same moment (with gloo; with NCCL over
+# InfiniBand even this may be noticed only at a limit of time). After a real power cut nobody closes anything. Then
+# ranks may wait for the limit of their process group (30 minutes with gloo, 10 with NCCL, or what
+# `init_process_group(timeout=…)` says), unless the network gives up earlier. The hosts of a labkit run also ask each
+# other whether they are there.
 
 # %% tags=["nbval-ignore-output"]
 checkpoints = place / "checkpoints"
@@ -661,7 +671,7 @@ claim("the one before it is whole", not verdict.ok or newest_complete(place / "c
 # samples in each step, every rank now takes two batches and accumulates their gradients. With `checkpoints=…` a run
 # begins with the newest complete save there, found as in exercise 3.
 #
-# labkit's runs do one step to warm up and a last one that is traced, so 12 steps are 14 in all. Save 1 is made after
+# Save 1 is made after
 # the one to warm up, which the figure leaves out, save 2 after step 0, and save 4 after step 2. The line of the killed
 # run may end earlier, where beta's last records did not come home.
 #
@@ -703,8 +713,9 @@ claim("its losses are those of the run that was never interrupted", max(apart.va
 # torchrun can do the restart itself. With `--max-restarts 3` it ends all ranks when one fails, meets again, and starts
 # them anew. With `--nnodes 2` it waits until somebody has started torchrun on a second host: for up to ten minutes,
 # which is another limit than the minute within which the endpoint must be reached. With `--nnodes 1:4` it goes on with
-# any number of hosts from one to four. One host must live, though: that of the endpoint, where they meet. Ranks are new
-# processes each time, and remember nothing. So elastic restarts are worth something only together with saves.
+# any number of hosts from one to four, once it has waited half a minute for more; the program must be able to train
+# with any. One host must live, though: that of the endpoint, where they meet. Ranks are new processes each time, and
+# remember nothing. So elastic restarts are worth something only together with saves.
 #
 # One thing survives a restart and should not: the store through which the ranks find each other. In it, ranks of the
 # second attempt may read where those of the first were, and wait for them (pytorch/pytorch#135712, which is closed;
@@ -713,7 +724,7 @@ claim("its losses are those of the run that was never interrupted", max(apart.va
 #
 # Here, on one host (`--standalone` chooses an endpoint there, and loopback is the right address), rank 1 dies in the
 # first attempt when step 2 begins. A step is only a barrier, which stands for training, and after each the number of
-# steps done is saved. How many steps are done in all, both attempts together, if 4 are wanted?
+# steps done is saved. How many steps are finished in all, both attempts together, if 4 are wanted?
 
 # %% tags=["commit"]
 mine = commit(steps_done=None)
@@ -769,9 +780,9 @@ claim(
 # **core, 10 minutes**
 #
 # A save takes time, in which nothing is trained. A failure costs what was trained since the last save: half an interval
-# on average. So of each hour, `save_s / interval_s` goes into saves, and `interval_s / 2 / between_failures_s` into
-# repeated steps. To notice a failure, to queue and to load takes time as well. That does not depend on the interval,
-# and is left out here.
+# on average, as long as intervals are short beside the time between failures. So of each hour, `save_s / interval_s`
+# goes into saves, and `interval_s / 2 / between_failures_s` into repeated steps. To notice a failure, to queue and to
+# load takes time as well. That does not depend on the interval, and is left out here.
 #
 # ### Exercise 4: the best interval (•, 5 minutes)
 #
