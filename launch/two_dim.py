@@ -170,8 +170,9 @@ def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
         [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
     )  # a tracker wants parameters that are leaves
     alone = share_by_itself(config, here, mesh) if config.costs else None
+    line = mesh["data"].get_local_rank()  # not in the step: a mesh is made of tensors, which its memory would show
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
-        inputs = samples_and_seed(lab, here.device, index, mesh["data"].get_local_rank())
+        inputs = samples_and_seed(lab, here.device, index, line)
         if alone and index < 1 + config.steps:  # and not in the step in which messages are counted
             time_costs(step, mesh, alone, inputs)
         optimizer.zero_grad()

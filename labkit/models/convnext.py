@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -157,7 +158,7 @@ class ConvNeXt(nn.Module):
         super().__init__()
         if len(depths) != len(dims) or not depths:
             raise ValueError(f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, at least one")
-        rates = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").tolist()
+        rates = numpy.linspace(0, drop_path_rate, sum(depths)).tolist()
         stages: list[nn.Module] = []
         for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
             dim_in = dims[stage - 1] if stage else in_chans

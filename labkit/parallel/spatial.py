@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -258,7 +259,8 @@ def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> 
     seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
     for index in range(mesh.ndim):
         dist.broadcast(seed, group=mesh.get_group(index), group_src=0)
-    generator = torch.Generator().manual_seed(int(seed))
+    drawn = torch.initial_seed() if isinstance(seed, FakeTensor) else int(seed)  # simulated: no number has arrived
+    generator = torch.Generator().manual_seed(drawn)
     for module in model.modules():
         if isinstance(module, StochasticDepth):
             module.generator = generator

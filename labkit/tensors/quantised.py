@@ -135,7 +135,7 @@ def _padded_rows(parameter: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata  # of the object, since simulated memory has no address
 
 
 def quantised(numbers: str, scales: str = "") -> Extension:

@@ -139,7 +139,7 @@ class TwoTensor(Tensor):
         for name, gathered, half in (("a", a, out.a), ("b", b, out.b)):
             if gathered.dtype != half.dtype:
                 refill(half, gathered)
-            elif gathered.untyped_storage().data_ptr() != half.untyped_storage().data_ptr():
+            elif gathered.untyped_storage()._cdata != half.untyped_storage()._cdata:
                 raise ValueError(
                     f"the parameter's half {name} does not lie in the gathered tensor's memory and would keep its old "
                     f"value: return a TwoTensor around the gathered tensors on the first call"
