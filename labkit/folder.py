@@ -60,6 +60,8 @@ NODE = "LABKIT_NODE"
 """Environment variable for torchrun: which of the run's hosts this is, from 0."""
 RANKS = "LABKIT_RANKS"
 """Environment variable for the ranks: how many were asked for. A smaller world must not train."""
+SIMULATED = "LABKIT_SIMULATED"
+"""Environment variable for the ranks, where they are simulated: as JSON which, of how many, how many on each host."""
 CORES = "LABKIT_CORES"
 """Environment variable for the ranks: the cores of all hosts together, where there are several."""
 AHEAD = "LABKIT_AHEAD_S"
@@ -187,6 +189,11 @@ def require(path: Path, content: Mapping[str, Any], types: Mapping[str, type]) -
             raise RecordError(f"{path}: holds no {name!r}. {REPAIR}")
         if not isinstance(content[name], wanted):
             raise RecordError(f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {REPAIR}")
+
+
+def simulated_ranks() -> list[int]:
+    """The ranks of the simulation that this process is a part of; [] in a real run."""
+    return list(json.loads(os.environ[SIMULATED])["ranks"]) if os.environ.get(SIMULATED) else []
 
 
 def runs_folder() -> Path:

@@ -302,4 +302,4 @@ def test_the_stacks_of_a_run_whose_folder_is_gone(monkeypatch, tmp_path):
     monkeypatch.setattr(process, "pid_of", lambda folder, rank: 7)
     monkeypatch.setattr(process, "processes_of", lambda folder: [types.SimpleNamespace(pid=7)])
     monkeypatch.setattr(process.os, "kill", lambda pid, number: None)
-    assert process.stacks_of(process.RunFolder(tmp_path / "gone"), 1) == {0: "(no answer)"}
+    assert process.stacks_of(process.RunFolder(tmp_path / "gone"), range(1)) == {0: "(no answer)"}

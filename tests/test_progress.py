@@ -34,7 +34,7 @@ def test_a_tail_gives_each_line_once_and_whole(tmp_path):
 def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "text")
     folder = RunFolder(tmp_path)
-    shown = progress.Progress(folder, "strips", 2, progress.choose_display())
+    shown = progress.Progress(folder, "strips", range(2), progress.choose_display())
     shown.update()
     writer = Writer(tmp_path, 0)
     writer.write("scalar", "planned_steps", -1, value=8, unit="steps")
@@ -63,7 +63,7 @@ def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, m
 
 def test_off_shows_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "off")
-    shown = progress.Progress(RunFolder(tmp_path), "strips", 1, progress.choose_display())
+    shown = progress.Progress(RunFolder(tmp_path), "strips", range(1), progress.choose_display())
     (tmp_path / "rank_00000.log").write_text("hello\n")
     shown.update()
     shown.close("ok")
@@ -105,7 +105,7 @@ STRANGE_LINES = [
 
 def test_strange_records_do_not_end_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "text")
-    shown = progress.Progress(RunFolder(tmp_path), "strips", 1, progress.choose_display())
+    shown = progress.Progress(RunFolder(tmp_path), "strips", range(1), progress.choose_display())
     good = ['{"name": "planned_steps", "value": 8}', '{"name": "step", "kind": "span", "step": 3}']
     for number in range(len(STRANGE_LINES) + 1):  # each of them also as the last
         lines = good + STRANGE_LINES[:number]
@@ -121,7 +121,7 @@ def test_strange_records_do_not_end_a_run(tmp_path, monkeypatch, capsys):
 def test_a_long_line_is_cut_where_it_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "text")
     folder = RunFolder(tmp_path)
-    shown = progress.Progress(folder, "strips", 1, progress.choose_display())
+    shown = progress.Progress(folder, "strips", range(1), progress.choose_display())
     folder.log(0).write_text("short\n" + 1_000_000 * "x" + "\n" + 2000 * "y")
     shown.close("ok")
     err = capsys.readouterr().err

@@ -133,7 +133,7 @@ class Agent:
                 return running.wait(POLL_PERIOD_S)
             now = time.monotonic()
             if now > limit:
-                process.stacks_of(self._folder, self._job["hosts"] * self._job["nproc"], self.guest.name)
+                process.stacks_of(self._folder, range(self._job["hosts"] * self._job["nproc"]), self.guest.name)
                 time.sleep(STACKS_GRACE_S)
                 return OUT_OF_TIME
             is_alone = bool(company.lost())

@@ -125,7 +125,7 @@ class Job:
 
     def _progress(self, display: Display) -> Progress:
         info = self._info()
-        return Progress(self._files, info["program"], info["nproc"], display)
+        return Progress(self._files, info["program"], range(info["nproc"]), display)
 
     def _standing(self, old_s: float = 0.0) -> Standing:
         """As run.json says once it holds an end, else as the cluster said, at most so many seconds ago."""

@@ -105,7 +105,7 @@ def serve(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -> NoRetu
         traceback.print_exc()
         home.say({"failed": f"{guest.name}: {type(error).__name__}: {error}"})
     if home.wants_stacks:
-        own, stacks = request["nproc"], process.stacks_of(folder, guest.hosts * request["nproc"])
+        own, stacks = request["nproc"], process.stacks_of(folder, range(guest.hosts * request["nproc"]))
         home.say({"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}})
         home.end_now.wait(ASKS_WITHIN_S)  # a rank that ended would end those of other hosts before they have answered
     immortal = process.stop(folder.path)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,12 @@ Running = subprocess.Popen[bytes] | warm.Torchrun
 
 
 def start(
-    folder: RunFolder, program: str, arguments: Sequence[str], nproc: int, device: str, parent: warm.Parent | None
+    folder: RunFolder,
+    program: str,
+    arguments: Sequence[str],
+    nproc: int,
+    own: dict[str, str],
+    parent: warm.Parent | None,
 ) -> Running:
     """Start torchrun with ``nproc`` ranks of a program; returns at once.
 
@@ -70,10 +75,9 @@ def start(
         program: absolute path of a .py file, or a module's name.
         arguments: the program's command line.
         nproc: number of ranks.
-        device: "auto", "cpu" or "cuda", for the ranks' session.
+        own: its environment.
         parent: forks it, if it can; otherwise it begins as a new Python.
     """
-    own = environment(folder, nproc, device)
     words = [str(folder.path), *_torchrun_arguments(folder, nproc), program, *arguments]
     if parent:
         request = {"arguments": words, "environment": own, "log": str(folder.torchrun_log)}
@@ -222,17 +226,17 @@ def stack_of(folder: RunFolder, rank: int) -> str:
     return "\n".join(line for line in lines if not any(frame in line for frame in STARTING_FRAMES))
 
 
-def stacks_of(folder: RunFolder, ranks: int, host: str | None = None) -> dict[int, str]:
+def stacks_of(folder: RunFolder, ranks: Iterable[int], host: str | None = None) -> dict[int, str]:
     """The Python stacks of every rank at this moment, for as many as answer within a second.
 
     Args:
         folder: the run's.
-        ranks: how many it has.
+        ranks: those that it started.
         host: ask the ranks of the host of this name alone, where there are several.
     """
     living = {process.pid for process in processes_of(folder.path)}
     stacks, asked = {}, []
-    for rank in range(ranks):
+    for rank in ranks:
         if host is not None and host_of(folder, rank) != host:
             continue
         pid = pid_of(folder, rank)

@@ -13,7 +13,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from html import escape
@@ -183,11 +183,11 @@ class Notebook(Display):
 class Progress:
     """Follows the files of one run and feeds a display."""
 
-    def __init__(self, folder: RunFolder, program: str, nproc: int, display: Display):
-        self.state = State(program, nproc)
-        self._folder = folder
-        self._logs = [Tail(folder.log(rank)) for rank in range(nproc)]
-        self._records = Tail(records.path_of(folder.path, 0))
+    def __init__(self, folder: RunFolder, program: str, ranks: Sequence[int], display: Display):
+        self.state = State(program, len(ranks))
+        self._folder, self._ranks = folder, ranks
+        self._logs = [Tail(folder.log(rank)) for rank in ranks]
+        self._records = Tail(records.path_of(folder.path, ranks[0]))
         self._display = display
 
     def update(self) -> None:
@@ -196,7 +196,7 @@ class Progress:
             with contextlib.suppress(*MALFORMED):  # the reader of results reports it, with its place
                 self._follow(json.loads(record))
         if self.state.started_ranks < self.state.nproc:
-            self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in range(self.state.nproc))
+            self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in self._ranks)
         self._display.show(self.state, self._output(Tail.read))
 
     def close(self, outcome: str) -> None:
@@ -206,7 +206,7 @@ class Progress:
         self._display.close(self.state, outcome)
 
     def _output(self, read: Callable[[Tail], list[str]]) -> list[str]:
-        prefixes = [f"[rank {rank}] " if rank else "" for rank in range(self.state.nproc)]
+        prefixes = [f"[rank {rank}] " if index else "" for index, rank in enumerate(self._ranks)]
         together = zip(prefixes, self._logs, strict=True)
         return [prefix + _cut(line, log.path) for prefix, log in together for line in read(log)]
 

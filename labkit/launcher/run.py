@@ -72,12 +72,12 @@ def run(
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
     plan = plan_of(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params)
-    return _execute(plan, b"" if use is None else packet.pack(use))
+    return execute(plan, b"" if use is None else packet.pack(use))
 
 
 def run_given(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
     """``run`` for a program of labkit's own that takes whatever it is given, see rank/given.py."""
-    return _execute(plan_of(program, **arguments), packet.pack(given))
+    return execute(plan_of(program, **arguments), packet.pack(given))
 
 
 def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: Any) -> list[RunResult]:
@@ -136,6 +136,26 @@ class Plan:
         """Ranks on each."""
         return self.nproc // max(1, len(self.hosts))
 
+    @property
+    def title(self) -> str:
+        """What progress calls the run."""
+        return self.program
+
+    @property
+    def started(self) -> list[int]:
+        """The ranks that are started."""
+        return list(range(self.nproc))
+
+    @property
+    def command(self) -> tuple[str, list[str]]:
+        """What each of them is, and its command line."""
+        return self.target, self.arguments
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What they find in their environment besides what every rank does."""
+        return {}
+
 
 def plan_of(
     program: str | Path,
@@ -167,7 +187,7 @@ def plan_of(
     if use is not None:
         packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
     sources = {name: packet.source_of(function) for name, function in (use or {}).items()}
-    resolved = _resolve(path, params, nproc)
+    resolved = resolve(path, params, nproc)
     return Plan(path.stem, str(path), target, *resolved, nproc, device, timeout_s, decide(warm), sources, places)
 
 
@@ -182,7 +202,7 @@ def positive(name: str, value: Any, wanted: type, rule: str) -> Any:
     return number
 
 
-def _execute(plan: Plan, given: bytes) -> RunResult:
+def execute(plan: Plan, given: bytes) -> RunResult:
     """Run what was checked when its turn has come; ``given`` goes to the ranks."""
     display = choose_display()
 
@@ -192,7 +212,8 @@ def _execute(plan: Plan, given: bytes) -> RunResult:
 
     with shortage.explained():
         _refuse_where_no_rank_can_run(plan)
-        need = queue.Need.of(0, "cpu") if plan.hosts else queue.Need.of(plan.nproc, plan.device)  # other machines
+        here, device = (0, "cpu") if plan.hosts else (len(plan.started), plan.device)  # on hosts: other machines
+        need = queue.Need.of(here, device)
         with queue.turn(need, waits):
             return _run_now(plan, given, display)
 
@@ -211,7 +232,7 @@ def _refuse_where_no_rank_can_run(plan: Plan) -> None:
 def _run_now(plan: Plan, given: bytes, display: Display) -> RunResult:
     info = describe(plan)
     folder = new_folder(info, given)
-    progress = Progress(folder, plan.program, plan.nproc, display)
+    progress = Progress(folder, plan.title, plan.started, display)
     started = time.monotonic()
     try:
         with keeper.during_a_run(False if plan.hosts else plan.warm) as parent:
@@ -258,7 +279,7 @@ def find_program(program: str | Path) -> tuple[Path, str]:
     return found[str(program)], f"launch.{program}"
 
 
-def _resolve(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[str, Any], list[str]]:
+def resolve(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[str, Any], list[str]]:
     """All parameters of the program by name, and its command line."""
     config_class = config.read_config(path)
     if config_class is None:
@@ -343,7 +364,8 @@ def _processes(plan: Plan, folder: RunFolder, parent: Parent | None) -> Iterator
         if isinstance(running, Hosts):
             running.start()
         else:
-            running = process.start(folder, plan.target, plan.arguments, plan.nproc, plan.device, parent)
+            own = process.environment(folder, len(plan.started), plan.device) | plan.variables
+            running = process.start(folder, *plan.command, len(plan.started), own, parent)
         yield running
     finally:
         _undisturbed(lambda: immortal.extend(_stop(folder, running)))
@@ -381,10 +403,10 @@ def _stop(folder: RunFolder, running: process.Running | Hosts | None) -> list[in
     return immortal
 
 
-def _stacks(running: process.Running | Hosts, folder: RunFolder, ranks: int) -> dict[int, str]:
+def _stacks(running: process.Running | Hosts, folder: RunFolder, ranks: Sequence[int]) -> dict[int, str]:
     """Where every rank is at this moment."""
     if isinstance(running, Hosts):
-        return dict.fromkeys(range(ranks), "(its host does not answer)") | running.stacks()
+        return dict.fromkeys(ranks, "(its host does not answer)") | running.stacks()
     return process.stacks_of(folder, ranks)
 
 
@@ -400,8 +422,8 @@ def _watch(running: process.Running | Hosts, folder: RunFolder, plan: Plan, prog
             return 1
         now = time.monotonic()
         if now > limit:
-            stacks = _stacks(running, folder, plan.nproc)
-            outputs = {rank: failure.tail(folder.log(rank), lines=100_000) for rank in range(plan.nproc)}
+            stacks = _stacks(running, folder, plan.started)
+            outputs = {rank: failure.tail(folder.log(rank), lines=100_000) for rank in plan.started}
             raise RunTimedOut(plan.timeout_s, stacks, outputs)
         if not failed_at and failure.errors_of(folder):
             failed_at = now

@@ -147,7 +147,13 @@ def _imports_of(program: ast.Module) -> Iterator[str]:
 def _failure(rank: int, failed: Any) -> dict[str, Any]:
     """One failed rank as torchrun saw it; ``signal`` is "" for a rank that left by itself."""
     name = signal.Signals(-failed.exitcode).name if failed.exitcode < 0 else ""
-    return {"rank": rank, "pid": failed.pid, "exitcode": failed.exitcode, "signal": name, "time": failed.timestamp}
+    return {
+        "rank": worker.simulated_rank(rank),
+        "pid": failed.pid,
+        "exitcode": failed.exitcode,
+        "signal": name,
+        "time": failed.timestamp,
+    }
 
 
 def _shorten_shutdown() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -22,9 +23,21 @@ from typing import Any, NoReturn
 from labkit import private
 from labkit.ending import leave, status_after, status_of
 from labkit.errors import shorten
-from labkit.folder import AHEAD, HOST, RANKS, TORCHRUN_PID, VARIABLE, RunFolder, write_json, write_text
+from labkit.folder import (
+    AHEAD,
+    HOST,
+    RANKS,
+    SIMULATED,
+    TORCHRUN_PID,
+    VARIABLE,
+    RunFolder,
+    simulated_ranks,
+    write_json,
+    write_text,
+)
 
 PR_SET_PDEATHSIG = 1
+AROUND = (__file__, str(Path(__file__).parents[1] / "simulate" / "world.py"))
 ECHO_WORDS = (
     "connection closed by peer",
     "connection reset",
@@ -43,6 +56,7 @@ ECHO_WORDS = (
 def main() -> NoReturn:
     """Be this rank: run the program named in sys.argv to its end."""
     _die_with_torchrun()
+    _take_simulated_place()
     rank, folder = int(os.environ["RANK"]), RunFolder(Path(os.environ[VARIABLE]))
     _redirect_output(folder.log(rank))
     stacks = private.open_file(folder.stack(rank), "w")
@@ -58,11 +72,26 @@ def main() -> NoReturn:
         leave(status)
 
 
+def simulated_rank(index: int) -> int:
+    """The rank of torchrun's ``index``-th process: another one where ranks are simulated."""
+    return (simulated_ranks() or range(index + 1))[index]
+
+
+def _take_simulated_place() -> None:
+    """Be one of many ranks, of which torchrun has started only those that are simulated."""
+    if not simulated_ranks():
+        return
+    rank, world = simulated_rank(int(os.environ["RANK"])), json.loads(os.environ[SIMULATED])
+    on_each = min(world["ranks_per_host"], world["world_size"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % on_each), "GROUP_RANK": str(rank // on_each)}
+    os.environ |= {"WORLD_SIZE": str(world["world_size"]), "LOCAL_WORLD_SIZE": str(on_each)}
+
+
 def _status_of_program(error_file: Path, rank: int) -> int:
     """Run the program; its exit status. What ended it, if anything did, is in the error file and printed."""
     try:
         _refuse_smaller_world()
-        _run_program(sys.argv[1], sys.argv[2:])
+        run_program(sys.argv[1], sys.argv[2:])
     except BaseException as error:
         error.__traceback__ = _own_frames(error.__traceback__)
         if status_of(error):
@@ -107,7 +136,7 @@ def _redirect_output(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _run_program(program: str, arguments: list[str]) -> None:
+def run_program(program: str, arguments: list[str]) -> None:
     """Run the program as ``python PROGRAM`` or ``python -m PROGRAM`` would.
 
     Unlike runpy's, its module stays ``__main__`` to the end: exit functions and threads may need it.
@@ -165,8 +194,8 @@ def _text_of(error: BaseException) -> str:
 
 
 def _own_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without its leading frames in this file, which are not the learner's."""
-    while frames and frames.tb_frame.f_code.co_filename == __file__:
+    """A traceback without its leading frames around the program, which are not the learner's."""
+    while frames and frames.tb_frame.f_code.co_filename in AROUND:
         frames = frames.tb_next
     return frames
 
