@@ -16,6 +16,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | parity                                          | does a distributed step equal one device's?                |
 | launcher                                        | outside the ranks: start them, watch them, stop them       |
 | cluster                                         | the same runs on other hosts: Slurm, Kubernetes            |
+| simulate                                        | one rank of many, without the others and without numbers   |
 | doctor                                          | what this machine can do                                   |
 | plots                                           | results to figures                                         |
 | course                                          | a learner's copies, verdicts and progress                  |
@@ -33,6 +34,7 @@ from labkit.launcher.progress import in_kernel
 from labkit.launcher.run import run, sweep
 from labkit.launcher.warm import keeper
 from labkit.result import RunResult, load
+from labkit.simulate import simulate
 
 __all__ = [
     "Host",
@@ -46,6 +48,7 @@ __all__ = [
     "RunTimedOut",
     "load",
     "run",
+    "simulate",
     "submit",
     "sweep",
 ]

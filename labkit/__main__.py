@@ -3,6 +3,7 @@
     python -m labkit doctor                                       # what this machine can do
     python -m labkit run convnext_spatial --nproc 4 --width 256   # a run, as labkit.run does it in a notebook
     python -m labkit run convnext_spatial --help                  # the parameters of this program
+    python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096    # one rank of 1024: memory and traffic
     python -m labkit show runs/<a run's folder>                   # the table of an earlier run
 
     python -m labkit runs                             # the newest runs; --program fsdp_wrap, --limit 100
@@ -60,6 +61,25 @@ class Run:
     """Seconds after which the run is stopped."""
 
 
+@dataclass
+class Simulate:
+    """Simulate one rank of many, or several, and show its summary: memory and communication, no values and no times.
+
+    ``simulate PROGRAM --help`` lists the parameters of a program.
+    """
+
+    program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROGRAM")]
+    """A name in launch/, or the path of a Python file."""
+    world_size: int = 8
+    """Number of ranks among which the program finds itself."""
+    rank: tuple[int, ...] = (0,)
+    """Those that are simulated."""
+    ranks_per_host: int = 8
+    """GPUs of a host."""
+    timeout_s: float = 600
+    """Seconds after which the simulation is stopped."""
+
+
 PROG = "python -m labkit"
 LISTED = 10  # of the runs that are to be removed
 
@@ -85,52 +105,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _do(words: list[str]) -> int:
-    if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):
-        return launch(*read_run(words[1], words[2:]))
+    kinds: dict[str, type[Run | Simulate]] = {"run": Run, "simulate": Simulate}
+    if words[:1] and words[0] in kinds and words[1:] and not words[1].startswith("-"):
+        return launch(*read_run(words[1], words[2:], kinds[words[0]]))
     if words[:1] == ["runs"]:
         return of_runs(words[1:])
     commands: dict[str, Callable[..., Any]] = {"run": Run, "show": show, "doctor": examine, "runs": list_runs}
-    done = tyro.extras.subcommand_cli_from_dict(commands | COMMANDS, prog=PROG, args=words)
-    return launch(done, {}) if isinstance(done, Run) else done
+    every = commands | {"simulate": Simulate} | COMMANDS
+    done = tyro.extras.subcommand_cli_from_dict(every, prog=PROG, args=words)
+    return launch(done, {}) if isinstance(done, Run | Simulate) else done
 
 
-def read_run(program: str, words: Sequence[str]) -> tuple[Run, dict[str, Any]]:
-    """Read the options of ``run`` and of the program, whose Config says which; the parameters are those that differ.
+def read_run(
+    program: str, words: Sequence[str], kind: type[Run | Simulate] = Run
+) -> tuple[Run | Simulate, dict[str, Any]]:
+    """Read the options of ``run`` or ``simulate`` and those of the program, by its Config.
+
+    The parameters are those that differ.
 
     Raises:
         ParameterError: there is no such program, or its Config cannot be read.
     """
     path, _ = find_program(program)
+    prog = f"{PROG} {kind.__name__.lower()}"
     config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
         command, unknown = tyro.cli(
-            Run, prog=f"{PROG} run", description=f"{about}.", args=[program, *words], return_unknown_args=True
+            kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True
         )
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = config.options(config_class, words, without=[each.name for each in fields(Run)])
+    options = config.options(config_class, words, without=[each.name for each in fields(kind)])
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     combined = make_dataclass(
-        "Run",
+        kind.__name__,
         [
             ("program", tyro.conf.Suppress[str], field(default=program)),
             ("parameters", Annotated[options, tyro.conf.OmitArgPrefixes, its_own], field(default_factory=options)),
         ],
-        bases=(Run,),
+        bases=(kind,),
     )
-    about = f"Launch {program} and show its summary."
-    command = tyro.cli(combined, prog=f"{PROG} run {program}", description=about, args=words)
+    about = f"{'Launch' if kind is Run else 'Simulate'} {program} and show its summary."
+    command = tyro.cli(combined, prog=f"{prog} {program}", description=about, args=words)
     defaults, values = config.values_of(options()), config.values_of(command.parameters)
     return command, {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def launch(command: Run, parameters: dict[str, Any]) -> int:
-    """Launch the program, print its summary."""
-    result = labkit.run(
-        command.program, nproc=command.nproc, device=command.device, timeout_s=command.timeout_s, **parameters
-    )
+def launch(command: Run | Simulate, parameters: dict[str, Any]) -> int:
+    """Launch or simulate the program, print its summary."""
+    how = {each.name: getattr(command, each.name) for each in fields(Run if isinstance(command, Run) else Simulate)}
+    start = labkit.run if isinstance(command, Run) else labkit.simulate
+    result = start(how.pop("program"), **how, **parameters)
     print(result.summary().to_string())
     print(f"recorded in {result.folder}")
     return 0

@@ -23,6 +23,8 @@ COLUMNS = ["rank", "step", "kind", "name", *FIELDS]
 INFO = {"program": str, "params": dict, "nproc": int, "exit": str}
 """What run.json has to hold, whoever wrote it."""
 MOST_RANKS = 1_000_000
+SIMULATED = {"ranks": list, "ranks_per_host": int}
+"""What it has to hold of a simulation besides."""
 SESSION = {"device": str, "device_name": str, "cores": int, "torch": str}
 """What a session has to hold, where there was one."""
 
@@ -99,6 +101,16 @@ class RunResult:
         return int(self.info["nproc"])
 
     @property
+    def simulated(self) -> bool:
+        """Whether ``labkit.simulate`` made it: it has sizes and counts, of some ranks, and neither values nor times."""
+        return bool(self.info.get("simulated", False))
+
+    @property
+    def recorded_ranks(self) -> list[int]:
+        """The ranks that ran: all of them, or those that were simulated."""
+        return list(self.info["ranks"]) if self.simulated else list(range(self.world_size))
+
+    @property
     def params(self) -> dict[str, Any]:
         """All parameters of the program, defaults included."""
         return dict(self.info["params"])
@@ -110,7 +122,7 @@ class RunResult:
 
     @property
     def device(self) -> str:
-        """The kind of device used, "cpu" or "cuda"; "unknown" for a program that opened no session."""
+        """The kind of device used: "cpu", "cuda" or "simulated"; "unknown" for a program that opened no session."""
         return str(self.session.get("device", "unknown"))
 
     @property
@@ -121,6 +133,10 @@ class RunResult:
     @cached_property
     def hosts(self) -> tuple[str, ...]:
         """The name of each rank's host, by rank; () where all were on one. "" for a rank that never started."""
+        if self.simulated:
+            on_each = int(self.info["ranks_per_host"])
+            names = tuple(f"host {rank // on_each}" for rank in range(self.world_size))
+            return names if self.world_size > on_each else ()
         paths = [RunFolder(self.folder).host(rank) for rank in range(self.world_size)]
         names = tuple(path.read_text(errors="replace") if path.exists() else "" for path in paths)
         return names if len({*names} - {""}) > 1 else ()
@@ -166,7 +182,7 @@ class RunResult:
         import pandas
 
         rows: dict[int, dict[str, Any]] = {}
-        for rank in range(self.world_size):
+        for rank in self.recorded_ranks:
             host = {"host": self.hosts[rank]} if self.hosts else {}
             rows[rank] = host | _values_of(self.frame[self.frame["rank"] == rank], bool(self.hosts))
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
@@ -250,7 +266,7 @@ def _info(folder: RunFolder) -> dict[str, Any]:
     if info.get("version", 1) not in records.READABLE:
         fix = f"update labkit, this one reads {' and '.join(map(str, records.READABLE))}"
         raise RecordError(f"{path}: version {info['version']!r} is not known here: {fix}")
-    require(path, info, INFO)
+    require(path, info, INFO | (SIMULATED if info.get("simulated") else {}))
     if not 0 < info["nproc"] <= MOST_RANKS:
         raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MOST_RANKS}. {REPAIR}")
     if "session" in info:

@@ -23,13 +23,14 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements
 from labkit.ending import leave, status_after
 from labkit.errors import ParameterError
-from labkit.folder import CORES, DEVICE, VARIABLE, RunFolder, write_json, write_text
+from labkit.folder import CORES, DEVICE, VARIABLE, RunFolder, simulated_ranks, write_json, write_text
 from labkit.rank import given
 from labkit.rank.cap import memory_cap
 from labkit.rank.meter import Meter, Step
@@ -55,14 +56,16 @@ class Here:
         world_size: number of ranks.
         device: where this rank's tensors live.
         note: why it is not the device one would expect, or "".
+        simulated: whether this is one of labkit.simulate's ranks: its tensors have no values, its times say nothing.
         steps: measured training steps, see ``meter.Meter.steps``.
         plain_steps: the same without measurement, for a check, see ``meter.Meter.plain_steps``.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: Writer):
         self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
+        self.simulated = bool(simulated_ranks())
         self._writer = writer
-        meter = Meter(writer, device)
+        meter = Meter(writer, device, simulated=self.simulated)
         self.steps, self.plain_steps = meter.steps, meter.plain_steps
 
     def mesh(self, **axes: int) -> DeviceMesh:
@@ -76,14 +79,16 @@ class Here:
             shape = " x ".join(map(str, axes.values()))
             raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
         with threads_that_wait_their_turn(self.device):
-            return init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            return device_mesh.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def memory_cap(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
         """In here, this rank may hold so many MiB more than it does now; see ``cap.memory_cap``."""
         return memory_cap(mib, self.device)
 
-    def scalar(self, name: str, value: float, unit: str = "") -> None:
-        """Record one number about the whole run."""
+    def scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
+        """Record one number about the whole run; not one in a tensor that is simulated."""
+        if self.simulated and isinstance(value, torch.Tensor):
+            return
         self._writer.write("scalar", name, -1, value=float(value), unit=unit)
 
     def bucket(self, index: int, gradients: Mapping[str, int]) -> None:
@@ -145,7 +150,7 @@ def session() -> Iterator[Here]:
     cores = requirements.cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
+    elif not simulated_ranks():
         stay_on_own_cores(cores)
     folder = RunFolder(Path(os.environ[VARIABLE])) if os.environ.get(VARIABLE) else None
     writer = Writer(folder.path if folder else None, rank)
@@ -154,7 +159,7 @@ def session() -> Iterator[Here]:
         dist.init_process_group(backend, device_id=own)
     try:
         here = Here(rank, world_size, device, note, writer)
-        if folder and rank == 0:
+        if folder and rank == min(simulated_ranks(), default=0):
             write_json(folder.session_json, describe(here, int(os.environ.get(CORES, len(cores)))))
         yield here
         if not folder:
@@ -222,9 +227,11 @@ def threads_that_wait_their_turn(device: torch.device) -> Iterator[None]:
 
 def describe(here: Here, cores: int) -> dict[str, Any]:
     """What a reader of this run must know of the machine; rank 0 leaves it in session.json."""
+    name = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU"
+    kind, name = ("simulated", "simulated") if here.simulated else (here.device.type, name)
     return {
-        "device": here.device.type,
-        "device_name": torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU",
+        "device": kind,
+        "device_name": name,
         "backend": dist.get_backend(),
         "world_size": here.world_size,
         "cores": cores,

@@ -1,7 +1,8 @@
 """Measure a training step from inside a rank, and write what was measured as records.
 
 Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is recorded in one more
-step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU.
+step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU. A simulated rank
+(labkit/simulate) records what is traced and nothing else: it has neither times nor values.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ class Step:
             start_us, dur_us = self._meter.microseconds(start, end)
             self._meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
         for name, value, unit, index in self._scalars:
+            if self._meter.simulated and isinstance(value, Tensor):
+                continue
             self._meter.writer.write("scalar", name, index, value=float(value), unit=unit)
 
 
 class Meter:
     """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the clock."""
 
-    def __init__(self, writer: Writer, device: torch.device):
-        self.writer, self.device = writer, device
+    def __init__(self, writer: Writer, device: torch.device, *, simulated: bool = False):
+        self.writer, self.device, self.simulated = writer, device, simulated
         self._origin = self.now()
 
     def now(self) -> Any:
@@ -120,6 +123,9 @@ class Meter:
             mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
             after: is called after each step, once its records are written, outside of what is measured.
         """
+        if self.simulated:
+            yield from self._simulated_steps(count, warmup, track, mesh, after)
+            return
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
             self.synchronize()
@@ -135,6 +141,19 @@ class Meter:
         self._write_peaks(count)
         if units:
             yield from self._profiled_step(count, units)
+            after()
+        yield from self._traced_step(count, track, mesh)
+        after()
+
+    def _simulated_steps(
+        self, count: int, warmup: int, track: Sequence[Any], mesh: DeviceMesh | None, after: Callable[[], None]
+    ) -> Iterator[Step]:
+        """The warm-up and the traced step, with what is between them left out: it would differ in its times alone.
+
+        Of an odd number one is left, since a program may do every second step otherwise.
+        """
+        for _ in range(warmup + count % 2):
+            yield Step(-1, False, self)
             after()
         yield from self._traced_step(count, track, mesh)
         after()
@@ -155,15 +174,12 @@ class Meter:
     def _traced_step(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
         step = Step(index, False, self)
         counter, tracker = CommunicationCounter(mesh), tracker_of(track) if track else None
-        with tracker or contextlib.nullcontext(), finished_collectives_let_go(), counter:
+        patience = contextlib.nullcontext() if self.simulated else finished_collectives_let_go()
+        with tracker or contextlib.nullcontext(), patience, counter:
             yield step
             at_end = by_category(tracker, "current", self.device) if tracker else {}
         step.write()
-        for axis, sent in counter.along.items():
-            for (name, size, hosts), count in sorted(sent.calls.items()):
-                group = {"axis": axis, "group_size": size, "hosts": hosts}
-                amount = sent.handed[name, size, hosts]
-                self.writer.write("comm", name, index, **group, count=count, bytes=amount)
+        write_sent(self.writer, counter, index)
         memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():
@@ -175,6 +191,14 @@ class Meter:
             self.writer.write("memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device))
         else:
             self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
+
+
+def write_sent(writer: Writer, counter: CommunicationCounter, index: int) -> None:
+    """Write what was counted in a step."""
+    for axis, sent in counter.along.items():
+        for (name, size, hosts), count in sorted(sent.calls.items()):
+            group = {"axis": axis, "group_size": size, "hosts": hosts}
+            writer.write("comm", name, index, **group, count=count, bytes=sent.handed[name, size, hosts])
 
 
 @contextlib.contextmanager

@@ -109,9 +109,20 @@ class CommunicationCounter(TorchDispatchMode):
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        names = (mesh.mesh_dim_names or ()) if mesh else ()
-        self._axes = {str(mesh.get_group(axis).group_name): axis for axis in names} if mesh else {}
-        self.along = {axis: Sent() for axis in ("", *names)}
+        self._axes: dict[str, str] = {}
+        self.along = {"": Sent()}
+        if mesh:
+            self.follow(mesh)
+
+    def follow(self, mesh: DeviceMesh) -> None:
+        """Count what runs along the axes of this mesh for these as well, from now on."""
+        for axis in mesh.mesh_dim_names or ():
+            self._axes[str(mesh.get_group(axis).group_name)] = axis
+            self.along.setdefault(axis, Sent())
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.along = {axis: Sent() for axis in self.along}
 
     @property
     def counts(self) -> Counter[str]:

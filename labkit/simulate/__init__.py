@@ -1,0 +1,15 @@
+"""The same programs as one rank of many, without the others and without numbers.
+
+    result = labkit.simulate("fsdp_wrap", world_size=1024, model="mlp_stack", dim=4096)
+
+A simulated rank runs its program line by line, in a process of its own, on torch's fake process group, which sends
+nothing, and on fake tensors, which have a shape, a type and a size but no memory. So it says exactly what the program
+holds and hands to collectives, for as many ranks as one likes, and nothing about values or time.
+
+``simulate`` starts it, ``world`` is what it finds itself in, ``watched`` looks at programs that do not measure
+themselves.
+"""
+
+from labkit.simulate.start import simulate
+
+__all__ = ["simulate"]

@@ -1,0 +1,48 @@
+"""What FSDP2 does with shards in a simulation, in place of what looks at memory or takes long on a thousand ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+
+def replace_what_needs_memory() -> None:
+    """Replace it for the rest of this process."""
+    module: Any = _fsdp_param
+    module._chunk_with_empty = Chunks
+    module.FSDPParam.reset_sharded_param = where_it_changed(module.FSDPParam.reset_sharded_param)
+
+
+class Chunks:
+    """A parameter in equal chunks, of which FSDP2 keeps this rank's: only what it asks for is cut.
+
+    Cutting all of them takes most of the time of a simulation of a thousand ranks.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int):
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.shape[dim] // count)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self._size
+        left = self._tensor.shape[self._dim] - start
+        if left <= 0 and index:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, left))
+
+
+def where_it_changed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2 pads a shard anew if it is not the one that it made, and tells that by its address, which is 0 here."""
+
+    def reset_if_changed(shard: Any) -> None:
+        found = getattr(shard._module_info.module, shard._module_info.param_name)
+        if found is not shard.sharded_param or not same_memory(found._local_tensor, shard._sharded_param_data):
+            reset(shard)
+
+    return reset_if_changed
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two simulated tensors share what would be their memory."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

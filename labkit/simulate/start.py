@@ -1,0 +1,124 @@
+"""Starts the simulation of a program: checked, launched and read back as ``labkit.run`` does it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit import config
+from labkit.errors import ParameterError
+from labkit.folder import RANKS, SIMULATED
+from labkit.launcher import packet
+from labkit.launcher.run import Plan, execute, find_program, positive, resolve
+from labkit.launcher.warm import decide
+from labkit.result import MOST_RANKS, RunResult
+
+WORLD = "labkit.simulate.world"
+
+
+def simulate(
+    program: str | Path,
+    *,
+    world_size: int,
+    rank: int | Sequence[int] = 0,
+    ranks_per_host: int = 8,
+    timeout_s: float = 600,
+    warm: bool | None = None,
+    use: Mapping[str, Any] | None = None,
+    **params: Any,
+) -> RunResult:
+    """Run a rank program as some of many ranks, without the others: what it holds, and what it hands to collectives.
+
+    Nothing is computed or sent, so the size of the model and the number of ranks cost no memory and little time. There
+    are no values (losses are left out) and no times. Memory by category and communication equal those of a real run on
+    CPU ranks to the byte.
+
+    A program that opens no session of labkit's is watched from its first line to its last: ``peak_..._bytes`` are those
+    of the whole program, and a collective's count and bytes the largest of a step, from the end of one
+    ``optimizer.step()`` to that of the next.
+
+    Args:
+        program: a name in launch/, such as ``"fsdp_wrap"``, or the path of a .py file.
+        world_size: how many ranks the program finds itself among.
+        rank: the one that is simulated, or several: each is a process.
+        ranks_per_host: GPUs of a host: what crosses from host to host is counted as of a run on several hosts.
+        timeout_s: the simulation is stopped after this many seconds.
+        warm: as for ``run``.
+        use: as for ``run``.
+        **params: parameters of the program, checked against its Config for this number of ranks.
+
+    Returns:
+        The records of the simulated ranks, as of a run; ``result.simulated`` is True, and stamps say so.
+
+    Raises:
+        ParameterError: a bad argument; nothing was started.
+        RankFailed: the program failed; with ``exc_type`` "NoValues" where it reads a number from a tensor.
+        RunTimedOut: the limit passed; holds the ranks' stacks.
+    """
+    how = {"world_size": world_size, "rank": rank, "ranks_per_host": ranks_per_host}
+    plan = simulation_of(program, **how, timeout_s=timeout_s, warm=warm, use=use, **params)
+    return execute(plan, b"" if use is None else packet.pack(use))
+
+
+@dataclass
+class Simulation(Plan):
+    """A checked request for a simulation, in the words of run.json; ``nproc`` is the size of the world."""
+
+    ranks: list[int]
+    ranks_per_host: int
+    simulated: bool = True
+
+    @property
+    def title(self) -> str:
+        return f"{self.program} on {self.nproc} simulated ranks"
+
+    @property
+    def started(self) -> list[int]:
+        return self.ranks
+
+    @property
+    def command(self) -> tuple[str, list[str]]:
+        return WORLD, [self.target, *self.arguments]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        world = {"ranks": self.ranks, "world_size": self.nproc, "ranks_per_host": self.ranks_per_host}
+        return {SIMULATED: json.dumps(world), RANKS: str(self.nproc)}
+
+
+def simulation_of(
+    program: str | Path,
+    *,
+    world_size: Any,
+    rank: Any = 0,
+    ranks_per_host: Any = 8,
+    timeout_s: Any = 600.0,
+    warm: Any = None,
+    use: Any = None,
+    **params: Any,
+) -> Simulation:
+    """Check everything that can be checked before a start; the arguments are those of ``simulate``."""
+    world_size = positive("world_size", world_size, int, "not a number of ranks: give an int of at least 1")
+    ranks_per_host = positive("ranks_per_host", ranks_per_host, int, "not a number of GPUs: give an int of at least 1")
+    timeout_s = positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
+    if world_size > MOST_RANKS:
+        raise ParameterError(f"world_size = {world_size} is too many: {MOST_RANKS} ranks are the limit")
+    path, target = find_program(program)
+    if use is not None:
+        packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
+    sources = {name: packet.source_of(function) for name, function in (use or {}).items()}
+    resolved = resolve(path, params, world_size)
+    ranks = chosen_ranks(rank, world_size)
+    common = Plan(path.stem, str(path), target, *resolved, world_size, "cpu", timeout_s, decide(warm), sources, [])
+    return Simulation(**vars(common), ranks=ranks, ranks_per_host=ranks_per_host)
+
+
+def chosen_ranks(rank: Any, world_size: int) -> list[int]:
+    """The ranks that are simulated, in order. Raises ParameterError for what is none of 0 to world_size - 1."""
+    several = list(rank) if isinstance(rank, Sequence | range) and not isinstance(rank, str) else [rank]
+    for each in several or [None]:
+        if not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < world_size:
+            last = world_size - 1
+            raise ParameterError(f"rank = {rank!r}: give one from 0 to {last}, or several of them, such as [0, {last}]")
+    return sorted(set(several))

@@ -1,0 +1,124 @@
+"""labkit.simulate against real ranks: sizes and counts to the byte, no values, and errors that name the line."""
+
+from pathlib import Path
+
+import pytest
+
+import labkit
+from labkit.__main__ import main
+from labkit.simulate.start import simulation_of
+from labkit.theory.two_dim import mlp_pairs
+
+PLAIN = Path(__file__).parent / "programs" / "plain_training.py"
+
+LABS = {
+    "spatial": ("convnext_spatial", {"drop_path_rate": 0.1}),
+    "fsdp": ("fsdp_wrap", {"model": "transformer"}),
+    "extensions": ("allgather_extensions", {"extension": "int8"}),
+    "two_dim": ("two_dim", {"seq": True, "checkpointing": True}),
+}
+MORE = {
+    "hybrid": ("fsdp_wrap", {"hybrid": 2, "steps": 2}),
+    "replicated": ("fsdp_wrap", {"wrap": "none", "steps": 2}),
+    "data x space": ("convnext_spatial", {"mesh": "2x2", "steps": 2}),
+    "all_reduce": ("all_reduce", {"repeats": 1}),
+}
+OWN = "resident_bytes"
+"""What the process of a rank held, which is no business of a simulation."""
+
+
+def sizes_of(result):
+    """Every value in bytes and every count, of every rank."""
+    rows = result.summary().to_dict("index")
+    return {rank: {name: row[name] for name in row if name.endswith(("_bytes", "_count")) and name != OWN}
+            for rank, row in rows.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("lab", LABS)
+def test_sizes_and_counts_are_those_of_real_ranks(lab, ranks):
+    program, params = LABS[lab]
+    real = labkit.run(program, nproc=ranks, device="cpu", **params)
+    simulated = labkit.simulate(program, world_size=ranks, rank=range(ranks), **params)
+    assert sizes_of(simulated) == sizes_of(real)
+    assert len(sizes_of(real)[0]) > 5 and simulated.recorded_ranks == list(range(ranks))
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_so_they_are_on_other_meshes(case):
+    program, params = MORE[case]
+    real = labkit.run(program, nproc=4, device="cpu", **params)
+    simulated = labkit.simulate(program, world_size=4, rank=3, **params)
+    assert sizes_of(simulated) == {3: sizes_of(real)[3]}
+
+
+def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
+    result = labkit.simulate(
+        "fsdp_wrap", world_size=1024, rank=[0, 1023], hybrid=8, model="mlp_stack", dim=1024, steps=2
+    )
+    assert result.ok and result.simulated and (result.world_size, result.recorded_ranks) == (1024, [0, 1023])
+    assert result.stamp.startswith("simulated · 1024 ranks on 128 hosts")
+    assert result.stamp.splitlines()[0] in repr(result)
+    assert set(result.frame["kind"]) == {"memory", "comm"} and list(result.summary()["host"]) == ["host 0", "host 127"]
+    again = labkit.load(result.folder)
+    assert again.frame.equals(result.frame) and again.simulated and again.info["simulated"] is True
+    # groups of 8 are a host, and each replicates its shard on all others
+    assert result.value("data/all_gather_between_hosts_count") == 0 < result.value("data/all_gather_count")
+    crossing = result.value("replicate/all_reduce_between_hosts_bytes")
+    assert crossing == result.value("replicate/all_reduce_bytes") > 0
+    numbers = sum(2 * width * inner + width + inner for width, inner in mlp_pairs(1024))
+    assert result.value("peak_parameter_bytes") == 4 * numbers / 8
+
+
+@pytest.mark.parametrize(
+    ("program", "how", "message"),
+    [
+        ("fsdp_wrap", {"world_size": 6, "hybrid": 4}, "6 ranks cannot be cut into groups of hybrid = 4"),
+        ("two_dim", {"world_size": 1000, "tp": 16}, "1000 ranks cannot be cut into lines of tp = 16"),
+        ("convnext_spatial", {"world_size": 1024}, "1024"),
+        ("fsdp_wrap", {"world_size": 0}, "world_size = 0 is not a number of ranks"),
+        ("fsdp_wrap", {"world_size": 4, "rank": 4}, "rank = 4: give one from 0 to 3"),
+        ("fsdp_wrap", {"world_size": 4, "rank": []}, "rank = []: give one from 0 to 3"),
+        ("fsdp_wrap", {"world_size": 4, "ranks_per_host": -1}, "ranks_per_host = -1 is not a number of GPUs"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_arithmetic_before_anything_starts(program, how, message):
+    with pytest.raises(labkit.ParameterError) as refused:
+        simulation_of(program, **how)
+    assert message in str(refused.value)
+
+
+def test_a_plain_program_is_watched_and_its_steps_are_those_of_its_optimizer():
+    result = labkit.simulate(PLAIN, world_size=64, rank=3)
+    assert result.stamp.startswith("simulated · 64 ranks on 8 hosts")
+    weights = 64 * 64 + 64
+    assert result.value("data/reduce_scatter_count") == result.value("reduce_scatter_count") == 4
+    assert result.value("reduce_scatter_bytes") == 4 * 4 * weights
+    assert result.value("all_gather_bytes") == 2 * 4 * 4 * weights // 64, "forward and backward"
+    steps = result.frame.query("kind == 'comm' and name == 'all_gather' and axis == ''")["step"]
+    assert list(steps) == [-1, 0, 1], "the first may be another, and is the warm-up"
+    assert 4 * 4 * weights <= result.value("start_peak_total_bytes"), "the model is whole on every rank at first"
+    assert 0 < result.value("peak_optstate_bytes") < result.value("peak_total_bytes")
+
+
+@pytest.mark.parametrize("program", [PLAIN, "allgather_extensions"])
+def test_a_program_that_reads_a_number_is_told_its_line(program, monkeypatch):
+    monkeypatch.setenv("READ", "1")
+    params = {} if program == PLAIN else {"check": "loss", "steps": 60}
+    with pytest.raises(labkit.RankFailed) as failed:
+        labkit.simulate(program, world_size=8, rank=5, **params)
+    assert (failed.value.rank, failed.value.exc_type) == (5, "NoValues")
+    assert "simulated tensors have none" in failed.value.message
+    if program == PLAIN:
+        line = PLAIN.read_text().splitlines().index('    print("loss", loss.item())') + 1
+        assert f"{PLAIN}:{line} reads a number" in failed.value.message
+        assert failed.value.message.splitlines()[0].endswith('print("loss", loss.item())')
+        assert "site-packages" not in failed.value.traceback
+
+
+def test_the_command_line_simulates(capsys):
+    assert main(["simulate", "all_reduce", "--world-size", "16", "--rank", "0", "15", "--repeats", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "all_reduce_between_hosts_bytes" in shown and "recorded in" in shown
+    assert main(["simulate", "all_reduce", "--world-size", "1"]) == 2
+    assert "an all-reduce needs at least 2 ranks" in capsys.readouterr().err
