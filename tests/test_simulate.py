@@ -9,7 +9,8 @@ from labkit.__main__ import main
 from labkit.simulate.start import simulation_of
 from labkit.theory.two_dim import mlp_pairs
 
-PLAIN = Path(__file__).parent / "programs" / "plain_training.py"
+PROGRAMS = Path(__file__).parent / "programs"
+PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
 
 LABS = {
     "spatial": ("convnext_spatial", {"drop_path_rate": 0.1}),
@@ -22,6 +23,9 @@ MORE = {
     "replicated": ("fsdp_wrap", {"wrap": "none", "steps": 2}),
     "data x space": ("convnext_spatial", {"mesh": "2x2", "steps": 2}),
     "all_reduce": ("all_reduce", {"repeats": 1}),
+    "ddp": (DDP, {"bucket_mb": 0.5}),
+    "ddp, gradients in buckets": (DDP, {"views": True}),
+    "ddp, unused parameters": (DDP, {"unused": True}),
 }
 OWN = "resident_bytes"
 """What the process of a rank held, which is no business of a simulation."""
@@ -114,6 +118,11 @@ def test_a_program_that_reads_a_number_is_told_its_line(program, monkeypatch):
         assert f"{PLAIN}:{line} reads a number" in failed.value.message
         assert failed.value.message.splitlines()[0].endswith('print("loss", loss.item())')
         assert "site-packages" not in failed.value.traceback
+
+
+def test_a_compiled_program_is_refused_by_name():
+    with pytest.raises(labkit.RankFailed, match=r"what torch\.compile makes cannot be simulated"):
+        labkit.simulate("ddp_compile", world_size=2)
 
 
 def test_the_command_line_simulates(capsys):

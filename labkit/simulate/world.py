@@ -31,10 +31,11 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.errors import NoValues
+from labkit.errors import LabError, NoValues
 from labkit.folder import ROOT, SIMULATED
 from labkit.launcher.worker import run_program
 from labkit.simulate import shards
+from labkit.simulate.reducer import replace_reducer
 from labkit.simulate.watched import measures_itself, watched
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -76,12 +77,19 @@ def replace_what_needs_values(rank: int, world_size: int) -> None:
     init: Any = torch.nn.init
     init._no_grad_trunc_normal_ = unchanged  # draws again and again, until all numbers are within bounds
     torch.utils.swap_tensors = swapped(torch.utils.swap_tensors)
+    torch.compile = refuse_to_compile  # type: ignore[assignment]
     shards.replace_what_needs_memory()
+    replace_reducer()
 
 
 def unchanged(tensor: Tensor, *unused: Any, **others: Any) -> Tensor:
     """An initialiser that has nothing to do."""
     return tensor
+
+
+def refuse_to_compile(*unused: Any, **others: Any) -> None:
+    """What the compiler makes holds and sends other amounts, and it needs real tensors to make it."""
+    raise LabError("what torch.compile makes cannot be simulated: simulate the program without it")
 
 
 def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
