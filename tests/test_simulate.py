@@ -6,17 +6,19 @@ import pytest
 
 import labkit
 from labkit.__main__ import main
+from labkit.simulate.fits import fits
 from labkit.simulate.start import simulation_of
+from labkit.theory.allocator import OUTSIDE
 from labkit.theory.two_dim import mlp_pairs
 
 PROGRAMS = Path(__file__).parent / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
 
 LABS = {
-    "spatial": ("convnext_spatial", {"drop_path_rate": 0.1}),
-    "fsdp": ("fsdp_wrap", {"model": "transformer"}),
-    "extensions": ("allgather_extensions", {"extension": "int8"}),
-    "two_dim": ("two_dim", {"seq": True, "checkpointing": True}),
+    "spatial": ("convnext_spatial", {"drop_path_rate": 0.1, "steps": 1}),
+    "fsdp": ("fsdp_wrap", {"model": "transformer", "steps": 1}),
+    "extensions": ("allgather_extensions", {"extension": "int8", "steps": 1}),
+    "two_dim": ("two_dim", {"seq": True, "checkpointing": True, "steps": 1}),
 }
 MORE = {
     "hybrid": ("fsdp_wrap", {"hybrid": 2, "steps": 2}),
@@ -27,14 +29,14 @@ MORE = {
     "ddp, gradients in buckets": (DDP, {"views": True}),
     "ddp, unused parameters": (DDP, {"unused": True}),
 }
-OWN = "resident_bytes"
-"""What the process of a rank held, which is no business of a simulation."""
+OWN = ("resident_bytes", "gpu_allocated_bytes", "gpu_reserved_bytes")
+"""What the process of a rank held, which is no business of a simulation, and what it would take of a GPU."""
 
 
 def sizes_of(result):
     """Every value in bytes and every count, of every rank."""
     rows = result.summary().to_dict("index")
-    return {rank: {name: row[name] for name in row if name.endswith(("_bytes", "_count")) and name != OWN}
+    return {rank: {name: row[name] for name in row if name.endswith(("_bytes", "_count")) and name not in OWN}
             for rank, row in rows.items()}  # fmt: skip
 
 
@@ -43,9 +45,9 @@ def sizes_of(result):
 def test_sizes_and_counts_are_those_of_real_ranks(lab, ranks):
     program, params = LABS[lab]
     real = labkit.run(program, nproc=ranks, device="cpu", **params)
-    simulated = labkit.simulate(program, world_size=ranks, rank=range(ranks), **params)
-    assert sizes_of(simulated) == sizes_of(real)
-    assert len(sizes_of(real)[0]) > 5 and simulated.recorded_ranks == list(range(ranks))
+    simulated = labkit.simulate(program, world_size=ranks, rank=[0, ranks - 1], **params)
+    assert sizes_of(simulated) == {rank: sizes_of(real)[rank] for rank in (0, ranks - 1)}
+    assert len(sizes_of(real)[0]) > 5
 
 
 @pytest.mark.parametrize("case", MORE)
@@ -125,9 +127,22 @@ def test_a_compiled_program_is_refused_by_name():
         labkit.simulate("ddp_compile", world_size=2)
 
 
+def test_whether_it_fits_is_said_with_the_margin():
+    result = labkit.simulate("fsdp_wrap", world_size=64, model="mlp_stack", dim=2048, steps=2)
+    curve = list(map(int, result.ranks[0].kept("memory").split()))
+    assert max(curve) >= result.value("peak_total_bytes") and curve[-1] == result.value("end_total_bytes")
+    assert max(curve) <= result.value("gpu_allocated_bytes") <= result.value("gpu_reserved_bytes")
+    needed = (result.value("gpu_reserved_bytes") + sum(OUTSIDE.values())) / 2**30
+    assert fits(result, needed + 1) and fits(result, needed + 1).margin == pytest.approx(2**30, abs=1)
+    assert not fits(result, needed / 2) and "are missing" in str(fits(result, needed / 2))
+
+
 def test_the_command_line_simulates(capsys):
     assert main(["simulate", "all_reduce", "--world-size", "16", "--rank", "0", "15", "--repeats", "1"]) == 0
     shown = capsys.readouterr().out
     assert "all_reduce_between_hosts_bytes" in shown and "recorded in" in shown
+    with pytest.raises(SystemExit):
+        main(["simulate"])
+    assert "PROGRAM" in capsys.readouterr().err
     assert main(["simulate", "all_reduce", "--world-size", "1"]) == 2
     assert "an all-reduce needs at least 2 ranks" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.folder import RunFolder
+from labkit.rank.held import Held
 from labkit.rank.traffic import CommunicationCounter
 from labkit.records import PLANNED_STEPS, Writer
 
@@ -175,11 +176,14 @@ class Meter:
         step = Step(index, False, self)
         counter, tracker = CommunicationCounter(mesh), tracker_of(track) if track else None
         patience = contextlib.nullcontext() if self.simulated else finished_collectives_let_go()
+        held = Held(tracker) if self.simulated and tracker else None
         with tracker or contextlib.nullcontext(), patience, counter:
             yield step
             at_end = by_category(tracker, "current", self.device) if tracker else {}
         step.write()
         write_sent(self.writer, counter, index)
+        if held:
+            held.write(self.writer, index)
         memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():

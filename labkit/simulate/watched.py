@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit import requirements
 from labkit.folder import VARIABLE, RunFolder, simulated_ranks, write_json
+from labkit.rank.held import Held
 from labkit.rank.meter import by_category, write_sent
 from labkit.rank.traffic import CommunicationCounter
 from labkit.records import Writer
@@ -66,6 +67,7 @@ class Steps:
     def __init__(self, writer: Writer):
         self.counter, self.tracker = CommunicationCounter(), WholeProgram()
         self._writer, self._index = writer, WARM_UP
+        self._held: Held | None = None
 
     def next(self) -> None:
         """An optimizer has updated parameters."""
@@ -75,10 +77,13 @@ class Steps:
             whole = self.tracker.peak()["total"]
             self._writer.write("memory", "start_peak_total", WARM_UP, bytes=whole)
             self.tracker.forget_peak()
+            self._held = Held(self.tracker)
         self._index += 1
 
     def close(self) -> None:
         """The program has ended."""
+        if self._held:
+            self._held.write(self._writer, self._index)
         write_sent(self._writer, self.counter, max(self._index, 0))
         for name, amount in self.tracker.peak().items():
             self._writer.write("memory", f"peak_{name}", max(self._index, 0), bytes=amount)
