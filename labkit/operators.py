@@ -21,6 +21,9 @@ from labkit.theory.steptime import Operator
 class OperatorCounter(TorchDispatchMode):
     """Writes down every operator inside.
 
+    Attributes:
+        operators: in the order in which they ran.
+
     Bytes are those of all tensors that an operator reads or writes, as if no cache kept any. A view moves none.
     """
 
@@ -38,6 +41,8 @@ class OperatorCounter(TorchDispatchMode):
         """Run the operator, and write it down."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace != "aten":  # torch's own notes, such as a tensor's device
+            return result
         packet = func.overloadpacket
         moved = 0 if func.is_view else moved_bytes(func, args, kwargs, result)
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0

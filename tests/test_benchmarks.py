@@ -66,3 +66,11 @@ def test_the_launch_benchmark_compares_and_breaks_down(bench, tmp_path, capsys):
     for way in ("warm", "cold"):
         assert sum(result["breakdown_ms"][way].values()) > 50 and min(result["breakdown_ms"][way].values()) >= 0
     assert (tmp_path / "launch.png").stat().st_size > 5000
+
+
+def test_the_published_benchmark_holds_the_formulas_against_what_others_measured(bench, capsys):
+    bench("published").main()
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert result["ok"] and result["held_out"] == 8 and 1 < result["speed_factor"] < 1.1
+    assert sum("fitted to this row" in line for line in lines) == 2

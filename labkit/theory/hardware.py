@@ -18,12 +18,12 @@ from labkit.theory.collectives import AlphaBeta
 
 GIGA, TERA, MIB, US = 1e9, 1e12, 2**20, 1e-6
 NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-NCCL = "NCCL's src/graph/tuning.cc, ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
+NCCL = "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
 GAP = "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
 DRIVER = "the driver's own total (nvidia-smi); the sheet says {} GB"
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/"
 H100_TITAN = TITAN + "benchmarks/llama3_h100_202412_torchtitan.md"
-CALIBRATED = "calibrated, not published: see labkit.theory.transformer, {}"
+CALIBRATED = "what the first row of labkit.theory.published.{} implies"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _sheet(sheet: str, system: str, matmul_share: str, memory: str, between: str
 
 
 _HOPPER = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
-_HOPPER_SHARE, _AMPERE_SHARE = 0.5, 0.5
+_HOPPER_SHARE, _AMPERE_SHARE = 0.436, 0.651
 _H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture, table 2: https://resources.nvidia.com/en-us-tensor-core"
 _DGX = {
     name: f"https://docs.nvidia.com/dgx/{name}-user-guide/introduction-to-{name}.html"

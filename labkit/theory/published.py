@@ -58,11 +58,11 @@ H100_ROWS = (
 )
 A100_ROWS = (
     Row("Llama 3 8B", Training(LLAMA_3_8B, 1, 8192, 64), "a100-8x", 2973),
-    Row("Llama 3 70B, full", Training(LLAMA_3_70B, 1, 8192, 64, "full"), "a100-8x", 331),
-    Row("Llama 2 13B, none", Training(LLAMA_2_13B, 2, 4096, 64, "none"), "a100-8x", 2162),
+    Row("Llama 3 70B", Training(LLAMA_3_70B, 1, 8192, 64, "full"), "a100-8x", 331),
+    Row("Llama 2 13B", Training(LLAMA_2_13B, 2, 4096, 64, "none"), "a100-8x", 2162),
     Row("Llama 2 13B", Training(LLAMA_2_13B, 2, 4096, 64), "a100-8x", 1904),
     Row("Llama 2 70B", Training(LLAMA_2_70B, 1, 4096, 64), "a100-8x", 355),
-    Row("Llama 2 70B, full", Training(LLAMA_2_70B, 2, 4096, 64, "full"), "a100-8x", 353),
+    Row("Llama 2 70B", Training(LLAMA_2_70B, 2, 4096, 64, "full"), "a100-8x", 353),
 )
 
 

@@ -1,0 +1,204 @@
+"""labkit.theory.steptime by hand, against walks of rings and simulations, and against what others have published."""
+
+import random
+
+import pytest
+
+from labkit.theory import ddp
+from labkit.theory.collectives import AlphaBeta
+from labkit.theory.hardware import Hardware, hardware
+from labkit.theory.published import A100_ROWS, GIB, H100_ROWS, calibrated_share
+from labkit.theory.steptime import (
+    COMMUNICATION,
+    COMPUTE,
+    Group,
+    Operator,
+    Task,
+    Unit,
+    collective_s,
+    fsdp_program,
+    group_of,
+    operator_s,
+    schedule,
+)
+from labkit.theory.transformer import LLAMA_3_8B, LLAMA_3_70B, Training
+
+INSIDE, BETWEEN = AlphaBeta(1e-6, 1e-9), AlphaBeta(1e-5, 8e-9)
+
+
+def hosts(devices=4, cards=4, shared=False, call_s=0.0):
+    return Hardware(
+        name="test",
+        device="device",
+        devices=devices,
+        flops_per_s={"float32": 1e9},
+        memory_bytes=1,
+        memory_bytes_per_s=1e8,
+        inside=INSIDE,
+        between=BETWEEN,
+        cards=cards,
+        call_s=call_s,
+        operator_s=1e-5,
+        matmul_share=0.5,
+        shared=shared,
+    )
+
+
+def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
+    rank = hosts()
+    assert operator_s(Operator("mm", 1e6, 1e3), rank) == pytest.approx(1e-5 + 1e6 / 0.5e9)
+    assert operator_s(Operator("add", 0, 1e6), rank) == pytest.approx(1e-5 + 1e6 / 1e8)
+    assert operator_s(Operator("thin mm", 1e6, 1e6), rank) == pytest.approx(1e-5 + 1e-2)
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_ring_inside_a_host_is_its_steps_one_after_another(name, rounds, ranks):
+    handed = 1200.0
+    part = handed if name == "all_gather" else handed / ranks
+    walked = sum(INSIDE.seconds(part) for _ in range(rounds * (ranks - 1)))
+    assert collective_s(name, handed, Group(ranks), hosts(), algorithm="ring") == pytest.approx(walked)
+    assert collective_s(name, handed, Group(1), hosts()) == 0.0
+
+
+@pytest.mark.parametrize(("cards", "on_host"), [(4, 4), (1, 4), (4, 2), (4, 1), (1, 1)])
+def test_the_busiest_card_or_link_holds_a_ring_up(cards, on_host):
+    """Every group of the axis runs its rings at once; bytes over each host's border are added up, card by card."""
+    devices, machines, size = 4, 3, 10e9
+    ranks = machines * on_host
+    groups = devices // on_host
+    leaving_a_rank = size * (ranks - 1) / ranks
+    leaving_a_host = groups * leaving_a_rank  # each group's rings cross a border once
+    slowest = max(leaving_a_rank * INSIDE.beta_s_per_byte, leaving_a_host / cards * BETWEEN.beta_s_per_byte)
+    found = collective_s("reduce_scatter", size, Group(ranks, machines), hosts(devices, cards))
+    assert found == pytest.approx(slowest, rel=1e-3)
+
+
+def test_latency_of_a_ring_counts_the_steps_between_hosts_apart():
+    ring = collective_s("all_gather", 1e-9, Group(8, 2), hosts(call_s=1e-3))
+    assert ring == pytest.approx(1e-3 + 6 * INSIDE.alpha_s + 1 * BETWEEN.alpha_s)
+    alike = [
+        collective_s("all_reduce", 1e-9, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")
+    ]
+    assert alike[1] == alike[2] < alike[0] / 5, "many ranks and few bytes are a tree's"
+    large = [
+        collective_s("all_reduce", 1e10, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")
+    ]
+    assert large[0] == large[2] < large[1], "many bytes are a ring's"
+
+
+def test_an_all_to_all_leaves_by_the_ranks_own_card():
+    size = 1e9
+    assert collective_s("all_to_all", size, Group(8, 2), hosts()) == pytest.approx(size / 2 * 8e-9, rel=1e-3)
+    inside = collective_s("all_to_all", size, Group(4), hosts())
+    assert inside == pytest.approx(size * 3 / 4 * 1e-9, rel=1e-3)
+
+
+def test_groups_know_their_hosts_and_errors_the_arithmetic():
+    assert group_of(range(8), 4) == Group(8, 2)
+    assert group_of([1, 5, 9], 4) == Group(3, 3) and group_of([4, 5], 4) == Group(2, 1)
+    with pytest.raises(ValueError, match=r"16 ranks on a host of 4 devices \(test\): spread them over 4 hosts"):
+        collective_s("all_gather", 1.0, Group(16), hosts())
+    with pytest.raises(ValueError, match="2 ranks on 3 hosts"):
+        Group(2, 3)
+    with pytest.raises(ValueError, match="all_gather by 'tree'"):
+        collective_s("all_gather", 1.0, Group(2), hosts(), algorithm="tree")
+    with pytest.raises(ValueError, match="'gossip' is none of all_reduce"):
+        collective_s("gossip", 1.0, Group(2), hosts())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("hidden", [True, False])
+def test_streams_overlap_as_the_buckets_of_lab_4_do(seed, hidden):
+    draw = random.Random(seed)
+    ready, takes = sorted(draw.random() for _ in range(6)), [draw.random() / 3 for _ in range(6)]
+    program = []
+    for place, (moment, message) in enumerate(zip(ready, takes, strict=True)):
+        since = moment - (ready[place - 1] if place else 0.0)
+        program.append(Task(COMPUTE, f"part {place}", since))
+        program.append(Task(COMMUNICATION, f"bucket {place}", message, (len(program) - 1,)))
+    step = schedule(program, overlaps=hidden)
+    found = [(bar.start_s, bar.end_s) for bar in step.bars if bar.stream == COMMUNICATION]
+    assert found == [pytest.approx(each) for each in ddp.journeys(ready, takes, hidden=hidden)]
+    assert step.exposed_s + step.overlapped_s == pytest.approx(sum(takes))
+    assert step.step_s == pytest.approx(step.compute_s + step.exposed_s)
+    if not hidden:
+        assert step.overlapped_s == pytest.approx(0.0)
+
+
+def test_a_task_waits_only_for_what_came_before_it():
+    with pytest.raises(ValueError, match=r"task 0 \(first\) waits for \(1,\)"):
+        schedule([Task(COMPUTE, "first", 1.0, (1,)), Task(COMPUTE, "second", 1.0)])
+    assert schedule([]).step_s == 0.0
+
+
+def starts(step):
+    return {bar.name: round(bar.start_s, 6) for bar in step.bars}
+
+
+def test_units_are_gathered_one_ahead():
+    """Three units, gather 2, forward 3, backward 6, reduce 2: each moment by hand."""
+    units = [Unit(name, 2, 3, 6, 2, regathered=name != "c") for name in "abc"]
+    step = schedule(fsdp_program(units, update_s=1.0))
+    moments = [(bar.stream, bar.name, bar.start_s) for bar in step.bars]
+    assert moments == [
+        (COMMUNICATION, "all_gather a", 0),
+        (COMMUNICATION, "all_gather b", 2),
+        (COMPUTE, "forward a", 2),
+        (COMMUNICATION, "all_gather c", 5),  # room for it once a is done
+        (COMPUTE, "forward b", 5),
+        (COMPUTE, "forward c", 8),
+        (COMMUNICATION, "all_gather b", 11),
+        (COMPUTE, "backward c", 11),
+        (COMMUNICATION, "reduce_scatter c", 17),
+        (COMPUTE, "backward b", 17),
+        (COMMUNICATION, "all_gather a", 19),  # asked for with backward b, by then c's gradients are on their way
+        (COMMUNICATION, "reduce_scatter b", 23),
+        (COMPUTE, "backward a", 23),
+        (COMMUNICATION, "reduce_scatter a", 29),
+        (COMPUTE, "optimizer", 31),
+    ]
+    assert (step.step_s, step.compute_s, step.exposed_s, step.overlapped_s) == (32, 28, 4, 12)
+
+
+def test_without_gathering_ahead_every_gather_is_waited_for():
+    units = [Unit(name, 2, 3, 6, 2) for name in "abc"]
+    step = schedule(fsdp_program(units, ahead=0))
+    assert step.exposed_s >= 6 * 2, "all six gathers"
+    slow = schedule(fsdp_program(units), overlaps=False)
+    assert slow.step_s == pytest.approx(3 * (2 + 3 + 2 + 6 + 2)) and slow.overlapped_s == 0
+
+
+def test_hybrid_sharding_replicates_after_each_reduction():
+    units = [Unit(name, 1, 3, 6, 1, replicate_s=4) for name in "ab"]
+    step = schedule(fsdp_program(units, update_s=1.0))
+    begun = starts(step)
+    ends = {bar.name: bar.end_s for bar in step.bars}
+    assert begun["all_reduce b"] == ends["reduce_scatter b"] and begun["optimizer"] == ends["all_reduce a"]
+
+
+def test_shapes_have_as_many_parameters_as_their_names_say():
+    assert LLAMA_3_8B.parameters == 8_030_261_248 and LLAMA_3_70B.parameters == 70_553_706_496
+    # torchtitan states 33 % MFU for 5762 tokens a second, of 989 TFLOP/s
+    assert 5762 * LLAMA_3_8B.model_flops(8192) / 989e12 == pytest.approx(0.337, abs=0.001)
+
+
+@pytest.mark.parametrize("rows", [H100_ROWS, A100_ROWS], ids=["h100", "a100"])
+def test_published_speeds_are_predicted_from_one_row(rows):
+    assert hardware(rows[0].hosts).matmul_share == pytest.approx(calibrated_share(rows[0]), abs=0.001)
+    ratios = [row.predicted().tokens_per_s / row.tokens_per_s for row in rows[1:]]
+    assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
+
+
+def test_published_memory_is_what_tensors_take_and_what_the_allocator_keeps_beside():
+    shares = [row.predicted().memory_bytes / GIB / row.memory_gib for row in H100_ROWS]
+    assert all(0.8 < share < 1.0 for share in shares), shares
+
+
+def test_a_network_that_is_too_slow_shows():
+    training = Training(LLAMA_3_8B, 1, 2048, 128)
+    fast = training.on(hardware("h100-8x")).time
+    slow = training.on(hardware("h100-8x", cards=1)).time
+    assert slow.exposed_s > 10 * fast.exposed_s and slow.compute_s == pytest.approx(fast.compute_s)
+    with pytest.raises(ValueError, match="12 ranks do not fill hosts of 8: 12 % 8 = 4"):
+        Training(LLAMA_3_8B, 1, 2048, 12).on(hardware("h100-8x"))
