@@ -11,14 +11,19 @@ from labkit.theory.published import A100_ROWS, GIB, H100_ROWS, calibrated_share
 from labkit.theory.steptime import (
     COMMUNICATION,
     COMPUTE,
+    Call,
     Group,
     Operator,
     Task,
+    Turn,
     Unit,
+    Wait,
+    Work,
     collective_s,
     fsdp_program,
     group_of,
     operator_s,
+    recorded_program,
     schedule,
 )
 from labkit.theory.transformer import LLAMA_3_8B, LLAMA_3_70B, Training
@@ -159,6 +164,33 @@ def test_units_are_gathered_one_ahead():
         (COMPUTE, "optimizer", 31),
     ]
     assert (step.step_s, step.compute_s, step.exposed_s, step.overlapped_s) == (32, 28, 4, 12)
+
+
+def test_a_step_recorded_on_one_device_overlaps_as_its_program_would():
+    """As a CPU records it: each unit gathered when it is needed, and each sum of gradients waited for at the end."""
+    units = [Unit(name, 2, 3, 6, 2, regathered=name != "c") for name in "abc"]
+    events = []
+    for unit in units:
+        events += [Call(f"all_gather {unit.name}", 2, early=True), Wait(len(events)), Work(f"forward {unit.name}", 3)]
+    events.append(Turn())
+    reduced = []
+    for unit in reversed(units):
+        if unit.regathered:
+            events += [Call(f"all_gather {unit.name}", 2, early=True), Wait(len(events))]
+        events.append(Work(f"backward {unit.name}", 6))
+        reduced.append(len(events))
+        events.append(Call(f"reduce_scatter {unit.name}", 2))
+    events += [*map(Wait, reduced), Work("optimizer", 1)]
+    recorded, written = schedule(recorded_program(events)), schedule(fsdp_program(units, update_s=1.0))
+    assert starts(recorded) == starts(written) and recorded.step_s == written.step_s
+
+
+def test_what_was_just_computed_cannot_be_sent_early():
+    """A layer of tensor parallelism: its sum waits for the product before it, and the next product for the sum."""
+    step = schedule(recorded_program([Work("one", 3), Call("all_reduce", 2), Wait(1), Work("two", 3)]))
+    assert (step.step_s, step.exposed_s) == (8, 2)
+    with pytest.raises(ValueError, match="event 1 waits for event 0, which is no call"):
+        recorded_program([Work("one", 3), Wait(0)])
 
 
 def test_without_gathering_ahead_every_gather_is_waited_for():

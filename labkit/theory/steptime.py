@@ -262,6 +262,88 @@ def schedule(program: Sequence[Task], *, overlaps: bool = True) -> StepTime:
 
 
 @dataclass(frozen=True)
+class Work:
+    """A program's event: arithmetic, of so many seconds."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program's event: a collective is asked for.
+
+    Attributes:
+        name: for the time line.
+        seconds: how long it takes.
+        stream: on which it runs; collectives of one group share one.
+        early: whether what it sends was there long before, as parameters are: it is then asked for one unit ahead.
+    """
+
+    name: str
+    seconds: float
+    stream: str = COMMUNICATION
+    early: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A program's event: what follows needs the result of a call, given by its place among the events."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A program's event: the backward pass begins. What it gathers is not asked for before."""
+
+
+def recorded_program(events: Sequence[Work | Call | Wait | Turn]) -> list[Task]:
+    """The tasks of a step that was recorded event by event, on a device that did one thing after another.
+
+    A call waits for the arithmetic before it, whose result it sends. An early one is asked for when the one before it
+    is used, since there is room for two: so fully sharded training gathers one unit ahead, which a recording on the CPU
+    does not show.
+
+    Raises:
+        ValueError: a wait for anything but an earlier call.
+    """
+    program: list[Task] = []
+    places: dict[int, int] = {}  # of the tasks of calls, by place among the events
+    needed: list[int] = []  # by the next arithmetic
+    computed: list[int] = []  # place of the last arithmetic, if any
+    for number, event in _asked_ahead(events):
+        if isinstance(event, Wait):
+            if event.call not in places:
+                raise ValueError(f"event {number} waits for event {event.call}, which is no call before it")
+            needed.append(places[event.call])
+        elif isinstance(event, Call):
+            places[number] = len(program)
+            after = computed if event.early else [*computed, *needed]
+            program.append(Task(event.stream, event.name, event.seconds, tuple(after)))
+        elif isinstance(event, Work):
+            program.append(Task(COMPUTE, event.name, event.seconds, (*computed, *needed)))
+            computed, needed = [len(program) - 1], []
+    return program
+
+
+def _asked_ahead(events: Sequence[Work | Call | Wait | Turn]) -> list[tuple[int, Work | Call | Wait | Turn]]:
+    """Events with their places, early calls moved to where the one before them is used, or the backward pass begins."""
+    order: list[tuple[int, Work | Call | Wait | Turn]] = []
+    ahead = 0
+    for number, event in enumerate(events):
+        if isinstance(event, Call) and event.early:
+            order.insert(ahead, (number, event))
+            ahead += 1
+            continue
+        order.append((number, event))
+        used = isinstance(event, Wait) and 0 <= event.call < number and getattr(events[event.call], "early", False)
+        if used or isinstance(event, Turn):
+            ahead = len(order)
+    return order
+
+
+@dataclass(frozen=True)
 class Unit:
     """What FSDP gathers together: the times of a step's parts, in seconds.
 
