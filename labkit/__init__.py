@@ -35,7 +35,7 @@ from labkit.launcher.progress import in_kernel
 from labkit.launcher.run import run, sweep
 from labkit.launcher.warm import keeper
 from labkit.result import RunResult, load
-from labkit.simulate import simulate
+from labkit.simulation import simulate
 
 __all__ = [
     "Host",

@@ -197,9 +197,9 @@ def train(config: Config, here: rank.Here, model: nn.Module, measure: rank.Measu
 
 @torch.no_grad()
 def look(config: Config, here: rank.Here, model: nn.Module) -> None:
-    """Record what gathering costs: in memory, in error, in the loss and in time. A collective."""
-    here.scalar("held_bytes", held_bytes(model))
+    """Record what gathering costs: in error, in the loss, in memory and in time. A collective."""
     if here.simulated:
+        here.scalar("held_bytes", held_bytes(model))
         return
     errors = gathered_errors(model)
     here.scalar("weight_error", errors.largest)
@@ -209,6 +209,7 @@ def look(config: Config, here: rank.Here, model: nn.Module) -> None:
         own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
     rounded, right = (plain_tensors(loss_of(config, here, config.steps, each))[0] for each in (model, exact))
     here.scalar("loss_change", float(rounded / right - 1))
+    here.scalar("held_bytes", held_bytes(model))
     taken, within_hooks = gather_ms(model)
     here.scalar("gather_ms", taken)
     here.scalar("hooks_ms", within_hooks)

@@ -6,8 +6,8 @@ import pytest
 
 import labkit
 from labkit.__main__ import main
-from labkit.simulate.fits import fits
-from labkit.simulate.start import simulation_of
+from labkit.simulation.fits import fits
+from labkit.simulation.start import simulation_of
 from labkit.theory.allocator import OUTSIDE
 from labkit.theory.two_dim import mlp_pairs
 

@@ -37,7 +37,7 @@ from labkit.folder import (
 )
 
 PR_SET_PDEATHSIG = 1
-AROUND = (__file__, str(Path(__file__).parents[1] / "simulate" / "world.py"))
+AROUND = (__file__, str(Path(__file__).parents[1] / "simulation" / "world.py"))
 ECHO_WORDS = (
     "connection closed by peer",
     "connection reset",

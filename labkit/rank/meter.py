@@ -2,7 +2,7 @@
 
 Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is recorded in one more
 step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU. A simulated rank
-(labkit/simulate) records what is traced and nothing else: it has neither times nor values.
+(labkit/simulation) records what is traced and nothing else: it has neither times nor values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a simulated rank finds itself in: ``python -m labkit.simulate.world PROGRAM ARGUMENTS``, started by the worker.
+"""What a simulated rank finds itself in. The worker starts ``python -m labkit.simulation.world PROGRAM ARGUMENTS``.
 
 Two things of torch make it: the process group "fake", in which every collective returns at once and has moved nothing,
 and FakeTensorMode, in which tensors have no memory. What else is replaced here has to look at numbers where the
@@ -34,9 +34,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from labkit.errors import LabError, NoValues
 from labkit.folder import ROOT, SIMULATED
 from labkit.launcher.worker import run_program
-from labkit.simulate import shards
-from labkit.simulate.reducer import replace_reducer
-from labkit.simulate.watched import measures_itself, watched
+from labkit.simulation import shards
+from labkit.simulation.reducer import replace_reducer
+from labkit.simulation.watched import measures_itself, watched
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises where a fake tensor is asked for its numbers, or for a shape that depends on them."""
@@ -44,7 +44,7 @@ REFUSALS = ("data pointer", ".numpy() is not supported", "its data is not alloca
 """Words of the errors that it raises for some ways to do so."""
 NOT_THE_PROGRAMS = (
     *(sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent)),
-    *(str(ROOT / "labkit" / folder) for folder in ("rank", "simulate", "launcher")),
+    *(str(ROOT / "labkit" / folder) for folder in ("rank", "simulation", "launcher")),
 )
 
 

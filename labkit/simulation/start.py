@@ -14,7 +14,7 @@ from labkit.launcher.run import Plan, execute, find_program, positive, resolve
 from labkit.launcher.warm import decide
 from labkit.result import MOST_RANKS, RunResult
 
-WORLD = "labkit.simulate.world"
+WORLD = "labkit.simulation.world"
 
 
 def simulate(

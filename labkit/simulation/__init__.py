@@ -10,6 +10,6 @@ holds and hands to collectives, for as many ranks as one likes, and nothing abou
 themselves.
 """
 
-from labkit.simulate.start import simulate
+from labkit.simulation.start import simulate
 
 __all__ = ["simulate"]
