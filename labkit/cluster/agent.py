@@ -7,7 +7,6 @@ result is whole although no notebook may be watching any more.
 """
 
 import contextlib
-import datetime
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from labkit.folder import RunFolder, read_json, write_json
 from labkit.launcher import failure, node, process
 from labkit.launcher.doors import Company
 from labkit.launcher.meeting import COMES_WITHIN_S, POLL_PERIOD_S, FolderBoard, Guest
-from labkit.launcher.run import FAILURE_GRACE_S, outcome_of, write_end
+from labkit.launcher.run import FAILURE_GRACE_S, outcome_of, this_moment, write_end
 
 LOOK_PERIOD_S = 0.5
 """How often a host looks whether another one has failed."""
@@ -94,8 +93,7 @@ class Agent:
     def _begin(self) -> dict[str, Any]:
         """Put aside what an earlier attempt has left, and say in run.json that this one runs."""
         kept = keep_aside(self._folder, self._place)
-        start = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-        info = read_json(self._folder.run_json) | {"exit": "running", "start": start, "attempts": kept + 1}
+        info = read_json(self._folder.run_json) | {"exit": "running", "start": this_moment(), "attempts": kept + 1}
         info.pop("error", None)
         write_json(self._folder.run_json, info)
         self._board.put("begun", {"attempt": kept})

@@ -259,9 +259,14 @@ def describe(plan: Plan) -> dict[str, Any]:
         "hosts": [host.name for host in plan.hosts],
         "python": platform.python_version(),
         "labkit": next((found.version for found in metadata.distributions(name="labkit")), "unknown"),
-        "start": datetime.datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        "start": this_moment(),
         "exit": "running",
     }
+
+
+def this_moment() -> str:
+    """Date and time, as run.json writes them."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
 
 
 def find_program(program: str | Path) -> tuple[Path, str]:

@@ -52,7 +52,7 @@ PartitionName=blind Nodes=n1,n5
 
 
 class Slurm:
-    """A cluster of two nodes, for as long as the tests need it."""
+    """A cluster on this machine, for as long as the tests need it."""
 
     def __init__(self, folder: Path, unseen: Path):
         self.folder, self.unseen, self.settings = folder, unseen, folder / "slurm.conf"

@@ -1,4 +1,4 @@
-"""labkit.submit on a real Slurm: two nodes on this machine, four ranks, jobs that end well and otherwise."""
+"""labkit.submit on a real Slurm, whose nodes are all on this machine: jobs that end well and otherwise."""
 
 import json
 import re
