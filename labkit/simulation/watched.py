@@ -26,6 +26,7 @@ from labkit.rank.held import Held
 from labkit.rank.meter import by_category, write_sent
 from labkit.rank.traffic import CommunicationCounter
 from labkit.records import Writer
+from labkit.simulation.around import MESH_MAKERS
 
 WARM_UP = -1
 
@@ -44,7 +45,7 @@ def measures_itself(target: str) -> bool:
 
 
 @contextlib.contextmanager
-def watched(rank: int, world_size: int) -> Iterator[None]:
+def watched(rank: int, world_size: int) -> Iterator["WholeProgram"]:
     """In here, record what a program holds and sends; enter it where tensors are simulated already."""
     folder = RunFolder(Path(os.environ[VARIABLE]))
     if rank == simulated_ranks()[0]:
@@ -54,7 +55,7 @@ def watched(rank: int, world_size: int) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(lambda *unused: steps.next())
     try:
         with steps.tracker, steps.counter, meshes_told_to(steps):
-            yield
+            yield steps.tracker
     finally:
         hook.remove()
         steps.close()
@@ -99,14 +100,26 @@ def meshes_told_to(steps: Steps) -> Iterator[None]:
         steps.counter.follow(mesh)
         return mesh
 
-    modules: list[Any] = [device_mesh, torch.distributed]
-    for module in modules:
+    for module in MESH_MAKERS:
         module.init_device_mesh = make_and_tell
     yield
 
 
 class WholeProgram(MemTracker):
-    """torch's tracker, which by itself takes one step and keeps accounts of modules: here many, and of the whole."""
+    """torch's tracker, which by itself takes one step and keeps accounts of modules: here many, and of the whole.
+
+    Attributes:
+        most: bytes that were held at most since the program asked to forget it; ``peak`` is of a step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes now."""
+        return by_category(self, "current", torch.device("cpu")).get("total", 0)
 
     def peak(self) -> dict[str, int]:
         """Bytes of each category at the moment when most was held."""
@@ -139,6 +152,7 @@ class WholeProgram(MemTracker):
         modules, self.memory_tracking = self.memory_tracking, type(self.memory_tracking)()
         super()._update_peak_stats(peak_state)
         self.memory_tracking = modules
+        self.most = max([self.most, *(held["Total"] for held in self._curr_mem_snap.values())])
 
 
 def describe(world_size: int) -> dict[str, Any]:
