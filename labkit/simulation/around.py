@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.tensor import device_mesh as older
 from torch.utils import data
 from torch.utils.data import dataloader
 
@@ -21,7 +22,7 @@ from labkit.errors import ParameterError
 
 WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "pin_memory")
 """Arguments of a DataLoader for processes that prepare samples ahead. Simulated tensors cannot go from one to another."""
-MESH_MAKERS: list[Any] = [device_mesh, torch.distributed, torch.distributed.tensor, _fsdp_init]
+MESH_MAKERS: list[Any] = [device_mesh, torch.distributed, torch.distributed.tensor, older, _fsdp_init]
 """Modules that make meshes, for a program or, where it gives none, for themselves: each has torch's function by name."""
 
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from labkit import requirements
 from labkit.folder import VARIABLE, RunFolder, simulated_ranks, write_json
 from labkit.rank.held import Held
-from labkit.rank.meter import by_category, write_sent
+from labkit.rank.meter import by_category, run_again, write_sent
 from labkit.rank.traffic import CommunicationCounter
 from labkit.records import Writer
 from labkit.simulation.around import MESH_MAKERS
@@ -115,6 +115,7 @@ class WholeProgram(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
+        self._pre_fw_hook = run_again(self, self._pre_fw_hook)
 
     @property
     def held(self) -> int:
@@ -129,12 +130,6 @@ class WholeProgram(MemTracker):
         """Look for the peak of what comes from now on."""
         self._peak_mem_snap = self.get_tracker_snapshot()
         self._peak_mem = {device: held["Total"] for device, held in self._peak_mem_snap.items()}
-
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        outermost = not set(self._mod_tracker.parents) - {self._mod_tracker.get_known_fqn(module), "Global"}
-        if outermost and not self._mod_tracker.is_bw:
-            self.reset_mod_stats()  # a module that is called again would be refused
-        super()._pre_fw_hook(module, inputs)
 
     def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if module in self.memory_tracking:
