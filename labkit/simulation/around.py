@@ -1,7 +1,7 @@
 """What programs do around the training itself: they draw samples, scale losses, save, and start their own ranks.
 
-In a simulation samples are drawn with real numbers, in the process of the rank; every scaled gradient is finite; no file
-is written in place of numbers that there are not; and of the ranks that a program starts, one is already there.
+In a simulation samples are drawn with real numbers, in the process of the rank. Every scaled gradient is finite. No file
+is written, since there is nothing to write. Of the ranks that a program starts, one is already there.
 """
 
 import functools
@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import device_mesh as older
 from torch.utils import data
 from torch.utils.data import dataloader
@@ -21,9 +22,9 @@ from torch.utils.data import dataloader
 from labkit.errors import ParameterError
 
 WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "pin_memory")
-"""Arguments of a DataLoader for processes that prepare samples ahead. Simulated tensors cannot go from one to another."""
+"""Arguments of a DataLoader for processes that prepare samples: simulated tensors cannot go from one to another."""
 MESH_MAKERS: list[Any] = [device_mesh, torch.distributed, torch.distributed.tensor, older, _fsdp_init]
-"""Modules that make meshes, for a program or, where it gives none, for themselves: each has torch's function by name."""
+"""Modules in which a program, or FSDP2 where the program gives no mesh, finds torch's function that makes one."""
 
 
 def replace_what_is_around() -> None:
@@ -39,8 +40,16 @@ def replace_what_is_around() -> None:
     scaler._maybe_opt_step = lambda scaler, optimizer, unused, *args, **kwargs: optimizer.step(*args, **kwargs)
     scaler.get_scale = lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0
     scaler._get_growth_tracker = lambda scaler: scaler._init_growth_tracker
+    sharded: Any = ShardedGradScaler
+    sharded._amp_update_scale_cpu_ = count_a_finite_step
     torch.save = save_nothing
-    torch.multiprocessing.spawn = be_one_of
+    processes: Any = torch.multiprocessing
+    processes.spawn = be_one_of
+
+
+def count_a_finite_step(scaler: Any, unused: Any) -> None:
+    """Of ShardedGradScaler, on a CPU: it takes a new tensor to count."""
+    scaler._growth_tracker = scaler._growth_tracker + 1
 
 
 def with_values(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """GPUs for a simulated program that was written for them: there are none, and its tensors stay on the CPU.
 
 A program names GPUs where it makes and moves tensors, and asks ``torch.cuda`` and ``torch.accelerator`` this and that.
-Here every tensor that it wants on a GPU is on the CPU, like all simulated ones. The questions are answered as they would
-be on the cluster that is simulated, as far as a simulation knows the answer:
+Here every tensor that it wants on a GPU is on the CPU, like all simulated ones. The questions are answered as on the
+cluster that is simulated, as far as a simulation knows the answer:
 
 - a host has GPUs, one for each of its ranks, and they can do bfloat16. Most programs take another way without a GPU, or
   leave; to simulate that way would be to simulate another run. torch itself is told the truth, since it would use them;
@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
@@ -91,7 +92,7 @@ def unless_torch_asks(function: Callable[..., Any], answer: Any) -> Callable[...
     return ask
 
 
-class Event(torch.cpu.Event):
+class Moment(torch.cpu.Event):
     """A moment that nobody has measured; takes the arguments of torch.cuda's."""
 
     def __init__(self, *unused: Any, **others: Any):
@@ -102,7 +103,7 @@ class Event(torch.cpu.Event):
         return math.nan
 
 
-class Stream(torch.cpu.Stream):
+class Queue(torch.cpu.Stream):
     """Work in its order, which is all the order there is; takes the arguments of torch.cuda's."""
 
     def __init__(self, *unused: Any, **others: Any):
@@ -113,13 +114,13 @@ class Stream(torch.cpu.Stream):
 
     def record_event(self, event: Any = None) -> Any:
         """The moment at which the work so far is done."""
-        return event or Event()
+        return event or Moment()
 
 
 class Answers:
     """Functions of ``torch.cuda`` and ``torch.accelerator``, by their names."""
 
-    Event, Stream = Event, Stream
+    Event, Stream = Moment, Queue
 
     def __init__(self, memory: Memory):
         self._memory, self._index = memory, 0
@@ -145,8 +146,8 @@ class Answers:
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(stream)
 
-    def current_stream(self, device: Any = None) -> Stream:
-        return Stream()
+    def current_stream(self, device: Any = None) -> Queue:
+        return Queue()
 
     default_stream = current_stream
 
@@ -244,7 +245,7 @@ def replace_devices() -> None:
         torch.amp.autocast: "device_type",
         torch.amp.GradScaler: "device",
         _device.DeviceContext: "device",  # of `with torch.device(...)` and set_default_device
-        dist.DeviceMesh: "device_type",
+        DeviceMesh: "device_type",
     }
     for kind, name in made_for.items():
         kind.__init__ = made_for_cpu(kind.__init__, name)

@@ -115,7 +115,7 @@ class WholeProgram(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
-        self._pre_fw_hook = run_again(self, self._pre_fw_hook)
+        self._pre_fw_hook = run_again(self, self._pre_fw_hook)  # type: ignore[method-assign]
 
     @property
     def held(self) -> int:

@@ -77,7 +77,8 @@ def replace_what_needs_values(rank: int, world_size: int) -> None:
         with unset_fake_temporarily():
             join("fake", rank=rank, world_size=world_size, store=FakeStore())
 
-    for module in (distributed, distributed.distributed_c10d, device_mesh):
+    modules: list[Any] = [distributed, distributed.distributed_c10d, device_mesh]
+    for module in modules:
         module.init_process_group = join_fake
     distributed.new_group = distributed.distributed_c10d.new_group = of_any_backend(distributed.new_group)
     # a mesh is made of ranks, and these are numbers in tensors

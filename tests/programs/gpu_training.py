@@ -28,7 +28,8 @@ training, _ = random_split(samples, [64, 6])
 sampler = DistributedSampler(training, num_replicas=2, rank=0)
 loader = DataLoader(training, batch_size=8, sampler=sampler, num_workers=2 * on_gpu, pin_memory=on_gpu)
 
-model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())), nn.Linear(64, 10))
+blocks = (layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()))
+model = nn.Sequential(*blocks, nn.Linear(64, 10))
 if "SHARD" in os.environ:
     mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
     for layer in model:
