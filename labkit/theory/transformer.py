@@ -254,23 +254,73 @@ class Training:
         return Operator("mm", 2 * self.tokens * weights, dtype=self.dtype)
 
     def memory_bytes(self) -> float:
-        """What a rank's tensors take when the loss's gradient has just been made: the most of the step.
-
-        Shards in float32 with Adam's two numbers; what blocks keep; the logits' log-softmax, its gradient and the
-        logits' gradient in float32; the gathered root and the last block.
+        """What a rank's tensors take when they take most: the largest of the moments at which that may be.
 
         Raises:
             ValueError: no checkpointing, where it depends on each operator what is kept.
         """
-        model = self.model
         if self.checkpointing == "none":
             raise ValueError("checkpointing none: what is kept was not counted; take selective or full, or simulate it")
-        kept = NUMBER * model.width
-        if self.checkpointing == "selective":
-            kept += NUMBER * (sum(model.product_widths[::2]) + model.width) + FLOAT * model.heads
+        last = self.model.layers - 1
+        backward = [self._bytes_in_backward(block) for block in {last, max(0, last - 1), min(1, last), 0}]
+        return max(self._bytes_at_loss(), *backward, self._bytes_at_end())
+
+    def _bytes_at_loss(self) -> float:
+        """When the loss's gradient has just been made.
+
+        Shards in float32 with Adam's two numbers; what blocks keep, and the last norm in float32; the logits'
+        log-softmax, its gradient and the logits' gradient in float32; the gathered root and the last block.
+        """
+        model = self.model
         return (
-            3 * FLOAT * model.parameters / self.ranks
-            + kept * self.tokens * model.layers
+            self._shard_bytes
+            + self._kept * self.tokens * model.layers
+            + 2 * FLOAT * self.tokens * model.width
+            + NUMBER * self.tokens * model.width
             + 3 * FLOAT * self.tokens * model.vocab
             + NUMBER * (model.root_parameters + model.block_parameters)
         )
+
+    def _bytes_in_backward(self, block: int) -> float:
+        """In the middle of a block's backward pass, with the gradient of SwiGLU's product.
+
+        Shards as above, gradients of the blocks behind it reduced, those of the one behind it still on their way in
+        float32; what this block and those before it keep; gathered root, this block and the next; gradients of the
+        output layer and of the last product; what the block recomputed, and gradients of its feedforward part.
+        """
+        model = self.model
+        behind = model.layers - 1 - block
+        d, k, f = model.width, model.kv_width, model.feedforward
+        recomputed = {"full": 26 * d + 4 * k + 12 * f + FLOAT * model.heads, "selective": 22 * d + 2 * k + 10 * f}
+        return (
+            self._shard_bytes
+            + FLOAT * model.block_parameters * behind / self.ranks
+            + FLOAT * model.block_parameters * (behind > 0)
+            + self._kept * self.tokens * (block + 1)
+            + NUMBER * (model.root_parameters + model.block_parameters * (1 + (block > 0)))
+            + NUMBER * (model.vocab * d + d * f)
+            + recomputed[self.checkpointing] * self.tokens
+        )
+
+    def _bytes_at_end(self) -> float:
+        """When the root's gradients are reduced, last of all: they, and a copy in float32; shards of all gradients."""
+        model = self.model
+        return (
+            self._shard_bytes
+            + FLOAT * model.parameters / self.ranks
+            + (NUMBER + FLOAT) * model.root_parameters
+        )
+
+    @property
+    def _shard_bytes(self) -> float:
+        """Of parameters and Adam's two numbers."""
+        return 3 * FLOAT * self.model.parameters / self.ranks
+
+    @property
+    def _kept(self) -> int:
+        """Bytes that a block keeps of a token for the backward pass."""
+        model = self.model
+        kept = NUMBER * model.width
+        if self.checkpointing == "selective":
+            kept += NUMBER * (sum(model.product_widths[::2]) + model.width) + FLOAT * model.heads
+        return kept
