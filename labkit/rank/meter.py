@@ -252,6 +252,8 @@ def tracker_of(track: Sequence[Any]) -> Any:
 
         optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
         tracker: Any = FSDPMemTracker(sharded, optimizer)
+        # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third of a simulation
+        tracker.memory_tracking = {}
         watch = tracker._fsdp_state_pre_forward
         tracker._fsdp_state_pre_forward = lambda unit, begin: run_again(tracker, watch(unit, begin), unit)
         return tracker
