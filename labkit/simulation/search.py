@@ -35,7 +35,7 @@ def simulate_each(asked: Sequence[Simulation], title: str, ended: Callable[[int,
     try:
         with keeper.during_a_run(asked[0].warm if asked else False):
             pass  # the parent of warm launches imports now: a thread that waits for it would hear no interrupt
-        with contextlib.closing(_as_they_end(asked, lambda: display.show(progress, []))) as outcomes:
+        with contextlib.closing(_as_they_end(asked, progress, display)) as outcomes:
             for place, result in outcomes:
                 progress.best = ended(place, result)
                 progress.done_steps += 1
@@ -57,16 +57,18 @@ class Progress(State):
         return ", ".join(filter(None, [how_far, passed, self.best, self.waits]))
 
 
-class Stoppable(Display):
-    """Of one simulation: shows nothing, and ends it once the search was stopped."""
+class Silent(Display):
+    """Of one simulation: it shows nothing but that it waits, and ends the simulation once the search was stopped."""
 
-    def __init__(self, stopped: threading.Event):
-        self._stopped, self._is_told = stopped, False
+    def __init__(self, search: Progress, stopped: threading.Event):
+        self._search, self._stopped, self._is_told = search, stopped, False
 
     def wait(self, text: str) -> None:
+        self._search.waits = text
         self._look()
 
     def show(self, state: State, lines: list[str]) -> None:
+        self._search.waits = ""
         self._look()
 
     def _look(self) -> None:
@@ -75,26 +77,30 @@ class Stoppable(Display):
             raise KeyboardInterrupt
 
 
-def _as_they_end(asked: Sequence[Simulation], meanwhile: Callable[[], None]) -> Generator[tuple[int, Outcome]]:
+def _as_they_end(
+    asked: Sequence[Simulation], progress: Progress, display: Display
+) -> Generator[tuple[int, Outcome], None, None]:
     """Each one's place and outcome, in the order in which they end."""
     stopped = threading.Event()
     with ThreadPoolExecutor(len(requirements.cores())) as pool:
         try:
-            places = {pool.submit(_simulated, each, stopped): place for place, each in enumerate(asked)}
+            places = {
+                pool.submit(_simulated, each, Silent(progress, stopped)): place for place, each in enumerate(asked)
+            }
             left: set[Future[Outcome]] = set(places)
             while left:
+                display.show(progress, [])
                 done, left = wait(left, LOOK_PERIOD_S, FIRST_COMPLETED)
                 yield from ((places[each], each.result()) for each in sorted(done, key=lambda each: places[each]))
-                meanwhile()
         finally:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _simulated(asked: Simulation, stopped: threading.Event) -> Outcome:
+def _simulated(asked: Simulation, display: Display) -> Outcome:
     """One of them, in a thread of its own."""
     try:
-        with shown_on(Stoppable(stopped)):
+        with shown_on(display):
             return execute(asked, b"")
     except LabError as error:
         return error
