@@ -157,11 +157,11 @@ def apply(config: Config, mesh: DeviceMesh, lab: DecoderModel) -> tuple[nn.Modul
 
 
 def adam_of(model: nn.Module) -> Optimizer:
-    """Adam in one kernel for all parameters on the same axes: it takes no mixture."""
+    """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensors no long lists well."""
     together: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        together.setdefault(axes, []).append(parameter)
+        together.setdefault((*name.split(".")[:2], axes), []).append(parameter)
     return torch.optim.Adam([{"params": group} for group in together.values()], lr=1e-3, fused=True)
 
 
