@@ -21,10 +21,10 @@ from labkit.launcher.run import combinations, find_program, new_name, positive
 from labkit.result import RunResult
 from labkit.simulation.candidates import Candidate, Plan
 from labkit.simulation.fits import GIB, fits
+from labkit.simulation.reckoned import filled, hardware_of, reckon
 from labkit.simulation.search import Outcome, simulate_each
 from labkit.simulation.start import Simulation, simulate, simulation_of
 from labkit.theory.hardware import Hardware
-from labkit.theory.hardware import hardware as called
 from labkit.theory.sizes import even_share
 
 SIZES = {"peak": "peak_total", "reserved": "gpu_reserved"}
@@ -66,7 +66,7 @@ def plan(
         ParameterError: an argument is wrong, the program accepts no candidate, or there are too many.
         KeyboardInterrupt: an interrupt; the message says where the results so far are kept.
     """
-    machines = machines_of(hardware)
+    machines = [hardware_of(each) for each in as_list(hardware)]
     config_class = config.read_config(find_program(program)[0])
     to_try = getattr(config_class, "CANDIDATES", {}) | {"world_size": world_size} | params
     values = {name: as_list(each) for name, each in to_try.items()}
@@ -76,8 +76,7 @@ def plan(
         samples = None
     elif samples is None:
         samples = max(values["world_size"])
-    how = {"ranks_per_host": next(iter(machines.values())).devices, "timeout_s": timeout_s, "warm": True}
-    checked = [check(program, one, samples, how) for one in asked]
+    checked = [check(program, one, samples, machines, timeout_s) for one in asked]
     varied = [name for name, each in values.items() if len(each) > 1 and name != "world_size"]
     candidates = [candidate for candidate, _ in checked]
     found = Plan(Path(program).stem, varied, candidates, budget_gib, dollars_per_hour)
@@ -92,7 +91,7 @@ def refuse_too_many(values: Mapping[str, Sequence[Any]], count: int, limit: int)
         raise ParameterError(f"{product} = {count} candidates, but 1 to {limit} are allowed: change the lists, or limit")
 
 
-def search(found: Plan, simulations: Sequence[Simulation | None], machines: Mapping[str, Hardware]) -> Plan:
+def search(found: Plan, simulations: Sequence[Simulation | None], machines: Sequence[Hardware]) -> Plan:
     """Simulate what was accepted, and keep what is known in a folder after each of them."""
     places = [place for place, simulation in enumerate(simulations) if simulation]
     if not places:
@@ -115,25 +114,20 @@ def search(found: Plan, simulations: Sequence[Simulation | None], machines: Mapp
     return replace(found)  # its table is made anew
 
 
-def told(candidate: Candidate, outcome: Outcome, machines: Mapping[str, Hardware]) -> Candidate:
+def told(candidate: Candidate, outcome: Outcome, machines: Sequence[Hardware]) -> Candidate:
     """The candidate with what its simulation says."""
     if not isinstance(outcome, RunResult):
         return replace(candidate, reason=str(outcome).partition("\n")[0])
     sizes = {name: int(outcome.value(f"{value}_bytes")) for name, value in SIZES.items()}
-    times = {name: reckoned(outcome, machine) for name, machine in machines.items()}
+    times = {machine.name: times_of(outcome, machine) for machine in machines}
     return replace(candidate, reason="", folder=str(outcome.folder), sizes=sizes, times=times)
 
 
-def machines_of(hardware: Machines) -> dict[str, Hardware]:
-    """Kinds of hosts by their names. Raises ParameterError for a name of none, or where hosts differ in devices."""
-    try:
-        found = [called(each) if isinstance(each, str) else each for each in as_list(hardware)]
-    except ValueError as error:
-        raise ParameterError(str(error)) from None
-    if len({each.devices for each in found}) != 1:
-        sizes = ", ".join(f"{each.name} has {each.devices}" for each in found)
-        raise ParameterError(f"hosts of one plan have the same number of devices, and {sizes}: make a plan for each")
-    return {each.name: each for each in found}
+def times_of(result: RunResult, machine: Hardware) -> dict[str, float]:
+    """What is reckoned for a kind of hosts, and the memory that it has."""
+    step = reckon(result, machine)
+    times = {"step_s": step.time.step_s, "compute_s": step.time.compute_s, "exposed_s": step.time.exposed_s}
+    return times | {"mfu": step.model_flops_share, "memory_bytes": step.hardware.memory_bytes}
 
 
 def as_list(value: Any) -> list[Any]:
@@ -154,26 +148,65 @@ def new_folder(program: str | Path) -> Path:
 
 
 def check(
-    program: str | Path, one: Mapping[str, Any], samples: int | None, how: Mapping[str, Any]
+    program: str | Path, one: Mapping[str, Any], samples: int | None, machines: Sequence[Hardware], timeout_s: float
 ) -> tuple[Candidate, Simulation | None]:
-    """A candidate, and its simulation where the program accepts it."""
+    """A candidate, and its simulation where the program accepts it and its ranks fill hosts."""
     world_size, params = one["world_size"], {name: value for name, value in one.items() if name != "world_size"}
-    candidate = Candidate(world_size, params, samples)  # it gets its batch below
     config_class = config.read_config(find_program(program)[0])
     try:
         if samples is not None:
             lines = world_size // params.get("tp", getattr(config_class, "tp", 1))
             params["batch"] = even_share(samples, max(1, lines * params.get("accumulate", 1)), "samples =")
-        simulation = simulation_of(program, world_size=world_size, **how, **params)
+        on_host = [filled(world_size, machine.devices, machine) for machine in machines][0]
+        how = {"world_size": world_size, "ranks_per_host": on_host, "timeout_s": timeout_s, "warm": True}
+        simulation = simulation_of(program, **how, **params)
     except ValueError as error:
-        return replace(candidate, reason=str(error)), None
+        return Candidate(world_size, params, samples, reason=str(error)), None
     made = config.make(config_class, params) if config_class else None
-    tokens = made.tokens() if hasattr(made, "tokens") else None
-    return replace(candidate, tokens=tokens), simulation
+    tokens = made.tokens() if made and hasattr(made, "tokens") else None
+    return Candidate(world_size, params, samples, tokens), simulation
 
 
-def reckoned(result: RunResult, machine: Hardware) -> dict[str, float]:
-    """Interim: communication alone, until steps are reckoned."""
-    wire = sum(result.value(name) for name in result.summary() if name.endswith("wire_bytes") and "/" not in name)
-    step_s = wire * machine.between.beta_s_per_byte
-    return {"memory_bytes": machine.memory_bytes, "step_s": step_s, "compute_s": 0.0, "exposed_s": step_s}
+def largest(
+    parameter: str,
+    program: str | Path = "decoder",
+    *,
+    world_size: int = 64,
+    hardware: str | Hardware = "h100-8x",
+    budget_gib: float | None = None,
+    at_most: int = 2**20,
+    step: int = 1,
+    **params: Any,
+) -> int:
+    """The largest value of a parameter with which a rank fits, such as ``batch`` or ``sequence``.
+
+    It is doubled until nothing fits, and then the gap is halved: some ten simulations, one after another.
+
+    Args:
+        parameter: a parameter of the program with which memory grows.
+        program: as for ``simulate``.
+        world_size: how many ranks.
+        hardware: the kind of hosts.
+        budget_gib: what a rank may take of its device, in GiB; by default all that the device has.
+        at_most: larger values are not tried.
+        step: only multiples of this are.
+        **params: other parameters of the program.
+
+    Returns:
+        The value; 0 where not even the smallest fits.
+    """
+    machine = hardware_of(hardware)
+    budget_gib = budget_gib or machine.memory_bytes / GIB
+
+    def is_enough(steps: int) -> bool:
+        how = {"world_size": world_size, "ranks_per_host": min(world_size, machine.devices), "warm": True}
+        return bool(fits(simulate(program, **how, **params, **{parameter: steps * step}), budget_gib))
+
+    low, high = 0, 1
+    while high * step <= at_most and is_enough(high):
+        low, high = high, 2 * high
+    high = min(high, at_most // step + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_enough(middle) else (low, middle)
+    return low * step
