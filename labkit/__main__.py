@@ -4,6 +4,7 @@
     python -m labkit run convnext_spatial --nproc 4 --width 256   # a run, as labkit.run does it in a notebook
     python -m labkit run convnext_spatial --help                  # the parameters of this program
     python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096    # one rank of 1024: memory and traffic
+    python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x    # and how long its step would take there
     python -m labkit show runs/<a run's folder>                   # the table of an earlier run
 
     python -m labkit runs                             # the newest runs; --program fsdp_wrap, --limit 100
@@ -63,7 +64,9 @@ class Run:
 
 @dataclass
 class Simulate:
-    """Simulate one rank of many, or several, and show its summary: memory and communication, no values and no times.
+    """Simulate one rank of many, or several, and show its summary: memory and communication, no values.
+
+    With a hardware its step's time is reckoned; no time is measured.
 
     ``simulate PROGRAM --help`` lists the parameters of a program.
     """
@@ -74,8 +77,10 @@ class Simulate:
     """Number of ranks among which the program finds itself."""
     rank: tuple[int, ...] = (0,)
     """Those that are simulated."""
-    ranks_per_host: int = 8
-    """GPUs of a host."""
+    hardware: str | None = None
+    """Kind of host for which the step's time is reckoned, such as h100-8x."""
+    ranks_per_host: int | None = None
+    """GPUs of a host; by default those of the hardware, or 8."""
     timeout_s: float = 600
     """Seconds after which the simulation is stopped."""
 
