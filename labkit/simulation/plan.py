@@ -157,8 +157,9 @@ def check(
         if samples is not None:
             lines = world_size // params.get("tp", getattr(config_class, "tp", 1))
             params["batch"] = even_share(samples, max(1, lines * params.get("accumulate", 1)), "samples =")
-        on_host = [filled(world_size, machine.devices, machine) for machine in machines][0]
-        how = {"world_size": world_size, "ranks_per_host": on_host, "timeout_s": timeout_s, "warm": True}
+        for machine in machines:
+            filled(world_size, machine.devices, machine)
+        how = {"world_size": world_size, "hardware": machines[0], "timeout_s": timeout_s, "warm": True}
         simulation = simulation_of(program, **how, **params)
     except ValueError as error:
         return Candidate(world_size, params, samples, reason=str(error)), None
@@ -199,7 +200,7 @@ def largest(
     budget_gib = budget_gib or machine.memory_bytes / GIB
 
     def is_enough(steps: int) -> bool:
-        how = {"world_size": world_size, "ranks_per_host": min(world_size, machine.devices), "warm": True}
+        how = {"world_size": world_size, "hardware": machine, "warm": True}
         return bool(fits(simulate(program, **how, **params, **{parameter: steps * step}), budget_gib))
 
     low, high = 0, 1

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from labkit import requirements
 from labkit.errors import LabError
 from labkit.launcher.progress import Display, State, choose_display, shown_on
-from labkit.launcher.run import execute
 from labkit.launcher.warm import keeper
 from labkit.result import RunResult
-from labkit.simulation.start import Simulation
+from labkit.simulation.start import Simulation, carry_out
 
 LOOK_PERIOD_S = 0.2
-Outcome = RunResult | LabError
+Outcome = RunResult | LabError | ValueError
 
 
 def simulate_each(asked: Sequence[Simulation], title: str, ended: Callable[[int, Outcome], str]) -> None:
@@ -101,6 +100,6 @@ def _simulated(asked: Simulation, display: Display) -> Outcome:
     """One of them, in a thread of its own."""
     try:
         with shown_on(display):
-            return execute(asked, b"")
-    except LabError as error:
+            return carry_out(asked)
+    except (LabError, ValueError) as error:
         return error
