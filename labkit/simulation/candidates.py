@@ -190,7 +190,7 @@ class Plan:
         return f"<p>{escape(self._headline())}</p>{self._shown().to_html(index=False)}<ul>{others}</ul>"
 
     def _headline(self) -> str:
-        limit = "all memory of a device" if self.budget_gib is None else f"{self.budget_gib:g} GiB"
+        limit = "the memory of a device" if self.budget_gib is None else f"{self.budget_gib:g} GiB"
         return f"plan of {self.program}: {len(self.fitting)} of {len(self.frame)} fit in {limit}; reckoned, not measured"
 
     def _shown(self) -> pandas.DataFrame:
