@@ -163,7 +163,7 @@ def apply(config: Config, mesh: DeviceMesh, lab: DecoderModel) -> tuple[nn.Modul
 
 
 def adam_of(model: nn.Module) -> Optimizer:
-    """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensors no long lists well."""
+    """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensor is slow with many."""
     together: dict[Any, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()

@@ -261,10 +261,10 @@ def tracker_of(track: Sequence[Any]) -> Any:
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
         optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
-        tracker = FSDPMemTracker(sharded, optimizer)
+        of_units = FSDPMemTracker(sharded, optimizer)
         # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third of a simulation
-        tracker.memory_tracking = {}  # type: ignore[assignment]
-        return tracker
+        of_units.memory_tracking = {}  # type: ignore[assignment]
+        return of_units
     from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
 
     tracker = MemTracker()
