@@ -93,8 +93,9 @@ class Recorder(CommunicationCounter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        # DTensor asks for shapes with fake tensors of its own: those operators run nowhere
-        if result is not NotImplemented and active_fake_mode() is self._fake:
+        if func.namespace == "prim" or result is NotImplemented:  # half of all calls ask for a tensor's device
+            return result
+        if active_fake_mode() is self._fake:  # DTensor asks for shapes in one of its own: that runs nowhere
             self._note(func, args, kwargs or {}, result)
         return result
 
