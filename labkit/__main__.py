@@ -5,7 +5,7 @@
     python -m labkit run convnext_spatial --help                  # the parameters of this program
     python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096    # one rank of 1024: memory and traffic
     python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x    # and how long its step would take there
-    python -m labkit plan decoder --model llama_2_7b --world-size 64 --tp 1 2 4 8    # which way to train fits, and is fast?
+    python -m labkit plan decoder --model llama_2_7b --world-size 16 64    # which way to train fits, and is fast?
     python -m labkit show runs/<a run's folder>                   # the table of an earlier run
 
     python -m labkit runs                             # the newest runs; --program fsdp_wrap, --limit 100

@@ -301,8 +301,9 @@ def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str]
 
 
 def lists_of(read: type[Any]) -> type[Any]:
-    """What ``options`` gives, each field with as many values as one likes, none by default; without fields of tuples."""
-    fields = []
+    """What ``options`` gives, each field with any number of values, none by default; without those of tuples."""
+    fields: list[tuple[str, Any, dataclasses.Field[Any]]] = []
+    wanted: Any
     for field in dataclasses.fields(read):
         wanted, *_, about = typing.get_args(field.type)  # limits between them hold later, for each value
         if typing.get_origin(wanted) is not tuple:

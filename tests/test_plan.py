@@ -1,8 +1,12 @@
-"""labkit.plan: every row is what simulate says, refusals are in the program's words, and an interrupt keeps what is known."""
+"""labkit.plan: every row is what simulate says, refusals are the program's, an interrupt keeps what is known."""
 
+import re
 import signal
 import time
+from functools import partial
+from pathlib import Path
 
+import pandas
 import psutil
 import pytest
 
@@ -190,3 +194,28 @@ def test_the_command_line_plans(capsys):
     shown = capsys.readouterr().out
     assert "1 of 2 fit in the memory of a device" in shown and "8 ranks cannot be cut into lines of tp = 3" in shown
     assert main(["plan", "decoder", "--tp", "3"]) == 2
+
+
+def asked_in_the_docs():
+    """The questions of docs/simulation.md, and their calls."""
+    text = (Path(__file__).parents[1] / "docs" / "simulation.md").read_text().partition("### What people ask")[2]
+    rows = re.findall(r"^\| (.*\?.*) \| `(.*)` \|$", text.partition("\n## ")[0], re.MULTILINE)
+    return {question: call.replace(r"\|", "|") for question, call in rows}
+
+
+def test_the_docs_answer_what_people_ask():
+    assert len(asked_in_the_docs()) == 10
+
+
+@pytest.mark.parametrize("question", asked_in_the_docs())
+def test_what_people_ask_is_one_call(question):
+    job = {"model": "tiny", "layers": 1, "sequence": 256, "precision": "bf16", "checkpointing": "full"}
+    names = {"job": job | {"hybrid": None, "tp": 1}, "on": {"world_size": 16, "hardware": "h100-8x"}}
+    names |= {"labkit": labkit, "largest": partial(largest, at_most=2)}
+    call = asked_in_the_docs()[question].replace("step=4096", "step=1").replace("[8, 64]", "[8, 16]")
+    answer = eval(call, names)
+    if isinstance(answer, pandas.DataFrame):
+        assert len(answer) >= 2 and answer["fits"].all(), answer["reason"]
+        assert len(answer.drop_duplicates(["step_s", "peak_bytes"])) > 1, "and it makes a difference"
+    else:
+        assert answer > 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.errors import LabError, ParameterError
 from labkit.folder import read_json, require, write_json
 from labkit.result import RunResult, load
-from labkit.simulation.fits import GIB, Fit, fit
+from labkit.simulation.fits import GIB, fit
 from labkit.theory.sizes import readable_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ TEXTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "dollars_per_step": ("$ a step", "{:.3g}".format),
     "dollars_per_million_tokens": ("$ a million tokens", "{:.3g}".format),
     "margin_bytes": ("left over", partial(readable_bytes, base=1024)),
-    "peak_module": ("peak in", str),
 }
 """What a representation shows beside what varies: column, its name there, how a number is written."""
 WAITS = "not simulated yet"
@@ -53,8 +52,7 @@ class Candidate:
         tokens: of a sample; None where that is not known.
         reason: why there are no numbers; "" where there are.
         folder: of its simulation.
-        sizes: what a rank holds, in bytes: "peak", "reserved" of a GPU, and more of ``fits``.
-        peak_module: in which module the peak lies.
+        sizes: bytes of a rank: "peak", of its tensors, and "reserved", of a GPU for them.
         times: by the name of the hardware, what was reckoned for it.
     """
 
@@ -65,7 +63,6 @@ class Candidate:
     reason: str = WAITS
     folder: str = ""
     sizes: dict[str, int] = field(default_factory=dict)
-    peak_module: str = ""
     times: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -98,7 +95,8 @@ class Plan:
         """All candidates, a row for each kind of host: those that fit, the fastest first, then the others.
 
         Columns: ``candidate`` (its number), ``hardware``, ``world_size``, what varies, ``batch``; ``fits``,
-        ``margin_bytes``, ``reserved_bytes``, ``peak_bytes``, ``peak_module``; ``step_s``, ``compute_s``, ``exposed_s``
+        ``needed_bytes`` of a device and ``margin_bytes`` that it has left, ``reserved_bytes``, ``peak_bytes``;
+        ``step_s``, ``compute_s``, ``exposed_s``
         (communication that nothing hides), ``mfu``, ``samples``, ``tokens_per_s`` (of all ranks); ``device_s`` (a
         step's, of all devices), ``dollars_per_step``, ``dollars_per_million_tokens``; ``reason``, for those that do not
         fit. A column is left out where nothing is known of it.
@@ -137,10 +135,10 @@ class Plan:
             "exposed_s": times["exposed_s"],
             "dollars_per_step": dollars,
             "dollars_per_million_tokens": dollars and tokens and dollars / tokens * 1e6,
+            "needed_bytes": held.reserved + held.outside,
             "margin_bytes": held.margin,
             "reserved_bytes": held.reserved,
             "peak_bytes": candidate.sizes["peak"],
-            "peak_module": candidate.peak_module or None,
             "compute_s": times["compute_s"],
             "device_s": device_s,
             "samples": candidate.samples,
@@ -191,7 +189,8 @@ class Plan:
 
     def _headline(self) -> str:
         limit = "the memory of a device" if self.budget_gib is None else f"{self.budget_gib:g} GiB"
-        return f"plan of {self.program}: {len(self.fitting)} of {len(self.frame)} fit in {limit}; reckoned, not measured"
+        fits = f"{len(self.fitting)} of {len(self.frame)} fit in {limit}"
+        return f"plan of {self.program}: {fits}; simulated, step times reckoned"
 
     def _shown(self) -> pandas.DataFrame:
         """The first of those that fit, as text; what is the same in all rows is left out."""
@@ -234,7 +233,8 @@ class Plan:
     def save(self) -> None:
         """Write it into its folder."""
         assert self.folder
-        content = asdict(self) | {"version": VERSION, "folder": str(self.folder)}
+        content = {"version": VERSION} | asdict(self)
+        del content["folder"]  # it may be moved
         write_json(self.folder / FILE, content)
 
     @classmethod

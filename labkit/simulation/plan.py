@@ -88,7 +88,8 @@ def refuse_too_many(values: Mapping[str, Sequence[Any]], count: int, limit: int)
     positive("limit", limit, int, "not a number of candidates: give an int of at least 1")
     if not 0 < count <= limit:
         product = " x ".join(f"{len(each)} {name}" for name, each in values.items() if len(each) != 1)
-        raise ParameterError(f"{product} = {count} candidates, but 1 to {limit} are allowed: change the lists, or limit")
+        rule = f"{count} candidates, but 1 to {limit} are allowed: change the lists, or limit"
+        raise ParameterError(f"{product} = {rule}")
 
 
 def search(found: Plan, simulations: Sequence[Simulation | None], machines: Sequence[Hardware]) -> Plan:
@@ -200,8 +201,8 @@ def largest(
     budget_gib = budget_gib or machine.memory_bytes / GIB
 
     def is_enough(steps: int) -> bool:
-        how = {"world_size": world_size, "hardware": machine, "warm": True}
-        return bool(fits(simulate(program, **how, **params, **{parameter: steps * step}), budget_gib))
+        how: dict[str, Any] = params | {parameter: steps * step}
+        return bool(fits(simulate(program, world_size=world_size, hardware=machine, warm=True, **how), budget_gib))
 
     low, high = 0, 1
     while high * step <= at_most and is_enough(high):
