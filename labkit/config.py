@@ -302,7 +302,7 @@ def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str]
 
 def lists_of(read: type[Any]) -> type[Any]:
     """What ``options`` gives, each field with any number of values, none by default; without those of tuples."""
-    fields: list[tuple[str, Any, dataclasses.Field[Any]]] = []
+    fields: list[Any] = []
     wanted: Any
     for field in dataclasses.fields(read):
         wanted, *_, about = typing.get_args(field.type)  # limits between them hold later, for each value

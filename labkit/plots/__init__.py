@@ -28,6 +28,6 @@ __all__ = [
     "aids", "amounts", "backward_by_bucket", "backward_line", "batch_pays", "breakdown", "bucket_sizes", "buckets",
     "by_step", "bytes_against_error", "candidates", "convnext", "error_histogram", "exposed", "gather_costs",
     "gather_times", "halos", "handed_bytes", "held", "hook_memory", "latency", "loss", "loss_difference", "memory",
-    "mesh", "messages", "over_step", "padded_shards", "pair", "passes", "pieces", "placed", "program", "sent_beside", "shards",
-    "split_times", "step_times", "strips", "strips_pay", "table", "timeline", "traffic", "waits",
+    "mesh", "messages", "over_step", "padded_shards", "pair", "passes", "pieces", "placed", "program", "sent_beside",
+    "shards", "split_times", "step_times", "strips", "strips_pay", "table", "timeline", "traffic", "waits",
 ]  # fmt: skip
