@@ -10,6 +10,7 @@ checkpointing, are simulated; those that the program refuses cost nothing. Print
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +20,17 @@ HARDWARE = ["h100-8x", "a100-8x", "h200-8x", "b200-8x"]
 LIMIT_S, CANDIDATES = 120, 40
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     arguments.add_argument("--layers", type=int, help="of the model; its own 32 by default")
+    arguments.add_argument("--world-size", type=int, nargs="+", default=[16, 64])
+    arguments.add_argument("--checkpointing", nargs="+", default=["none", "selective", "full"])
     arguments.add_argument("--keep", type=Path, help="a folder for the plan")
-    chosen = arguments.parse_args()
+    chosen = arguments.parse_args(words)
     begun = time.monotonic()
     how = {"model": "llama_2_7b", "layers": chosen.layers, "sequence": 4096, "precision": "bf16"}
-    found = labkit.plan("decoder", world_size=[16, 64], samples=64, hardware=HARDWARE, **how)
+    lists = {"world_size": chosen.world_size, "checkpointing": chosen.checkpointing}
+    found = labkit.plan("decoder", samples=64, hardware=HARDWARE, **lists, **how)
     took_s = time.monotonic() - begun
     print(found)
     simulated = [candidate for candidate in found.candidates if not candidate.reason]

@@ -34,25 +34,26 @@ def candidates(
         ax: where to draw.
     """
     ax = style.axes(ax)
-    rows = frame[frame["step_s"].notna()]
-    unit, size = style.time_unit(rows["step_s"].min())
-    for place, value in enumerate(dict.fromkeys(rows[marks]) if marks else [""]):
+    rows = frame[frame["step_s"].notna()].to_dict("records")
+    unit, size = style.time_unit(min(row["step_s"] for row in rows))
+    values = list(dict.fromkeys(row[marks] for row in rows)) if marks else [None]
+    for row in rows:
+        place = values.index(row[marks]) if marks else 0
+        row |= {"x": row["needed_bytes"] / GIB, "y": row["step_s"] / size, "of": place}
+    for place, value in enumerate(values):
         colour = COLOURS[place % len(COLOURS)]
         look: dict[str, Any] = {"marker": MARKS[place % len(MARKS)], "edgecolors": colour, "s": 36}
-        of_value = [not marks or each == value for each in rows[marks or "step_s"]]
-        for fit in (True, False):
-            part = rows[of_value & (rows["fits"] == fit)]
-            label = f"{marks} {value}" if marks and fit else None
-            fill = colour if fit else "none"
-            ax.scatter(part["needed_bytes"] / GIB, part["step_s"] / size, facecolors=fill, label=label, **look)
+        for fit, fill in ((True, colour), (False, "none")):
+            drawn = [(row["x"], row["y"]) for row in rows if row["of"] == place and row["fits"] == fit]
+            ax.scatter(*zip(*drawn, strict=True), facecolors=fill, **look) if drawn else None
+        ax.scatter([], [], facecolors=colour, label=f"{marks} {value}", **look)
     ax.axvline(budget_bytes / GIB, **style.PREDICTED)
     ax.annotate("budget", (budget_bytes / GIB, 1), (3, -3), xycoords=("data", "axes fraction"), **BESIDE)
-    for number, row in zip(rows["candidate"], rows.to_dict("records"), strict=True):
-        x, y = row["needed_bytes"] / GIB, row["step_s"] / size
-        if number == chosen:
-            ax.scatter(x, y, s=160, facecolors="none", edgecolors="black", linewidths=1.3)
-        if number in (words or {}):
-            ax.annotate((words or {})[number], (x, y), (6, -3), **BESIDE)
+    for row in rows:
+        if row["candidate"] == chosen:
+            ax.scatter(row["x"], row["y"], s=160, facecolors="none", edgecolors="black", linewidths=1.3)
+        if row["candidate"] in (words or {}):
+            ax.annotate((words or {})[row["candidate"]], (row["x"], row["y"]), (0, -6), ha="center", **BESIDE)
     ax.set(xlabel="memory that a rank needs, GiB", ylabel=f"time of a step, reckoned, {unit}")
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)

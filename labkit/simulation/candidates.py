@@ -90,6 +90,11 @@ class Plan:
         """The same candidates under another ``budget_gib`` or ``dollars_per_hour``; nothing is simulated."""
         return replace(self, **changed)  # type: ignore[arg-type]
 
+    @property
+    def machines(self) -> list[str]:
+        """The kinds of hosts that were reckoned, in the order in which they were asked for."""
+        return list(dict.fromkeys(name for candidate in self.candidates for name in candidate.times))
+
     @cached_property
     def frame(self) -> pandas.DataFrame:
         """All candidates, a row for each kind of host: those that fit, the fastest first, then the others.

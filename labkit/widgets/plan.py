@@ -22,7 +22,8 @@ GIB = 2**30
 BUDGETS = (16, 24, 40, 80, 140, 180)
 PRICES = {"not said": None, "1": 1.0, "2": 2.0, "3": 3.0, "5": 5.0, "8": 8.0}
 PLACES = ("1st", "2nd", "3rd", "4th", "5th", "6th")
-NAMED = 4
+LETTERS = "abcdef"
+UNBEATEN = "nothing is both faster and smaller than"
 
 
 class Candidates(Explorer):
@@ -79,9 +80,12 @@ class Candidates(Explorer):
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
         rows, row = self.rows(**chosen), self.row(**chosen)
-        ax = figure.add_axes((0.08, 0.13, 0.9, 0.72))
+        ax = figure.add_axes((0.09, 0.13, 0.6, 0.72))
         fitting = rows[rows["fits"]]
-        words = {each["candidate"]: self._words(each, chosen) for each in unbeaten(fitting).to_dict("records")}
+        named = unbeaten(fitting).to_dict("records")
+        words = {each["candidate"]: letter for letter, each in zip(LETTERS, named, strict=False)}
+        lines = [f"{words[each['candidate']]}  {self._words(each, chosen)}" for each in named]
+        figure.text(0.71, 0.82, "\n".join([UNBEATEN, *lines]), fontsize=8, va="top", linespacing=1.6)
         budget = chosen["budget_gib"] * GIB
         plots.candidates(rows, budget, marks=self._marks(), words=words, chosen=row["candidate"], ax=ax)
         ax.set_xlim(right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / GIB)
@@ -115,11 +119,11 @@ def kept() -> labkit.Plan:
 def controls_of(plan: labkit.Plan) -> dict[str, Control]:
     """What can be asked of a plan."""
     rows = plan.frame[plan.frame["step_s"].notna()]
-    hosts, counts = list(dict.fromkeys(rows["hardware"])), sorted({*rows["world_size"]})
+    hosts, counts = plan.machines, sorted({*rows["world_size"]})
     ranks = {str(count): (count,) for count in counts} | ({"all": tuple(counts)} if len(counts) > 1 else {})
     orders = {"time": "step_s", "cost": "device_s"}
     return {
-        "hardware": Control("hosts", sorted(hosts), hosts[0]),
+        "hardware": Control("hosts", hosts, hosts[0]),
         "ranks": Control("GPUs", ranks, tuple(counts)),
         "budget_gib": Control("budget of a GPU, GiB", BUDGETS, 80),
         "price": Control("dollars for a GPU hour", PRICES, None, only_drawn=True),
@@ -132,4 +136,4 @@ def unbeaten(rows: pandas.DataFrame) -> pandas.DataFrame:
     """Those that none beats in both time and memory, the fastest first; the first few of them."""
     by_time = rows.sort_values(["step_s", "needed_bytes"])
     least = by_time["needed_bytes"].cummin().shift(fill_value=float("inf"))
-    return by_time[by_time["needed_bytes"] < least].head(NAMED)
+    return by_time[by_time["needed_bytes"] < least].head(len(LETTERS))
