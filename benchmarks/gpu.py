@@ -71,6 +71,7 @@ def jobs(preset: str, ranks: int) -> list[Job]:
         Job("extensions", "allgather_extensions", {"check": "wire"}, least_ranks=2),
         Job("ddp", "ddp_compile", {"check": "parity", "dim": 256}),
         Job("two_dim", "two_dim", {"check": "parity", "tp": tp, "compile": False}, least_ranks=2),
+        Job("two_dim", "decoder", {"check": "parity", "tp": tp, "seq": tp > 1}, least_ranks=2),
     ]
     plain = Job("spatial", "convnext_spatial", wide | {"strategy": "plain"}) if ranks == 1 else None
     measured = [

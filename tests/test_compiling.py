@@ -6,15 +6,17 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from labkit.models.chain import LinearChain
+from labkit.models.decoder import DecoderModel
 from labkit.models.mlp import MLPStack
 from labkit.models.nested import NestedWrappedModule
 from labkit.parallel.checkpointing import apply_activation_checkpointing, checkpointed
 from labkit.parallel.compiling import apply_compile
-from launch import fsdp_wrap, two_dim
+from launch import decoder, fsdp_wrap, two_dim
 
 TECHNIQUES = (
     "tensor_parallel",
     "plain_tensor_parallel",
+    "decoder_tensor_parallel",
     "activation_checkpointing",
     "compile",
     "fsdp",
@@ -98,7 +100,7 @@ class Mesh:
 def applied(monkeypatch):
     """What a program applies, in order, instead of applying it."""
     order = []
-    for program in (fsdp_wrap, two_dim):
+    for program in (decoder, fsdp_wrap, two_dim):
         for name in TECHNIQUES:
             if hasattr(program, f"apply_{name}"):
                 monkeypatch.setattr(program, f"apply_{name}", lambda *args, name=name, **how: order.append(name))
@@ -114,9 +116,13 @@ def test_every_program_applies_techniques_in_one_order(applied):
     applied.clear()
     two_dim.apply(two_dim.Config(plan="ddp_tp"), Mesh(), LinearChain(8), compile=True)
     assert applied == ["plain_tensor_parallel", "replicate", "compile"], "what DDP sends is compiled, too"
+    applied.clear()
+    decoder.apply(decoder.Config(tp=2, checkpointing="full"), Mesh(), DecoderModel())
+    assert applied == ["decoder_tensor_parallel", "activation_checkpointing", "fsdp"]
 
 
 def test_only_what_was_asked_for_is_applied(applied):
     fsdp_wrap.apply(fsdp_wrap.Config(), Mesh(), MLPStack(8))
     two_dim.apply(two_dim.Config(), Mesh(), MLPStack(8))
-    assert applied == ["fsdp", "tensor_parallel", "fsdp2"]
+    decoder.apply(decoder.Config(), Mesh(), DecoderModel())
+    assert applied == ["fsdp", "tensor_parallel", "fsdp2", "fsdp"]

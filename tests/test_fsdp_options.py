@@ -227,6 +227,7 @@ PAPER = {
     "fsdp_wrap": {"steps": 20, "model": "toy", "wrap": "block"},
     "ddp_compile": {"dim": 2000, "bucket_mb": 25.0, "fuse": "coalesced", "inductor": True},
     "two_dim": {"dim": 2000, "tp": 2},
+    "decoder": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full", "tp": 1, "steps": 20},
     "allgather_extensions": {"steps": 10, "reshard_after_forward": True},
 }
 SIZES = {

@@ -8,6 +8,7 @@ from test_catalog import ALL
 from torch import nn
 
 from labkit.models import catalog
+from labkit.models.decoder import DecoderModel
 from labkit.models.delay import ModuleWithDelay
 from labkit.models.mlp import MLP, DoubleLinear, MLPStack
 from labkit.models.moe import MixtureOfExperts
@@ -24,6 +25,7 @@ OTHERS = {  # models that the catalog does not offer
     "mlp_stack with norm": lambda: MLPStack(with_layer_norm=True),
     "skip twice": lambda: SkipModel(double_nest=True),
     "delay": lambda: ModuleWithDelay(TransformerWithSharedParams(), 1, 1),
+    "decoder": DecoderModel,
 }
 EVERY = [*ALL, *OTHERS]
 

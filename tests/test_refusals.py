@@ -15,15 +15,16 @@ from labkit.launcher import process
 from labkit.launcher.run import find_program
 from labkit.models import photo
 
-PROGRAMS = ("all_reduce", "allgather_extensions", "convnext_spatial", "ddp_compile", "fsdp_wrap", "two_dim")
+PROGRAMS = ("all_reduce", "allgather_extensions", "convnext_spatial", "ddp_compile", "decoder", "fsdp_wrap", "two_dim")
 TRAINING = PROGRAMS[1:]
+WITHOUT_DIM = ("convnext_spatial", "decoder")
 NAN, INFINITY = float("nan"), float("inf")
 
 REFUSED = [
     *[(program, {"steps": steps}, f"steps = {steps} is not int ≥ 1") for program in TRAINING for steps in (0, -3)],
     *[(program, {"steps": 0, "check": "parity"}, "steps = 0 is not int ≥ 1") for program in TRAINING],
     *[(program, {"batch": batch}, f"batch = {batch} is not int ≥ 1") for program in TRAINING for batch in (0, -2)],
-    *[(program, {"dim": 0}, "dim = 0 is not int ≥ 1") for program in TRAINING if program != "convnext_spatial"],
+    *[(program, {"dim": 0}, "dim = 0 is not int ≥ 1") for program in TRAINING if program not in WITHOUT_DIM],
     (
         "allgather_extensions",
         {"steps": 1, "check": "meta"},
@@ -50,6 +51,10 @@ REFUSED = [
     ("convnext_spatial", {"mesh": "0x2"}, "mesh '0x2' is neither one number of ranks"),
     ("ddp_compile", {"bucket_mb": 0}, "bucket_mb = 0 is not float > 0"),
     ("ddp_compile", {"bucket_mb": NAN}, "bucket_mb = nan is not float > 0"),
+    ("decoder", {"layers": 0}, "layers = 0 is not int ≥ 1 | None"),
+    ("decoder", {"sequence": -1}, "sequence = -1 is not int ≥ 1 | None"),
+    ("decoder", {"tp": 0}, "tp = 0 is not int ≥ 1"),
+    ("decoder", {"hybrid": 0}, "hybrid = 0 is not int ≥ 1 | None"),
     ("fsdp_wrap", {"delay_ms": -1}, "delay_ms = -1 is not float ≥ 0"),
     ("fsdp_wrap", {"delay_ms": INFINITY}, "delay_ms = inf is not float ≥ 0"),
     ("fsdp_wrap", {"hidden": 0}, "hidden = 0 is not int ≥ 1 | None"),
@@ -92,6 +97,7 @@ def test_what_means_nothing_is_refused_before_a_launch(program, parameters, mess
         ("allgather_extensions", "--batch 0 --check parity", "batch = 0 is not int ≥ 1"),
         ("convnext_spatial", "--learning-rate nan", "learning_rate = nan is not float > 0"),
         ("ddp_compile", "--steps 0", "steps = 0 is not int ≥ 1"),
+        ("decoder", "--preset paper --tp 0", "tp = 0 is not int ≥ 1"),
         ("fsdp_wrap", "--steps -3 --check parity", "steps = -3 is not int ≥ 1"),
         (
             "fsdp_wrap",

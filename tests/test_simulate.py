@@ -24,6 +24,10 @@ MORE = {
     "hybrid": ("fsdp_wrap", {"hybrid": 2, "steps": 2}),
     "replicated": ("fsdp_wrap", {"wrap": "none", "steps": 2}),
     "data x space": ("convnext_spatial", {"mesh": "2x2", "steps": 2}),
+    "decoder": ("decoder", {"precision": "bf16", "checkpointing": "selective", "steps": 2}),
+    "decoder, tp": ("decoder", {"tp": 2, "precision": "bf16", "steps": 2}),
+    "decoder, tp and sequence": ("decoder", {"tp": 2, "seq": True, "checkpointing": "full", "steps": 2}),
+    "decoder, hybrid": ("decoder", {"hybrid": 2, "reshard": False, "steps": 2}),
     "all_reduce": ("all_reduce", {"repeats": 1}),
     "ddp": (DDP, {"bucket_mb": 0.5}),
     "ddp, gradients in buckets": (DDP, {"views": True}),
@@ -81,6 +85,7 @@ def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
     [
         ("fsdp_wrap", {"world_size": 6, "hybrid": 4}, "6 ranks cannot be cut into groups of hybrid = 4"),
         ("two_dim", {"world_size": 1000, "tp": 16}, "1000 ranks cannot be cut into lines of tp = 16"),
+        ("decoder", {"world_size": 16, "tp": 4, "hybrid": 8}, "16 ranks are 4 lines of tp = 4, which cannot be cut"),
         ("convnext_spatial", {"world_size": 1024}, "1024"),
         ("fsdp_wrap", {"world_size": 0}, "world_size = 0 is not a number of ranks"),
         ("fsdp_wrap", {"world_size": 4, "rank": 4}, "rank = 4: give one from 0 to 3"),

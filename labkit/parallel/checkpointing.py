@@ -2,20 +2,35 @@
 
 A checkpointed block throws its activations away in the forward pass and computes them again in the backward pass. It
 keeps its input only. That costs about a third of a step's arithmetic if every block does it. Source: Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174).
+"Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174). A selectively checkpointed block keeps what
+is dear to compute as well: attention, and every other matrix product (Korthikanti et al., "Reducing Activation
+Recomputation", 2022, arXiv:2205.05198; the choice is torchtitan's).
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 BlockTypes = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are blocks: those whose class has one of these names, or those for which a function says so."""
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+DEAR = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
+"""What a selectively checkpointed block keeps each result of: attention, and what took communication."""
 
 
-def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str]) -> int:
+def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str], *, selective: bool = False) -> int:
     """Checkpoint every block of these types in place: non-reentrant, activations stay on their device.
 
     Names of parameters do not change. A block inside a checkpointed block is not checkpointed again.
@@ -23,6 +38,7 @@ def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str
     Args:
         model: any module.
         block_types: class names of the blocks, such as ``("T5Block",)``.
+        selective: keep what is dear to compute: see ``KeepDear``.
 
     Returns:
         How many blocks are checkpointed.
@@ -31,9 +47,25 @@ def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str
         ValueError: the model has no block of these types.
     """
     chosen = outer_blocks(model, block_types)
-    non_reentrant = partial(wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT)
+    how: dict[str, Any] = {"context_fn": lambda: create_selective_checkpoint_contexts(KeepDear())} if selective else {}
+    non_reentrant = partial(wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT, **how)
     wrapper.apply_activation_checkpointing(model, non_reentrant, lambda module: module in chosen)
     return len(chosen)
+
+
+class KeepDear:
+    """What selective checkpointing keeps of one block in one step: attention, and its products 1, 3, 5 and so on."""
+
+    def __init__(self) -> None:
+        self._products: Counter[bool] = Counter()
+
+    def __call__(self, context: Any, operator: Any, *unused: Any, **others: Any) -> CheckpointPolicy:
+        """Keep the operator's result, or compute it again."""
+        keep = operator in DEAR
+        if operator in PRODUCTS:
+            self._products[context.is_recompute] += 1
+            keep = self._products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def blocks_of(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:

@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from labkit.models.chain import LinearChain
+from labkit.models.decoder import DecoderModel
 from labkit.models.mlp import MULTIPLIERS, MLPStack
 
 SEQUENCE = Shard(1)
@@ -74,6 +75,25 @@ def apply_tensor_parallel(
             parallelize_module(model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE))
             parallelize_module(model, line, PrepareModuleOutput(output_layouts=SEQUENCE, desired_output_layouts=whole))
     return model
+
+
+def apply_decoder_tensor_parallel(model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Share a decoder's matrices over the axis ``tp``, in place: pairs in every block, the embedding, the output layer.
+
+    Ranks of one ``tp`` line take the same tokens. Logits stay cut over words, a DTensor: compute the loss and its
+    backward pass in ``loss_parallel()`` of torch, which sends three numbers a token and never has the logits whole.
+    Checkpointing, compiling and FSDP over ``data``, if any, come after.
+
+    Args:
+        model: equal on all ranks, on this rank's device.
+        mesh: with axes named ``data`` and ``tp``.
+        sequence_parallel: cut the sequence, dim 1, between the pairs and in the norms; evenly.
+
+    Raises:
+        ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the heads, an inner width or the words.
+    """
+    _check(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
+    parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
 
 
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
@@ -136,6 +156,31 @@ def stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelSt
     plan: dict[str, ParallelStyle] = {"layers.*.in_proj": columns, "layers.*.out_proj": rows}
     if sequence_parallel and model.norm is not None:
         plan["norm"] = SequenceParallel(sequence_dim=1)
+    return plan
+
+
+def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Pairs: query, key and value with output; gate and up with down. What begins a pair is prepared once for all.
+
+    The embedding is cut by its width, and so needs no sum.
+    """
+    between = SEQUENCE if sequence_parallel else Replicate()
+    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=between)
+    taken = {name: columns for name in ("attention.query", "attention.key", "attention.value")}
+    taken |= {name: columns for name in ("feedforward.gate", "feedforward.up")}
+    block: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(whole, None)),
+        "feedforward": PrepareModuleInput(input_layouts=between, desired_input_layouts=whole),
+        **taken,
+        "attention.output": rows,
+        "feedforward.down": rows,
+    }
+    plan: dict[str, ParallelStyle] = {f"blocks.*.{name}": style for name, style in block.items()}
+    plan["embedding"] = ColwiseParallel(output_layouts=between)
+    plan["output"] = ColwiseParallel(input_layouts=between, use_local_output=False)
+    if sequence_parallel:
+        norms = ("norm", "blocks.*.attention_norm", "blocks.*.feedforward_norm")
+        plan |= {name: SequenceParallel(sequence_dim=1) for name in norms}
     return plan
 
 

@@ -1,10 +1,16 @@
-"""What FSDP2 does with shards in a simulation, in place of what looks at memory or takes long on a thousand ranks."""
+"""What FSDP2 and DTensor do with shards in a simulation.
+
+Replaced is what looks at memory, what takes long on a thousand ranks, and what would be counted as a step's though no
+real rank does it.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def replace_what_needs_memory() -> None:
@@ -12,6 +18,8 @@ def replace_what_needs_memory() -> None:
     module: Any = _fsdp_param
     module._chunk_with_empty = Chunks
     module.FSDPParam.reset_sharded_param = where_it_changed(module.FSDPParam.reset_sharded_param)
+    propagator: Any = ShardingPropagator
+    propagator._propagate_tensor_meta_non_cached = unseen(propagator._propagate_tensor_meta_non_cached)
 
 
 class Chunks:
@@ -46,3 +54,13 @@ def where_it_changed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two simulated tensors share what would be their memory."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def unseen(shape_of: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor learns a whole result's shape from simulated tensors: elsewhere no tracker takes those for a step's."""
+
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return shape_of(*args)
+
+    return call

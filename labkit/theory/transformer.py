@@ -112,6 +112,8 @@ LLAMA_3_70B = Decoder(width=8192, layers=80, heads=64, kv_heads=8, feedforward=2
 LLAMA_2_7B = Decoder(width=4096, layers=32, heads=32, kv_heads=32, feedforward=11008, vocab=32000)
 LLAMA_2_13B = Decoder(width=5120, layers=40, heads=40, kv_heads=40, feedforward=13824, vocab=32000)
 LLAMA_2_70B = Decoder(width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=32000)
+TINY = Decoder(width=32, layers=2, heads=4, kv_heads=2, feedforward=64, vocab=96)
+"""For any machine."""
 
 Checkpointing = Literal["none", "selective", "full"]
 

@@ -1,0 +1,152 @@
+"""A decoder as Llama's: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, an output layer of its own weights.
+
+Shapes: N samples, S tokens, D width, H heads, K heads of keys and values, E width of a head, F inner width of the
+feedforward part, V words. Sources: Touvron et al., "LLaMA", 2023 (arXiv:2302.13971) and "Llama 2" (arXiv:2307.09288);
+Su et al., "RoFormer", 2021 (arXiv:2104.09864); Ainslie et al., "GQA", 2023 (arXiv:2305.13245).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from labkit.models.protocol import LabModel, at_least_float32, seeded_tokens
+
+EPSILON = 1e-5
+ROTATION_BASE = 500_000.0
+"""Of the angles of the rotary embedding, as in Llama 3."""
+
+
+class Attention(nn.Module):
+    """Every token attends to itself and those before it; groups of heads share keys and values.
+
+    How many heads there are is read from the shapes, so that ranks can share them.
+
+    Args:
+        width: D.
+        heads: H.
+        kv_heads: K, which divides H.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int):
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
+        """[N, S, D], and ``rotations`` of the model, to [N, S, D]."""
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.query, self.key, self.value)
+        )  # [N, S, H, E], [N, S, K, E] twice
+        query, key = rotate(query, rotations), rotate(key, rotations)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # heads before places
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Feedforward(nn.Module):
+    """SwiGLU: one layer's result, through SiLU, scales another's.
+
+    Args:
+        width: D.
+        inner: F.
+    """
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, S, D] to the same shape."""
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderBlock(nn.Module):
+    """Attention, then the feedforward part; each adds to what it was given, which it sees normalised.
+
+    The arguments are those of ``Attention`` and ``Feedforward``.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int, inner: int):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=EPSILON)
+        self.attention = Attention(width, heads, kv_heads)
+        self.feedforward_norm = nn.RMSNorm(width, eps=EPSILON)
+        self.feedforward = Feedforward(width, inner)
+
+    def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
+        """[N, S, D], and ``rotations`` of the model, to [N, S, D]."""
+        x = x + self.attention(self.attention_norm(x), rotations)
+        return x + self.feedforward(self.feedforward_norm(x))
+
+
+class DecoderModel(LabModel):
+    """Embedding, blocks, norm, output layer. Sizes have the names of ``labkit.theory.transformer.Decoder``.
+
+    Args:
+        width: D.
+        layers: how many blocks.
+        heads: H, which divides D.
+        kv_heads: K, which divides H.
+        feedforward: F.
+        vocab: V.
+        sequence: S of the input.
+        batch: N of the input.
+    """
+
+    block_types = ("DecoderBlock",)
+    rotations: Tensor
+
+    def __init__(
+        self,
+        width: int = 32,
+        layers: int = 2,
+        heads: int = 4,
+        kv_heads: int = 2,
+        feedforward: int = 64,
+        vocab: int = 96,
+        sequence: int = 16,
+        batch: int = 2,
+    ):
+        super().__init__()
+        self.kv_heads, self.feedforward, self.vocab = kv_heads, feedforward, vocab
+        self.input_shape = batch, sequence
+        self.embedding = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, kv_heads, feedforward) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=EPSILON)
+        self.output = nn.Linear(width, vocab, bias=False)
+        self.register_buffer("rotations", rotations_of(sequence, width // heads), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [N, S] to logits [N, S, V]."""
+        x = self.embedding(tokens)
+        rotations = torch.view_as_complex(self.rotations)  # complex, so that mixed precision leaves them alone
+        for block in self.blocks:
+            x = block(x, rotations)
+        return self.output(self.norm(x))
+
+    def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """Token ids [N, S]."""
+        return (seeded_tokens(*self.input_shape, below=self.vocab, device=device, seed=seed),)
+
+    def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Mean cross-entropy of the logits with the tokens that come next; after a sample's last comes its first."""
+        following = inputs[0].roll(-1, dims=1)
+        return functional.cross_entropy(at_least_float32(output).flatten(0, 1), following.flatten())
+
+
+def rotations_of(sequence: int, head_width: int) -> Tensor:
+    """By how much each pair of a head's numbers is turned at each place: cosine and sine, [S, E / 2, 2]."""
+    speeds = ROTATION_BASE ** (-torch.arange(0, head_width, 2) / head_width)
+    angles = torch.outer(torch.arange(sequence), speeds)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1)
+
+
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """Turn each pair of numbers of each head: [N, S, H, E] by complex numbers [S, E / 2], in float32."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations.unsqueeze(1)).flatten(-2).to(x.dtype)

@@ -1,0 +1,204 @@
+"""Train a decoder as Llama's with FSDP, hybrid sharding, tensor parallelism, or FSDP over tensor parallelism.
+
+    torchrun --standalone --nproc-per-node 4 -m launch.decoder --tp 2 --check parity       # equal to one device?
+    torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper              # 7 billion parameters
+    python -m labkit simulate decoder --world-size 1024 --model llama_3_70b --tp 8         # on a laptop
+
+Shapes are those of ``labkit.theory.transformer``. Every rank makes the whole model before it keeps its part.
+"""
+
+import contextlib
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from labkit import parity, rank
+from labkit.config import PositiveInt
+from labkit.models.decoder import DecoderModel
+from labkit.parallel.checkpointing import apply_activation_checkpointing
+from labkit.parallel.fsdp import Precision, apply_fsdp
+from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
+from labkit.parallel.units import Units
+from labkit.parity.fsdp import Trained, compare_training
+from labkit.theory.sizes import even_share
+from labkit.theory.transformer import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, LLAMA_3_70B, TINY, Decoder
+
+SHAPES = {
+    "tiny": (TINY, 16),
+    "llama_2_7b": (LLAMA_2_7B, 4096),
+    "llama_2_13b": (LLAMA_2_13B, 4096),
+    "llama_3_8b": (LLAMA_3_8B, 8192),
+    "llama_3_70b": (LLAMA_3_70B, 8192),
+}
+"""Each model's shape, and the tokens of the sequences that it was trained on."""
+
+
+@dataclass
+class Config:
+    """Which decoder, how ranks share it, and what is measured."""
+
+    preset: Literal["small", "paper"] = "small"
+    """Sizes: small runs on any machine, paper is Llama 2 with 7 billion parameters, for GPUs."""
+    model: Literal["tiny", "llama_2_7b", "llama_2_13b", "llama_3_8b", "llama_3_70b"] = "tiny"
+    """The shape."""
+    layers: PositiveInt | None = None
+    """Blocks, where they shall be others than the model's."""
+    sequence: PositiveInt | None = None
+    """Tokens of a sequence; by default as many as the model was trained on."""
+    batch: PositiveInt = 2
+    """Sequences in a step, of each line of tp: ranks of a line take the same."""
+    tp: PositiveInt = 1
+    """Ranks that share every matrix: neighbours, so that they are on one host."""
+    seq: bool = False
+    """Cut the sequence over tp between the pairs of matrices, too (sequence parallel)."""
+    hybrid: PositiveInt | None = None
+    """Shard over groups of so many lines of tp, and replicate from group to group (HSDP)."""
+    wrap: Literal["none", "root", "block"] = "block"
+    """Units of FSDP: each block, or the whole model; none: every rank holds all, as with DDP."""
+    reshard: bool = True
+    """Free a unit's full parameters after its forward pass, and gather them again in the backward pass."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute blocks in the backward pass: full, or selective: all but attention and every other product."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16: parameters are gathered and used in it, gradients are reduced in float32."""
+    steps: PositiveInt = 4
+    """Timed steps, after one to warm up; with a check, compared steps."""
+    timeline: bool = False
+    """Record one more step with torch.profiler."""
+    check: Literal["none", "parity"] = "none"
+    """parity: compare every step with one device instead of measuring."""
+
+    PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full", "steps": 20}
+    }
+    CANDIDATES: ClassVar[dict[str, list[Any]]] = {
+        "tp": [1, 2, 4, 8],
+        "hybrid": [None, 8],
+        "checkpointing": ["none", "selective", "full"],
+        "precision": ["float32", "bf16"],
+    }
+
+    def validate(self, world_size: int) -> None:
+        """Refuse what cannot work, before anything is launched."""
+        if world_size % self.tp:
+            raise ValueError(f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them")
+        lines = world_size // self.tp
+        if self.hybrid and lines % self.hybrid:
+            raise ValueError(
+                f"{world_size} ranks are {lines} lines of tp = {self.tp}, which cannot be cut into groups of "
+                f"hybrid = {self.hybrid}: it must divide them"
+            )
+        for what in ("kv_heads", "feedforward", "vocab"):
+            even_share(getattr(self.shape(), what), self.tp, f"{what} =")
+        if self.seq and self.tp == 1:
+            raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
+        if self.seq:
+            even_share(self.tokens(), self.tp, "a sequence of")
+        if self.wrap == "none" and (self.tp > 1 or self.hybrid or self.precision != "float32"):
+            raise ValueError("wrap none replicates plain float32 parameters: use wrap block for tp, hybrid and bf16")
+
+    def shape(self) -> Decoder:
+        """The model's sizes."""
+        whole = SHAPES[self.model][0]
+        return replace(whole, layers=self.layers or whole.layers)
+
+    def tokens(self) -> int:
+        """Of a sequence."""
+        return self.sequence or SHAPES[self.model][1]
+
+
+def main(config: Config) -> None:
+    """Train and measure, or compare every step with one device's."""
+    with rank.session() as here:
+        mesh = mesh_of(config, here)
+        lab = build(config, here.device)
+        model, units = apply(config, mesh, lab)
+        if config.check == "none":
+            measure = partial(here.steps, units=units if config.timeline else None, mesh=mesh)
+            train(config, here, lab, model, adam_of(model), measure)
+            return
+        # rounding decides from the second step on
+        steps = config.steps if config.precision == "float32" else 1
+        trained = train(config, here, lab, model, parity.optimizer_of(model), partial(here.plain_steps, most=steps))
+        dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
+        lines = here.world_size // config.tp
+        one_device = parity.OneDevice(lambda index: build(config, here.device), lines, dtype, here.device)
+        here.verdict(**compare_training(one_device, model, trained, rank=line_of(config, here), steps=steps))
+
+
+def mesh_of(config: Config, here: rank.Here) -> DeviceMesh:
+    """Axes ``data`` and ``tp``, and ``replicate`` before them where groups of ranks replicate each other."""
+    lines = here.world_size // config.tp
+    if config.hybrid is None:
+        return here.mesh(data=lines, tp=config.tp)
+    return here.mesh(replicate=lines // config.hybrid, data=config.hybrid, tp=config.tp)
+
+
+def line_of(config: Config, here: rank.Here) -> int:
+    """Which of the lines of ``tp``, each with samples of its own, this rank is in."""
+    return here.rank // config.tp
+
+
+def build(config: Config, device: torch.device) -> DecoderModel:
+    """The model, equal on all ranks."""
+    torch.manual_seed(0)
+    return DecoderModel(**asdict(config.shape()), sequence=config.tokens(), batch=config.batch).to(device)
+
+
+def apply(config: Config, mesh: DeviceMesh, lab: DecoderModel) -> tuple[nn.Module, Units]:
+    """The model on the mesh, and its units."""
+    if config.tp > 1:
+        apply_decoder_tensor_parallel(lab, mesh, sequence_parallel=config.seq)
+    if config.checkpointing != "none":
+        apply_activation_checkpointing(lab, lab.block_types, selective=config.checkpointing == "selective")
+    precision: Precision = "fp32" if config.precision == "float32" else "bf16"
+    return apply_fsdp(lab, mesh, wrap=config.wrap, precision=precision, reshard_after_forward=config.reshard)
+
+
+def adam_of(model: nn.Module) -> Optimizer:
+    """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensor is slow with many."""
+    together: dict[Any, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+        together.setdefault((*name.split(".")[:2], axes), []).append(parameter)
+    return torch.optim.Adam([{"params": group} for group in together.values()], lr=1e-3, fused=True)
+
+
+def train(
+    config: Config,
+    here: rank.Here,
+    lab: DecoderModel,
+    model: nn.Module,
+    optimizer: Optimizer,
+    measure: rank.Measure,
+) -> list[Trained]:
+    """Forward, backward and update in every measured step; what each left behind."""
+    trained: list[Trained] = []
+    for index, step in enumerate(measure(config.steps, track=[model, optimizer])):
+        inputs = parity.samples_and_seed(lab, here.device, index, line_of(config, here))
+        optimizer.zero_grad()
+        with loss_parallel() if config.tp > 1 else contextlib.nullcontext():
+            with step.span("forward"):
+                output = model(*inputs)
+                loss: Tensor | DTensor = lab.get_loss(inputs, output)
+            # what is measured holds no more than training needs
+            kept = output.detach() if config.check == "parity" else None
+            del output
+            with step.span("backward"):
+                loss.backward()
+        with step.span("optimizer"):
+            optimizer.step()
+        step.scalar("loss", loss.to_local() if isinstance(loss, DTensor) else loss)
+        trained.append(Trained(loss.detach(), kept, inputs))
+    return trained
+
+
+if __name__ == "__main__":
+    rank.start(main, Config)
