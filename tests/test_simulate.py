@@ -13,6 +13,7 @@ from labkit.theory.two_dim import mlp_pairs
 
 PROGRAMS = Path(__file__).parent / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
+FOR_GPUS = PROGRAMS / "gpu_training.py"
 
 LABS = {
     "spatial": ("convnext_spatial", {"drop_path_rate": 0.1, "steps": 1}),
@@ -32,6 +33,7 @@ MORE = {
     "ddp": (DDP, {"bucket_mb": 0.5}),
     "ddp, gradients in buckets": (DDP, {"views": True}),
     "ddp, unused parameters": (DDP, {"unused": True}),
+    "two batches a step": ("fsdp_wrap", {"accumulate": 2, "scaler": True, "steps": 1}),
 }
 OWN = ("resident_bytes", "gpu_allocated_bytes", "gpu_reserved_bytes")
 """What the process of a rank held, which is no business of a simulation, and what it would take of a GPU."""
@@ -40,8 +42,11 @@ OWN = ("resident_bytes", "gpu_allocated_bytes", "gpu_reserved_bytes")
 def sizes_of(result):
     """Every value in bytes and every count, of every rank."""
     rows = result.summary().to_dict("index")
-    return {rank: {name: row[name] for name in row if name.endswith(("_bytes", "_count")) and name not in OWN}
-            for rank, row in rows.items()}  # fmt: skip
+    return {rank: {name: row[name] for name in row if is_size(name)} for rank, row in rows.items()}
+
+
+def is_size(name):
+    return name.endswith(("_bytes", "_count")) and name not in OWN
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -110,6 +115,51 @@ def test_a_plain_program_is_watched_and_its_steps_are_those_of_its_optimizer():
     assert list(steps) == [-1, 0, 1], "the first may be another, and is the warm-up"
     assert 4 * 4 * weights <= result.value("start_peak_total_bytes"), "the model is whole on every rank at first"
     assert 0 < result.value("peak_optstate_bytes") < result.value("peak_total_bytes")
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_program_for_gpus_holds_and_sends_what_it_does_on_cpus(how, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    if how == "fsdp":
+        monkeypatch.setenv("SHARD", "1")
+    with_gpus = labkit.simulate(FOR_GPUS, world_size=16, rank=[0, 13])
+    monkeypatch.setenv("ON_CPU", "1")
+    without = labkit.simulate(FOR_GPUS, world_size=16, rank=[0, 13])
+    assert sizes_of(with_gpus) == sizes_of(without) and len(sizes_of(without)[13]) > 10
+    said, *_ = with_gpus.ranks[13].log().splitlines()
+    _, nothing, _, held, most = said.split()
+    assert nothing == "nan" and 0 < int(held) <= int(most), "held is what the simulation holds, and no time is known"
+    start, later = (with_gpus.value(name) for name in ("start_peak_total_bytes", "peak_total_bytes"))
+    assert int(most) == max(start, later)
+    assert "held" not in without.ranks[13].log()
+    assert "nothing is saved in training.pt" in with_gpus.ranks[0].log() and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "exc_type", "message"),
+    [
+        (
+            "torch.empty(2, device=f'cuda:{dist.get_rank()}')",
+            "ParameterError",
+            "cuda:13 is not there: a host has 8 GPUs",
+        ),
+        ("dist.destroy_process_group(); dist.init_process_group('nccl', rank=0)", "ParameterError", "joins as rank 0"),
+        ("dist.init_process_group('nccl', world_size=8)", "ParameterError", "simulate with world_size=8"),
+        ("torch.multiprocessing.spawn(print, nprocs=4)", "ParameterError", "the program starts 4 ranks, and 16"),
+        ("torch.cuda.mem_get_info()", "LabError", "asks for what only a GPU knows"),
+    ],
+)
+def test_what_a_program_for_gpus_cannot_have_is_said(line, exc_type, message, monkeypatch):
+    monkeypatch.setenv("ASK", line)
+    with pytest.raises(labkit.RankFailed) as failed:
+        labkit.simulate(FOR_GPUS, world_size=16, rank=13)
+    assert failed.value.exc_type == exc_type and message in failed.value.message
+
+
+def test_a_program_that_starts_its_own_ranks_is_one_of_them(monkeypatch):
+    monkeypatch.setenv("ASK", "torch.multiprocessing.spawn(print, args=('of 8',), nprocs=torch.cuda.device_count())")
+    result = labkit.simulate(FOR_GPUS, world_size=16, rank=13)
+    assert "5 of 8" in result.ranks[13].log().splitlines()
 
 
 @pytest.mark.parametrize("program", [PLAIN, "allgather_extensions"])

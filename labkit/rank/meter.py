@@ -261,15 +261,41 @@ def tracker_of(track: Sequence[Any]) -> Any:
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
         optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
-        of_units = FSDPMemTracker(sharded, optimizer)
+        tracker: Any = FSDPMemTracker(sharded, optimizer)
         # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third of a simulation
-        of_units.memory_tracking = {}  # type: ignore[assignment]
-        return of_units
+        tracker.memory_tracking = {}
+        watch = tracker._fsdp_state_pre_forward
+        tracker._fsdp_state_pre_forward = lambda unit, begin: run_again(tracker, watch(unit, begin), unit)
+        return tracker
     from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
 
     tracker = MemTracker()
     tracker.track_external(*track)
+    tracker._pre_fw_hook = run_again(tracker, tracker._pre_fw_hook)
     return tracker
+
+
+def run_again(tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+    """A tracker's hook before a module's forward pass, for steps of several batches: the model runs once for each.
+
+    torch's trackers keep an account of each module as well, of one step with one batch, and refuse a second forward
+    pass (a reviewer's question in pytorch/pytorch#125323). Nobody reads these accounts here: before the model runs
+    again, they are dropped.
+
+    Args:
+        tracker: torch's.
+        hook: of its own.
+        module: which module it is for, or None where the hook is told it first.
+    """
+
+    def drop_and_run(*args: Any, **kwargs: Any) -> Any:
+        modules = tracker._mod_tracker
+        own = modules.get_known_fqn(module or args[0])
+        if not modules.is_bw and not set(modules.parents) - {own, "Global"}:
+            tracker.reset_mod_stats()
+        return hook(*args, **kwargs)
+
+    return drop_and_run
 
 
 def by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:

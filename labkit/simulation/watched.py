@@ -23,8 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from labkit import requirements
 from labkit.folder import VARIABLE, RunFolder, simulated_ranks, write_json
 from labkit.rank.held import Held
-from labkit.rank.meter import by_category, recorder_of, write_sent
+from labkit.rank.meter import by_category, recorder_of, run_again, write_sent
 from labkit.records import Writer
+from labkit.simulation.around import MESH_MAKERS
 
 WARM_UP = -1
 
@@ -43,7 +44,7 @@ def measures_itself(target: str) -> bool:
 
 
 @contextlib.contextmanager
-def watched(rank: int, world_size: int) -> Iterator[None]:
+def watched(rank: int, world_size: int) -> Iterator["WholeProgram"]:
     """In here, record what a program holds and sends; enter it where tensors are simulated already."""
     folder = RunFolder(Path(os.environ[VARIABLE]))
     if rank == simulated_ranks()[0]:
@@ -53,7 +54,7 @@ def watched(rank: int, world_size: int) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(lambda *unused: steps.next())
     try:
         with steps.tracker, steps.counter, meshes_told_to(steps):
-            yield
+            yield steps.tracker
     finally:
         hook.remove()
         steps.close()
@@ -102,14 +103,27 @@ def meshes_told_to(steps: Steps) -> Iterator[None]:
         steps.counter.follow(mesh)
         return mesh
 
-    modules: list[Any] = [device_mesh, torch.distributed]
-    for module in modules:
+    for module in MESH_MAKERS:
         module.init_device_mesh = make_and_tell
     yield
 
 
 class WholeProgram(MemTracker):
-    """torch's tracker, which by itself takes one step and keeps accounts of modules: here many, and of the whole."""
+    """torch's tracker, which by itself takes one step and keeps accounts of modules: here many, and of the whole.
+
+    Attributes:
+        most: bytes that were held at most since the program asked to forget it; ``peak`` is of a step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._pre_fw_hook = run_again(self, self._pre_fw_hook)  # type: ignore[method-assign]
+
+    @property
+    def held(self) -> int:
+        """Bytes now."""
+        return by_category(self, "current", torch.device("cpu")).get("total", 0)
 
     def peak(self) -> dict[str, int]:
         """Bytes of each category at the moment when most was held."""
@@ -119,12 +133,6 @@ class WholeProgram(MemTracker):
         """Look for the peak of what comes from now on."""
         self._peak_mem_snap = self.get_tracker_snapshot()
         self._peak_mem = {device: held["Total"] for device, held in self._peak_mem_snap.items()}
-
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        outermost = not set(self._mod_tracker.parents) - {self._mod_tracker.get_known_fqn(module), "Global"}
-        if outermost and not self._mod_tracker.is_bw:
-            self.reset_mod_stats()  # a module that is called again would be refused
-        super()._pre_fw_hook(module, inputs)
 
     def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if module in self.memory_tracking:
@@ -142,6 +150,7 @@ class WholeProgram(MemTracker):
         modules, self.memory_tracking = self.memory_tracking, type(self.memory_tracking)()
         super()._update_peak_stats(peak_state)
         self.memory_tracking = modules
+        self.most = max([self.most, *(held["Total"] for held in self._curr_mem_snap.values())])
 
 
 def describe(world_size: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ program does not, and would fail: each replacement says why.
 """
 
 import contextlib
+import inspect
 import linecache
 import os
 import sys
@@ -31,10 +32,11 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.errors import LabError, NoValues
+from labkit.errors import LabError, NoValues, ParameterError
 from labkit.folder import ROOT, SIMULATED
 from labkit.launcher.worker import run_program
-from labkit.simulation import shards
+from labkit.simulation import cuda, shards
+from labkit.simulation.around import MESH_MAKERS, replace_what_is_around, with_values
 from labkit.simulation.reducer import replace_reducer
 from labkit.simulation.watched import measures_itself, watched
 
@@ -53,8 +55,10 @@ def main() -> None:
     target, arguments = sys.argv[1], sys.argv[2:]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     replace_what_needs_values(rank, world_size)
-    watch = contextlib.nullcontext() if measures_itself(target) else watched(rank, world_size)
-    with FakeTensorMode(allow_non_fake_inputs=True), watch:
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as around:
+        if not measures_itself(target):
+            held = around.enter_context(watched(rank, world_size))
+            around.enter_context(cuda.gpus(held))
         try:
             run_program(target, arguments)
         except Exception as error:
@@ -65,14 +69,21 @@ def replace_what_needs_values(rank: int, world_size: int) -> None:
     """Let torch do in a simulation what it does elsewhere; for the rest of this process."""
     distributed: Any = dist
     join, make = distributed.init_process_group, device_mesh.init_device_mesh
+    signature = inspect.signature(join)
 
-    def join_fake(*unused: Any, **others: Any) -> None:
+    def join_fake(*args: Any, **kwargs: Any) -> None:
+        asked = signature.bind(*args, **kwargs).arguments
+        refuse_another_place(asked.get("rank", -1), asked.get("world_size", -1), rank, world_size)
         with unset_fake_temporarily():
             join("fake", rank=rank, world_size=world_size, store=FakeStore())
 
-    distributed.init_process_group = distributed.distributed_c10d.init_process_group = join_fake
+    modules: list[Any] = [distributed, distributed.distributed_c10d, device_mesh]
+    for module in modules:
+        module.init_process_group = join_fake
+    distributed.new_group = distributed.distributed_c10d.new_group = of_any_backend(distributed.new_group)
     # a mesh is made of ranks, and these are numbers in tensors
-    distributed.init_device_mesh = device_mesh.init_device_mesh = with_values(make)
+    for module in MESH_MAKERS:
+        module.init_device_mesh = with_values(make)
     distributed.DeviceMesh.__init__ = with_values(distributed.DeviceMesh.__init__)
     init: Any = torch.nn.init
     init._no_grad_trunc_normal_ = unchanged  # draws again and again, until all numbers are within bounds
@@ -80,6 +91,31 @@ def replace_what_needs_values(rank: int, world_size: int) -> None:
     torch.compile = refuse_to_compile  # type: ignore[assignment]
     shards.replace_what_needs_memory()
     replace_reducer()
+    replace_what_is_around()
+
+
+def refuse_another_place(rank: int, world_size: int, own: int, simulated: int) -> None:
+    """What a program says of itself when it joins, if it does, has to be what is simulated."""
+    if world_size not in (-1, simulated):
+        raise ParameterError(
+            f"the program joins a group of world_size = {world_size}, and {simulated} ranks are simulated: "
+            f"simulate with world_size={world_size}, or take the variable WORLD_SIZE for it"
+        )
+    if rank not in (-1, own):
+        raise ParameterError(f"the program joins as rank {rank}, and rank {own} is simulated: take the variable RANK")
+
+
+def of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which makes a group: whatever its backend, it sends nothing."""
+    signature = inspect.signature(make)
+
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments.pop("backend", None)
+        given.arguments.pop("device_id", None)
+        return make(*given.args, **given.kwargs)
+
+    return make_group
 
 
 def unchanged(tensor: Tensor, *unused: Any, **others: Any) -> Tensor:
@@ -90,16 +126,6 @@ def unchanged(tensor: Tensor, *unused: Any, **others: Any) -> Tensor:
 def refuse_to_compile(*unused: Any, **others: Any) -> None:
     """What the compiler makes holds and sends other amounts, and it needs real tensors to make it."""
     raise LabError("what torch.compile makes cannot be simulated: simulate the program without it")
-
-
-def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, in which tensors have numbers."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def swapped(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
@@ -115,21 +141,28 @@ def swapped(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor]
 
 
 def explained(error: Exception) -> Exception:
-    """The same error; for a question for a simulated tensor's numbers NoValues, which names the line that asks."""
+    """The same error; for a question that a simulation cannot answer one that names the line that asks.
+
+    NoValues for a simulated tensor's numbers, LabError for what only a GPU knows.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [index for index, (frame, _) in enumerate(frames) if not is_around(frame.f_code.co_filename)]
-    asks = isinstance(error, READS) or any(words in str(error) for words in REFUSALS)
-    if not asks or not own:
+    reads = isinstance(error, READS) or any(words in str(error) for words in REFUSALS)
+    no_gpu = any(words in str(error) for words in cuda.MISSING)
+    if not (reads or no_gpu) or not own:
         return error
     frame, number = frames[own[-1]]
     path = frame.f_code.co_filename
     line = linecache.getline(path, number).strip()
-    what = f"{path}:{number} reads a number from a tensor, and simulated tensors have none, only shapes: {line}"
+    what = "reads a number from a tensor, and simulated tensors have none, only shapes"
+    if not reads:
+        what = "asks for what only a GPU knows, and simulated ones are not there"
     fix = f"leave it out where the program is simulated (where the environment variable {SIMULATED} is set)"
     down_to_there: types.TracebackType | None = None
     for each, at in reversed(frames[own[0] : own[-1] + 1]):
         down_to_there = types.TracebackType(down_to_there, each, each.f_lasti, at)
-    return NoValues(f"{what}\n{fix}").with_traceback(down_to_there)
+    kind = NoValues if reads else LabError
+    return kind(f"{path}:{number} {what}: {line}\n{fix}").with_traceback(down_to_there)
 
 
 def is_around(path: str) -> bool:

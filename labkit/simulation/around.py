@@ -1,0 +1,110 @@
+"""What programs do around the training itself: they draw samples, scale losses, save, and start their own ranks.
+
+In a simulation samples are drawn with real numbers, in the process of the rank. Every scaled gradient is finite. No file
+is written, since there is nothing to write. Of the ranks that a program starts, one is already there.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import device_mesh as older
+from torch.utils import data
+from torch.utils.data import dataloader
+
+from labkit.errors import ParameterError
+
+WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "pin_memory")
+"""Arguments of a DataLoader for processes that prepare samples: simulated tensors cannot go from one to another."""
+MESH_MAKERS: list[Any] = [device_mesh, torch.distributed, torch.distributed.tensor, older, _fsdp_init]
+"""Modules in which a program, or FSDP2 where the program gives no mesh, finds torch's function that makes one."""
+
+
+def replace_what_is_around() -> None:
+    """Replace it for the rest of this process."""
+    samplers: list[Any] = [data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler]
+    for sampler in [*samplers, data.DistributedSampler]:
+        sampler.__iter__ = drawn(sampler.__iter__)
+    loader: Any = dataloader
+    loader.DataLoader.__init__ = in_this_process(loader.DataLoader.__init__)
+    loader._BaseDataLoaderIter.__init__ = with_values(loader._BaseDataLoaderIter.__init__)
+    data.random_split = data.dataset.random_split = with_values(data.random_split)
+    scaler: Any = torch.amp.GradScaler
+    scaler._maybe_opt_step = lambda scaler, optimizer, unused, *args, **kwargs: optimizer.step(*args, **kwargs)
+    scaler.get_scale = lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0
+    scaler._get_growth_tracker = lambda scaler: scaler._init_growth_tracker
+    sharded: Any = ShardedGradScaler
+    sharded._amp_update_scale_cpu_ = count_a_finite_step
+    torch.save = save_nothing
+    processes: Any = torch.multiprocessing
+    processes.spawn = be_one_of
+
+
+def count_a_finite_step(scaler: Any, unused: Any) -> None:
+    """Of ShardedGradScaler, on a CPU: it takes a new tensor to count."""
+    scaler._growth_tracker = scaler._growth_tracker + 1
+
+
+def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, in which tensors have numbers."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def drawn(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    """A sampler's order, all at once: its indices are numbers in tensors at first."""
+
+    def draw(sampler: Any) -> Iterator[Any]:
+        with unset_fake_temporarily():
+            order = list(iterate(sampler))
+        return iter(order)
+
+    return draw
+
+
+def in_this_process(init: Callable[..., None]) -> Callable[..., None]:
+    """A DataLoader's initialiser, without what asks for other processes."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def make(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        for name in WORKERS:
+            given.arguments.pop(name, None)
+        init(*given.args, **given.kwargs)
+
+    return make
+
+
+def save_nothing(obj: Any, f: Any = None, *unused: Any, **others: Any) -> None:
+    """In place of torch.save: a simulation has nothing to save, and overwrites nothing."""
+    print(f"simulated: nothing is saved in {f}", flush=True)
+
+
+def be_one_of(
+    function: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *unused: Any, **others: Any
+) -> None:
+    """In place of torch.multiprocessing.spawn: this process is one of those that the program starts.
+
+    Raises:
+        ParameterError: the program starts as many as are neither on a host nor in the world.
+    """
+    world_size, on_host = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if nprocs not in (world_size, on_host):
+        raise ParameterError(
+            f"the program starts {nprocs} ranks, and {world_size} are simulated, {on_host} on a host: "
+            f"simulate with world_size={nprocs}"
+        )
+    function(int(os.environ["RANK" if nprocs == world_size else "LOCAL_RANK"]), *args)
