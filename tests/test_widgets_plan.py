@@ -44,7 +44,8 @@ def test_it_says_what_the_plan_says():
     said = drawn(explorer, **chosen)[1]
     of = len(explorer.plan.frame.query("hardware == 'h100-8x'"))
     assert said.startswith(f"{len(rows)} of {of} fit in 40 GiB; the 1st ({best['world_size']} GPUs, ")
-    cheapest = explorer.row(**chosen | {"by": "device_s"})
+    assert explorer.row(**chosen | {"place": 2})["candidate"] == rows.iloc[2]["candidate"] != best["candidate"]
+    cheapest = explorer.row(**chosen | {"by": dict(explorer.controls["by"].options)["cost"]})
     assert cheapest["dollars_per_step"] == rows["dollars_per_step"].min() and "dollars for 1,000 steps" in said
 
 
