@@ -165,6 +165,8 @@ class Recorder(CommunicationCounter):
                 event["after"] = self._sums[-1:]
             places.append(len(self.events))
             self.events.append(event)
+            if label == "broadcast":  # of DDP's buffers, for which C++ waits unseen
+                self._wait(places[-1:])
         if sums:
             self._sums += places
         elif own.startswith("FSDP::") or "prefetch" in own:
