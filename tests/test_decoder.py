@@ -1,7 +1,7 @@
 """labkit.models.decoder and launch/decoder: the shapes of theory, and equal to one device on every mesh."""
 
 import json
-from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from labkit import config
 from labkit.launcher.run import find_program
 from labkit.models.decoder import DecoderModel, rotate, rotations_of
 from labkit.operators import OperatorCounter
-from labkit.parallel.checkpointing import apply_activation_checkpointing
+from labkit.parallel.checkpointing import KeepDear, apply_activation_checkpointing
 from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit.theory import transformer as theory
 from launch import decoder
@@ -105,7 +105,13 @@ def test_the_loss_is_that_of_the_next_token():
     assert model.get_loss((tokens,), certain) < 1e-6 < model.get_loss((tokens,), certain.flip(1))
 
 
-@pytest.mark.parametrize(("checkpointing", "again"), [("none", 0), ("selective", 3), ("full", 6)])
+PRODUCTS = theory.TINY.products
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "again"),
+    [("none", ()), ("selective", PRODUCTS[1::2]), ("full", PRODUCTS[:-1])],  # as in theory/transformer.py
+)
 def test_as_much_is_computed_again_as_theory_says(checkpointing, again):
     model = DecoderModel(layers=3)
     if checkpointing != "none":
@@ -114,12 +120,20 @@ def test_as_much_is_computed_again_as_theory_says(checkpointing, again):
     loss = model.get_loss(inputs, model(*inputs))
     with OperatorCounter() as counted:
         loss.backward()
-    done = Counter(operator.name for operator in counted.operators)
-    assert done["mm"] == 2 * (3 * 7 + 1) + 3 * again
-    assert done["_scaled_dot_product_flash_attention_for_cpu"] == (3 if checkpointing == "full" else 0)
-    training = theory.Training(theory.TINY, batch=2, sequence=16, ranks=1, checkpointing=checkpointing)
-    _, backward = training._block()
-    assert sum(operator.name == "mm" for operator in backward) == 2 * 7 + again
+    products = [operator.flops for operator in counted.operators if operator.name == "mm"]
+    tokens, weights = 2 * 16, 3 * sum(PRODUCTS) + 96 * 32
+    assert len(products) == 2 * (3 * 7 + 1) + 3 * len(again)
+    assert sum(products) == 2 * tokens * (2 * weights + 3 * sum(again))
+    attention = [operator for operator in counted.operators if operator.name.endswith("flash_attention_for_cpu")]
+    assert len(attention) == (3 if checkpointing == "full" else 0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_of_a_blocks_products_the_first_and_every_other_one_is_kept(again):
+    keep, context = KeepDear(), SimpleNamespace(is_recompute=again)
+    assert [keep(context, torch.ops.aten.mm.default).name for _ in range(3)] == [
+        *("MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"),
+    ]
 
 
 def test_a_rank_of_tp_holds_its_share_of_every_matrix(fake_group):
@@ -156,7 +170,7 @@ def fake_group():
     ("ranks", "parameters", "message"),
     [
         (6, {"tp": 4}, "6 ranks cannot be cut into lines of tp = 4: it must divide them"),
-        (8, {"tp": 2, "hybrid": 3}, "8 ranks are 4 lines of tp = 2, which cannot be cut into groups of hybrid = 3"),
+        (8, {"tp": 2, "hybrid": 8}, "8 ranks are 4 lines of tp = 2, which cannot be cut into groups of hybrid = 8"),
         (4, {"tp": 4}, "4 ranks cannot share kv_heads = 2: 2 % 4 = 2"),
         (16, {"tp": 16, "model": "llama_3_8b"}, "16 ranks cannot share kv_heads = 8: 8 % 16 = 8"),
         (2, {"seq": True}, "seq cuts the sequence over tp, but tp is 1: take 2 or more"),
@@ -172,17 +186,18 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(ranks, parameters, mess
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("tp", [1, 8])
-def test_of_a_thousand_ranks_each_holds_its_share_of_seventy_billion(tp):
-    params = {"model": "llama_3_70b", "layers": 2, "batch": 1, "precision": "bf16", "checkpointing": "full", "tp": tp}
+@pytest.mark.parametrize(("mesh", "sharers"), [({}, 1024), ({"hybrid": 8}, 8), ({"tp": 8}, 1024)], ids=str)
+def test_of_a_thousand_ranks_each_holds_its_share_of_seventy_billion(mesh, sharers):
+    params = {"model": "llama_3_70b", "layers": 2, "batch": 1, "precision": "bf16", "checkpointing": "full"} | mesh
     result = labkit.simulate("decoder", world_size=1024, steps=2, **params)
-    assert result.value("peak_parameter_bytes") == pytest.approx(
-        4 * decoder.Config(**params).shape().parameters / 1024, rel=0.01
-    )
-    assert ("tp/all_reduce_count" in result.summary()) == (tp > 1)
-    if tp > 1:
-        tokens, width = 8192, 8192
-        # bf16 sums: two in each block's forward pass, of which one is computed again, and two in its backward pass
-        blocks = 2 * (2 + 1 + 2)
-        passes = result.value("tp/all_reduce_bytes") // (2 * tokens * width)
-        assert passes == blocks + 1, "and one behind the output layer"
+    numbers = decoder.Config(**params).shape().parameters
+    assert result.value("peak_parameter_bytes") == pytest.approx(4 * numbers / sharers, rel=0.01)
+    assert ("replicate/all_reduce_count" in result.summary()) == ("hybrid" in mesh)
+    assert ("tp/all_reduce_count" in result.summary()) == ("tp" in mesh)
+    if "tp" in mesh:
+        # in a block two sums in the forward pass, of which one is done again, and two in the backward pass
+        sums, tokens, width = 2 * (2 + 1 + 2), 8192, 8192
+        behind_the_blocks = 1 * 2 * tokens * width + 3 * 4 * tokens  # and of the loss three numbers a token
+        assert result.value("tp/all_reduce_bytes") == pytest.approx(
+            sums * 2 * tokens * width + behind_the_blocks, abs=16
+        )
