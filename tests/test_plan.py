@@ -128,6 +128,14 @@ def test_one_that_fails_is_a_row_with_its_reason(program):
     assert labkit.Plan.load(plan.folder).frame.equals(plan.frame)
 
 
+def test_what_hardware_cannot_compute_is_a_row_too():
+    how = TINY | {"tp": 1, "hybrid": None, "checkpointing": "none", "world_size": 2}
+    plan = labkit.plan(**how, hardware=["h100-8x", "laptop"], precision=["bf16", "float32"])
+    assert [bool(candidate.reason) for candidate in plan.candidates] == [True, False]
+    assert "no rate for 'bfloat16' numbers on laptop" in plan.candidates[0].reason
+    assert plan.machines == ["h100-8x", "laptop"] and set(plan.fitting["precision"]) == {"float32"}
+
+
 class Impatient(Display):
     """Presses Ctrl-C once one has ended and another one runs."""
 
