@@ -123,8 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _do(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()  # here a reader that has gone is still an error to be met
         return status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)  # a plan says where it is kept
         return 130
     except BrokenPipeError:  # as in `... | head`
         to_nobody(sys.stdout)

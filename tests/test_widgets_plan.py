@@ -44,8 +44,11 @@ def test_it_says_what_the_plan_says():
     said = drawn(explorer, **chosen)[1]
     of = len(explorer.plan.frame.query("hardware == 'h100-8x'"))
     assert said.startswith(f"{len(rows)} of {of} fit in 40 GiB; the 1st ({best['world_size']} GPUs, ")
-    cheapest = explorer.row(**chosen | {"by": "device_s"})
-    assert cheapest["dollars_per_step"] == rows["dollars_per_step"].min() and "dollars for 1,000 steps" in said
+    assert explorer.row(**chosen | {"place": 2})["candidate"] == rows.iloc[2]["candidate"] != best["candidate"]
+    assert "dollars for 1,000 steps" in said
+    roomy = chosen | {"budget_gib": 140}
+    fastest, cheapest = (explorer.row(**roomy | {"by": by}) for _, by in explorer.controls["by"].options)
+    assert cheapest["step_s"] > fastest["step_s"] and cheapest["dollars_per_step"] < fastest["dollars_per_step"]
 
 
 def test_the_plan_that_it_begins_with_is_what_simulate_says():

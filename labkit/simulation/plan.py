@@ -117,10 +117,13 @@ def search(found: Plan, simulations: Sequence[Simulation | None], machines: Sequ
 
 def told(candidate: Candidate, outcome: Outcome, machines: Sequence[Hardware]) -> Candidate:
     """The candidate with what its simulation says."""
-    if not isinstance(outcome, RunResult):
-        return replace(candidate, reason=str(outcome).partition("\n")[0])
-    sizes = {name: int(outcome.value(f"{value}_bytes")) for name, value in SIZES.items()}
-    times = {machine.name: times_of(outcome, machine) for machine in machines}
+    try:
+        if not isinstance(outcome, RunResult):
+            raise outcome
+        sizes = {name: int(outcome.value(f"{value}_bytes")) for name, value in SIZES.items()}
+        times = {machine.name: times_of(outcome, machine) for machine in machines}
+    except (LabError, ValueError) as error:  # of the simulation, or that it says nothing of memory, or of such numbers
+        return replace(candidate, reason=str(error).partition("\n")[0])
     return replace(candidate, reason="", folder=str(outcome.folder), sizes=sizes, times=times)
 
 

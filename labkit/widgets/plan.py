@@ -135,5 +135,5 @@ def controls_of(plan: labkit.Plan) -> dict[str, Control]:
 def unbeaten(rows: pandas.DataFrame) -> pandas.DataFrame:
     """Those that none beats in both time and memory, the fastest first; the first few of them."""
     by_time = rows.sort_values(["step_s", "needed_bytes"])
-    least = by_time["needed_bytes"].astype(float).cummin().shift(fill_value=float("inf"))
-    return by_time[by_time["needed_bytes"] < least].head(len(LETTERS))
+    least = by_time["needed_bytes"].cummin().shift()  # of all that are faster
+    return by_time[least.isna() | (by_time["needed_bytes"] < least)].head(len(LETTERS))
