@@ -36,6 +36,8 @@ from labkit.launcher.run import run, sweep
 from labkit.launcher.warm import keeper
 from labkit.result import RunResult, load
 from labkit.simulation import simulate
+from labkit.simulation.candidates import Plan
+from labkit.simulation.plan import plan
 
 __all__ = [
     "Host",
@@ -43,11 +45,13 @@ __all__ = [
     "LabError",
     "NotAllHosts",
     "ParameterError",
+    "Plan",
     "RankFailed",
     "RecordError",
     "RunResult",
     "RunTimedOut",
     "load",
+    "plan",
     "run",
     "simulate",
     "submit",

@@ -4,6 +4,8 @@
     python -m labkit run convnext_spatial --nproc 4 --width 256   # a run, as labkit.run does it in a notebook
     python -m labkit run convnext_spatial --help                  # the parameters of this program
     python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096    # one rank of 1024: memory and traffic
+    python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x    # and how long its step would take there
+    python -m labkit plan decoder --model llama_2_7b --world-size 16 64    # which way to train fits, and is fast?
     python -m labkit show runs/<a run's folder>                   # the table of an earlier run
 
     python -m labkit runs                             # the newest runs; --program fsdp_wrap, --limit 100
@@ -63,7 +65,9 @@ class Run:
 
 @dataclass
 class Simulate:
-    """Simulate one rank of many, or several, and show its summary: memory and communication, no values and no times.
+    """Simulate one rank of many, or several, and show its summary: memory and communication, no values.
+
+    With a hardware its step's time is reckoned; no time is measured.
 
     ``simulate PROGRAM --help`` lists the parameters of a program.
     """
@@ -74,13 +78,42 @@ class Simulate:
     """Number of ranks among which the program finds itself."""
     rank: tuple[int, ...] = (0,)
     """Those that are simulated."""
-    ranks_per_host: int = 8
-    """GPUs of a host."""
+    hardware: str | None = None
+    """Kind of host for which the step's time is reckoned, such as h100-8x."""
+    ranks_per_host: int | None = None
+    """GPUs of a host; by default those of the hardware, or 8."""
     timeout_s: float = 600
     """Seconds after which the simulation is stopped."""
 
 
+@dataclass
+class Plan:
+    """Simulate all combinations of some values, and show those that fit, the fastest first.
+
+    ``plan PROGRAM --help`` lists the parameters of a program; each takes one value or several.
+    """
+
+    program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROGRAM")]
+    """A name in launch/, or the path of a Python file."""
+    world_size: tuple[int, ...] = (64,)
+    """Numbers of ranks."""
+    hardware: tuple[str, ...] = ("h100-8x",)
+    """Kinds of hosts."""
+    budget_gib: float | None = None
+    """What a rank may take of its device, in GiB; by default all that it has."""
+    dollars_per_hour: float | None = None
+    """What a device costs in an hour."""
+    samples: int | None = None
+    """Of all ranks in a step; by default one for each of the most ranks."""
+    limit: int = 100
+    """More candidates than that are refused."""
+    timeout_s: float = 600
+    """Seconds after which one simulation is stopped."""
+
+
 PROG = "python -m labkit"
+Launch = Run | Simulate | Plan
+ABOUT: dict[type[Launch], str] = {Run: "Launch", Simulate: "Simulate", Plan: "Simulate candidates of"}
 LISTED = 10  # of the runs that are to be removed
 
 
@@ -90,8 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _do(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()  # here a reader that has gone is still an error to be met
         return status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)  # a plan says where it is kept
         return 130
     except BrokenPipeError:  # as in `... | head`
         to_nobody(sys.stdout)
@@ -105,23 +138,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _do(words: list[str]) -> int:
-    kinds: dict[str, type[Run | Simulate]] = {"run": Run, "simulate": Simulate}
+    kinds: dict[str, type[Launch]] = {"run": Run, "simulate": Simulate, "plan": Plan}
     if words[:1] and words[0] in kinds and words[1:] and not words[1].startswith("-"):
         return launch(*read_run(words[1], words[2:], kinds[words[0]]))
     if words[:1] == ["runs"]:
         return of_runs(words[1:])
     commands: dict[str, Callable[..., Any]] = {"run": Run, "show": show, "doctor": examine, "runs": list_runs}
-    every = commands | {"simulate": Simulate} | COMMANDS
+    every = commands | {"simulate": Simulate, "plan": Plan} | COMMANDS
     done = tyro.extras.subcommand_cli_from_dict(every, prog=PROG, args=words)
-    return launch(done, {}) if isinstance(done, Run | Simulate) else done
+    return launch(done, {}) if isinstance(done, Launch) else done
 
 
-def read_run(
-    program: str, words: Sequence[str], kind: type[Run | Simulate] = Run
-) -> tuple[Run | Simulate, dict[str, Any]]:
-    """Read the options of ``run`` or ``simulate`` and those of the program, by its Config.
+def read_run(program: str, words: Sequence[str], kind: type[Launch] = Run) -> tuple[Launch, dict[str, Any]]:
+    """Read the options of ``run``, ``simulate`` or ``plan`` and those of the program, by its Config.
 
-    The parameters are those that differ.
+    The parameters are those that differ; for ``plan``, those that are given, each with its values in a list.
 
     Raises:
         ParameterError: there is no such program, or its Config cannot be read.
@@ -138,6 +169,8 @@ def read_run(
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
     options = config.options(config_class, words, without=[each.name for each in fields(kind)])
+    if kind is Plan:
+        options = config.lists_of(options)
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     combined = make_dataclass(
         kind.__name__,
@@ -147,17 +180,24 @@ def read_run(
         ],
         bases=(kind,),
     )
-    about = f"{'Launch' if kind is Run else 'Simulate'} {program} and show its summary."
+    about = f"{ABOUT[kind]} {program} and show {'those that fit' if kind is Plan else 'its summary'}."
     command = tyro.cli(combined, prog=f"{prog} {program}", description=about, args=words)
     defaults, values = config.values_of(options()), config.values_of(command.parameters)
     return command, {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def launch(command: Run | Simulate, parameters: dict[str, Any]) -> int:
-    """Launch or simulate the program, print its summary."""
-    how = {each.name: getattr(command, each.name) for each in fields(Run if isinstance(command, Run) else Simulate)}
+def launch(command: Launch, parameters: dict[str, Any]) -> int:
+    """Launch or simulate the program, print its summary; or the table of a plan."""
+    kind = next(each for each in ABOUT if isinstance(command, each))
+    how = {each.name: getattr(command, each.name) for each in fields(kind)}
+    program = how.pop("program")
+    if isinstance(command, Plan):
+        lists = {name: list(each) for name, each in (how | parameters).items() if isinstance(each, tuple) and each}
+        found = labkit.plan(program, **(how | lists))
+        print(f"{found}\nrecorded in {found.folder}")
+        return 0
     start = labkit.run if isinstance(command, Run) else labkit.simulate
-    result = start(how.pop("program"), **how, **parameters)
+    result = start(program, **how, **parameters)
     print(result.summary().to_string())
     print(f"recorded in {result.folder}")
     return 0

@@ -300,6 +300,17 @@ def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str]
     return dataclasses.make_dataclass(config_class.__name__, fields)
 
 
+def lists_of(read: type[Any]) -> type[Any]:
+    """What ``options`` gives, each field with any number of values, none by default; without those of tuples."""
+    fields: list[Any] = []
+    wanted: Any
+    for field in dataclasses.fields(read):
+        wanted, *_, about = typing.get_args(field.type)  # limits between them hold later, for each value
+        if typing.get_origin(wanted) is not tuple:
+            fields.append((field.name, Annotated[tuple[wanted, ...], about], dataclasses.field(default=())))
+    return dataclasses.make_dataclass(read.__name__, fields)
+
+
 def describe(config_class: type[Any]) -> str:
     """One line a field: name, type, default and the first line of its docstring."""
     docs = {name: f"  # {text.splitlines()[0]}" for name, text in _docs_of(config_class).items()}

@@ -102,7 +102,7 @@ class RunResult:
 
     @property
     def simulated(self) -> bool:
-        """Whether ``labkit.simulate`` made it: it has sizes and counts, of some ranks, and neither values nor times."""
+        """Whether ``labkit.simulate`` made it: it has sizes and counts of some ranks, no values, and reckoned times."""
         return bool(self.info.get("simulated", False))
 
     @property
@@ -221,6 +221,8 @@ def stamp(results: Iterable[RunResult]) -> str:
     for result in results:
         session = result.session
         device = str(session.get("device_name") or result.device)
+        if result.info.get("hardware"):
+            device += f" · reckoned for {result.info['hardware']['name']}"
         cores = str(session["cores"]) if result.device == "cpu" and "cores" in session else ""
         version = f"torch {session['torch']}" if "torch" in session else ""
         origin = device, cores, version, str(session.get("note") or ""), len({*result.hosts} - {""})
@@ -267,6 +269,9 @@ def _info(folder: RunFolder) -> dict[str, Any]:
         fix = f"update labkit, this one reads {' and '.join(map(str, records.READABLE))}"
         raise RecordError(f"{path}: version {info['version']!r} is not known here: {fix}")
     require(path, info, INFO | (SIMULATED if info.get("simulated") else {}))
+    if info.get("hardware"):
+        require(path, info, {"hardware": dict})
+        require(path, info["hardware"], {"name": str})
     if not 0 < info["nproc"] <= MOST_RANKS:
         raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MOST_RANKS}. {REPAIR}")
     if "session" in info:

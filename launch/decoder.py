@@ -78,6 +78,12 @@ class Config:
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full", "steps": 20}
     }
+    CANDIDATES: ClassVar[dict[str, list[Any]]] = {
+        "tp": [1, 2, 4, 8],
+        "hybrid": [None, 8],
+        "checkpointing": ["none", "selective", "full"],
+        "precision": ["float32", "bf16"],
+    }
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import labkit
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -75,3 +77,11 @@ def test_the_published_benchmark_holds_the_formulas_against_what_others_measured
     assert result["ok"] and result["held_out"] == 8 and 1 < result["speed_factor"] < 1.1
     fitted = [number for number, line in enumerate(lines) if "fitted to this row" in line]
     assert [lines[number - 1] for number in fitted] == ["h100-96gb-8x", "a100-8x"], "the first row of each machine"
+
+
+def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_path, capsys):
+    bench("plan").main(["--layers", "1", "--world-size", "8", "--checkpointing", "full", "--keep", str(tmp_path)])
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    kept = labkit.Plan.load(tmp_path)
+    assert said["simulated"] == len(kept.fitting) / len(kept.machines) == 5 and said["of_forty_s"] > said["took_s"] > 0
+    assert not any(candidate.folder for candidate in kept.candidates), "no paths of this machine"

@@ -1,4 +1,4 @@
-"""Figures of one profiled step: what each rank computed and sent when, and what of it was exposed."""
+"""Figures of one step, profiled or reckoned: what each rank computed and sent when, and what of it was exposed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +12,8 @@ from labkit.result import RunResult
 
 COLOURS = style.TIME | style.COMMUNICATION
 LANES = ("compute", "communication")
+SHARES = {False: ("exposed_communication", "profiled_step"), True: ("reckoned_exposed_s", "reckoned_step_s")}
+"""What is exposed and the whole step, by whether the run was simulated."""
 LETTER_POINTS = 5.5  # width of a letter in a bar
 TOUCH_MS = 0.01  # bars that overlap by less follow one another
 
@@ -19,17 +21,18 @@ TOUCH_MS = 0.01  # bars that overlap by less follow one another
 def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None) -> Axes:
     """Two rows a rank, compute and communication, over one step; exposed communication is underlined.
 
-    What runs at the same time stands one above the other. All ``ranks`` are shown by default. A line parts those of one
-    host from those of another, and its first rank has its name.
+    What runs at the same time stands one above the other. All ``ranks`` that ran are shown by default. A line parts
+    those of one host from those of another, and its first rank has its name.
 
     Raises:
         ValueError: the run recorded no timeline of one of these ranks.
     """
     bars = _bars(result)
-    shown = range(result.world_size) if ranks is None else ranks
+    shown = result.recorded_ranks if ranks is None else ranks
     missing = sorted(set(shown) - set(bars["rank"]))
     if missing:
-        raise ValueError(f"no timeline of ranks {missing}: run the program with its option timeline=True")
+        fix = "simulate it for a hardware" if result.simulated else "run the program with its option timeline=True"
+        raise ValueError(f"no timeline of ranks {missing}: {fix}")
     ax = style.axes(ax, 8.5, 1.3 + 1.1 * len(shown))
     shown_bars = bars[bars["rank"].isin(shown)]
     ax.set_xlim(0, (shown_bars["start"] + shown_bars["length"]).max())
@@ -53,7 +56,9 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
     ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since each rank began its step, ms")
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.4 * len(shown) - 0.45, -0.6)
-    _legend(ax, set(bars["phase"]), result.summary().loc[list(shown)])
+    open_name, whole_name = SHARES[result.simulated]
+    ranks_shown = result.summary().loc[list(shown)]
+    _legend(ax, set(bars["phase"]), ranks_shown[open_name].mean() / ranks_shown[whole_name].mean())
     return style.stamp(ax, [result])
 
 
@@ -61,19 +66,25 @@ def exposed(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes
     """Communication of the profiled step, split into hidden and exposed, one bar a run; the mean of its ranks."""
     ax = style.axes(ax, height=1.1 + 0.5 * len(results))
     for row, result in enumerate(results.values()):
-        whole, open_ms = result.value("communication"), result.value("exposed_communication")
-        step_ms = result.value("profiled_step")
+        whole, open_ms, step_ms = _sums(result)
         kinds = ("exposed", "hidden behind compute") if row == 0 else (None, None)
         ax.barh(row, open_ms, color=style.EXPOSED, height=0.6, label=kinds[0])
         ax.barh(row, whole - open_ms, left=open_ms, color=style.SKY, height=0.6, label=kinds[1])
         text = f"  {open_ms:.0f} of {whole:.0f} ms exposed, {open_ms / step_ms:.0%} of the step"
         ax.text(whole, row, text, va="center", fontsize=9)
-    longest = max(result.value("communication") for result in results.values())
+    longest = max(_sums(result)[0] for result in results.values())
     ax.set(yticks=range(len(results)), yticklabels=list(results), xlim=(0, longest * 1.75))
-    ax.set_xlabel("communication in one profiled step, ms (mean of the ranks)")
+    ax.set_xlabel("communication in one step, ms (mean of the ranks)")
     ax.invert_yaxis()
     style.legend_above(ax, 2)
     return style.stamp(ax, results.values())
+
+
+def _sums(result: RunResult) -> tuple[float, ...]:
+    """Communication, what of it was exposed, and the step, in ms: reckoned of a simulation, else profiled."""
+    if result.simulated:
+        return tuple(1000 * result.value(f"reckoned_{part}_s") for part in ("communication", "exposed", "step"))
+    return tuple(map(result.value, ("communication", "exposed_communication", "profiled_step")))
 
 
 def _bars(result: RunResult) -> pandas.DataFrame:
@@ -124,10 +135,9 @@ def _points(ax: Axes, length: float) -> float:
     return float(ax.get_window_extent().width * 72 / ax.figure.dpi * length / (right - left))
 
 
-def _legend(ax: Axes, phases: set[str], ranks: pandas.DataFrame) -> None:
+def _legend(ax: Axes, phases: set[str], share: float) -> None:
     shown = {phase.replace("_", "-"): colour for phase, colour in COLOURS.items() if phase in phases}
     shown |= {"other": style.GREY} if phases - COLOURS.keys() else {}
     patches = [Patch(color=colour, label=label) for label, colour in shown.items()]
-    share = ranks["exposed_communication"].mean() / ranks["profiled_step"].mean()
     patches.append(Patch(color=style.EXPOSED, label=f"exposed: {share:.0%} of the step"))
     style.legend_above(ax, len(patches), patches, middle=0.45, fontsize=8, handlelength=1.2, columnspacing=1.2)

@@ -174,7 +174,8 @@ class Meter:
 
     def _traced_step(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
         step = Step(index, False, self)
-        counter, tracker = CommunicationCounter(mesh), tracker_of(track) if track else None
+        tracker = tracker_of(track) if track else None
+        counter: Any = recorder_of(mesh, tracker) if self.simulated else CommunicationCounter(mesh)
         patience = contextlib.nullcontext() if self.simulated else finished_collectives_let_go()
         held = Held(tracker) if self.simulated and tracker else None
         with tracker or contextlib.nullcontext(), patience, counter:
@@ -184,6 +185,8 @@ class Meter:
         write_sent(self.writer, counter, index)
         if held:
             held.write(self.writer, index)
+        if self.simulated:
+            counter.write(self.writer)
         memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():
@@ -195,6 +198,13 @@ class Meter:
             self.writer.write("memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device))
         else:
             self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
+
+
+def recorder_of(mesh: DeviceMesh | None, tracker: Any) -> Any:
+    """What counts communication in a simulation, and writes down the step's events; the tracker knows its modules."""
+    from labkit.rank.recorder import Recorder  # brings in the profiler
+
+    return Recorder(mesh, tracker and tracker._mod_tracker)
 
 
 def write_sent(writer: Writer, counter: CommunicationCounter, index: int) -> None:

@@ -45,6 +45,7 @@ from torch.utils._pytree import tree_leaves
 from labkit import private
 from labkit.rank.meter import wrapped
 from labkit.records import Writer
+from labkit.theory.steptime import uncovered
 
 Event = dict[str, Any]
 Collective = tuple[Event, str, Event | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
@@ -56,7 +57,7 @@ GAP_US, KERNEL_GAP_US = 100.0, 10.0  # a unit's compute is one bar across shorte
 _NOT_COMPUTE = (STEP, WAIT, "c10d::", "_c10d_functional::", "record_param_comms")
 _WAITS = (WAIT, "_c10d_functional::wait_tensor")  # in a compiled program, the latter alone
 _BACKWARD = ("autograd::engine", "Torch-Compiled Region: !")  # "!" is compiled autograd, on the caller's thread
-_FSDP_RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
+FSDP_RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce")
 _GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 _ON_GPU = _GPU_WORK | {"gpu_user_annotation"}
@@ -105,7 +106,7 @@ def exposed(bars: Iterable[Bar]) -> list[Bar]:
     found: list[Bar] = []
     for bar in bars:
         if bar.lane == "communication":
-            for start, end in _uncovered(bar.start_us, bar.end_us, sorted(covers)):
+            for start, end in uncovered(bar.start_us, bar.end_us, sorted(covers)):
                 found.append(replace(bar, lane="exposed", start_us=start, dur_us=end - start))
             covers.append((bar.start_us, bar.end_us))
     return found
@@ -114,18 +115,6 @@ def exposed(bars: Iterable[Bar]) -> list[Bar]:
 def exposed_us(bars: Iterable[Bar]) -> float:
     """Microseconds of communication that no compute covers; collectives at the same time count once."""
     return sum(bar.dur_us for bar in exposed(bars))
-
-
-def _uncovered(start: float, end: float, covers: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """What is left of a stretch where ``covers``, ordered by start, do not reach."""
-    for cover_start, cover_end in covers:
-        if cover_start >= end:
-            break
-        if cover_start > start:
-            yield start, cover_start
-        start = max(start, cover_end)
-    if start < end:
-        yield start, end
 
 
 @contextlib.contextmanager
@@ -295,9 +284,9 @@ class _Asked:
         self._launches = {e["args"].get("correlation"): e for e in events if str(e.get("cat")).startswith("cuda_")}
         moments = sorted(_unit_moments(events))
         self._units = [(moment, unit) for (moment, _, _), unit in zip(moments, _current_units(moments), strict=True)]
-        ranges = [(e["ts"], e["ts"] + e["dur"], _FSDP_RANGE.match(e["name"])) for e in events]
+        ranges = [(e["ts"], e["ts"] + e["dur"], FSDP_RANGE.match(e["name"])) for e in events]
         asking = ("all_gather", "post_backward_reduce")
-        self._fsdp = sorted((start, end, _unit_of(it[2])) for start, end, it in ranges if it and it[1] in asking)
+        self._fsdp = sorted((start, end, unit_of(it[2])) for start, end, it in ranges if it and it[1] in asking)
 
     def launch(self, event: Event) -> Event | None:
         """The call that put an event onto the GPU; None where it was made before the step."""
@@ -367,11 +356,11 @@ def _unit_moments(events: Iterable[Event]) -> Iterator[tuple[float, int, str]]:
             yield end, 0, name
         elif label in (BACKWARD, BACKWARD_END):
             yield start, int(label == BACKWARD), name
-        elif found := _FSDP_RANGE.match(event["name"]):
+        elif found := FSDP_RANGE.match(event["name"]):
             if found[1] in ("pre_forward", "pre_backward"):
-                yield start, 1, _unit_of(found[2])
+                yield start, 1, unit_of(found[2])
             elif found[1] in ("post_forward", "post_backward_reduce"):
-                yield end, 0, _unit_of(found[2])
+                yield end, 0, unit_of(found[2])
 
 
 def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
@@ -391,7 +380,7 @@ def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
         yield current
 
 
-def _unit_of(qualified_name: str | None) -> str:
+def unit_of(qualified_name: str | None) -> str:
     """The unit's name: without checkpointing's wrappers, the first module's where several make one unit."""
     first = (qualified_name or "").split(", ")[0].replace("_checkpoint_wrapped_module", "")
     return first.replace("..", ".").strip(".") or ROOT

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_NAMESPACES = ("c10d", "_c10d_functional")
-_NOT_TRAFFIC = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
+NAMESPACES = ("c10d", "_c10d_functional")
+NOT_TRAFFIC = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
 _VARIANT = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
 _NAMES = {
     "allreduce": "all_reduce",
@@ -145,7 +145,7 @@ class CommunicationCounter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # half of what autograd does with simulated tensors; sends nothing
             return args[0].device
         namespace, _, name = func.name().split(".")[0].partition("::")
-        if namespace in _NAMESPACES and name not in _NOT_TRAFFIC:
+        if namespace in NAMESPACES and name not in NOT_TRAFFIC:
             group, ranks = group_of(args)
             spans = len(ranks), hosts_of(ranks)
             for label, given in messages_of(namespace, name, args):

@@ -4,10 +4,12 @@
 
 A simulated rank runs its program line by line, in a process of its own, on torch's fake process group, which sends
 nothing, and on fake tensors, which have a shape, a type and a size but no memory. So it says exactly what the program
-holds and hands to collectives, for as many ranks as one likes, and nothing about values or time.
+holds and hands to collectives, for as many ranks as one likes, and nothing about values. How long its step takes is
+reckoned from what it did, for a hardware of one's choice.
 
-``simulate`` starts it, ``world`` is what it finds itself in, ``watched`` looks at programs that do not measure
-themselves.
+``start`` starts it, ``world`` is what it finds itself in, ``watched`` looks at programs that do not measure themselves,
+``reckoned`` reckons time. ``plan`` asks for many, ``search`` simulates them side by side, ``candidates`` is what came
+of it.
 """
 
 from labkit.simulation.start import simulate

@@ -1,7 +1,7 @@
 """What programs do around the training itself: they draw samples, scale losses, save, and start their own ranks.
 
-In a simulation samples are drawn with real numbers, by the rank itself. Every scaled gradient is finite. Nothing
-is saved, since there is nothing to write. Of the ranks that a program starts, one is already there.
+In a simulation samples are drawn with real numbers, in the process of the rank. Every scaled gradient is finite. No
+file is written, since there is nothing to write. Of the ranks that a program starts, one is already there.
 """
 
 import functools

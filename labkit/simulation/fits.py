@@ -47,4 +47,9 @@ def fits(result: RunResult, budget_gib: float = 80.0) -> Fit:
     Raises:
         UnknownValue: the program followed no memory.
     """
-    return Fit(int(result.value("gpu_reserved_bytes")), sum(OUTSIDE.values()), int(budget_gib * GIB))
+    return fit(int(result.value("gpu_reserved_bytes")), budget_gib)
+
+
+def fit(reserved: int, budget_gib: float) -> Fit:
+    """The same for so many bytes that the allocator takes."""
+    return Fit(reserved, sum(OUTSIDE.values()), int(budget_gib * GIB))

@@ -12,9 +12,12 @@ from labkit.folder import RANKS, SIMULATED
 from labkit.launcher import packet
 from labkit.launcher.run import Plan, execute, find_program, positive, resolve
 from labkit.launcher.warm import decide
-from labkit.result import MOST_RANKS, RunResult
+from labkit.result import MOST_RANKS, RunResult, load
+from labkit.simulation import reckoned
+from labkit.theory.hardware import Hardware
 
 WORLD = "labkit.simulation.world"
+GPUS_OF_A_HOST = 8
 
 
 def simulate(
@@ -22,7 +25,8 @@ def simulate(
     *,
     world_size: int,
     rank: int | Sequence[int] = 0,
-    ranks_per_host: int = 8,
+    hardware: str | Hardware | None = None,
+    ranks_per_host: int | None = None,
     timeout_s: float = 600,
     warm: bool | None = None,
     use: Mapping[str, Any] | None = None,
@@ -31,8 +35,8 @@ def simulate(
     """Run a rank program as some of many ranks, without the others: what it holds, and what it hands to collectives.
 
     Nothing is computed or sent, so the size of the model and the number of ranks cost no memory and little time. There
-    are no values (losses are left out) and no times. Memory by category and communication equal those of a real run on
-    CPU ranks to the byte.
+    are no values (losses are left out), and times by reckoning alone, for ``hardware``. Memory by category and
+    communication equal those of a real run on CPU ranks to the byte.
 
     A program that opens no session of labkit's is watched from its first line to its last: ``peak_..._bytes`` are those
     of the whole program, and a collective's count and bytes the largest of a step, from the end of one
@@ -42,7 +46,11 @@ def simulate(
         program: a name in launch/, such as ``"fsdp_wrap"``, or the path of a .py file.
         world_size: how many ranks the program finds itself among.
         rank: the one that is simulated, or several: each is a process.
-        ranks_per_host: GPUs of a host: what crosses from host to host is counted as of a run on several hosts.
+        hardware: kind of host by its name in ``labkit.theory.hardware``, such as "h100-8x", or a ``Hardware``: then
+            ``reckoned_step_s`` and others are values of the result, and its time line is that of the step there.
+            ``labkit.simulation.reckoned.reckon`` does it for other hardware, without simulating again.
+        ranks_per_host: GPUs of a host: what crosses from host to host is counted as of a run on several hosts. By
+            default those of the hardware, or 8.
         timeout_s: the simulation is stopped after this many seconds.
         warm: as for ``run``.
         use: as for ``run``.
@@ -55,10 +63,20 @@ def simulate(
         ParameterError: a bad argument; nothing was started.
         RankFailed: the program failed; with ``exc_type`` "NoValues" where it reads a number from a tensor.
         RunTimedOut: the limit passed; holds the ranks' stacks.
+        ValueError: the program multiplies numbers for which the hardware has no rate. The simulation itself is kept.
     """
-    how = {"world_size": world_size, "rank": rank, "ranks_per_host": ranks_per_host}
+    how = {"world_size": world_size, "rank": rank, "hardware": hardware, "ranks_per_host": ranks_per_host}
     plan = simulation_of(program, **how, timeout_s=timeout_s, warm=warm, use=use, **params)
-    return execute(plan, b"" if use is None else packet.pack(use))
+    return carry_out(plan, b"" if use is None else packet.pack(use))
+
+
+def carry_out(plan: "Simulation", given: bytes = b"") -> RunResult:
+    """Simulate what was checked; ``given`` goes to the ranks."""
+    result = execute(plan, given)
+    if plan.hardware is None:
+        return result
+    reckoned.write(result, plan.hardware)
+    return load(result.folder)
 
 
 @dataclass
@@ -66,6 +84,7 @@ class Simulation(Plan):
     """A checked request for a simulation, in the words of run.json; ``nproc`` is the size of the world."""
 
     ranks: list[int]
+    hardware: Hardware | None
     ranks_per_host: int
     simulated: bool = True
 
@@ -92,7 +111,8 @@ def simulation_of(
     *,
     world_size: Any,
     rank: Any = 0,
-    ranks_per_host: Any = 8,
+    hardware: Any = None,
+    ranks_per_host: Any = None,
     timeout_s: Any = 600.0,
     warm: Any = None,
     use: Any = None,
@@ -100,10 +120,15 @@ def simulation_of(
 ) -> Simulation:
     """Check everything that can be checked before a start; the arguments are those of ``simulate``."""
     world_size = positive("world_size", world_size, int, "not a number of ranks: give an int of at least 1")
+    kind = None if hardware is None else reckoned.hardware_of(hardware)
+    if ranks_per_host is None:
+        ranks_per_host = kind.devices if kind else GPUS_OF_A_HOST
     ranks_per_host = positive("ranks_per_host", ranks_per_host, int, "not a number of GPUs: give an int of at least 1")
     timeout_s = positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
     if world_size > MOST_RANKS:
         raise ParameterError(f"world_size = {world_size} is too many: {MOST_RANKS} ranks are the limit")
+    if kind:
+        reckoned.filled(world_size, ranks_per_host, kind)
     path, target = find_program(program)
     if use is not None:
         packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
@@ -111,7 +136,7 @@ def simulation_of(
     resolved = resolve(path, params, world_size)
     ranks = chosen_ranks(rank, world_size)
     common = Plan(path.stem, str(path), target, *resolved, world_size, "cpu", timeout_s, decide(warm), sources, [])
-    return Simulation(**vars(common), ranks=ranks, ranks_per_host=ranks_per_host)
+    return Simulation(**vars(common), ranks=ranks, hardware=kind, ranks_per_host=ranks_per_host)
 
 
 def chosen_ranks(rank: Any, world_size: int) -> list[int]:

@@ -23,8 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from labkit import requirements
 from labkit.folder import VARIABLE, RunFolder, simulated_ranks, write_json
 from labkit.rank.held import Held
-from labkit.rank.meter import by_category, run_again, write_sent
-from labkit.rank.traffic import CommunicationCounter
+from labkit.rank.meter import by_category, recorder_of, run_again, write_sent
 from labkit.records import Writer
 from labkit.simulation.around import MESH_MAKERS
 
@@ -66,13 +65,15 @@ class Steps:
     """What is held and sent in each step, written as records."""
 
     def __init__(self, writer: Writer):
-        self.counter, self.tracker = CommunicationCounter(), WholeProgram()
+        self.tracker = WholeProgram()
+        self.counter = recorder_of(None, self.tracker)
         self._writer, self._index = writer, WARM_UP
         self._held: Held | None = None
 
     def next(self) -> None:
         """An optimizer has updated parameters."""
         write_sent(self._writer, self.counter, self._index)
+        self.counter.write(self._writer)
         self.counter.forget()
         if self._index == WARM_UP:
             whole = self.tracker.peak()["total"]
@@ -86,6 +87,8 @@ class Steps:
         if self._held:
             self._held.write(self._writer, self._index)
         write_sent(self._writer, self.counter, max(self._index, 0))
+        if self._index == WARM_UP:
+            self.counter.write(self._writer)
         for name, amount in self.tracker.peak().items():
             self._writer.write("memory", f"peak_{name}", max(self._index, 0), bytes=amount)
 

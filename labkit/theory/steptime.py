@@ -15,7 +15,7 @@ Source of the roofline: Williams, Waterman and Patterson, "Roofline", 2009.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from labkit.theory.collectives import ON_THE_WIRE, wire_bytes
@@ -216,6 +216,18 @@ class StepTime:
         return covered_s(self.bars) - self.compute_s
 
     @property
+    def exposed(self) -> Sequence[Bar]:
+        """The stretches of communication beside which nothing was computed, each once, named by what began first."""
+        found: list[Bar] = []
+        covers = [(bar.start_s, bar.end_s) for bar in self.bars if bar.stream == COMPUTE]
+        for bar in self.bars:
+            if bar.stream != COMPUTE:
+                for start_s, end_s in uncovered(bar.start_s, bar.end_s, sorted(covers)):
+                    found.append(Bar(bar.stream, bar.name, start_s, end_s - start_s))
+                covers.append((bar.start_s, bar.end_s))
+        return found
+
+    @property
     def overlapped_s(self) -> float:
         """How long communication was under way beside arithmetic."""
         return self.communication_s - self.exposed_s
@@ -235,6 +247,18 @@ def covered_s(bars: Iterable[Bar]) -> float:
         total += max(0.0, bar.end_s - max(until, bar.start_s))
         until = max(until, bar.end_s)
     return total
+
+
+def uncovered(start: float, end: float, covers: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is left of a stretch where ``covers``, ordered by start, do not reach."""
+    for cover_start, cover_end in covers:
+        if cover_start >= end:
+            break
+        if cover_start > start:
+            yield start, cover_start
+        start = max(start, cover_end)
+    if start < end:
+        yield start, end
 
 
 def schedule(program: Sequence[Task], *, overlaps: bool = True) -> StepTime:
@@ -278,12 +302,14 @@ class Call:
         seconds: how long it takes.
         stream: on which it runs; collectives of one group share one.
         early: whether what it sends was there long before, as parameters are: it is then asked for one unit ahead.
+        after: earlier calls whose results it sends, by their places among the events, besides those waited for.
     """
 
     name: str
     seconds: float
     stream: str = COMMUNICATION
     early: bool = False
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -320,7 +346,8 @@ def recorded_program(events: Sequence[Work | Call | Wait | Turn]) -> list[Task]:
         elif isinstance(event, Call):
             places[number] = len(program)
             after = computed if event.early else [*computed, *needed]
-            program.append(Task(event.stream, event.name, event.seconds, tuple(after)))
+            sent = (places[call] for call in event.after)
+            program.append(Task(event.stream, event.name, event.seconds, (*after, *sent)))
         elif isinstance(event, Work):
             program.append(Task(COMPUTE, event.name, event.seconds, (*computed, *needed)))
             computed, needed = [len(program) - 1], []

@@ -16,6 +16,8 @@ from labkit import widgets
 pytestmark = [pytest.mark.browser, pytest.mark.alone, pytest.mark.timeout(180)]
 LONG_MS = 60_000
 MOVES = 20
+SIMULATION_S = 15.0
+"""What a step of seven billion parameters may take to be simulated."""
 # Notes the time from an input to the first frame with another figure.
 WATCH = """
 output => {
@@ -103,7 +105,8 @@ def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, 
         took.append(time.monotonic() - begun)
         assert "–" not in explorer.locator("table").inner_text()
     print(request.node.name, f"overlay after {took[1]:.1f} s")
-    assert took[1] <= 2.5, "2 s are the aim; the rest is for a machine that does something else, too"
+    most_s = SIMULATION_S if explorer.get_by_text("Which way to train fits").count() else 2.5
+    assert took[1] <= most_s, "2 s are the aim; the rest is for a machine that does something else, too"
     explorer.screenshot(path=screenshots / f"{re.sub(r'[^a-z0-9]+', '_', request.node.name)}.png")
 
 

@@ -1,0 +1,207 @@
+"""Times of simulated steps: what was recorded is what was sent, the time line overlaps as a GPU would, sums agree."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+import labkit
+from labkit import plots
+from labkit.__main__ import main
+from labkit.operators import OperatorCounter
+from labkit.simulation.reckoned import events_of, reckon
+from labkit.simulation.start import simulation_of
+from labkit.theory.hardware import hardware
+from labkit.theory.steptime import COMPUTE, Group, collective_s
+
+PROGRAMS = Path(__file__).parent / "programs"
+PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
+H100 = hardware("h100-8x")
+STACK = {"model": "mlp_stack", "dim": 2048, "batch": 2048, "precision": "bf16", "steps": 1}
+LABS = {
+    "fsdp": ("fsdp_wrap", STACK),
+    "hybrid": ("fsdp_wrap", STACK | {"hybrid": 8}),
+    "two_dim": ("two_dim", {"seq": True, "checkpointing": True, "steps": 1, "dim": 512, "batch": 64}),
+    "spatial": ("convnext_spatial", {"steps": 1, "width": 2048}),
+    "ddp": (DDP, {"bucket_mb": 0.5}),
+    "plain": (PLAIN, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def simulated():
+    """Results by lab, each simulated once."""
+    results = {}
+
+    def result_of(lab):
+        if lab not in results:
+            program, params = LABS[lab]
+            results[lab] = labkit.simulate(program, world_size=16, rank=9, hardware="h100-8x", **params)
+        return results[lab]
+
+    return result_of
+
+
+def bars_of(result, stream):
+    """Bars of arithmetic or of communication, by start."""
+    return [bar for bar in reckon(result, "h100-8x").time.bars if (bar.stream == COMPUTE) == (stream == COMPUTE)]
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_what_was_recorded_is_what_was_counted_and_every_call_is_waited_for(lab, simulated):
+    result = simulated(lab)
+    done = events_of(result)
+    for name, calls in groupby(sorted(done.calls, key=lambda call: call["call"]), lambda call: call["call"]):
+        calls = list(calls)
+        assert len(calls) == result.value(f"{name}_count")
+        assert sum(call["bytes"] for call in calls) == result.value(f"{name}_bytes")
+    waits = {event["wait"] for event in done.events if "wait" in event}
+    assert waits == {place for place, event in enumerate(done.events) if "call" in event}
+    assert sum("turn" in event for event in done.events) == 1
+    assert all(9 in group for group in done.groups)
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_the_parts_of_a_step_add_up_and_are_recorded(lab, simulated):
+    result = simulated(lab)
+    step, compute, communication, exposed, overlapped = (
+        result.value(f"reckoned_{part}_s") for part in ("step", "compute", "communication", "exposed", "overlapped")
+    )
+    assert 0 < compute < step < compute + communication
+    assert communication == pytest.approx(exposed + overlapped) and step >= compute + exposed - 1e-12
+    lanes = result.frame[result.frame["kind"] == "bar"].groupby("lane")["dur_us"].sum() / 1e6
+    assert lanes["compute"] == pytest.approx(compute) and lanes["exposed"] == pytest.approx(exposed)
+    on_wires = [
+        collective_s(call["call"], call["bytes"], Group(len(group), 1 + (max(group) // 8 > min(group) // 8)), H100)
+        for call in events_of(result).calls
+        for group in [events_of(result).groups[call["group"]]]
+    ]
+    assert lanes["communication"] == pytest.approx(sum(on_wires))
+
+
+def test_a_unit_is_gathered_while_the_one_before_computes_and_its_sum_while_the_next_does(simulated):
+    bars = reckon(simulated("fsdp"), H100).time.bars
+    begun = {bar.name: bar.start_s for bar in reversed(bars)}
+    ended = {bar.name: bar.end_s for bar in bars}
+    assert begun["forward layers.0"] <= begun["all_gather layers.1"] < ended["forward layers.0"]
+    assert begun["forward layers.1"] >= begun["all_gather layers.1"]
+    assert begun["backward layers.1"] < begun["reduce_scatter layers.2"] + H100.call_s * 10
+    assert begun["optimizer "] >= max(bar.end_s for bar in bars if bar.name.startswith("reduce_scatter"))
+    assert simulated("fsdp").value("reckoned_overlapped_s") > 3 * simulated("fsdp").value("reckoned_exposed_s")
+
+
+def test_groups_of_hybrid_sharding_are_summed_after_their_members(simulated):
+    bars = reckon(simulated("hybrid"), H100).time.bars
+    for layer in range(3):
+        (within,), (across,) = (
+            [bar for bar in bars if bar.name == f"{name} layers.{layer}"] for name in ("reduce_scatter", "all_reduce")
+        )
+        assert across.start_s >= within.end_s and across.stream != within.stream
+
+
+def test_buckets_of_ddp_are_sent_beside_the_backward_pass_and_halos_are_waited_for(simulated):
+    sums = [bar for bar in bars_of(simulated("ddp"), "communication") if bar.name.startswith("all_reduce bucket")]
+    backward = [bar for bar in bars_of(simulated("ddp"), COMPUTE) if bar.name.startswith("backward")]
+    assert [bar.name[-1] for bar in sums] == ["0", "1", "2"]
+    assert backward[0].end_s < sums[0].start_s < backward[-1].start_s - 1e-5
+    halos = [bar for bar in bars_of(simulated("spatial"), "communication") if bar.name.startswith("send")]
+    assert len(halos) == simulated("spatial").value("send_count") > 0
+    assert {len(events_of(simulated("spatial")).groups[call["group"]])
+            for call in events_of(simulated("spatial")).calls if call["call"] == "send"} == {2}  # fmt: skip
+
+
+def test_other_hardware_needs_no_other_simulation(simulated):
+    first = simulated("fsdp")
+    again = labkit.simulate("fsdp_wrap", world_size=16, rank=9, hardware=hardware("a100-8x"), **STACK)
+    there = reckon(first, "a100-8x")
+    assert again.value("reckoned_step_s") == pytest.approx(there.time.step_s) != first.value("reckoned_step_s")
+    info = json.loads((again.folder / "run.json").read_text())
+    assert info["hardware"]["name"] == "a100-8x" and info["ranks_per_host"] == 8
+    assert again.stamp.startswith("simulated · reckoned for a100-8x · 16 ranks on 2 hosts")
+    faster = reckon(first, hardware("a100-8x", matmul_share=1.0))
+    assert faster.time.step_s < there.time.step_s and faster.model_flops == there.model_flops
+    alone = reckon(first, "h100-8x", ranks_per_host=4)
+    assert alone.time.communication_s > reckon(first, "h100-8x").time.communication_s, "cards of four hosts, half each"
+
+
+def test_what_is_computed_again_takes_time_and_is_no_part_of_the_model():
+    how = {"world_size": 8, "hardware": "h100-8x"}
+    plain = labkit.simulate("fsdp_wrap", **how, **STACK)
+    again = labkit.simulate("fsdp_wrap", **how, **STACK, checkpointing=True)
+    assert again.value("reckoned_model_flops") == plain.value("reckoned_model_flops")
+    once, twice = (sum(count * each.flops for each, count in events_of(run).operators) for run in (plain, again))
+    assert once == plain.value("reckoned_model_flops") and twice > 1.25 * once
+    assert again.value("reckoned_compute_s") > plain.value("reckoned_compute_s")
+    share = plain.value("reckoned_model_flops") / (plain.value("reckoned_step_s") * H100.flops_per_s["bfloat16"])
+    assert plain.value("reckoned_model_flops_share") == pytest.approx(share) and 0.2 < share < H100.matmul_share
+
+
+def test_a_figure_of_the_time_line_is_drawn_and_stamped(simulated):
+    ax = plots.timeline(simulated("hybrid"))
+    assert "reckoned for h100-8x" in ax.figure.get_supxlabel()
+    shown = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert {"forward", "backward", "optimizer", "all-gather", "reduce-scatter", "all-reduce"} < {*shown}
+    assert any("exposed" in each for each in shown)
+    unreckoned = labkit.simulate("all_reduce", world_size=2, repeats=1)
+    with pytest.raises(ValueError, match="simulate it for a hardware"):
+        plots.timeline(unreckoned)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"world_size": 16, "hardware": "h100"}, "'h100' is none of a100-8x, h100-8x"),
+        ({"world_size": 12, "hardware": "h100-8x"}, "12 ranks do not fill hosts of 8 (h100-8x): 12 % 8 = 4"),
+        ({"world_size": 32, "hardware": "h100-8x", "ranks_per_host": 16}, "16 ranks on a host of 8 devices (h100-8x)"),
+        ({"world_size": 16, "hardware": 8}, "hardware 8 is none of"),
+    ],
+)
+def test_hardware_that_cannot_be_is_refused_before_anything_starts(how, message):
+    with pytest.raises(labkit.ParameterError) as refused:
+        simulation_of("fsdp_wrap", **how)
+    assert message in str(refused.value)
+    assert simulation_of("fsdp_wrap", world_size=4, hardware="laptop").ranks_per_host == 2
+
+
+def test_the_command_line_reckons(capsys):
+    assert main(["simulate", "all_reduce", "--world-size", "16", "--hardware", "b200-8x", "--repeats", "1"]) == 0
+    assert "reckoned_step_s" in capsys.readouterr().out
+    assert main(["simulate", "all_reduce", "--world-size", "16", "--hardware", "b300", "--repeats", "1"]) == 2
+    assert "b200-8x" in capsys.readouterr().err
+
+
+def counted(function):
+    """The operators of a call on tensors without content, by name."""
+    with FakeTensorMode(), OperatorCounter() as operators:
+        function()
+    return {each.name: each for each in operators.operators}
+
+
+def test_attention_on_a_cpu_is_counted_and_half_of_it_where_nobody_looks_ahead():
+    def attend(causal):
+        query = torch.ones(2, 8, 64, 16, dtype=torch.bfloat16, requires_grad=True)
+        key = torch.ones(2, 4, 64, 16, dtype=torch.bfloat16, requires_grad=True)
+        mixed = functional.scaled_dot_product_attention(query, key, key, is_causal=causal, enable_gqa=True)
+        mixed.sum().backward()
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    whole, half = counted(lambda: attend(False)), counted(lambda: attend(True))
+    assert whole[name].flops == 2 * half[name].flops == 4 * 2 * 8 * 64 * 64 * 16
+    assert half[f"{name}_backward"].flops == 2.5 * half[name].flops and half[name].dtype == "bfloat16"
+
+
+def test_what_only_chooses_overwrites_or_makes_room_moves_no_more_than_that():
+    def work():
+        table = torch.ones(1000, 10)
+        out = functional.embedding(torch.zeros(3, dtype=torch.int64), table)
+        torch.empty(50)
+        out.copy_(torch.ones(3, 10, dtype=torch.float64))
+        torch.mul(out, out, out=torch.empty(3, 10))
+
+    found = counted(work)
+    assert found["embedding"].moved_bytes == 2 * 3 * 10 * 4 and found["empty"].moved_bytes == 0
+    assert found["copy_"].moved_bytes == 3 * 10 * (8 + 4) and found["mul"].moved_bytes == 3 * 3 * 10 * 4

@@ -1,0 +1,76 @@
+"""The explorer of plans: every control alone, what it says against the plan, and a fresh simulation of a chosen row."""
+
+import time
+
+import pytest
+from fixture_explorers import drawn
+
+import labkit
+from labkit.plots import style
+from labkit.widgets import Candidates
+from labkit.widgets import explorer as explorer_module
+
+TINY = {"model": "tiny", "layers": 1, "sequence": 256, "samples": 16, "precision": "bf16", "hybrid": None, "tp": 1}
+
+
+def every_value():
+    explorer = Candidates()
+    return [(name, value) for name, control in explorer.controls.items() for _, value in control.options]
+
+
+@pytest.mark.parametrize(("name", "value"), every_value())
+def test_every_value_of_every_control_is_drawn_or_says_what_to_change(name, value):
+    explorer = Candidates()
+    chosen = explorer.chosen | {name: value}
+    begun = time.process_time()
+    try:
+        figure, said = drawn(explorer, **chosen)
+    except ValueError as error:
+        assert "none fits in" in str(error) and "the least that is needed is" in str(error)
+        return
+    assert time.process_time() - begun < 0.5
+    row = explorer.row(**chosen)
+    assert f"takes {style.duration(row['step_s'])} a step" in said
+    (ring,) = [each for each in figure.axes[0].collections if each.get_sizes().tolist() == [160]]
+    unit_s = {"s": 1, "ms": 1e-3}[figure.axes[0].get_ylabel().rpartition(" ")[2]]
+    assert ring.get_offsets().tolist() == [pytest.approx([row["needed_bytes"] / 2**30, row["step_s"] / unit_s])]
+
+
+def test_it_says_what_the_plan_says():
+    explorer = Candidates()
+    chosen = explorer.chosen | {"budget_gib": 40, "price": 2.0}
+    rows = explorer.plan.having(budget_gib=40, dollars_per_hour=2.0).fitting.query("hardware == 'h100-8x'")
+    best = rows.iloc[0]
+    said = drawn(explorer, **chosen)[1]
+    of = len(explorer.plan.frame.query("hardware == 'h100-8x'"))
+    assert said.startswith(f"{len(rows)} of {of} fit in 40 GiB; the 1st ({best['world_size']} GPUs, ")
+    assert explorer.row(**chosen | {"place": 2})["candidate"] == rows.iloc[2]["candidate"] != best["candidate"]
+    assert "dollars for 1,000 steps" in said
+    roomy = chosen | {"budget_gib": 140}
+    fastest, cheapest = (explorer.row(**roomy | {"by": by}) for _, by in explorer.controls["by"].options)
+    assert cheapest["step_s"] > fastest["step_s"] and cheapest["dollars_per_step"] < fastest["dollars_per_step"]
+
+
+def test_the_plan_that_it_begins_with_is_what_simulate_says():
+    plan = Candidates().plan
+    number = next(number for number, each in enumerate(plan.candidates) if not each.reason)
+    result = labkit.simulate("decoder", hardware="h100-8x", warm=True, **plan.arguments(number))
+    row = plan.frame.query(f"candidate == {number} and hardware == 'h100-8x'").iloc[0]
+    assert row["peak_bytes"] == result.value("peak_total_bytes")
+    assert row["step_s"] == pytest.approx(result.value("reckoned_step_s"))
+
+
+def test_a_chosen_row_is_simulated_anew_and_equals_the_plan(monkeypatch):
+    monkeypatch.setenv("LABKIT_WARM", "1")
+    explorer = Candidates(labkit.plan(**TINY, world_size=[8, 16], checkpointing=["none", "full"]))
+    explorer.chosen |= {"place": 2}
+    predicted = explorer.predicted
+    result = explorer.run_it()
+    assert result.simulated and len(predicted) == 4
+    for name, said in predicted.items():
+        assert result.value(name) == said
+    assert "simulated" in result.stamp
+    panel = explorer_module._Panel(explorer)
+    assert "right" in panel._table.value and "–" not in panel._table.value
+    panel._knobs["place"].value = 5
+    assert "only 4 fit: take a lower place, or a larger budget" in panel._picture.value
