@@ -29,7 +29,7 @@ def main() -> None:
                 line += "  fitted to this row"
             else:
                 speed.append(max(ratio, 1 / ratio))
-            if row.memory_gib and step.memory_bytes:
+            if row.memory_gib:
                 share = step.memory_bytes / GIB / row.memory_gib
                 memory.append(max(share, 1 / share))
                 line += f" {step.memory_bytes / GIB:>6.1f} of {row.memory_gib:>5.1f} {100 * (share - 1):>+5.1f} %"

@@ -1,9 +1,11 @@
 """labkit.theory.steptime by hand, against walks of rings and simulations, and against what others have published."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+import labkit
 from labkit.theory import ddp
 from labkit.theory.collectives import AlphaBeta
 from labkit.theory.hardware import Hardware, hardware
@@ -26,7 +28,7 @@ from labkit.theory.steptime import (
     recorded_program,
     schedule,
 )
-from labkit.theory.transformer import LLAMA_3_8B, LLAMA_3_70B, Training
+from labkit.theory.transformer import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, Training
 
 INSIDE, BETWEEN = AlphaBeta(1e-6, 1e-9), AlphaBeta(1e-5, 8e-9)
 
@@ -225,6 +227,28 @@ def test_published_speeds_are_predicted_from_one_row(rows):
 def test_published_memory_is_what_tensors_take_and_what_the_allocator_keeps_beside():
     shares = [row.predicted().memory_bytes / GIB / row.memory_gib for row in H100_ROWS]
     assert all(0.8 < share < 1.0 for share in shares), shares
+
+
+MOMENTS = {
+    "loss": (LLAMA_3_8B, 4096, 64, "selective", True),
+    "loss, all kept": (LLAMA_3_8B, 4096, 64, "none", True),
+    "feedforward of the last block but one": (LLAMA_2_7B, 4096, 64, "full", False),
+    "gradients of the last block but one": (LLAMA_2_7B, 1024, 256, "selective", False),
+    "gradients of the second block": (LLAMA_2_7B, 1024, 4, "full", False),
+    "end": (LLAMA_3_8B, 256, 8, "full", False),
+}
+"""Shape, tokens, ranks, checkpointing, and whether the peak is at the loss: there the formula has one block more."""
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_memory_is_what_a_simulated_decoder_holds_at_each_of_its_moments(moment):
+    shape, tokens, ranks, checkpointing, at_loss = MOMENTS[moment]
+    model = "llama_2_7b" if shape is LLAMA_2_7B else "llama_3_8b"
+    params = {"sequence": tokens, "batch": 1, "layers": 4, "precision": "bf16", "steps": 2}
+    simulated = labkit.simulate("decoder", world_size=ranks, model=model, checkpointing=checkpointing, **params)
+    training = Training(replace(shape, layers=4), 1, tokens, ranks, checkpointing)
+    last = 2 * shape.block_parameters if at_loss else 0  # it is gathered again after the loss in the decoder
+    assert training.memory_bytes() - last == pytest.approx(simulated.value("peak_total_bytes"), rel=1e-3)
 
 
 def test_a_network_that_is_too_slow_shows():

@@ -126,13 +126,13 @@ class Step:
         time: the step on its time line.
         tokens_per_s: of a rank.
         model_flops_share: MFU.
-        memory_bytes: at the loss, when a rank holds most; None where activations were not counted.
+        memory_bytes: of a rank's tensors when they take most.
     """
 
     time: StepTime
     tokens_per_s: float
     model_flops_share: float
-    memory_bytes: float | None
+    memory_bytes: float
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Training:
             time=time,
             tokens_per_s=self.tokens / time.step_s,
             model_flops_share=time.model_flops_share(flops, hosts.peak(self.dtype)),
-            memory_bytes=None if self.checkpointing == "none" else self.memory_bytes(),
+            memory_bytes=self.memory_bytes(),
         )
 
     def _time(self, rank: Hardware, group: Group) -> StepTime:
@@ -256,23 +256,77 @@ class Training:
         return Operator("mm", 2 * self.tokens * weights, dtype=self.dtype)
 
     def memory_bytes(self) -> float:
-        """What a rank's tensors take when the loss's gradient has just been made: the most of the step.
+        """What a rank's tensors take when they take most: the largest of the moments at which that may be.
 
-        Shards in float32 with Adam's two numbers; what blocks keep; the logits' log-softmax, its gradient and the
-        logits' gradient in float32; the gathered root and the last block.
+        Attention that keeps its scores' sums alone, an optimizer that updates in place. Counted operator by operator in
+        simulations of ``launch/decoder.py``.
+        """
+        last = self.model.layers - 1
+        backward = [self._bytes_in_backward(block) for block in {last, max(0, last - 1), min(1, last), 0}]
+        return max(self._bytes_at_loss(), *backward, self._bytes_at_end())
 
-        Raises:
-            ValueError: no checkpointing, where it depends on each operator what is kept.
+    def _bytes_at_loss(self) -> float:
+        """When the loss's gradient has just been made.
+
+        Shards in float32 with Adam's two numbers; what blocks keep, and the last norm, twice in float32 and once not;
+        the logits' log-softmax, its gradient and the logits' gradient in float32; the gathered root and the last block.
         """
         model = self.model
-        if self.checkpointing == "none":
-            raise ValueError("checkpointing none: what is kept was not counted; take selective or full, or simulate it")
-        kept = NUMBER * model.width
-        if self.checkpointing == "selective":
-            kept += NUMBER * (sum(model.product_widths[::2]) + model.width) + FLOAT * model.heads
         return (
-            3 * FLOAT * model.parameters / self.ranks
-            + kept * self.tokens * model.layers
+            self._shard_bytes
+            + self._kept * self.tokens * model.layers
+            + (2 * FLOAT + NUMBER) * self.tokens * model.width
             + 3 * FLOAT * self.tokens * model.vocab
             + NUMBER * (model.root_parameters + model.block_parameters)
         )
+
+    def _bytes_in_backward(self, block: int) -> float:
+        """In a block's backward pass: at the gradient of SwiGLU's product, or when the block's gradients are all there.
+
+        Shards as above, those of gradients of the blocks behind it; the gradients of the one behind it, still on their
+        way in float32; what the blocks before it keep; gathered root, this block and the next; the output layer's
+        gradient; what the block computes with.
+        """
+        model = self.model
+        behind = model.layers - 1 - block
+        d, k, f = model.width, model.kv_width, model.feedforward
+        norms = {"none": 26, "full": 28, "selective": 30}[self.checkpointing] * d
+        others = 4 * k + 12 * f + FLOAT * model.heads
+        return (
+            self._shard_bytes
+            + FLOAT * model.block_parameters * behind / self.ranks
+            + FLOAT * model.block_parameters * (behind > 0)
+            + self._kept * self.tokens * block
+            + NUMBER * (model.root_parameters + model.block_parameters * (1 + (block > 0)))
+            + NUMBER * model.vocab * d
+            + norms * self.tokens
+            + max(others * self.tokens + NUMBER * d * f, NUMBER * model.block_parameters)
+        )
+
+    def _bytes_at_end(self) -> float:
+        """When the root's gradients go to be reduced, last of all: they, and a copy in float32; all others' shards."""
+        model = self.model
+        reduced = FLOAT * model.layers * model.block_parameters / self.ranks
+        return self._shard_bytes + reduced + (NUMBER + FLOAT) * model.root_parameters
+
+    @property
+    def _shard_bytes(self) -> float:
+        """Of parameters and Adam's two numbers."""
+        return 3 * FLOAT * self.model.parameters / self.ranks
+
+    @property
+    def _kept(self) -> int:
+        """Bytes that a block keeps of a token for the backward pass.
+
+        Full: its input. Selective: results of every other product and of attention as well. None, d: for each of two
+        norms 8 in float32 and 2 not, rotated queries and attention 2 each; k: rotated keys, values 2 each; f: gate, up,
+        silu, product 2 each.
+        """
+        model = self.model
+        d, k, f = model.width, model.kv_width, model.feedforward
+        attention = FLOAT * model.heads  # sums of scores
+        return {
+            "full": NUMBER * d,
+            "selective": NUMBER * (d + sum(model.product_widths[::2]) + d) + attention,
+            "none": 24 * d + 4 * k + 8 * f + attention,
+        }[self.checkpointing]
