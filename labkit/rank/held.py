@@ -41,7 +41,7 @@ class Held:
 
     Attributes:
         allocator: a model of CUDA's.
-        curve: the sum of all bytes after each of these.
+        curve: the sum of all bytes at first, and after each of these.
         marks: from which point of the curve on which block was at work.
         at_peak: bytes by block and category when most was held; ``peak`` is that moment on the curve.
     """
@@ -59,6 +59,7 @@ class Held:
         owners = dict(owned(track))
         for storage, (info, _) in list(tracker._WINFO.items()):
             self._resize(info, info.mem_consumed, owners.get(storage._cdata, ""))
+        self.curve, self.at_peak = self.curve[-1:], self._now.copy()
         tracker._update_snap = self._follow
 
     def _follow(self, kind: Any, info: Any, **old: Any) -> None:
