@@ -18,17 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.folder import RunFolder
-from labkit.rank.held import Held
+from labkit.rank.held import Held, category_of
 from labkit.rank.traffic import CommunicationCounter
 from labkit.records import PLANNED_STEPS, Writer
-
-_CATEGORIES = {
-    "sharded param": "parameter",
-    "unsharded param": "unsharded_parameter",
-    "sharded grad": "gradient",
-    "unsharded grad": "unsharded_gradient",
-}
-"""Our names for those of torch's trackers that have spaces and short forms of them."""
 
 
 class Step:
@@ -177,8 +169,10 @@ class Meter:
         tracker = tracker_of(track) if track else None
         counter: Any = recorder_of(mesh, tracker) if self.simulated else CommunicationCounter(mesh)
         patience = contextlib.nullcontext() if self.simulated else finished_collectives_let_go()
-        held = Held(tracker) if self.simulated and tracker else None
+        held = None
         with tracker or contextlib.nullcontext(), patience, counter:
+            if self.simulated and tracker:
+                held = Held(tracker, counter.where, track)  # now the tracker knows what is there already
             yield step
             at_end = by_category(tracker, "current", self.device) if tracker else {}
         step.write()
@@ -308,8 +302,7 @@ def by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, in
     """
     snapshots = tracker.get_tracker_snapshot(moment)
     snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
-    found = {getattr(category, "value", str(category)).lower(): int(amount) for category, amount in snapshot.items()}
-    return {_CATEGORIES.get(name, name.replace(" ", "_")): amount for name, amount in found.items()}
+    return {category_of(reftype): int(amount) for reftype, amount in snapshot.items()}
 
 
 def resident_peak_bytes() -> int:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch._guards import active_fake_mode
 from torch.distributed import Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
@@ -73,15 +72,16 @@ class Recorder(CommunicationCounter):
         super().forget()
         self.events: list[Event] = []
         self.model_flops = 0.0
-        self._phase, self._buckets = "forward", 0
+        self._phase, self._block, self._buckets = "forward", "", 0
         self._works: dict[int, tuple[Work, list[int]]] = {}  # with its calls; kept, so that its address is its own
         self._results: dict[int, list[int]] = {}  # of functional collectives, by storage
         self._sums: list[int] = []  # calls of FSDP's that nobody has waited for
         self._gathers: dict[str, list[int]] = {}  # likewise, by unit
-        self._order: list[str] = []  # modules at work, as they began
+        self._seen: set[str] = set()  # modules at work
+        self._order: list[str] = []  # the same, as they began
+        self._innermost = ROOT
 
     def __enter__(self) -> Any:
-        self._fake = active_fake_mode()
         self._wrapped = contextlib.ExitStack()
         for kind in (Work, FakeWork):
             self._wrapped.enter_context(wrapped(kind, "wait", self._noting))
@@ -95,8 +95,7 @@ class Recorder(CommunicationCounter):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "prim" or result is NotImplemented:  # half of all calls ask for a tensor's device
             return result
-        if active_fake_mode() is self._fake:  # DTensor asks for shapes in one of its own: that runs nowhere
-            self._note(func, args, kwargs or {}, result)
+        self._note(func, args, kwargs or {}, result)
         return result
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -125,15 +124,21 @@ class Recorder(CommunicationCounter):
         elif begun.startswith(USED_BY_FSDP1):
             self._wait_for_gathers()
 
+    def where(self) -> tuple[str, str]:
+        """The phase of the step at this moment, and the block that is at work."""
+        phase = self._phase
+        if torch._C._current_graph_task_id() != -1:
+            phase = "backward"
+        elif any(each.startswith("Optimizer.") for each in self._ranges):
+            phase = "optimizer"
+        elif self._modules and len(self._modules.parents) > 1:
+            phase = "forward"
+        return phase, "" if phase == "optimizer" else self._module()
+
     def _turn(self) -> None:
         """See which phase this is."""
         before = self._phase
-        if torch._C._current_graph_task_id() != -1:
-            self._phase = "backward"
-        elif any(each.startswith("Optimizer.") for each in self._ranges):
-            self._phase = "optimizer"
-        elif self._modules and len(self._modules.parents) > 1:
-            self._phase = "forward"
+        self._phase, self._block = self.where()
         if before != "backward" and self._phase == "backward":
             self.events.append({"turn": "backward"})
         if before == "backward" and self._phase != "backward":
@@ -145,7 +150,7 @@ class Recorder(CommunicationCounter):
         recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         if operator.flops and not recomputed:
             self.model_flops += model_flops_of(func, args, kwargs, result)
-        where = {"work": "" if self._phase == "optimizer" else self._module(), "phase": self._phase}
+        where = {"work": self._block, "phase": self._phase}
         last = self.events[-1] if self.events else {}
         if {key: last.get(key) for key in where} != where:
             last = where | {"operators": Counter()}
@@ -208,10 +213,12 @@ class Recorder(CommunicationCounter):
 
     def _module(self) -> str:
         """The block that is at work."""
-        now = self._modules.parents if self._modules else ()
-        begun = sorted((name for name in now if name not in self._order), key=lambda name: name.count("."))
-        self._order = [name for name in self._order if name in now] + begun
-        return block_of(self._order[-1] if now else "")
+        now = self._modules.parents if self._modules else set()
+        if now != self._seen:
+            begun = sorted((name for name in now if name not in self._seen), key=lambda name: name.count("."))
+            self._order = [name for name in self._order if name in now] + begun
+            self._seen, self._innermost = set(now), block_of(self._order[-1])
+        return self._innermost
 
     def _unit(self, label: str, own: str) -> str:
         """Whose communication this is: FSDP's ranges say it, and all-reduces of a backward pass are numbered."""
@@ -220,7 +227,7 @@ class Recorder(CommunicationCounter):
         if label == "all_reduce" and self._phase == "backward":
             self._buckets += 1
             return f"bucket {self._buckets - 1}"
-        return self._module()
+        return self._block
 
     def _number(self, ranks: Sequence[int]) -> int:
         return self._groups.setdefault(tuple(ranks), len(self._groups))
@@ -260,7 +267,12 @@ def pairs(name: str, args: Sequence[Any], ranks: Sequence[int]) -> Iterator[Sequ
 
 def block_of(name: str) -> str:
     """The part of a module's name down to the first number, which names a block: layers.0 of Net.layers.0.mlp."""
-    parts = [part for part in unit_of(name).split(".")[1:] if part != "module"]
+    return block_in(unit_of(name).partition(".")[2])
+
+
+def block_in(name: str) -> str:
+    """The same of a name that does not begin with that of a class: layers.0 of layers.0.mlp."""
+    parts = [part for part in unit_of(name).split(".") if part not in ("module", ROOT)]
     numbered = next((place for place, part in enumerate(parts, start=1) if part.isdecimal()), 1)
     return ".".join(parts[:numbered]) or ROOT
 

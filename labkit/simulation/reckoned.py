@@ -130,7 +130,7 @@ def reckon(
         result: of ``labkit.simulate``.
         hosts: the hardware, or its name, such as "h100-8x".
         rank: which of those simulated; the first by default.
-        ranks_per_host: how many ranks are on each host; as many as it has devices by default.
+        ranks_per_host: how many ranks are on each host; as many as in the simulation by default.
 
     Raises:
         ParameterError: no such hardware, or ranks that do not fill its hosts.
@@ -139,7 +139,7 @@ def reckon(
     """
     kind = hardware_of(hosts)
     done = events_of(result, rank)
-    on_host = filled(result.world_size, ranks_per_host or kind.devices, kind)
+    on_host = filled(result.world_size, ranks_per_host or result.info["ranks_per_host"], kind)
     machine = kind.for_rank(on_host)
     groups = [group_of(ranks, on_host) for ranks in done.groups]
     program = recorded_program([timed(event, groups, machine) for event in done.events])
@@ -202,7 +202,7 @@ def work_s(operators: Iterable[Sequence[Any]], machine: Hardware) -> float:
 def write(result: RunResult, hosts: Hardware) -> None:
     """Add to the records of a finished simulation what is reckoned for this hardware: numbers, and a time line."""
     for rank in result.recorded_ranks:
-        reckoned = reckon(result, hosts, rank, result.info["ranks_per_host"])
+        reckoned = reckon(result, hosts, rank)
         step = max((line["step"] for line in result.lines if line["rank"] == rank), default=0)
         writer = Writer(result.folder, rank)
         for lane, bar in lanes(reckoned.time):

@@ -51,7 +51,7 @@ def watched(rank: int, world_size: int) -> Iterator["WholeProgram"]:
         write_json(folder.session_json, describe(world_size))
     writer = Writer(folder.path, rank)
     steps = Steps(writer)
-    hook = register_optimizer_step_post_hook(lambda *unused: steps.next())
+    hook = register_optimizer_step_post_hook(lambda optimizer, *unused: steps.next(optimizer))
     try:
         with steps.tracker, steps.counter, meshes_told_to(steps):
             yield steps.tracker
@@ -70,7 +70,7 @@ class Steps:
         self._writer, self._index = writer, WARM_UP
         self._held: Held | None = None
 
-    def next(self) -> None:
+    def next(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated parameters."""
         write_sent(self._writer, self.counter, self._index)
         self.counter.write(self._writer)
@@ -79,7 +79,9 @@ class Steps:
             whole = self.tracker.peak()["total"]
             self._writer.write("memory", "start_peak_total", WARM_UP, bytes=whole)
             self.tracker.forget_peak()
-            self._held = Held(self.tracker)
+            known = self.tracker._mod_tracker._known_modules.items()
+            roots = [module for module, name in known if "." not in name]
+            self._held = Held(self.tracker, self.counter.where, [*roots, optimizer])
         self._index += 1
 
     def close(self) -> None:
