@@ -212,7 +212,7 @@ def asked_in_the_docs():
 
 
 def test_the_docs_answer_what_people_ask():
-    assert len(asked_in_the_docs()) == 10
+    assert len(asked_in_the_docs()) == 11
 
 
 @pytest.mark.parametrize("question", asked_in_the_docs())

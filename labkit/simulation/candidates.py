@@ -36,6 +36,7 @@ TEXTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "dollars_per_step": ("$ a step", "{:.3g}".format),
     "dollars_per_million_tokens": ("$ a million tokens", "{:.3g}".format),
     "margin_bytes": ("left over", partial(readable_bytes, base=1024)),
+    "peak_in": ("peak in", str),
 }
 """What a representation shows beside what varies: column, its name there, how a number is written."""
 WAITS = "not simulated yet"
@@ -52,7 +53,8 @@ class Candidate:
         tokens: of a sample; None where that is not known.
         reason: why there are no numbers; "" where there are.
         folder: of its simulation.
-        sizes: bytes of a rank: "peak", of its tensors, and "reserved", of a GPU for them.
+        sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead", see ``fits.Fit``.
+        peak_in: the phase and the block of the model that were at work when most was held.
         times: by the name of the hardware, what was reckoned for it.
     """
 
@@ -63,6 +65,7 @@ class Candidate:
     reason: str = WAITS
     folder: str = ""
     sizes: dict[str, int] = field(default_factory=dict)
+    peak_in: str = ""
     times: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -127,7 +130,8 @@ class Plan:
 
     def _numbers(self, candidate: Candidate, times: Mapping[str, float]) -> dict[str, Any]:
         """What a row says of a candidate that was simulated."""
-        held = fit(candidate.sizes["reserved"], self.budget_gib or times["memory_bytes"] / GIB)
+        sizes = candidate.sizes
+        held = fit(sizes["reserved"], self.budget_gib or times["memory_bytes"] / GIB, sizes["ahead"])
         step_s = times["step_s"]
         tokens = math.prod((candidate.samples, candidate.tokens)) if candidate.samples and candidate.tokens else None
         device_s = step_s * candidate.world_size
@@ -140,10 +144,11 @@ class Plan:
             "exposed_s": times["exposed_s"],
             "dollars_per_step": dollars,
             "dollars_per_million_tokens": dollars and tokens and dollars / tokens * 1e6,
-            "needed_bytes": held.reserved + held.outside,
+            "needed_bytes": held.budget - held.margin,
             "margin_bytes": held.margin,
             "reserved_bytes": held.reserved,
-            "peak_bytes": candidate.sizes["peak"],
+            "peak_bytes": sizes["peak"],
+            "peak_in": candidate.peak_in,
             "compute_s": times["compute_s"],
             "device_s": device_s,
             "samples": candidate.samples,

@@ -19,8 +19,9 @@ from labkit.errors import LabError, ParameterError
 from labkit.folder import runs_folder
 from labkit.launcher.run import combinations, find_program, new_name, positive
 from labkit.result import RunResult
+from labkit.simulation.blocks import peak_of
 from labkit.simulation.candidates import Candidate, Plan
-from labkit.simulation.fits import GIB, fits
+from labkit.simulation.fits import GIB, fits, gathered_ahead
 from labkit.simulation.reckoned import filled, hardware_of, reckon
 from labkit.simulation.search import Outcome, simulate_each
 from labkit.simulation.start import Simulation, simulate, simulation_of
@@ -121,10 +122,12 @@ def told(candidate: Candidate, outcome: Outcome, machines: Sequence[Hardware]) -
         if not isinstance(outcome, RunResult):
             raise outcome
         sizes = {name: int(outcome.value(f"{value}_bytes")) for name, value in SIZES.items()}
+        sizes["ahead"] = gathered_ahead(outcome)
+        peak_in = " ".join(filter(None, peak_of(outcome)))
         times = {machine.name: times_of(outcome, machine) for machine in machines}
     except (LabError, ValueError) as error:  # of the simulation, or that it says nothing of memory, or of such numbers
         return replace(candidate, reason=str(error).partition("\n")[0])
-    return replace(candidate, reason="", folder=str(outcome.folder), sizes=sizes, times=times)
+    return replace(candidate, reason="", folder=str(outcome.folder), sizes=sizes, peak_in=peak_in, times=times)
 
 
 def times_of(result: RunResult, machine: Hardware) -> dict[str, float]:
