@@ -7,18 +7,15 @@ them, belong to the block whose parameters they are.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.folder import RunFolder, write_text
+from labkit.folder import BLOCKS, CURVE, RunFolder, write_text
 from labkit.records import Writer
 from labkit.theory.allocator import Block, CachingAllocator
 
-CURVE, BLOCKS = "memory", "blocks"
-"""The names of the texts with the curve, and with whose it is, for ``result.ranks[0].kept``."""
 CATEGORIES = {
     "sharded param": "parameter",
     "unsharded param": "unsharded_parameter",
@@ -110,7 +107,7 @@ class Held:
         held = [[*place, size] for place, size in self.at_peak.items() if size]
         blocks = {"peak": self.peak, "held": held, "marks": self.marks}
         for name, text in ((CURVE, "\n".join(map(str, self.curve))), (BLOCKS, json.dumps(blocks))):
-            write_text(RunFolder(writer.folder or Path()).kept(writer.rank, name), text + "\n")
+            write_text(RunFolder(writer.folder).kept(writer.rank, name), text + "\n")
 
 
 def category_of(reftype: Any) -> str:

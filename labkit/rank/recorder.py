@@ -27,15 +27,13 @@ from torch.distributed import Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from labkit.folder import RunFolder, write_text
+from labkit.folder import EVENTS, RunFolder, write_text
 from labkit.operators import NOTES, model_flops_of, operator_of
 from labkit.rank.meter import wrapped
 from labkit.rank.timeline import FSDP_RANGE, ROOT, unit_of
 from labkit.rank.traffic import NAMESPACES, NOT_TRAFFIC, CommunicationCounter, group_of, messages_of
 from labkit.records import Writer
 
-EVENTS = "events"
-"""The name of the text with the events, for ``result.ranks[0].kept``."""
 FSDP = ("FSDP::", "FullyShardedDataParallel._")
 SUMS = ("FSDP::post_backward", "FullyShardedDataParallel._post_backward")
 """Ranges in which FSDP2 and FSDP1 gather and sum, and sum alone."""

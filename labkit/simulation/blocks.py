@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pandas
 
+from labkit.folder import BLOCKS, CURVE
 from labkit.result import RunResult
 
-CURVE, BLOCKS = "memory", "blocks"
 ROOT = "root"
 LAST = ("total", "forward_kept", "forward_peak", "backward_peak")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from labkit.errors import ParameterError
+from labkit.folder import EVENTS
 from labkit.records import Writer
 from labkit.result import RunResult
 from labkit.theory.hardware import Hardware, hardware
@@ -35,7 +36,6 @@ from labkit.theory.steptime import (
     schedule,
 )
 
-EVENTS = "events"
 TOUCH_S = 1e-9
 """Bars that are no farther apart follow one another."""
 
