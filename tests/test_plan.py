@@ -197,11 +197,18 @@ if __name__ == "__main__":
 def test_a_peak_that_moves_as_a_model_gets_deeper_is_noticed(tmp_path):
     path = tmp_path / "moves.py"
     path.write_text(MOVES)
-    stays, between, later = labkit.plan(path, world_size=8, before=[0, 5, 8], whole=3).candidates
-    assert [each.continued_from for each in (stays, between, later)] == [[], [], []]
-    assert stays.note == ""
+    found = labkit.plan(path, world_size=8, before=[0, 5, 8], whole=1)
+    stays, between, later = found.candidates
+    assert (stays.continued_from, stays.note) == ([], "")
+    assert between.continued_from == [], "not among the best, but its two peaks are at different moments"
+    assert later.continued_from == [4, 6] and later.peak_in == "forward root"
+    found = labkit.plan(path, world_size=8, before=[0, 8], whole=2)
+    stays, later = found.candidates
+    assert (stays.note, later.continued_from, later.peak_in) == ("", [], "backward 0")
     assert re.fullmatch(r"peak \+\d+% of what was continued", later.note)
-    assert stays.sizes["peak"] < later.sizes["peak"] * 1.01
+    assert f"1 simulated whole are not as continued ({later.note})" in repr(found)
+    assert stays.sizes["peak"] == later.sizes["peak"], "deep enough that the first moment does not matter"
+    assert labkit.Plan.load(found.folder).frame.equals(found.frame)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ TEXTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "margin_bytes": ("left over", partial(readable_bytes, base=1024)),
     "peak_in": ("peak in", str),
     "whole": ("simulated", {True: "whole", False: "continued"}.__getitem__),
-    "note": ("note", lambda text: text or ""),
+    "note": ("note", lambda text: text if isinstance(text, str) else ""),
 }
 """What a representation shows beside what varies: column, its name there, how a number is written."""
 WAITS = "not simulated yet"
@@ -146,6 +146,7 @@ class Plan:
         step_s = times["step_s"]
         tokens = math.prod((candidate.samples, candidate.tokens)) if candidate.samples and candidate.tokens else None
         device_s = step_s * candidate.world_size
+        estimated = ", estimated" if candidate.continued_from else ""
         dollars = None if self.dollars_per_hour is None else device_s / 3600 * self.dollars_per_hour
         return {
             "fits": bool(held),
@@ -163,7 +164,7 @@ class Plan:
             "compute_s": times["compute_s"],
             "device_s": device_s,
             "samples": candidate.samples,
-            "reason": "" if held else f"{readable_bytes(-held.margin, base=1024)} of memory are missing",
+            "reason": "" if held else f"{readable_bytes(-held.margin, base=1024)} of memory are missing{estimated}",
         }
 
     @property
@@ -242,6 +243,9 @@ class Plan:
         if len(missing):
             least, most = (readable_bytes(each, base=1024) for each in (missing.min(), missing.max()))
             lines.append(f"{len(missing)} do not fit: {least} to {most} of memory are missing")
+        doubt = [each.note for each in self.candidates if each.note and not each.continued_from]
+        if doubt:
+            lines.append(f"{len(doubt)} simulated whole are not as continued ({doubt[0]}): give whole=None for all")
         said = others.loc[others.index.difference(missing.index), "reason"].map(lambda text: text.partition("\n")[0])
         return lines + [f"{count} × {reason}" for reason, count in said.value_counts(sort=False).items()]
 
