@@ -115,8 +115,8 @@ def test_a_plan_is_read_from_its_folder_and_asked_under_another_budget(found):
 
 @pytest.fixture(scope="module")
 def deep():
-    """Sixteen blocks, continued but for the best one, and the same simulated whole."""
-    one = {"world_size": 8, "hybrid": None, "precision": "bf16", "model": "tiny", "layers": 16, "sequence": 512}
+    """Thirteen blocks, continued but for the best one, and the same simulated whole."""
+    one = {"world_size": 8, "hybrid": None, "precision": "bf16", "model": "tiny", "layers": 13, "sequence": 512}
     lists = {"tp": [1, 2], "checkpointing": ["none", "full"], "hardware": ["h100-8x", "a100-8x"]}
     return labkit.plan(**one, **lists, whole=1), labkit.plan(**one, **lists, whole=None)
 
