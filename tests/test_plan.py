@@ -202,13 +202,15 @@ def test_a_peak_that_moves_as_a_model_gets_deeper_is_noticed(tmp_path):
     assert (stays.continued_from, stays.note) == ([], "")
     assert between.continued_from == [], "not among the best, but its two peaks are at different moments"
     assert later.continued_from == [4, 6] and later.peak_in == "forward root"
-    found = labkit.plan(path, world_size=8, before=[0, 8], whole=2)
-    stays, later = found.candidates
+    found = labkit.plan(path, world_size=8, before=[0, 8, 20], whole=2)
+    stays, later, _ = found.candidates
     assert (stays.note, later.continued_from, later.peak_in) == ("", [], "backward 0")
     assert re.fullmatch(r"peak \+\d+% of what was continued", later.note)
     assert f"1 simulated whole are not as continued ({later.note})" in repr(found)
     assert stays.sizes["peak"] == later.sizes["peak"], "deep enough that the first moment does not matter"
     assert labkit.Plan.load(found.folder).frame.equals(found.frame)
+    few = labkit.plan(path, world_size=8, before=[0, 8], whole=2)
+    assert few.frame["whole"].all() and "note" not in few.frame, "no more than have to be whole anyway"
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 From a few blocks on each one more adds the same: to what is held at the peak, and to the time of a step. That is so
 while the peak stays at the same moment of the step, counted from its beginning or its end. So what two simulations say
-lies on a line, and the whole model on the same line. What the allocator reserves does not, and is estimated.
+lies on a line, and the whole model on the same line. What the allocator reserves is on none, and is estimated.
 """
 
 import re
@@ -18,7 +18,7 @@ from labkit.simulation.candidates import Candidate, Plan
 from labkit.simulation.start import Simulation
 
 FEW = (4, 6)
-"""Blocks of the two simulations: with fewer, the peak of Llama 2 7B is at another moment of the step."""
+"""Blocks of the two simulations: with 2, the peak of Llama 2 7B is at another moment of the step."""
 WORTHWHILE = 12
 """Models of no more blocks than that are simulated whole."""
 TOLERANCE = 0.01

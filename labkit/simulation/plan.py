@@ -109,9 +109,9 @@ def search(
     if not accepted:
         raise ParameterError(f"the program accepts no candidate; of the first it says: {found.candidates[0].reason}")
     found = replace(found, candidates=list(found.candidates), folder=new_folder(found.program))
-    deep = {place for place, each in enumerate(found.candidates) if whole and each.blocks > WORTHWHILE}
-    small = {place: cut_down(each) if place in deep else {} for place, each in accepted.items()}
-    first = [(place, few, one) for place in accepted for few, one in (small[place] or {0: accepted[place]}).items()]
+    deep = [place for place in accepted if found.candidates[place].blocks > WORTHWHILE]
+    small = {place: cut_down(accepted[place]) for place in deep} if whole and len(deep) > whole else {}
+    first = [(place, few, one) for place in accepted for few, one in (small.get(place) or {0: accepted[place]}).items()]
     try:
         simulate_into(found, first, machines)
         while whole and (places := to_be_whole(found, whole)):
