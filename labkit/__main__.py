@@ -109,6 +109,8 @@ class Plan:
     """More candidates than that are refused."""
     timeout_s: float = 600
     """Seconds after which one simulation is stopped."""
+    whole: int | None = 3
+    """How many of the best are simulated whole; the others may be continued from a few blocks. None: all."""
 
 
 PROG = "python -m labkit"

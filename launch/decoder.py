@@ -84,6 +84,7 @@ class Config:
         "checkpointing": ["none", "selective", "full"],
         "precision": ["float32", "bf16"],
     }
+    ALIKE: ClassVar[str] = "layers"
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
@@ -112,6 +113,10 @@ class Config:
     def tokens(self) -> int:
         """Of a sequence."""
         return self.sequence or SHAPES[self.model][1]
+
+    def blocks(self) -> int:
+        """Of the model, all alike: as many as ``ALIKE`` says, or the shape."""
+        return self.shape().layers
 
 
 def main(config: Config) -> None:

@@ -15,7 +15,8 @@ from labkit.__main__ import main
 from labkit.errors import LabError
 from labkit.folder import VARIABLE, runs_folder
 from labkit.launcher.progress import Display, shown_on
-from labkit.simulation.fits import fits
+from labkit.simulation.continued import FEW, to_be_whole
+from labkit.simulation.fits import GIB, fits
 from labkit.simulation.plan import largest
 from labkit.theory.allocator import OUTSIDE
 
@@ -112,6 +113,106 @@ def test_a_plan_is_read_from_its_folder_and_asked_under_another_budget(found):
         _ = nothing.best
 
 
+@pytest.fixture(scope="module")
+def deep():
+    """Thirteen blocks, continued but for the best one, and the same simulated whole."""
+    one = {"world_size": 8, "hybrid": None, "precision": "bf16", "model": "tiny", "layers": 13, "sequence": 512}
+    lists = {"tp": [1, 2], "checkpointing": ["none", "full"], "hardware": ["h100-8x", "a100-8x"]}
+    return labkit.plan(**one, **lists, whole=1), labkit.plan(**one, **lists, whole=None)
+
+
+def test_a_deep_model_is_continued_to_what_it_is_whole(deep):
+    some, whole = deep
+    assert sum(bool(each.continued_from) for each in some.candidates) >= 2
+    for line, full in zip(some.candidates, whole.candidates, strict=True):
+        assert line.continued_from in ([], list(FEW)) and full.continued_from == []
+        assert line.sizes["peak"] == full.sizes["peak"] and line.sizes["ahead"] == full.sizes["ahead"]
+        assert line.sizes["reserved"] == pytest.approx(full.sizes["reserved"], rel=0.5)
+        assert line.peak_in == full.peak_in and line.note == ""
+        for name in ("h100-8x", "a100-8x"):
+            assert line.times[name] == pytest.approx(full.times[name], rel=1e-9)
+
+
+def test_the_best_of_deep_models_are_whole_and_the_table_says_which_are_not(deep):
+    some, _ = deep
+    first = some.fitting.groupby("hardware").head(1)
+    assert first["whole"].all() and len(first) == 2 and not some.frame["whole"].all()
+    count = sum(bool(each.continued_from) for each in some.candidates)
+    assert f"{count} of 4 continued from 4 and 6 blocks, reserved memory estimated" in repr(some)
+    assert re.findall(r"continued$|whole$", repr(some), re.MULTILINE)[0] == "whole"
+    assert some.result(some.best["candidate"]).value("peak_total_bytes") == some.best["peak_bytes"]
+    line = next(place for place, each in enumerate(some.candidates) if each.continued_from)
+    with pytest.raises(labkit.ParameterError, match=rf"continued from \[4, 6\] blocks, simulate it .*\({line}\)"):
+        some.result(line)
+    assert labkit.Plan.load(some.folder).frame.equals(some.frame)
+
+
+def test_what_only_the_estimate_keeps_out_is_simulated_whole(deep):
+    some, _ = deep
+    lines = some.frame[~some.frame["whole"]]
+    least = lines.loc[lines["needed_bytes"].idxmin()]
+    short = some.having(budget_gib=(least["needed_bytes"] - 1) / GIB)
+    assert not short.frame.query(f"candidate == {least['candidate']}")["fits"].any()
+    assert least["candidate"] in to_be_whole(short, 4)
+    nothing = some.having(budget_gib=(least["needed_bytes"] - least["reserved_bytes"]) / GIB)
+    assert to_be_whole(nothing, 4) == []
+
+
+MOVES = """
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from labkit import rank
+
+@dataclass
+class Config:
+    layers: int = 16
+    "Equal blocks."
+    before: int = 0
+    "Blocks whose parameters take as much as what is held before the step's first."
+    ALIKE: ClassVar[str] = "layers"
+
+    def blocks(self):
+        return self.layers
+
+def main(config):
+    with rank.session() as here:
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(config.layers)))
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in here.steps(1, track=[model, optimizer]):
+            optimizer.zero_grad()
+            with step.span("forward"):
+                passing = torch.ones(config.before, 64, 64)
+                del passing
+                loss = model(torch.ones(1, 64)).sum()
+            with step.span("backward"):
+                loss.backward()
+            optimizer.step()
+
+if __name__ == "__main__":
+    rank.start(main, Config)
+"""
+
+
+def test_a_peak_that_moves_as_a_model_gets_deeper_is_noticed(tmp_path):
+    path = tmp_path / "moves.py"
+    path.write_text(MOVES)
+    found = labkit.plan(path, world_size=8, before=[0, 5, 8], whole=1)
+    stays, between, later = found.candidates
+    assert (stays.continued_from, stays.note) == ([], "")
+    assert between.continued_from == [], "not among the best, but its two peaks are at different moments"
+    assert later.continued_from == [4, 6] and later.peak_in == "forward root"
+    found = labkit.plan(path, world_size=8, before=[0, 8, 20], whole=2)
+    stays, later, _ = found.candidates
+    assert (stays.note, later.continued_from, later.peak_in) == ("", [], "backward 0")
+    assert re.fullmatch(r"peak \+\d+% of what was continued", later.note)
+    assert f"1 simulated whole are not as continued ({later.note})" in repr(found)
+    assert stays.sizes["peak"] == later.sizes["peak"], "deep enough that the first moment does not matter"
+    assert labkit.Plan.load(found.folder).frame.equals(found.frame)
+    few = labkit.plan(path, world_size=8, before=[0, 8], whole=2)
+    assert few.frame["whole"].all() and "note" not in few.frame, "no more than have to be whole anyway"
+
+
 @pytest.fixture
 def program(tmp_path):
     path = tmp_path / "one.py"
@@ -176,6 +277,7 @@ def test_an_interrupt_ends_all_within_two_seconds_and_keeps_what_is_known(progra
         ({"world_size": 12}, "the program accepts no candidate; of the first it says: 12 ranks do not fill hosts of 8"),
         ({"samples": 10, "tp": 1}, r"64 ranks cannot share samples = 10: 10 % 64 = 10"),
         ({"limit": 0}, "limit = 0 is not a number of candidates"),
+        ({"whole": 0}, "whole = 0 is not a number of candidates"),
     ],
 )
 def test_a_wrong_argument_is_told_before_anything_starts(wrong, words):

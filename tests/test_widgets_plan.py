@@ -1,6 +1,7 @@
 """The explorer of plans: every control alone, what it says against the plan, and a fresh simulation of a chosen row."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from fixture_explorers import drawn
@@ -45,7 +46,9 @@ def test_it_says_what_the_plan_says():
     of = len(explorer.plan.frame.query("hardware == 'h100-8x'"))
     assert said.startswith(f"{len(rows)} of {of} fit in 40 GiB; the 1st ({best['world_size']} GPUs, ")
     assert explorer.row(**chosen | {"place": 2})["candidate"] == rows.iloc[2]["candidate"] != best["candidate"]
-    assert "dollars for 1,000 steps" in said
+    assert "dollars for 1,000 steps" in said and "continued" not in said
+    lines = [replace(each, continued_from=[4, 6]) for each in explorer.plan.candidates]
+    assert "continued from fewer blocks" in drawn(Candidates(replace(explorer.plan, candidates=lines)), **chosen)[1]
     roomy = chosen | {"budget_gib": 140}
     fastest, cheapest = (explorer.row(**roomy | {"by": by}) for _, by in explorer.controls["by"].options)
     assert cheapest["step_s"] > fastest["step_s"] and cheapest["dollars_per_step"] < fastest["dollars_per_step"]

@@ -9,7 +9,8 @@ reckoned from what it did, for a hardware of one's choice.
 
 ``start`` starts it, ``world`` is what it finds itself in, ``watched`` looks at programs that do not measure themselves,
 ``reckoned`` reckons time, ``links`` says over which links messages go, ``blocks`` whose the memory is, and ``fits``
-whether it fits. ``plan`` asks for many, ``search`` simulates them side by side, ``candidates`` is what came of it.
+whether it fits. ``plan`` asks for many, ``search`` simulates them side by side, ``continued`` spares most of a deep
+model's blocks, ``candidates`` is what came of it.
 """
 
 from labkit.simulation.start import simulate

@@ -37,6 +37,8 @@ TEXTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "dollars_per_million_tokens": ("$ a million tokens", "{:.3g}".format),
     "margin_bytes": ("left over", partial(readable_bytes, base=1024)),
     "peak_in": ("peak in", str),
+    "whole": ("simulated", {True: "whole", False: "continued"}.__getitem__),
+    "note": ("note", lambda text: text if isinstance(text, str) else ""),
 }
 """What a representation shows beside what varies: column, its name there, how a number is written."""
 WAITS = "not simulated yet"
@@ -56,6 +58,10 @@ class Candidate:
         sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead", see ``fits.Fit``.
         peak_in: the phase and the block of the model that were at work when most was held.
         times: by the name of the hardware, what was reckoned for it.
+        continued_from: the numbers of blocks of the simulations that its numbers continue, and "reserved" is estimated
+            from; none where it was simulated whole. See ``continued``.
+        blocks: equal blocks of the model; 0 where that is not known.
+        note: what speaks against numbers that are, or were, continued.
     """
 
     world_size: int
@@ -67,6 +73,9 @@ class Candidate:
     sizes: dict[str, int] = field(default_factory=dict)
     peak_in: str = ""
     times: dict[str, dict[str, float]] = field(default_factory=dict)
+    continued_from: list[int] = field(default_factory=list)
+    blocks: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,8 +115,9 @@ class Plan:
         ``needed_bytes`` of a device and ``margin_bytes`` that it has left, ``reserved_bytes``, ``peak_bytes``;
         ``step_s``, ``compute_s``, ``exposed_s``
         (communication that nothing hides), ``mfu``, ``samples``, ``tokens_per_s`` (of all ranks); ``device_s`` (a
-        step's, of all devices), ``dollars_per_step``, ``dollars_per_million_tokens``; ``reason``, for those that do not
-        fit. A column is left out where nothing is known of it.
+        step's, of all devices), ``dollars_per_step``, ``dollars_per_million_tokens``; ``whole``, False where
+        numbers are continued and ``reserved_bytes`` is estimated, and a ``note`` on that; ``reason``, for those that do
+        not fit. A column is left out where nothing is known of it.
         """
         import pandas
 
@@ -124,6 +134,7 @@ class Plan:
         varied = {name: candidate.params.get(name) for name in self.varied}
         named = {"candidate": number, "hardware": "", "world_size": candidate.world_size} | varied
         named |= {"batch": candidate.params.get("batch")}
+        named |= {"whole": not candidate.continued_from, "note": candidate.note or None}
         if candidate.reason:
             return [named | {"fits": False, "reason": candidate.reason}]
         return [named | {"hardware": name} | self._numbers(candidate, times) for name, times in candidate.times.items()]
@@ -131,10 +142,11 @@ class Plan:
     def _numbers(self, candidate: Candidate, times: Mapping[str, float]) -> dict[str, Any]:
         """What a row says of a candidate that was simulated."""
         sizes = candidate.sizes
-        held = fit(sizes["reserved"], self.budget_gib or times["memory_bytes"] / GIB, sizes["ahead"])
+        held = fit(sizes["reserved"], self.budget_gib or times["memory_bytes"] / GIB, sizes.get("ahead", 0))
         step_s = times["step_s"]
         tokens = math.prod((candidate.samples, candidate.tokens)) if candidate.samples and candidate.tokens else None
         device_s = step_s * candidate.world_size
+        estimated = ", estimated" if candidate.continued_from else ""
         dollars = None if self.dollars_per_hour is None else device_s / 3600 * self.dollars_per_hour
         return {
             "fits": bool(held),
@@ -152,7 +164,7 @@ class Plan:
             "compute_s": times["compute_s"],
             "device_s": device_s,
             "samples": candidate.samples,
-            "reason": "" if held else f"{readable_bytes(-held.margin, base=1024)} of memory are missing",
+            "reason": "" if held else f"{readable_bytes(-held.margin, base=1024)} of memory are missing{estimated}",
         }
 
     @property
@@ -200,12 +212,22 @@ class Plan:
     def _headline(self) -> str:
         limit = "the memory of a device" if self.budget_gib is None else f"{self.budget_gib:g} GiB"
         fits = f"{len(self.fitting)} of {len(self.frame)} fit in {limit}"
-        return f"plan of {self.program}: {fits}; simulated, step times reckoned"
+        return f"plan of {self.program}: {fits}; simulated, step times reckoned{self._continued()}"
+
+    def _continued(self) -> str:
+        """How many were not simulated whole."""
+        few = [each.continued_from for each in self.candidates if each.continued_from]
+        if not few:
+            return ""
+        known = sum(not each.reason for each in self.candidates)
+        blocks = " and ".join(map(str, few[0]))
+        return f"; {len(few)} of {known} continued from {blocks} blocks, reserved memory estimated"
 
     def _shown(self) -> pandas.DataFrame:
         """The first of those that fit, as text; what is the same in all rows is left out."""
         rows = self.fitting.head(SHOWN)
-        same = [name for name in ("hardware", "world_size") if name in rows and self.frame[name].nunique() == 1]
+        said_once = ("hardware", "world_size", "whole")
+        same = [name for name in said_once if name in rows and self.frame[name].nunique() == 1]
         shown = {}
         for name in [*list(TEXTS)[:3], *self.varied, *list(TEXTS)[3:]]:
             label, written = TEXTS.get(name, (name, str))
@@ -221,6 +243,9 @@ class Plan:
         if len(missing):
             least, most = (readable_bytes(each, base=1024) for each in (missing.min(), missing.max()))
             lines.append(f"{len(missing)} do not fit: {least} to {most} of memory are missing")
+        doubt = [each.note for each in self.candidates if each.note and not each.continued_from]
+        if doubt:
+            lines.append(f"{len(doubt)} simulated whole are not as continued ({doubt[0]}): give whole=None for all")
         said = others.loc[others.index.difference(missing.index), "reason"].map(lambda text: text.partition("\n")[0])
         return lines + [f"{count} × {reason}" for reason, count in said.value_counts(sort=False).items()]
 
@@ -228,11 +253,13 @@ class Plan:
         """The simulation of a candidate, by the number in its row.
 
         Raises:
-            ParameterError: it was not simulated; the message says why.
+            ParameterError: it was not simulated, or not whole; the message says why.
         """
         found = self.candidates[candidate]
         if not found.folder:
-            raise ParameterError(f"candidate {candidate} has no simulation: {found.reason}")
+            fix = f"simulate it with labkit.simulate({self.program!r}, **plan.arguments({candidate}))"
+            few = f"its numbers are continued from {found.continued_from} blocks, {fix}"
+            raise ParameterError(f"candidate {candidate} has no simulation: {found.reason or few}")
         return load(found.folder)
 
     def arguments(self, candidate: int) -> dict[str, Any]:

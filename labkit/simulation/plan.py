@@ -6,7 +6,8 @@
     found.frame        # all of them, a row each
 
 What a candidate holds is simulated to the byte, and the time of its step is reckoned for a kind of host. All train with
-the same samples in a step, so that their step times compare.
+the same samples in a step, so that their step times compare. Of a deep model whose blocks are alike only the best are
+simulated whole; the others are continued from a few blocks, see ``continued``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from labkit.launcher.run import combinations, find_program, new_name, positive
 from labkit.result import RunResult
 from labkit.simulation.blocks import peak_of
 from labkit.simulation.candidates import Candidate, Plan
+from labkit.simulation.continued import FEW, WORTHWHILE, continued, cut_down, difference, to_be_whole
 from labkit.simulation.fits import GIB, fits, gathered_ahead
 from labkit.simulation.reckoned import filled, hardware_of, reckon
 from labkit.simulation.search import Outcome, simulate_each
@@ -42,6 +44,7 @@ def plan(
     samples: int | None = None,
     limit: int = 100,
     timeout_s: float = 600,
+    whole: int | None = 3,
     **params: Any,
 ) -> Plan:
     """Simulate every combination of these values, and rank those that fit by the time of a step.
@@ -57,6 +60,9 @@ def plan(
             ranks. Where ``batch`` is given, that is taken instead, for every candidate.
         limit: more candidates than that are refused, before anything starts.
         timeout_s: of each simulation.
+        whole: how many of the best that fit each kind of hosts are simulated with all their blocks; None simulates all
+            so. The others are continued from a few blocks where there are many and the program says that they are
+            alike, by ``Config.ALIKE``, the parameter that counts them, and ``Config.blocks()``.
         **params: parameters of the program. A list holds values to try, anything else is one value. For those that are
             not given, ``Config.CANDIDATES`` of the program may say what to try.
 
@@ -67,6 +73,8 @@ def plan(
         ParameterError: an argument is wrong, the program accepts no candidate, or there are too many.
         KeyboardInterrupt: an interrupt; the message says where the results so far are kept.
     """
+    if whole is not None:
+        whole = positive("whole", whole, int, "not a number of candidates: give an int of at least 1, or None for all")
     machines = [hardware_of(each) for each in as_list(hardware)]
     config_class = config.read_config(find_program(program)[0])
     to_try = getattr(config_class, "CANDIDATES", {}) | {"world_size": world_size} | params
@@ -81,7 +89,7 @@ def plan(
     varied = [name for name, each in values.items() if len(each) > 1 and name != "world_size"]
     candidates = [candidate for candidate, _ in checked]
     found = Plan(Path(program).stem, varied, candidates, budget_gib, dollars_per_hour)
-    return search(found, [simulation for _, simulation in checked], machines)
+    return search(found, [simulation for _, simulation in checked], machines, whole)
 
 
 def refuse_too_many(values: Mapping[str, Sequence[Any]], count: int, limit: int) -> None:
@@ -93,31 +101,52 @@ def refuse_too_many(values: Mapping[str, Sequence[Any]], count: int, limit: int)
         raise ParameterError(f"{product} = {rule}")
 
 
-def search(found: Plan, simulations: Sequence[Simulation | None], machines: Sequence[Hardware]) -> Plan:
+def search(
+    found: Plan, simulations: Sequence[Simulation | None], machines: Sequence[Hardware], whole: int | None
+) -> Plan:
     """Simulate what was accepted, and keep what is known in a folder after each of them."""
-    places = [place for place, simulation in enumerate(simulations) if simulation]
-    if not places:
+    accepted = {place: simulation for place, simulation in enumerate(simulations) if simulation}
+    if not accepted:
         raise ParameterError(f"the program accepts no candidate; of the first it says: {found.candidates[0].reason}")
-    candidates = list(found.candidates)
-    found = replace(found, candidates=candidates, folder=new_folder(found.program))
-
-    def ended(index: int, outcome: Outcome) -> str:
-        place = places[index]
-        candidates[place] = told(candidates[place], outcome, machines)
-        found.save()
-        return replace(found).leader()
-
-    accepted = [simulation for simulation in simulations if simulation]
+    found = replace(found, candidates=list(found.candidates), folder=new_folder(found.program))
+    deep = [place for place in accepted if found.candidates[place].blocks > WORTHWHILE]
+    small = {place: cut_down(accepted[place]) for place in deep} if whole and len(deep) > whole else {}
+    first = [(place, few, one) for place in accepted for few, one in (small.get(place) or {0: accepted[place]}).items()]
     try:
-        simulate_each(accepted, f"plan of {found.program}", ended)
+        simulate_into(found, first, machines)
+        while whole and (places := to_be_whole(found, whole)):
+            simulate_into(found, [(place, 0, accepted[place]) for place in places], machines)
     except KeyboardInterrupt:
         kept = f"labkit.Plan.load({str(found.folder)!r})"
         raise KeyboardInterrupt(f"interrupted; what was simulated is kept: {kept}") from None
     return replace(found)  # its table is made anew
 
 
+def simulate_into(found: Plan, asked: Sequence[tuple[int, int, Simulation]], machines: Sequence[Hardware]) -> None:
+    """Simulate each for the candidate at its place: with a few of its blocks, or with all where that number is 0."""
+    candidates = found.candidates
+    assert isinstance(candidates, list)
+    small: dict[int, dict[int, Candidate]] = {}
+
+    def ended(index: int, outcome: Outcome) -> str:
+        place, few, _ = asked[index]
+        before, now = candidates[place], told(candidates[place], outcome, machines)
+        if few:
+            pair = small.setdefault(place, {})
+            pair[few] = now
+            now = continued(pair) if len(pair) == len(FEW) else before
+        elif before.continued_from and not now.reason:
+            now = replace(now, note=difference(before, now))
+        candidates[place] = now
+        found.save()
+        return replace(found).leader()
+
+    simulate_each([simulation for *_, simulation in asked], f"plan of {found.program}", ended)
+
+
 def told(candidate: Candidate, outcome: Outcome, machines: Sequence[Hardware]) -> Candidate:
     """The candidate with what its simulation says."""
+    candidate = replace(candidate, continued_from=[], note="")
     try:
         if not isinstance(outcome, RunResult):
             raise outcome
@@ -172,7 +201,8 @@ def check(
         return Candidate(world_size, params, samples, reason=str(error)), None
     made = config.make(config_class, params) if config_class else None
     tokens = made.tokens() if made and hasattr(made, "tokens") else None
-    return Candidate(world_size, params, samples, tokens), simulation
+    blocks = made.blocks() if made and hasattr(made, "ALIKE") else 0
+    return Candidate(world_size, params, samples, tokens, blocks=blocks), simulation
 
 
 def largest(

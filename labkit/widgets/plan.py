@@ -23,6 +23,7 @@ BUDGETS = (16, 24, 40, 80, 140, 180)
 PRICES = {"not said": None, "1": 1.0, "2": 2.0, "3": 3.0, "5": 5.0, "8": 8.0}
 PLACES = ("1st", "2nd", "3rd", "4th", "5th", "6th")
 LETTERS = "abcdef"
+CONTINUED = " (continued from fewer blocks, reserved memory estimated)"
 UNBEATEN = "nothing is both faster and smaller than"
 
 
@@ -93,7 +94,7 @@ class Candidates(Explorer):
         return (
             f"{len(fitting)} of {len(rows)} fit in {chosen['budget_gib']} GiB; the {PLACES[chosen['place']]} "
             f"({self._words(row, chosen)}) takes {style.duration(row['step_s'])} a step{cost}, with "
-            f"{readable_bytes(row['margin_bytes'], base=1024)} left over"
+            f"{readable_bytes(row['margin_bytes'], base=1024)} left over{'' if row['whole'] else CONTINUED}"
         )
 
     def launch(self, **chosen: Any) -> RunResult:
