@@ -155,6 +155,7 @@ async def later(width, ranks, stage):
             "wrong: <lambda>(width=256, ranks=4, stage=1) gave 8, a F",
         ),
         (lambda width, ranks, stage: 10**5000, "wrong: <lambda>(width=256, ranks=1, stage=0) gave a number of 5,001 d"),
+        (lambda width, ranks, stage: True, "wrong: <lambda>(width=256, ranks=1, stage=0) gave True, expected 64."),
         (lambda width, ranks, stage: Fraction(1, 3), "wrong: <lambda>(width=256, ranks=1, stage=0) gave 1/3, expected"),
     ],
 )

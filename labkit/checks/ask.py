@@ -246,7 +246,7 @@ def shown(value: object) -> str:
     try:
         if isinstance(value, Integral) and abs(int(value)) >= 10**30:
             return f"a number of {math.floor(math.log10(abs(int(value)))) + 1:,} digits"
-        if isinstance(value, Fraction):  # which knows no commas before Python 3.12
+        if isinstance(value, bool | Fraction):  # the latter knows no commas before Python 3.12
             return str(value)
         text = f"{value:,}" if isinstance(value, Real) else repr(value)
     except Exception as error:
