@@ -418,6 +418,7 @@ def test_every_public_plot_is_covered_here():
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
         "held", "pair", "step_times", "bucket_sizes", "program", "gather_costs", "gather_times", "padded_shards",
         "aids", "by_step", "waits", "error_histogram", "handed_bytes", "backward_line", "backward_by_bucket",
-        "split_times", "candidates", "memory_curve", "memory_by_block",
+        "split_times", "candidates", "held_against", "of_each", "together", "step_parts", "memory_curve",
+        "memory_by_block",
     }  # fmt: skip
     assert set(plots.__all__) == {*DRAWINGS, *elsewhere, "batch_pays", "shards", "strips_pay", "table"}

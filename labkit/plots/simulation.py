@@ -6,7 +6,7 @@ from matplotlib.patches import Patch
 from labkit.plots import style
 from labkit.result import RunResult
 from labkit.simulation.blocks import LAST, blocks, curve_of, peak_of
-from labkit.theory.sizes import readable_bytes
+from labkit.theory.sizes import byte_unit, readable_bytes
 
 
 def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None = None) -> Axes:
@@ -16,7 +16,8 @@ def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None 
     """
     curve = curve_of(result, rank)
     ax = style.axes(ax, width=8.0, height=3.4)
-    held = [size / 1e6 for size in curve.held_bytes]
+    unit, scale = byte_unit(max(curve.held_bytes))
+    held = [size / scale for size in curve.held_bytes]
     for phase, _, start, end in curve.stretches:
         places = range(max(0, start - 1), end)
         ax.fill_between(places, [held[place] for place in places], color=style.TIME[phase], alpha=0.5, lw=0)
@@ -29,7 +30,7 @@ def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None 
     first = dict.fromkeys(phase for phase, *_ in curve.stretches)
     handles = [Patch(color=style.TIME[phase], alpha=0.5, label=phase) for phase in first]
     style.legend_above(ax, len(handles), handles)
-    ax.set(xlabel="tensors made and freed, in order", ylabel="held by a rank, MB", xlim=(0, len(held) - 1))
+    ax.set(xlabel="tensors made and freed, in order", ylabel=f"held by a rank, {unit}", xlim=(0, len(held) - 1))
     ax.set_ylim(0, 1.18 * max(held))
     return style.stamp(ax, [result])
 
@@ -39,10 +40,11 @@ def memory_by_block(result: RunResult, *, rank: int | None = None, ax: Axes | No
     table = blocks(result, rank)
     table = table[table["total"] > 0].drop(columns=[*LAST])
     ax = style.axes(ax, width=8.0, height=1.3 + 0.35 * len(table))
+    unit, scale = byte_unit(table["total"].max())
     shown = []
     left = [0.0] * len(table)
     for name, (parts, colour) in style.MEMORY.items():
-        sizes = (table[[part for part in parts if part in table]].sum(axis=1) / 1e6).tolist()
+        sizes = (table[[part for part in parts if part in table]].sum(axis=1) / scale).tolist()
         if any(sizes):
             ax.barh(range(len(table)), sizes, 0.7, left, color=colour, edgecolor="white", linewidth=0.5)
             shown.append(Patch(color=colour, label=name))
@@ -50,7 +52,7 @@ def memory_by_block(result: RunResult, *, rank: int | None = None, ax: Axes | No
     for row, size in enumerate(left):
         ax.text(size, row, f" {size:.3g}", va="center", fontsize=8)
     ax.set(yticks=range(len(table)), yticklabels=[block or "no block" for block in table.index])
-    ax.set_xlabel("held of the peak, MB")
+    ax.set_xlabel(f"held of the peak, {unit}")
     ax.margins(x=0.1)
     ax.invert_yaxis()
     style.legend_above(ax, 4, shown)

@@ -1,0 +1,115 @@
+"""Figures of reckoned steps: their parts by number of GPUs, throughput drawn in two ways, and predictions held against
+others' measurements.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter
+
+from labkit.plots import style
+
+RECKONED = "reckoned, nothing was run · {}"
+PARTS = {"compute": style.BLUE, "exposed": style.EXPOSED}
+
+
+def step_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes | None = None) -> Axes:
+    """Time of a step in two parts, one bar a label: arithmetic, and communication that nothing hides.
+
+    Args:
+        steps: seconds by ``compute`` and ``exposed``, by label.
+        note: for which hardware.
+        ax: see ``plots``.
+    """
+    ax = style.axes(ax, height=1.2 + 0.36 * len(steps))
+    for row, parts in enumerate(steps.values()):
+        end = 0.0
+        for name, colour in PARTS.items():
+            label = {"compute": "arithmetic", "exposed": "waits for messages"}[name] if row == 0 else None
+            ax.barh(row, parts[name], 0.66, end, color=colour, label=label)
+            end += parts[name]
+        ax.text(end, row, f"  {style.duration(end)}, {parts['exposed'] / end:.0%} waiting", va="center", fontsize=9)
+    longest = max(sum(parts[name] for name in PARTS) for parts in steps.values())
+    ax.set(yticks=range(len(steps)), yticklabels=list(steps), xlim=(0, 1.4 * longest), xlabel="time of a step, s")
+    ax.invert_yaxis()
+    style.legend_above(ax, 2)
+    return _stamp(ax, note)
+
+
+def together(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
+    """Tokens per second of all GPUs together, over their number, both axes logarithmic; one line a label."""
+    ax = style.axes(ax, 5.5, 3.8)
+    for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
+        ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
+    counts = sorted({count for points in series.values() for count in points})
+    ax.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s, all GPUs together")
+    _name_counts(ax, counts)
+    style.legend_above(ax, 2)
+    return _stamp(ax, note)
+
+
+def of_each(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
+    """The same for one GPU, as a part of what one does at its line's smallest number; the axis begins at 0.
+
+    Args:
+        series: parts by number of GPUs, by label.
+        note: for which hardware.
+        ax: see ``plots``.
+    """
+    ax = style.axes(ax, 5.5, 3.8)
+    for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
+        ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
+        last = max(points)
+        ax.annotate(f" {points[last]:.0%}", (last, points[last]), va="center", fontsize=9, color=colour)
+    counts = sorted({count for points in series.values() for count in points})
+    ax.set(xscale="log", ylim=(0, 1.1), xlim=(counts[0] * 0.85, counts[-1] * 1.7), xlabel="GPUs")
+    ax.set_ylabel("tokens/s of a GPU, of those at first")
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _name_counts(ax, counts)
+    style.legend_above(ax, 2)
+    return _stamp(ax, note)
+
+
+def held_against(
+    predicted: Mapping[str, float], measured: Mapping[str, float], *, within: float, note: str, ax: Axes | None = None
+) -> Axes:
+    """Predicted over measured, a mark a case on a logarithmic axis; the band is a factor of ``within`` either way.
+
+    Args:
+        predicted: by case.
+        measured: likewise.
+        within: the band's factor.
+        note: what was measured, where, by whom.
+        ax: see ``plots``.
+    """
+    ax = style.axes(ax, 7.5, 1.2 + 0.28 * len(measured))
+    ax.axvspan(1 / within, within, color=style.GREY, alpha=0.15, lw=0)
+    ax.axvline(1.0, color=style.GREY, lw=1)
+    for row, (case, seen) in enumerate(measured.items()):
+        ratio = predicted[case] / seen
+        ax.plot(ratio, row, "o", color=style.BLUE)
+        ax.annotate(f"{ratio:.2f}", (ratio, row), (7, 0), textcoords="offset points", va="center", fontsize=9)
+    ratios = [predicted[case] / seen for case, seen in measured.items()]
+    low, high = min(1 / within, *ratios), max(within, *ratios)
+    ax.set(xscale="log", xlim=(low / 1.15, high * 1.25), yticks=range(len(measured)), yticklabels=list(measured))
+    ticks = [tick for tick in (0.25, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 4.0) if low / 1.15 < tick < high * 1.25]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel(f"predicted / measured; grey: within a factor of {within:g}")
+    ax.invert_yaxis()
+    return _stamp(ax, note, "{}")
+
+
+def _name_counts(ax: Axes, counts: Sequence[int]) -> None:
+    """Numbers of GPUs as they are, not as powers of ten."""
+    ax.set_xticks(counts, [f"{count:,}" for count in counts])
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _stamp(ax: Axes, note: str, text: str = RECKONED) -> Axes:
+    """Where such numbers come from: from no run, if nothing else is said."""
+    figure: Any = ax.figure
+    figure.supxlabel(text.format(note), fontsize=7, color=style.GREY, x=0.99, ha="right")
+    return ax
