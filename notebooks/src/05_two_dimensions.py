@@ -1561,7 +1561,7 @@ pandas.concat(tables)
 #
 # - Compile it: `labkit.run("two_dim", nproc=4, plan="ddp_tp", check="parity")`. It needs a C++ compiler.
 # - For a model of your own: draw which tensors are whole, cut or partial between two layers. Then write the plan.
-# - Lab 7 lets runs break, and finds out why.
+# - Lab 6 plays one rank of a thousand. Lab 7 lets runs break, and finds out why.
 
 # %% [markdown]
 # ### What you have passed
