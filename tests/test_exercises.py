@@ -26,6 +26,7 @@ LABS = {
     "3": "extensions",
     "4": "ddp",
     "5": "two_dim",
+    "6": "simulation",
     "7": "failures",
     "8": "hosts",
 }

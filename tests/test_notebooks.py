@@ -34,6 +34,7 @@ SMALL = [  # another number of ranks, too, where that costs little
     ("03_allgather_extensions", {"BATCH": 8, "STEPS": 20}),
     ("04_compiler_bucketing", {"BUCKET_MB": 0.5, "STEPS": 1}),
     ("05_two_dimensions", {"DIM": 16, "BATCH": 8}),
+    ("06_simulate_a_cluster", {"RANKS": 64, "SEQUENCE": 512, "PRICE": 1.5}),
     ("07_when_it_breaks", {"RANKS": 3, "DIM": 20}),
     ("08_beyond_one_machine", {"DIM": 32}),
 ]
@@ -65,6 +66,9 @@ REFUSED = [
     ("05_two_dimensions", {"DIM": 30}, "DIM = 30, but must be int ≥ 1 and a multiple of 4"),
     ("05_two_dimensions", {"BATCH": 9, "RANKS": 8}, "BATCH = 9, but must be int ≥ 1 and a multiple of 8"),
     ("05_two_dimensions", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
+    ("06_simulate_a_cluster", {"RANKS": 100}, "RANKS = 100, but must be int ≥ 64 and a multiple of 64: hosts have 8"),
+    ("06_simulate_a_cluster", {"SEQUENCE": 64}, "SEQUENCE = 64, but must be int ≥ 128"),
+    ("06_simulate_a_cluster", {"PRICE": 0.0}, "PRICE = 0.0, but must be float > 0"),
     ("07_when_it_breaks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2"),
     ("07_when_it_breaks", {"DIM": 3}, "DIM = 3, but must be int ≥ 4"),
     ("08_beyond_one_machine", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2: parallelism inside a host needs two"),
