@@ -6,7 +6,8 @@ predicted with it, nothing else is fitted.
 Sources, both of torchtitan (PyTorch's own trainer):
 
 - benchmarks/llama3_h100_202412_torchtitan.md, December 2024: hosts of 8 H100 with 96 GB of HBM2e at 2.4 TB/s, held to
-  500 W; 400 Gb/s a GPU between hosts. Sequence 8192. Memory is what the allocator has reserved.
+  500 W; 400 Gb/s a GPU between hosts. The sequence is not stated for these rows; 8192 is taken, with which the model
+  FLOPs utilisation is the 33 to 39 % that the page states. Memory is what the allocator has reserved.
 - docs/performance.md of 2024: 64 A100 with 80 GB, in hosts whose network it does not state; 200 Gb/s a GPU is assumed.
   Sequence 8192 for Llama 3, 4096 for Llama 2. Whether programs were compiled is not stated; they are taken as eager.
 """
