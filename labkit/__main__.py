@@ -76,8 +76,8 @@ class Simulate:
     """A name in launch/, or the path of a Python file."""
     world_size: int = 8
     """Number of ranks among which the program finds itself."""
-    rank: tuple[int, ...] = (0,)
-    """Those that are simulated."""
+    rank: tuple[int, ...] | Literal["different", "all"] = (0,)
+    """Those that are simulated; different: those that differ from each other, by what the program says."""
     hardware: str | None = None
     """Kind of host for which the step's time is reckoned, such as h100-8x."""
     ranks_per_host: int | None = None

@@ -88,6 +88,11 @@ class Config:
         sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
         spatial.check_strips((self.height, self.width)[self.tensor_dim - 2], ranks["space"], self.depths)
 
+    def different_ranks(self, world_size: int) -> set[int]:
+        """In a line along the image: its ends, which have one neighbour, and one between them."""
+        line = sizes.named_axes(self.mesh, world_size)["space"]
+        return {0, line // 2, line - 1}
+
 
 @rank.replaceable
 def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:

@@ -95,6 +95,8 @@ def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
         ("fsdp_wrap", {"world_size": 0}, "world_size = 0 is not a number of ranks"),
         ("fsdp_wrap", {"world_size": 4, "rank": 4}, "rank = 4: give one from 0 to 3"),
         ("fsdp_wrap", {"world_size": 4, "rank": []}, "rank = []: give one from 0 to 3"),
+        ("fsdp_wrap", {"world_size": 65, "rank": "all"}, "rank = 'all' of 65: 64 processes are the limit"),
+        ("fsdp_wrap", {"world_size": 4, "rank": "some"}, "rank = 'some': give one from 0 to 3"),
         ("fsdp_wrap", {"world_size": 4, "ranks_per_host": -1}, "ranks_per_host = -1 is not a number of GPUs"),
     ],
 )
@@ -102,6 +104,19 @@ def test_what_cannot_be_is_refused_with_the_arithmetic_before_anything_starts(pr
     with pytest.raises(labkit.ParameterError) as refused:
         simulation_of(program, **how)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "rank", "params", "chosen"),
+    [
+        ("fsdp_wrap", "different", {}, [0, 4, 7]),
+        ("convnext_spatial", "different", {"mesh": "2x4"}, [0, 2, 3]),
+        (PLAIN, "different", {}, [0, 4, 7]),
+        ("fsdp_wrap", "all", {}, list(range(8))),
+    ],
+)
+def test_ranks_that_differ_are_the_programs_choice(program, rank, params, chosen):
+    assert simulation_of(program, world_size=8, rank=rank, **params).ranks == chosen
 
 
 def test_a_plain_program_is_watched_and_its_steps_are_those_of_its_optimizer():

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from labkit import config
 from labkit.errors import ParameterError
@@ -17,6 +17,8 @@ from labkit.simulation import reckoned
 from labkit.theory.hardware import Hardware
 
 WORLD = "labkit.simulation.world"
+MOST_AT_ONCE = 64
+"""Ranks that "all" simulates at most."""
 GPUS_OF_A_HOST = 8
 
 
@@ -24,7 +26,7 @@ def simulate(
     program: str | Path,
     *,
     world_size: int,
-    rank: int | Sequence[int] = 0,
+    rank: int | Sequence[int] | Literal["different", "all"] = 0,
     hardware: str | Hardware | None = None,
     ranks_per_host: int | None = None,
     timeout_s: float = 600,
@@ -45,7 +47,9 @@ def simulate(
     Args:
         program: a name in launch/, such as ``"fsdp_wrap"``, or the path of a .py file.
         world_size: how many ranks the program finds itself among.
-        rank: the one that is simulated, or several: each is a process.
+        rank: the one that is simulated, or several: each is a process. "different" takes those that differ from each
+            other: which, says ``Config.different_ranks(world_size)`` of the program, else the first, the one in the
+            middle and the last. "all" takes all of up to 64.
         hardware: kind of host by its name in ``labkit.theory.hardware``, such as "h100-8x", or a ``Hardware``: then
             ``reckoned_step_s`` and others are values of the result, and its time line is that of the step there.
             ``labkit.simulation.reckoned.reckon`` does it for other hardware, without simulating again.
@@ -134,13 +138,23 @@ def simulation_of(
         packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
     sources = {name: packet.source_of(function) for name, function in (use or {}).items()}
     resolved = resolve(path, params, world_size)
-    ranks = chosen_ranks(rank, world_size)
+    ranks = chosen_ranks(rank, world_size, path, resolved[0])
     common = Plan(path.stem, str(path), target, *resolved, world_size, "cpu", timeout_s, decide(warm), sources, [])
     return Simulation(**vars(common), ranks=ranks, hardware=kind, ranks_per_host=ranks_per_host)
 
 
-def chosen_ranks(rank: Any, world_size: int) -> list[int]:
+def chosen_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, Any]) -> list[int]:
     """The ranks that are simulated, in order. Raises ParameterError for what is none of 0 to world_size - 1."""
+    if rank == "different":
+        config_class = config.read_config(path)
+        made = config.make(config_class, params) if config_class else None
+        said = getattr(made, "different_ranks", None)
+        return sorted({*(said(world_size) if said else (0, world_size // 2, world_size - 1))})
+    if rank == "all":
+        if world_size > MOST_AT_ONCE:
+            fix = 'take "different", or give a list of ranks'
+            raise ParameterError(f"rank = 'all' of {world_size}: {MOST_AT_ONCE} processes are the limit; {fix}")
+        return list(range(world_size))
     several = list(rank) if isinstance(rank, Sequence | range) and not isinstance(rank, str) else [rank]
     for each in several or [None]:
         if not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < world_size:
