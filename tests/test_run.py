@@ -210,7 +210,7 @@ def test_a_run_gives_back_what_its_ranks_measured(capsys):
     assert again.frame.equals(result.frame)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "\n[rank 1] <rank> 1 has" in shown.err
+    assert "\n[rank 1] <rank> 1 has" in f"\n{shown.err}"
     assert {path.name.split(".", 1)[1] for path in result.folder.iterdir()} == {"json", "jsonl", "log", "pid", "stack"}
     assert "records: ranks started 2/2, step 8 of 8" in shown.err
     assert shown.err.endswith(" s: ok\n")

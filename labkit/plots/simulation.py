@@ -40,7 +40,7 @@ def memory_by_block(result: RunResult, *, rank: int | None = None, ax: Axes | No
     table = blocks(result, rank)
     table = table[table["total"] > 0].drop(columns=[*LAST])
     ax = style.axes(ax, width=8.0, height=1.3 + 0.35 * len(table))
-    unit, scale = byte_unit(table["total"].max())
+    unit, scale = byte_unit(table.sum(axis=1).max())
     shown = []
     left = [0.0] * len(table)
     for name, (parts, colour) in style.MEMORY.items():

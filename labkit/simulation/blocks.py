@@ -4,13 +4,17 @@ blocks(result)              # a table, a row a block
 peak_of(result)             # ("backward", "layers.31"): what was at work then
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
-
-import pandas
+from typing import TYPE_CHECKING
 
 from labkit.folder import BLOCKS, CURVE
 from labkit.result import RunResult
+
+if TYPE_CHECKING:
+    import pandas
 
 ROOT = "root"
 LAST = ("total", "forward_kept", "forward_peak", "backward_peak")
@@ -74,6 +78,8 @@ def blocks(result: RunResult, rank: int | None = None) -> pandas.DataFrame:
     after a block's forward pass than before, and
     ``forward_peak``, ``backward_peak`` the most that the rank held while it was at work.
     """
+    import pandas
+
     curve = curve_of(result, rank)
     table: dict[str, dict[str, int]] = {}
     for block, category, size in curve.at_peak:

@@ -1,12 +1,17 @@
 """Over which links a simulated rank's messages go, and what each takes."""
 
-import pandas
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from labkit.result import RunResult
 from labkit.simulation.reckoned import events_of, filled, hardware_of
 from labkit.theory.collectives import wire_bytes
 from labkit.theory.hardware import Hardware
 from labkit.theory.steptime import collective_s, group_of
+
+if TYPE_CHECKING:
+    import pandas
 
 KEYS = ["collective", "axis", "ranks", "hosts", "link"]
 
@@ -28,6 +33,8 @@ def links(result: RunResult, hosts: str | Hardware | None = None, rank: int | No
         Missing: the rank was not simulated, or took no step.
         ParameterError: no such hardware, or ranks that do not fit on its hosts.
     """
+    import pandas
+
     done, on_host = events_of(result, rank), min(result.world_size, result.info["ranks_per_host"])
     kind = None if hosts is None else hardware_of(hosts)
     machine = kind and kind.for_rank(filled(result.world_size, on_host, kind))
