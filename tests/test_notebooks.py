@@ -67,6 +67,7 @@ REFUSED = [
     ("05_two_dimensions", {"BATCH": 9, "RANKS": 8}, "BATCH = 9, but must be int ≥ 1 and a multiple of 8"),
     ("05_two_dimensions", {"STEPS": 0}, "STEPS = 0, but must be int ≥ 1"),
     ("06_simulate_a_cluster", {"RANKS": 100}, "RANKS = 100, but must be int ≥ 64 and a multiple of 64: hosts have 8"),
+    ("06_simulate_a_cluster", {"RANKS": 192}, "RANKS = 192, but must be int ≥ 64 and a multiple of 128: section 8 doubles"),
     ("06_simulate_a_cluster", {"SEQUENCE": 64}, "SEQUENCE = 64, but must be int ≥ 128"),
     ("06_simulate_a_cluster", {"PRICE": 0.0}, "PRICE = 0.0, but must be float > 0"),
     ("07_when_it_breaks", {"RANKS": 1}, "RANKS = 1, but must be int ≥ 2"),
