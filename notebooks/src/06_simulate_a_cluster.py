@@ -1175,8 +1175,8 @@ _ = plots.held_against(
 # Where fitted marks are far from 1, the machine was disturbed, or five figures do not describe it: then do not trust
 # the last one, either, which was predicted; close what else runs, and run both cells again. How near it is depends on
 # what else your machine does: a step of 20 ms is easily disturbed. On an idle machine with two cores, and with the
-# quickest of three rounds, half of twelve predictions from eight runs were off by less than 7 percent, and the worst by
-# 24 ([docs/simulation.md](../docs/simulation.md), case by case).
+# quickest of three rounds, half of twelve predictions from eight runs were off by less than 9 percent, and the worst by
+# 17 ([docs/simulation.md](../docs/simulation.md), case by case).
 
 # %% tags=["claim"]
 claim("all eight are within six percent", len(ratios) == 8 and worst < 1.06)
