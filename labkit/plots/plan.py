@@ -7,8 +7,8 @@ import pandas
 from matplotlib.axes import Axes
 
 from labkit.plots import style
+from labkit.simulation.fits import GIB
 
-GIB = 2**30
 COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION, style.SKY)
 MARKS = "osD^vP"
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "va": "top"}

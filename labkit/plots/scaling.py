@@ -34,7 +34,7 @@ def step_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes 
     ax.set(yticks=range(len(steps)), yticklabels=list(steps), xlim=(0, 1.4 * longest), xlabel="time of a step, s")
     ax.invert_yaxis()
     style.legend_above(ax, 2)
-    return _stamp(ax, note)
+    return _stamp(ax, RECKONED.format(note))
 
 
 def together(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
@@ -46,7 +46,7 @@ def together(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes |
     ax.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s, all GPUs together")
     _name_counts(ax, counts)
     style.legend_above(ax, 2)
-    return _stamp(ax, note)
+    return _stamp(ax, RECKONED.format(note))
 
 
 def of_each(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
@@ -68,7 +68,7 @@ def of_each(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | 
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     _name_counts(ax, counts)
     style.legend_above(ax, 2)
-    return _stamp(ax, note)
+    return _stamp(ax, RECKONED.format(note))
 
 
 def held_against(
@@ -98,7 +98,7 @@ def held_against(
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel(f"predicted / measured; grey: within a factor of {within:g}")
     ax.invert_yaxis()
-    return _stamp(ax, note, "{}")
+    return _stamp(ax, note)
 
 
 def _name_counts(ax: Axes, counts: Sequence[int]) -> None:
@@ -108,8 +108,8 @@ def _name_counts(ax: Axes, counts: Sequence[int]) -> None:
     ax.xaxis.set_minor_locator(NullLocator())
 
 
-def _stamp(ax: Axes, note: str, text: str = RECKONED) -> Axes:
-    """Where such numbers come from: from no run, if nothing else is said."""
+def _stamp(ax: Axes, text: str) -> Axes:
+    """Where such numbers come from, below the figure."""
     figure: Any = ax.figure
-    figure.supxlabel(text.format(note), fontsize=7, color=style.GREY, x=0.99, ha="right")
+    figure.supxlabel(text, fontsize=7, color=style.GREY, x=0.99, ha="right")
     return ax

@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 from labkit import private
 from labkit.rank.meter import wrapped
 from labkit.records import Writer
-from labkit.theory.steptime import uncovered
+from labkit.theory.steptime import uncovered_in_turn
 
 Event = dict[str, Any]
 Collective = tuple[Event, str, Event | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
@@ -103,13 +103,11 @@ def exposed(bars: Iterable[Bar]) -> list[Bar]:
     """The stretches of communication that no compute covers, each once, named by the collective that started first."""
     bars = sorted(bars, key=lambda bar: bar.start_us)
     covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
-    found: list[Bar] = []
-    for bar in bars:
-        if bar.lane == "communication":
-            for start, end in uncovered(bar.start_us, bar.end_us, sorted(covers)):
-                found.append(replace(bar, lane="exposed", start_us=start, dur_us=end - start))
-            covers.append((bar.start_us, bar.end_us))
-    return found
+    sent = [bar for bar in bars if bar.lane == "communication"]
+    open_parts = uncovered_in_turn([(bar.start_us, bar.end_us) for bar in sent], covers)
+    return [
+        replace(sent[place], lane="exposed", start_us=start, dur_us=end - start) for place, start, end in open_parts
+    ]
 
 
 def exposed_us(bars: Iterable[Bar]) -> float:

@@ -33,7 +33,7 @@ def replace_what_is_around() -> None:
     for sampler in [*samplers, data.DistributedSampler]:
         sampler.__iter__ = drawn(sampler.__iter__)
     loader: Any = dataloader
-    loader.DataLoader.__init__ = in_this_process(loader.DataLoader.__init__)
+    loader.DataLoader.__init__ = without(loader.DataLoader.__init__, *WORKERS)
     loader._BaseDataLoaderIter.__init__ = with_values(loader._BaseDataLoaderIter.__init__)
     data.random_split = data.dataset.random_split = with_values(data.random_split)
     scaler: Any = torch.amp.GradScaler
@@ -74,18 +74,18 @@ def drawn(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[A
     return draw
 
 
-def in_this_process(init: Callable[..., None]) -> Callable[..., None]:
-    """A DataLoader's initialiser, without what asks for other processes."""
-    signature = inspect.signature(init)
+def without(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """The same function, which is not told the arguments of these names."""
+    signature = inspect.signature(function)
 
-    @functools.wraps(init)
-    def make(*args: Any, **kwargs: Any) -> None:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        for name in WORKERS:
+        for name in names:
             given.arguments.pop(name, None)
-        init(*given.args, **given.kwargs)
+        return function(*given.args, **given.kwargs)
 
-    return make
+    return call
 
 
 def save_nothing(obj: Any, f: Any = None, *unused: Any, **others: Any) -> None:

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from labkit.errors import ParameterError
+from labkit.simulation.around import without
 
 FIRST_WITH_BFLOAT16 = (8, 0)
 """The compute capability that is given: of an A100."""
@@ -250,7 +251,8 @@ def replace_devices() -> None:
     for kind, name in made_for.items():
         kind.__init__ = made_for_cpu(kind.__init__, name)
     parallel: Any = torch.nn.parallel.DistributedDataParallel
-    parallel.__init__ = of_no_devices(parallel.__init__)
+    # it refuses a list of GPUs for a model that is on none
+    parallel.__init__ = without(parallel.__init__, "device_ids", "output_device")
 
 
 def parsed_on_cpu(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,20 +276,6 @@ def made_for_cpu(init: Callable[..., None], name: str) -> Callable[..., None]:
             given.arguments[name] = "cpu"
             if given.arguments.get("dtype", "") is None:
                 given.arguments["dtype"] = torch.float16  # autocast's own on GPUs; on CPUs it is bfloat16
-        init(*given.args, **given.kwargs)
-
-    return make
-
-
-def of_no_devices(init: Callable[..., None]) -> Callable[..., None]:
-    """DistributedDataParallel's initialiser, which refuses a list of GPUs for a model that is on none."""
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def make(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        for name in ("device_ids", "output_device"):
-            given.arguments.pop(name, None)
         init(*given.args, **given.kwargs)
 
     return make

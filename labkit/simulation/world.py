@@ -36,7 +36,7 @@ from labkit.errors import LabError, NoValues, ParameterError
 from labkit.folder import ROOT, SIMULATED
 from labkit.launcher.worker import run_program
 from labkit.simulation import cuda, shards
-from labkit.simulation.around import MESH_MAKERS, replace_what_is_around, with_values
+from labkit.simulation.around import MESH_MAKERS, replace_what_is_around, with_values, without
 from labkit.simulation.reducer import replace_reducer
 from labkit.simulation.watched import measures_itself, watched
 
@@ -80,7 +80,9 @@ def replace_what_needs_values(rank: int, world_size: int) -> None:
     modules: list[Any] = [distributed, distributed.distributed_c10d, device_mesh]
     for module in modules:
         module.init_process_group = join_fake
-    distributed.new_group = distributed.distributed_c10d.new_group = of_any_backend(distributed.new_group)
+    # whatever a group's backend, it sends nothing
+    of_any_backend = without(distributed.new_group, "backend", "device_id")
+    distributed.new_group = distributed.distributed_c10d.new_group = of_any_backend
     # a mesh is made of ranks, and these are numbers in tensors
     for module in MESH_MAKERS:
         module.init_device_mesh = with_values(make)
@@ -103,19 +105,6 @@ def refuse_another_place(rank: int, world_size: int, own: int, simulated: int) -
         )
     if rank not in (-1, own):
         raise ParameterError(f"the program joins as rank {rank}, and rank {own} is simulated: take the variable RANK")
-
-
-def of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which makes a group: whatever its backend, it sends nothing."""
-    signature = inspect.signature(make)
-
-    def make_group(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments.pop("backend", None)
-        given.arguments.pop("device_id", None)
-        return make(*given.args, **given.kwargs)
-
-    return make_group
 
 
 def unchanged(tensor: Tensor, *unused: Any, **others: Any) -> Tensor:

@@ -16,7 +16,7 @@ Source of the roofline: Williams, Waterman and Patterson, "Roofline", 2009.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit.theory.collectives import ON_THE_WIRE, wire_bytes
 from labkit.theory.hardware import Hardware
@@ -218,14 +218,10 @@ class StepTime:
     @property
     def exposed(self) -> Sequence[Bar]:
         """The stretches of communication beside which nothing was computed, each once, named by what began first."""
-        found: list[Bar] = []
-        covers = [(bar.start_s, bar.end_s) for bar in self.bars if bar.stream == COMPUTE]
-        for bar in self.bars:
-            if bar.stream != COMPUTE:
-                for start_s, end_s in uncovered(bar.start_s, bar.end_s, sorted(covers)):
-                    found.append(Bar(bar.stream, bar.name, start_s, end_s - start_s))
-                covers.append((bar.start_s, bar.end_s))
-        return found
+        sent = [bar for bar in self.bars if bar.stream != COMPUTE]
+        computed = [(bar.start_s, bar.end_s) for bar in self.bars if bar.stream == COMPUTE]
+        open_parts = uncovered_in_turn([(bar.start_s, bar.end_s) for bar in sent], computed)
+        return [replace(sent[place], start_s=start, dur_s=end - start) for place, start, end in open_parts]
 
     @property
     def overlapped_s(self) -> float:
@@ -259,6 +255,16 @@ def uncovered(start: float, end: float, covers: Iterable[tuple[float, float]]) -
         start = max(start, cover_end)
     if start < end:
         yield start, end
+
+
+def uncovered_in_turn(
+    stretches: Sequence[tuple[float, float]], covers: Iterable[tuple[float, float]]
+) -> Iterator[tuple[int, float, float]]:
+    """What is left of each stretch where neither ``covers`` nor an earlier stretch reach: its place, start and end."""
+    covered = list(covers)
+    for place, stretch in enumerate(stretches):
+        yield from ((place, *part) for part in uncovered(*stretch, sorted(covered)))
+        covered.append(stretch)
 
 
 def schedule(program: Sequence[Task], *, overlaps: bool = True) -> StepTime:

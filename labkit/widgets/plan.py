@@ -18,7 +18,6 @@ from labkit.widgets.explorer import Control, Explorer
 
 KEPT = Path(__file__).with_name("plans")
 """With the plan that is shown where no other is given: benchmarks/plan.py makes it."""
-GIB = 2**30
 BUDGETS = (16, 24, 40, 80, 140, 180)
 PRICES = {"not said": None, "1": 1.0, "2": 2.0, "3": 3.0, "5": 5.0, "8": 8.0}
 PLACES = ("1st", "2nd", "3rd", "4th", "5th", "6th")
@@ -54,7 +53,7 @@ class Candidates(Explorer):
         rows = frame[(frame["hardware"] == chosen["hardware"]) & (frame["world_size"].isin(chosen["ranks"]))]
         rows = rows.sort_values(["fits", chosen["by"]], ascending=[False, True], kind="stable")
         if not rows["fits"].any():
-            least = rows["needed_bytes"].min() / GIB
+            least = rows["needed_bytes"].min() / fits.GIB
             raise ValueError(f"none fits in {chosen['budget_gib']} GiB: the least that is needed is {least:.3g} GiB")
         return rows
 
@@ -87,9 +86,9 @@ class Candidates(Explorer):
         words = {each["candidate"]: letter for letter, each in zip(LETTERS, named, strict=False)}
         lines = [f"{words[each['candidate']]}  {self._words(each, chosen)}" for each in named]
         figure.text(0.71, 0.82, "\n".join([UNBEATEN, *lines]), fontsize=8, va="top", linespacing=1.6)
-        budget = chosen["budget_gib"] * GIB
+        budget = chosen["budget_gib"] * fits.GIB
         plots.candidates(rows, budget, marks=self._marks(), words=words, chosen=row["candidate"], ax=ax)
-        ax.set_xlim(right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / GIB)
+        ax.set_xlim(right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / fits.GIB)
         cost = f", {style.digits(1e3 * row['dollars_per_step'])} dollars for 1,000 steps" if chosen["price"] else ""
         return (
             f"{len(fitting)} of {len(rows)} fit in {chosen['budget_gib']} GiB; the {PLACES[chosen['place']]} "
