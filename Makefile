@@ -42,7 +42,7 @@ doctor: $(INSTALLED) ## what this machine can do, and what to mend
 # ALL=1 adds what takes long for what it adds to other tests, among it an environment with nbgrader.
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
 CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py
-ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_widgets*.py
+ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
 test: export LABKIT_TEST := $(if $(ALL),all)
 test: $(INSTALLED) ## everything that can be checked; says why for each test that it skips; ALL=1 also runs what takes long
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \

@@ -26,6 +26,8 @@ from labkit.parity.fsdp import Trained, compare_training
 from labkit.theory import fsdp as theory
 from tests.programs import fsdp_grid
 
+pytestmark = pytest.mark.alone  # beside other launches, thousands of small collectives take four times as long
+
 GRID = Path(__file__).parent / "programs" / "fsdp_grid.py"
 GRADIENTS = {
     "toy": 24,
@@ -52,7 +54,6 @@ def verdicts(request):
     return request.param, lines
 
 
-@pytest.mark.alone  # beside other launches, its thousands of small collectives take four times as long
 @pytest.mark.timeout(200)
 def test_every_cell_of_the_grid_equals_one_device(verdicts):
     fsdp, lines = verdicts
@@ -77,7 +78,6 @@ def test_every_cell_of_the_grid_equals_one_device(verdicts):
             assert verdict["scale"] == 65536.0
 
 
-@pytest.mark.alone
 def test_gradients_that_are_one_percent_off_are_seen_in_every_model(verdicts):
     fsdp, lines = verdicts
     wrong = [verdict for verdict in lines if verdict["wrong"]]
@@ -182,7 +182,6 @@ def test_a_skipped_block_costs_one_gather_less(runs):
     assert wrong["reduce_scatter_count"] == right["reduce_scatter_count"] - 1
 
 
-@pytest.mark.alone
 def test_gathering_ahead_hides_all_gathers_behind_compute():
     (waiting,) = run_cells("fsdp_wrap", 2, [SLOW | {"prefetch": False}])
     assert not hidden_gathers(waiting), "each is waited for where it starts"

@@ -22,6 +22,8 @@ from labkit.parallel.small_ddp import small_ddp
 from labkit.tensors import pad_rows
 from labkit.theory.ddp import chain_buckets
 
+pytestmark = pytest.mark.alone  # 28 s; beside other launches, these collectives on four ranks took 156 s
+
 SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "src"
 
 
