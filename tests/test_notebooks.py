@@ -1,6 +1,10 @@
 """Every lab's notebooks: up to date, run from top to bottom, and say again what they said when they were made."""
 
+import ast
 import contextlib
+import dataclasses
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -22,6 +26,7 @@ from notebooks.tools.run import summary
 from notebooks.tools.source import BEGIN, find_labs
 
 LABS = find_labs(FOLDER)
+PROGRAMS = {path.stem for path in (FOLDER.parent / "launch").glob("[a-z]*.py")}
 NBVAL_OPTIONS = [
     *("--nbval", "--nbval-current-env", "--nbval-cell-timeout=120", "--nbval-kernel-startup-timeout=120"),
     # nothing of this project's own pytest settings
@@ -133,6 +138,59 @@ def parameters_of(lab):
     notebook = nbformat.read(lab.learner, as_version=4)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     return re.findall(r"^(\w+):", cell.source, flags=re.MULTILINE)
+
+
+@each_lab
+def test_what_a_lab_calls_of_labkit_is_there_and_takes_these_arguments(lab):
+    calls = list(calls_of_labkit(lab))
+    assert len(calls) > 10
+    for call, function in calls:
+        if not any(isinstance(each, ast.Starred) for each in call.args):
+            named = dict.fromkeys(each.arg for each in call.keywords if each.arg)
+            bound = inspect.signature(function).bind_partial(*call.args, **named)
+            if accepted := accepted_by_program(call):
+                assert bound.arguments.get("params", {}).keys() <= accepted, ast.unparse(call)
+
+
+def calls_of_labkit(lab):
+    """Each call of what the notebook has imported of labkit, and what it calls."""
+    known = {}
+    for cell in code_cells(lab.solved):
+        nodes = list(ast.walk(ast.parse(without_magics(cell.source))))
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom) and "labkit" in ast.unparse(node):
+                exec(ast.unparse(node), known)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                known.pop(node.id, None)  # from here on it is something of the notebook's own
+        for node in nodes:
+            if isinstance(node, ast.Call) and (called := looked_up(node.func, known)):
+                yield node, called
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def without_magics(text):
+    """A cell as Python: what is below ``%%torchrun`` runs on ranks, and is Python, too."""
+    return "\n".join("" if line.startswith(("%", "!")) else line for line in text.splitlines())
+
+
+def looked_up(node, known):
+    """What an expression such as ``plots.fsdp.ladder`` stands for; None where its first name is not known."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute) and (of := looked_up(node.value, known)):
+        return getattr(of, node.attr)
+    return None
+
+
+def accepted_by_program(call):
+    """The parameters of the program in launch/ that a call names first, as ``labkit.run("fsdp_wrap")`` does."""
+    first = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+    if first not in PROGRAMS:
+        return set()
+    return {field.name for field in dataclasses.fields(importlib.import_module(f"launch.{first}").Config)}
 
 
 @pytest.mark.long  # what they run, the solved notebooks run, too; an empty answer is judged in test_exercises.py
