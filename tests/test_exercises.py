@@ -5,6 +5,7 @@ Run this file as a script to write the table anew: ``python tests/test_exercises
 
 import ast
 import difflib
+import functools
 import importlib
 import sys
 import textwrap
@@ -36,13 +37,19 @@ WRONG = [pytest.param(each, said, id=f"{each.number}: {said}") for each in EXERC
 
 def source_of(exercise):
     """The lab's imports, and the head and text of the function that the learner completes."""
-    lab = exercise.number.split(".")[0].zfill(2)
+    imports, functions = read(exercise.number.split(".")[0].zfill(2))
+    return imports, functions[exercise.function]
+
+
+@functools.cache
+def read(lab):
+    """A lab's imports, and the text of each of its functions."""
     (path,) = (ROOT / "notebooks" / "src").glob(f"{lab}_*.py")
     text = path.read_text().replace("%%torchrun", "# %%torchrun")
     nodes = ast.parse(text).body
-    (function,) = (node for node in nodes if getattr(node, "name", "") == exercise.function)
     imports = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    return "\n".join(imports) + "\n\n", ast.get_source_segment(text, function)
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return "\n".join(imports) + "\n\n", {node.name: ast.get_source_segment(text, node) for node in functions}
 
 
 @pytest.fixture
