@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,6 +14,7 @@ import nbformat
 import psutil
 import pytest
 from fixture_notebooks import unused
+from fixture_server import wait_for_info
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(300)]
 SMALL = {"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}
@@ -91,7 +91,7 @@ def test_jupyterlab_opens_on_copies_alone_and_stops_on_request(installed, empty,
         server = subprocess.Popen(words, cwd=empty, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     try:
         told = tmp_path / "jupyter" / "runtime" / f"jpserver-{server.pid}.json"
-        info = wait_for(told, server, log)
+        info = wait_for_info(server, told.parent, log)
         process = psutil.Process(server.pid)
         listening = {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
         assert listening == {"127.0.0.1"}, "whatever the settings say"
@@ -110,16 +110,6 @@ def test_jupyterlab_opens_on_copies_alone_and_stops_on_request(installed, empty,
         server.wait(timeout=20)
     kept = {path.name for path in (tmp_path / "jupyter" / "config").rglob("*")}
     assert kept <= {"migrated", settings.name}, "nobody's settings were changed"
-
-
-def wait_for(path, server, log):
-    """What JupyterLab writes about itself when it listens."""
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit and server.poll() is None:
-        if path.exists() and (text := path.read_text()):
-            return json.loads(text)
-        time.sleep(0.1)
-    raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
 
 
 def get(info, place):

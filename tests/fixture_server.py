@@ -1,6 +1,8 @@
 """Start and end of a JupyterLab, whoever started it."""
 
+import contextlib
 import json
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -11,12 +13,14 @@ START_TIMEOUT_S = 60
 
 
 def wait_for_info(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> dict[str, str]:
-    """What the server wrote about itself once it listened."""
+    """What the server wrote about itself, once it listens, which it begins only afterwards."""
     path = runtime / f"jpserver-{server.pid}.json"
     limit = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < limit and server.poll() is None:
-        if path.exists() and (text := path.read_text()):
-            return json.loads(text)
+        with contextlib.suppress(OSError, json.JSONDecodeError):  # no file, half a file, nobody who listens
+            info = json.loads(path.read_text())
+            socket.create_connection(("127.0.0.1", info["port"])).close()
+            return info
         time.sleep(0.2)
     raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
 
