@@ -14,6 +14,8 @@ NODES = ("n1", "n2", "n3", "n4", "n6")
 BLIND = "n5"
 """A node that does not see one folder. Only where mounts may be made."""
 
+STOP_TIMEOUT_S = 30
+
 # A node that is silent for five seconds is dead; a job that is queued again waits for cred_expire before it starts.
 SETTINGS = """
 ClusterName=labkit
@@ -105,7 +107,7 @@ class Slurm:
     def stop(self) -> list[int]:
         """End all daemons once no job is left, for which it waits a little; returns what outlives them."""
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: not self.ask("squeue", "--noheader"), limit_s=10)
+            wait_for(lambda: not self.ask("squeue", "--noheader"), limit_s=STOP_TIMEOUT_S)
         started = [each for node in (*NODES, BLIND) for each in _steps_of(self.folder / f"{node}.log")]
         started += [psutil.Process(each.pid) for each in self._daemons.values() if each.poll() is None]
         started += [child for each in started for child in each.children(recursive=True)]
@@ -113,7 +115,8 @@ class Slurm:
             each.terminate()
         for each in self._daemons.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                each.wait(10)
+                each.wait(STOP_TIMEOUT_S)
+        psutil.wait_procs(started, STOP_TIMEOUT_S)
         left = [each for each in started if is_alive(each.pid)]
         for each in left:
             each.kill()
