@@ -913,7 +913,7 @@ claim("every line of the script is explained", whole)
 #
 # ## Summary
 
-# %% tags=["nbval-ignore-output"]
+# %% tags=["summary", "nbval-ignore-output"]
 found = {
     "two hosts, one world": set(who["sum of ones"]) == {2 * RANKS},
     "a wrong address is reported": told_after_s < 15,
