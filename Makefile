@@ -39,12 +39,12 @@ notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again fr
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
-# ALL=1 adds what takes long for what it adds to other tests, among it an environment with nbgrader.
+# ALL=1 adds what is marked long: every notebook, all cases of what is costly, an environment with nbgrader.
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
-CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py
+CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm.py
 ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
 test: export LABKIT_TEST := $(if $(ALL),all)
-test: $(INSTALLED) ## everything that can be checked; says why for each test that it skips; ALL=1 also runs what takes long
+test: $(INSTALLED) ## all kinds of checks in 12 minutes; ALL=1 adds every notebook and what else takes long, as CI does
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
@@ -54,7 +54,7 @@ test: $(INSTALLED) ## everything that can be checked; says why for each test tha
 		|| echo "Not all could be installed of $(CLUSTER): tests of hosts and jobs will be skipped." >&2
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/grade/.installed \
 		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
-	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
+	@$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not calm and not alone"
 	@$(RUN) pytest -n 2 --dist loadgroup -m calm $(CALM)
 	@$(RUN) pytest -m alone $(ALONE)
 
@@ -65,7 +65,7 @@ compat: ## all tests but those in a browser under another torch: make compat TOR
 compat-here: export LABKIT_TEST := $(if $(ALL),all)
 compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
-	@$(RUN) pytest -n 2 --dist loadfile -m "not calm and not alone"
+	@$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not calm and not alone"
 	@$(RUN) pytest -n 2 --dist loadgroup -m "calm and not browser" $(CALM)
 	@$(RUN) pytest -m "alone and not browser" $(ALONE)
 

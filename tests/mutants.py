@@ -747,7 +747,7 @@ def mutated(text: str, mutant: Mutant) -> str:
 def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Pytest's status, and what it said, at the first failure."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "LABKIT_TEST": "all"}
     try:
         ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:

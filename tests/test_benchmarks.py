@@ -60,6 +60,7 @@ def test_the_gpu_benchmark_without_a_gpu_says_what_to_do(bench, tmp_path):
         gpu.main(gpu.Options(folder=tmp_path))
 
 
+@pytest.mark.long  # warm and cold, twice
 def test_the_launch_benchmark_compares_and_breaks_down(bench, tmp_path, capsys):
     launch = bench("launch")
     launch.main(launch.Options(ways=("warm", "cold"), rounds=1, breakdown=True, figure=tmp_path / "launch.png"))
@@ -79,6 +80,7 @@ def test_the_published_benchmark_holds_the_formulas_against_what_others_measured
     assert [lines[number - 1] for number in fitted] == ["h100-96gb-8x", "a100-8x"], "the first row of each machine"
 
 
+@pytest.mark.long  # test_widgets_plan.py simulates the same
 def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_path, capsys):
     bench("plan").main(["--layers", "1", "--world-size", "8", "--checkpointing", "full", "--keep", str(tmp_path)])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])

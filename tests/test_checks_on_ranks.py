@@ -218,9 +218,9 @@ def test_whatever_an_answer_gives_on_ranks_there_is_a_verdict(value, said, verdi
 
 
 def test_a_loop_without_an_end_is_told_from_ranks_that_wait_for_each_other(verdict_on):
-    verdict = verdict_on("halo_exchange", "count = 0\nwhile True:\n    count += 1", timeout_s=15)
+    verdict = verdict_on("halo_exchange", "count = 0\nwhile True:\n    count += 1", timeout_s=6)
     assert repr(verdict) in {
-        f"wrong: after 15 s rank 0 was still in line {line} of answer, `{text}`: when does its loop end?"
+        f"wrong: after 6 s rank 0 was still in line {line} of answer, `{text}`: when does its loop end?"
         for line, text in ((3, "while True:"), (4, "count += 1"))
     }
 

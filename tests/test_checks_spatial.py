@@ -188,7 +188,7 @@ def test_ranks_that_wait_for_each_other_are_stopped_with_a_hint(judge):
                 dist.send(edge.contiguous(), other)
         return torch.cat([left, strip, right], dim=-1)
     """
-    verdict = judge("halo_exchange", everyone_receives_first, timeout_s=8)
+    verdict = judge("halo_exchange", everyone_receives_first, timeout_s=5)
     assert verdict.state == "wrong"
     assert "the ranks waited for each other" in repr(verdict)
     assert "does every send have its receive" in repr(verdict)
@@ -202,6 +202,7 @@ def test_an_error_of_the_answer_is_shown_with_its_rank(judge):
     assert verdict.detail.endswith("NameError: name 'missing' is not defined")
 
 
+@pytest.mark.long  # four processes that import torch; test_scripts.py runs it on two
 def test_the_script_of_the_lab_trains_on_four_ranks_as_on_the_two_of_the_notebook(tmp_path):
     (lab,) = find_labs(FOLDER, ("01_spatial_sharding",))
     cells = nbformat.read(lab.solved, as_version=4).cells

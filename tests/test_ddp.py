@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from fixture_long import long_but
 from torch._dynamo import trace_rules
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
@@ -33,7 +34,11 @@ def compare(case, inductor):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("case", "inductor"), [(name, True) for name in ddp.CASES if name != "gpu"] + [("cpu", False), ("fp16", False)]
+    ("case", "inductor"),
+    long_but(
+        [("cpu", True), ("fp16", True), ("cpu", False)],
+        [(name, True) for name in ddp.CASES if name != "gpu"] + [("cpu", False), ("fp16", False)],
+    ),
 )
 def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor):
     for verdict in ranks(2, timeout_s=180)(compare, case, inductor):

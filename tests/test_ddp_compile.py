@@ -42,10 +42,10 @@ def look(dim, bucket_mb, fuse, case="cpu"):
     ("dim", "bucket_mb", "fuse", "case", "buckets"),
     [
         (2000, 25.0, "coalesced", "cpu", 3),
-        (2000, 25.0, "concat", "cpu", 3),
-        (2000, 1.0, "coalesced", "cpu", 5),
-        (2000, 5.0, "concat", "cpu", 5),
-        (2000, 100.0, "coalesced", "cpu", 2),
+        pytest.param(2000, 25.0, "concat", "cpu", 3, marks=pytest.mark.long),
+        pytest.param(2000, 1.0, "coalesced", "cpu", 5, marks=pytest.mark.long),
+        pytest.param(2000, 5.0, "concat", "cpu", 5, marks=pytest.mark.long),
+        pytest.param(2000, 100.0, "coalesced", "cpu", 2, marks=pytest.mark.long),
         (512, 1.6, "coalesced", "backward_only", 3),
     ],
 )

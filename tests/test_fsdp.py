@@ -46,7 +46,7 @@ GRADIENTS = {
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "autocast": 2e-2, "fp16": 2e-3, "pure_fp16": 2e-3}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["fsdp1", "fsdp2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2], ids=["fsdp1", "fsdp2"])
 def verdicts(request):
     """The FSDP version, and what the parity check said of each cell; each half of the grid runs once."""
     result = labkit.run(GRID, nproc=2, device="cpu", fsdp=request.param)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixture_cells import run_cells
+from fixture_long import long_but
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,27 +27,27 @@ from launch import fsdp_wrap
 HYBRID = {"hybrid": 2, "steps": 1, "model": "mlp_stack", "dim": 64}
 PARITY = {"hybrid": 2, "check": "parity", "steps": 2}
 ON_FOUR = {
-    **{f"traffic {fsdp}": HYBRID | {"fsdp": fsdp} for fsdp in (1, 2)},
+    "traffic": HYBRID,
     "kept": HYBRID | {"reshard_after_forward": False},
-    **{f"{model} {fsdp}": PARITY | {"model": model, "fsdp": fsdp} for model in catalog.MODELS for fsdp in (1, 2)},
+    **{model: PARITY | {"model": model} for model in catalog.MODELS},
 }
 
 
-@pytest.fixture(scope="module")
-def hybrid():
-    """Results of ON_FOUR, two groups of two ranks, in one launch."""
-    return dict(zip(ON_FOUR, run_cells("fsdp_wrap", 4, list(ON_FOUR.values())), strict=True))
+@pytest.fixture(scope="module", params=long_but([2], [1, 2]))
+def hybrid(request):
+    """Results of ON_FOUR, two groups of two ranks, in one launch for each version of FSDP."""
+    cells = [cell | {"fsdp": request.param} for cell in ON_FOUR.values()]
+    return dict(zip(ON_FOUR, run_cells("fsdp_wrap", 4, cells), strict=True))
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("model", list(catalog.MODELS))
-def test_groups_that_replicate_each_other_compute_what_one_device_computes(hybrid, model, version):
-    result = hybrid[f"{model} {version}"]
+def test_groups_that_replicate_each_other_compute_what_one_device_computes(hybrid, model):
+    result = hybrid[model]
     assert result.value("ok") and result.value("max_rel_error") <= 1e-5
     assert result.value("compared") == result.value("expected") > 0
 
 
-@pytest.mark.parametrize("name", ["traffic 1", "traffic 2", "kept"])
+@pytest.mark.parametrize("name", ["traffic", "kept"])
 def test_gathers_stay_in_a_group_and_sums_of_shards_cross_groups(hybrid, name):
     layers, kept = theory.mlp_stack_layers("block", 64), name == "kept"
     expected = theory.hybrid_collectives(layers, group=2, reshard_after_forward=not kept)
@@ -259,6 +260,7 @@ def test_every_model_of_the_fsdp_lab_has_the_papers_sizes(model):
     catalog.check(model, sizes=SIZES.get(model, {}))
 
 
+@pytest.mark.long  # two processes that import torch; test_spatial.py and test_two_dim.py start such, too
 def test_under_a_bare_torchrun_every_rank_prints_its_numbers():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "launch.fsdp_wrap", "--model", "mlp_stack", "--steps", "1"]

@@ -278,6 +278,7 @@ def test_signs_that_a_terminal_obeys_are_not_shown(place):
     assert "a?[2Jb?c" in line and len(line) < 200
 
 
+@pytest.mark.long  # seconds to make them
 def test_ten_thousand_runs_are_listed_within_a_second(place):
     """Measured on files as a run leaves them; those that no list needs are links, which are quicker to make."""
     first = recorded(place, 0)

@@ -16,6 +16,7 @@ import nbformat
 import papermill
 import psutil
 import pytest
+from fixture_long import long_but
 from fixture_notebooks import unused
 
 import labkit
@@ -32,6 +33,8 @@ NBVAL_OPTIONS = [
     # nothing of this project's own pytest settings
     *("-p", "no:cacheprovider", "-p", "no:timeout", "-c", "/dev/null", "-q", "--rootdir"),
 ]
+DAILY = "01_spatial_sharding"
+"""The lab whose solved notebook every ``make test`` runs; all run with ``make test ALL=1``."""
 ELSEWHERE = {"00_ranks", "01_spatial_sharding"}
 """Labs whose learner's notebook runs with other values in tests/test_wheel.py and tests/browser/test_labs.py."""
 THE_NOTEBOOKS_OWN = {"PRICE"}
@@ -258,7 +261,7 @@ def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypa
     assert not any((tmp_path / "runs").iterdir())  # the folder itself is made by the doctor
 
 
-@each_lab
+@pytest.mark.parametrize("lab", long_but([lab for lab in LABS if lab.name == DAILY], LABS), ids=lambda lab: lab.name)
 @pytest.mark.notebook
 @pytest.mark.calm
 @pytest.mark.timeout(300)

@@ -121,6 +121,7 @@ def deep():
     return labkit.plan(**one, **lists, whole=1), labkit.plan(**one, **lists, whole=None)
 
 
+@pytest.mark.long  # the fixture takes 15 s
 def test_a_deep_model_is_continued_to_what_it_is_whole(deep):
     some, whole = deep
     assert sum(bool(each.continued_from) for each in some.candidates) >= 2
@@ -133,6 +134,7 @@ def test_a_deep_model_is_continued_to_what_it_is_whole(deep):
             assert line.times[name] == pytest.approx(full.times[name], rel=1e-9)
 
 
+@pytest.mark.long  # the fixture takes 15 s
 def test_the_best_of_deep_models_are_whole_and_the_table_says_which_are_not(deep):
     some, _ = deep
     first = some.fitting.groupby("hardware").head(1)
@@ -147,6 +149,7 @@ def test_the_best_of_deep_models_are_whole_and_the_table_says_which_are_not(deep
     assert labkit.Plan.load(some.folder).frame.equals(some.frame)
 
 
+@pytest.mark.long  # the fixture takes 15 s
 def test_what_only_the_estimate_keeps_out_is_simulated_whole(deep):
     some, _ = deep
     lines = some.frame[~some.frame["whole"]]

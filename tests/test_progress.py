@@ -176,6 +176,7 @@ def test_nothing_of_it_stays_in_the_saved_notebook(executed):
     assert "widgets" not in notebook.metadata
 
 
+@pytest.mark.long  # so nbval does with the progress of each run of a solved notebook
 def test_nbval_finds_the_same_when_it_runs_it_again(executed):
     pytest.importorskip("nbval", reason="needs nbval")
     command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", str(executed[2])]

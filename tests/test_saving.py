@@ -28,7 +28,16 @@ def unbroken():
     return {fsdp: losses(nproc=4, fsdp=fsdp, steps=1 + STEPS) for fsdp in (1, 2)}
 
 
-@pytest.fixture(scope="module", params=[(2, "folder"), (2, "file.pt"), (1, "folder"), (1, "file.pt")], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        (2, "folder"),
+        pytest.param((2, "file.pt"), marks=pytest.mark.long),
+        pytest.param((1, "folder"), marks=pytest.mark.long),
+        (1, "file.pt"),
+    ],
+    ids=str,
+)
 def saved(request, tmp_path_factory, unbroken):
     """Where the first half of a run on 4 ranks was saved, its version and losses."""
     fsdp, name = request.param

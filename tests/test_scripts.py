@@ -11,8 +11,8 @@ from notebooks.tools.source import find_labs, solved_notebook
 
 SCRIPT = "script"
 """Tag of such a cell."""
-ALWAYS = ("00_ranks", "01_spatial_sharding")
-"""The labs whose scripts are run by every ``make test``; each takes ten seconds, in most of which torch is imported."""
+ALWAYS = ("01_spatial_sharding",)
+"""Labs whose scripts are run by every ``make test``; each takes some seconds, in most of which torch is imported."""
 GLOO = "terminate called without an active exception"
 """What is said when Python ends around gloo's threads, now and then, after the script has done all it has to do."""
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from fixture_long import long_but
 
 import labkit
 from labkit.__main__ import main
@@ -49,7 +50,7 @@ def is_size(name):
     return name.endswith(("_bytes", "_count")) and name not in OWN
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", long_but([2], [2, 4]))
 @pytest.mark.parametrize("lab", LABS)
 def test_sizes_and_counts_are_those_of_real_ranks(lab, ranks):
     program, params = LABS[lab]
@@ -59,7 +60,7 @@ def test_sizes_and_counts_are_those_of_real_ranks(lab, ranks):
     assert len(sizes_of(real)[0]) > 5
 
 
-@pytest.mark.parametrize("case", MORE)
+@pytest.mark.parametrize("case", long_but(["data x space", "decoder, tp and sequence", "all_reduce", "ddp"], MORE))
 def test_so_they_are_on_other_meshes(case):
     program, params = MORE[case]
     real = labkit.run(program, nproc=4, device="cpu", **params)
@@ -132,6 +133,7 @@ def test_a_plain_program_is_watched_and_its_steps_are_those_of_its_optimizer():
     assert 0 < result.value("peak_optstate_bytes") < result.value("peak_total_bytes")
 
 
+@pytest.mark.long  # eight simulations
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_program_for_gpus_holds_and_sends_what_it_does_on_cpus(how, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -177,7 +179,7 @@ def test_a_program_that_starts_its_own_ranks_is_one_of_them(monkeypatch):
     assert "5 of 8" in result.ranks[13].log().splitlines()
 
 
-@pytest.mark.parametrize("program", [PLAIN, "allgather_extensions"])
+@pytest.mark.parametrize("program", long_but([PLAIN], [PLAIN, "allgather_extensions"]))
 def test_a_program_that_reads_a_number_is_told_its_line(program, monkeypatch):
     monkeypatch.setenv("READ", "1")
     params = {} if program == PLAIN else {"check": "loss", "steps": 60}

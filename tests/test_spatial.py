@@ -85,6 +85,7 @@ def two_steps():
     return labkit.run(PROGRAMS / "spatial_cases.py", nproc=4, device="cpu")
 
 
+@pytest.mark.long  # steps on four ranks; the cells above compare them with one device, too
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_start_from_different_seeds_agree_and_drop_a_sample_together(two_steps, case):
     tensors = spatial.convnext_parameter_tensors((1, 2))
@@ -100,7 +101,7 @@ def torchrun(ranks, *arguments):
 
 
 def test_last_line_of_the_bare_command_is_the_verdict():
-    answer = torchrun(4, "--strategy", "local")
+    answer = torchrun(2, "--strategy", "local")
     assert answer.returncode == 0, answer.stderr
     verdict = json.loads(answer.stdout.splitlines()[-1])
     assert verdict.keys() >= {"check", "compared", "max_rel_error", "worst", "ok"}
@@ -129,6 +130,7 @@ def test_native_is_refused_before_anything_starts(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long  # two processes that import torch
 def test_native_is_refused_in_one_line_on_the_bare_command():
     answer = torchrun(2, "--strategy", "native")
     assert answer.returncode != 0

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from fixture_long import long_but
 
 import labkit
 from labkit.theory import ddp
@@ -240,7 +241,7 @@ MOMENTS = {
 """Shape, tokens, ranks, checkpointing, and whether the peak is at the loss: there the formula has one block more."""
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", long_but(["loss", "gradients of the last block but one", "end"], MOMENTS))
 def test_memory_is_what_a_simulated_decoder_holds_at_each_of_its_moments(moment):
     shape, tokens, ranks, checkpointing, at_loss = MOMENTS[moment]
     model = "llama_2_7b" if shape is LLAMA_2_7B else "llama_3_8b"

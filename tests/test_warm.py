@@ -297,6 +297,7 @@ IN_A_KERNEL = """
 """
 
 
+@pytest.mark.calm  # 5 s, and 17 beside a test that computes
 @pytest.mark.parametrize("end", [pytest.param("by itself", marks=pytest.mark.long), "kill -9"])
 def test_in_a_kernel_the_first_run_is_cold_and_the_parent_ends_with_the_kernel(end, monkeypatch):
     monkeypatch.delenv(warm.SWITCH)

@@ -117,6 +117,7 @@ def get(info, place):
         return answer.read().decode()
 
 
+@pytest.mark.long  # whole, in an environment of its own
 def test_a_learners_notebook_runs_through_there_and_its_verdicts_are_kept(installed, empty):
     labkit(installed, empty, "reset", "0")
     copy = empty / "my" / "00_ranks.ipynb"

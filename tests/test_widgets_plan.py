@@ -63,6 +63,7 @@ def test_the_plan_that_it_begins_with_is_what_simulate_says():
     assert row["step_s"] == pytest.approx(result.value("reckoned_step_s"))
 
 
+@pytest.mark.long  # simulated twice
 def test_a_chosen_row_is_simulated_anew_and_equals_the_plan(monkeypatch):
     monkeypatch.setenv("LABKIT_WARM", "1")
     explorer = Candidates(labkit.plan(**TINY, world_size=[8, 16], checkpointing=["none", "full"]))

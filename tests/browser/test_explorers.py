@@ -8,6 +8,7 @@ import time
 import nbformat
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fixture_long import long_but
 from fixture_processes import is_alive, wait_for
 from playwright.sync_api import TimeoutError
 
@@ -94,6 +95,9 @@ def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, reques
     page.wait_for_timeout(500)
 
 
+@pytest.mark.parametrize(
+    "explorer", long_but(["Gather", "Placement", "Spatial", "Wrapping"], widgets.__all__), indirect=True
+)
 def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, request):
     run_it = explorer.get_by_role("button", name="run it")
     took = []

@@ -4,6 +4,7 @@ import re
 
 import nbformat
 import pytest
+from fixture_long import long_but
 from fixture_notebooks import unused
 from fixture_processes import is_alive, wait_for
 from nbformat.reader import NotJSONError
@@ -38,7 +39,7 @@ def opened(request, lab, open_page, screenshots):
     page.close()
 
 
-@pytest.mark.parametrize("opened", LABS, indirect=True)
+@pytest.mark.parametrize("opened", long_but(["01_spatial_sharding", "06_simulate_a_cluster"], LABS), indirect=True)
 def test_a_notebook_opens_rendered(opened):
     page, path = opened
     title = re.match(r"# (.+)", nbformat.read(path, as_version=4).cells[0].source)[1]
@@ -48,8 +49,8 @@ def test_a_notebook_opens_rendered(opened):
 
 @pytest.mark.parametrize(
     "opened",
-    ["01_spatial_sharding", pytest.param("07_when_it_breaks", marks=pytest.mark.long)],  # one is enough for most days
-    indirect=True,
+    long_but([], RUN),
+    indirect=True,  # test_lab.py and test_torchrun.py run cells; nbval runs lab 1
 )
 def test_a_notebook_runs_to_its_end_without_an_error(opened, lab, run_all):
     page, path = opened

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fixture_long import long_but
 from fixture_processes import is_alive, wait_for
 from matplotlib import pyplot
 
@@ -109,7 +110,7 @@ def is_unit(module):
 UNIT = "MLP"
 
 
-@pytest.mark.parametrize("hybrid", [None, 2])
+@pytest.mark.parametrize("hybrid", long_but([None], [None, 2]))
 def test_two_hosts_of_two_ranks_equal_one_of_four(hosts, hybrid):
     how = LAB_2 | {"hybrid": hybrid, "steps": 1, "timeline": True, "wrap": "yours", "use": {"is_unit": is_unit}}
     here = labkit.run("fsdp_wrap", nproc=4, **how)

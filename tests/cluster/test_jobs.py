@@ -51,6 +51,7 @@ def losses(result):
     return result.frame.query("name == 'loss'").sort_values(["rank", "step"]).value.to_list()
 
 
+@pytest.mark.long  # half a minute; the next one holds bytes, counts and losses against ranks here
 def test_parity_holds_on_two_nodes_and_the_result_is_that_of_four_ranks_here():
     result = labkit.submit("fsdp_wrap", cluster="slurm", nodes=2, nproc=2, check="parity").result()
     verdict = json.loads(result.ranks[0].log().splitlines()[-1])
@@ -150,6 +151,7 @@ def test_cancel_returns_when_no_process_is_left(started, slurm):
         job.result()
 
 
+@pytest.mark.long  # test_hosts.py kills a host, too, without Slurm
 def test_a_job_whose_node_died_runs_again_from_its_newest_save(started):
     job = started["loses a node"]
     result = job.result()

@@ -1,0 +1,23 @@
+"""Cases of one test of which a few are enough for most days."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def long_but(daily: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """All cases, for ``pytest.mark.parametrize``: these run daily, the others are marked long.
+
+    Raises:
+        ValueError: a case that should run daily is none of the cases.
+    """
+    found = list(cases)
+    if missing := [case for case in daily if case not in found]:
+        raise ValueError(f"{missing} are none of the cases {found}")
+    return [case if case in daily else with_mark(case) for case in found]
+
+
+def with_mark(case: Any) -> Any:
+    """A case, which may be a tuple of several values, with the mark ``long``."""
+    return pytest.param(*case if isinstance(case, tuple) else [case], marks=pytest.mark.long)
