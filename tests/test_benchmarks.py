@@ -80,7 +80,7 @@ def test_the_published_benchmark_holds_the_formulas_against_what_others_measured
     assert [lines[number - 1] for number in fitted] == ["h100-96gb-8x", "a100-8x"], "the first row of each machine"
 
 
-@pytest.mark.long  # test_widgets_plan.py simulates the same
+@pytest.mark.long  # test_plan.py simulates such a plan, too
 def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_path, capsys):
     bench("plan").main(["--layers", "1", "--world-size", "8", "--checkpointing", "full", "--keep", str(tmp_path)])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])

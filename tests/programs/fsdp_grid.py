@@ -14,10 +14,12 @@ from launch import fsdp_wrap
 
 @dataclass
 class Config:
-    """Which half of the grid."""
+    """Which part of the grid."""
 
     fsdp: int = 2
     """1 or 2."""
+    every: int = 1
+    """Each cell, each second one, and so on."""
 
 
 ONCE = ("root", "layer", "every", "size")
@@ -95,7 +97,7 @@ def wrong_reductions():
 
 def main(config):
     with rank.session() as here:
-        for cell in [*cells(config.fsdp), *controls(config.fsdp)]:
+        for cell in [*cells(config.fsdp)[:: config.every], *controls(config.fsdp)]:
             wrong = cell.pop("wrong", False)
             with (
                 mock.patch.object(here, "verdict") as verdict,
