@@ -71,6 +71,15 @@ def test_the_launch_benchmark_compares_and_breaks_down(bench, tmp_path, capsys):
     assert (tmp_path / "launch.png").stat().st_size > 5000
 
 
+@pytest.mark.long  # test_queue.py has six runs at once; here a check is among them
+def test_a_crowd_comes_in_turn_and_a_right_answer_is_not_called_wrong(bench, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    crowd = bench("crowd")
+    crowd.main(crowd.Options(processes=5))
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["ok"] and said["right"] == 5, said
+
+
 def test_the_published_benchmark_holds_the_formulas_against_what_others_measured(bench, capsys):
     bench("published").main()
     lines = capsys.readouterr().out.splitlines()
