@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from fixture_time import within
 
 import labkit
 from labkit import requirements
@@ -63,11 +64,9 @@ BAD_ARGUMENTS = [
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
 def test_a_bad_argument_is_refused_at_once(arguments, message):
-    begun = time.perf_counter()
-    with pytest.raises(ParameterError) as caught:
+    with within(1), pytest.raises(ParameterError) as caught:
         labkit.run(RECORDS, **arguments)
     assert message in str(caught.value)
-    assert time.perf_counter() - begun < 1
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -97,11 +96,10 @@ def test_a_program_without_config_takes_no_parameters(tmp_path):
 
 
 def test_a_bad_argument_is_refused_in_under_a_second_by_a_fresh_interpreter(tmp_path):
-    code = f"import labkit; labkit.run({str(RECORDS)!r}, stpes=3)"
+    command = [sys.executable, "-c", f"import labkit; labkit.run({str(RECORDS)!r}, stpes=3)"]
     environment = os.environ | {"LABKIT_RUNS": str(tmp_path / "runs")}
-    begun = time.perf_counter()
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
-    assert time.perf_counter() - begun < 1
+    with within(1):
+        answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert "labkit.errors.ParameterError: records: no parameter is called 'stpes'" in answer.stderr
     assert not (tmp_path / "runs").exists()
 
