@@ -151,6 +151,14 @@ def test_a_parent_imports_nothing_beside_a_cold_run():
     parent.process.wait(5)
 
 
+def test_a_parent_that_has_imported_everything_is_told_of_a_cold_run_too(monkeypatch):
+    labkit.run(PROGRAMS / "small.py", device="cpu")
+    said, say = [], warm.keeper._parent.say
+    monkeypatch.setattr(warm.keeper._parent, "say", lambda word: [said.append(word), say(word)])
+    labkit.run(PROGRAMS / "small.py", device="cpu", warm=False)
+    assert said == [warm.STAND_STILL, warm.GO_ON]
+
+
 def test_a_parent_that_was_killed_is_replaced(tell):
     program = tell("1")
     labkit.run(program)

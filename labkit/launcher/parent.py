@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from labkit import config, private
 from labkit.ending import begin_anew
 from labkit.folder import NOTEBOOK_PID, VARIABLE
-from labkit.launcher import torchrun
+from labkit.launcher import pages, torchrun
 from labkit.launcher.warm import FORK, GO_ON, LONGEST_PATH, NUMBER, READY, STAND_STILL
 
 IMPORTED = (
@@ -81,7 +81,7 @@ class Rehearsal:
 
 
 def stand_still_when_asked(control: socket.socket) -> None:
-    """While a cold run is measured, it shall have the machine for itself."""
+    """While a cold run is measured, it shall have the machine for itself; serve looks after that later."""
     word = GO_ON
     while word == STAND_STILL or select.select([control], [], [], 0)[0]:
         word = control.recv(1)
@@ -108,19 +108,30 @@ class Mark:
 
 
 def serve(control: socket.socket, notebook: int, mark: Mark) -> None:
-    """Fork for each request, and answer each with its process id and later its exit status."""
+    """Fork for each request, and answer each with its process id and later its exit status.
+
+    While no run goes on, it gathers its memory in huge pages, one at a time, so that nobody waits for that.
+    """
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
+    small, still = pages.of_this_process(), False
     while os.getppid() == notebook and selector.get_map():
-        for key, _ in selector.select(WATCH_PERIOD_S):
+        is_free = bool(small) and not still and len(selector.get_map()) == 1
+        ready = selector.select(0 if is_free else WATCH_PERIOD_S)
+        if is_free and not ready:
+            pages.gather(small.pop())
+        for key, _ in ready:
             if key.fileobj is not control:
                 _answer_end(selector, key)
                 continue
             word, files, *_ = socket.recv_fds(control, 1, 2)
             if word == FORK:
                 _fork(selector, mark, *files)
-            elif not word:  # the other end was closed
+            elif word:
+                still = word == STAND_STILL
+            else:  # the other end was closed
                 selector.unregister(control)
+                still = True
 
 
 def _fork(selector: selectors.BaseSelector, mark: Mark, request_file: int, answer_file: int) -> None:

@@ -197,9 +197,9 @@ class Keeper:
             return None
 
     def _tell(self, word: bytes) -> None:
-        """Tell a parent that still imports to stand still, or to go on."""
+        """Tell the parent to stand still, or to go on, with what it does beside the runs."""
         try:
-            if self._parent and not self._parent.becomes_ready(0):
+            if self._parent:
                 self._parent.say(word)
         except Gone:
             self._drop()
