@@ -10,12 +10,15 @@ every interface. It asks nobody for a login.
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -57,20 +60,28 @@ class Once(RendezvousHandler):
 
 
 class OneHost(Once):
-    """The rendezvous of a torchrun that is alone."""
+    """The rendezvous of a torchrun that is alone.
+
+    A store has a thread, and a fork at a moment at which that thread holds a lock waits for it for ever. So here the
+    store begins when all ranks are forked; until then the system keeps those waiting that connect.
+    """
 
     def __init__(self, run_id: str):
         super().__init__(run_id)
-        listening = socket.create_server((ADDRESS, 0))
-        self.port = listening.getsockname()[1]
-        self._store = _store_at(ADDRESS, self.port, listening.detach())
+        self._listening = socket.create_server((ADDRESS, 0))
+        self.port = self._listening.getsockname()[1]
+        os.register_at_fork(after_in_child=self._listening.close)  # the store is not a rank's own
+        _when_ranks_have_begun(self._serve)
 
     def get_backend(self) -> str:
         return ONE_HOST
 
     def next_rendezvous(self) -> RendezvousInfo:
         address = RendezvousStoreInfo(ADDRESS, self.port)
-        return RendezvousInfo(self._store, rank=0, world_size=1, bootstrap_store_info=address)
+        return RendezvousInfo(dist.HashStore(), rank=0, world_size=1, bootstrap_store_info=address)  # type: ignore[attr-defined]
+
+    def _serve(self) -> None:
+        self._store = _store_at(ADDRESS, self.port, self._listening.detach())
 
 
 class SeveralHosts(Once):
@@ -92,6 +103,9 @@ class SeveralHosts(Once):
         said = json.loads(word)
         os.environ.update(said["environment"])
         address, port = said["address"], said["port"]
+        for door in doors:
+            inode = os.fstat(door).st_ino
+            os.register_at_fork(after_in_child=functools.partial(_stop_listening, door, inode))
         store = _store_at(address, port, *doors)
         where = RendezvousStoreInfo(address, port)
         return RendezvousInfo(store, rank=said["index"], world_size=said["hosts"], bootstrap_store_info=where)
@@ -99,13 +113,20 @@ class SeveralHosts(Once):
 
 def _store_at(address: str, port: int, listening: int | None = None) -> Any:
     """The store at this address: this process's own where it has the listening socket, else another's."""
-    own = listening is not None
-    if listening is not None:
-        inode = os.fstat(listening).st_ino
-        os.register_at_fork(after_in_child=lambda: _stop_listening(listening, inode))
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=own, wait_for_workers=False, master_listen_fd=listening
+        address, port, is_master=listening is not None, wait_for_workers=False, master_listen_fd=listening
     )
+
+
+def _when_ranks_have_begun(serve: Callable[[], None]) -> None:
+    """Let torchrun call this when it has started all ranks."""
+    start = SubprocessContext._start
+
+    def start_and_serve(context: SubprocessContext) -> None:
+        start(context)
+        serve()
+
+    SubprocessContext._start = start_and_serve  # type: ignore[method-assign]
 
 
 def _stop_listening(listening: int, inode: int) -> None:
