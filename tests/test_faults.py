@@ -100,10 +100,10 @@ def limited(limit, number):
 
 
 def test_too_few_files_may_be_opened(place):
-    few = partial(limited, resource.RLIMIT_NOFILE, 18)
+    few = partial(limited, resource.RLIMIT_NOFILE, 11)
     said, status = run_as([], SMALL, preexec_fn=few)
     assert status == 1
-    assert "no more files may be opened here: raise the limit, now 18, with `ulimit -n 1024` or more" in said
+    assert "no more files may be opened here: raise the limit, now 11, with `ulimit -n 1024` or more" in said
 
 
 @NEEDS_ROOT

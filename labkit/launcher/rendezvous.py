@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from labkit.launcher import network
 from labkit.launcher.process import LONGEST_WORD, ONE_HOST, SEVERAL_HOSTS
 
 ADDRESS = "127.0.0.1"
@@ -72,6 +73,9 @@ class OneHost(Once):
         self.port = self._listening.getsockname()[1]
         os.register_at_fork(after_in_child=self._listening.close)  # the store is not a rank's own
         _when_ranks_have_begun(self._serve)
+        if network.is_wanted():
+            # c10d says once per process that nobody knows names there, and ranks are forks of this one
+            _store_at(ADDRESS, 0, socket.create_server((ADDRESS, 0)).detach())
 
     def get_backend(self) -> str:
         return ONE_HOST
