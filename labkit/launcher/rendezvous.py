@@ -4,9 +4,9 @@ torch's own rendezvous is made for hosts that come and go, which poll a store un
 was four fifths of a short run. torch takes handlers of one's own: ``--rdzv-backend`` names one that was registered. One
 host has nobody to wait for. Several have met already, while torchrun was importing torch (meeting.py).
 
-The store that is made here also serves the ranks' process group. It listens at one address, 127.0.0.1 or the one at
-which the hosts have met, and at a port that the system has given to it and to no other run; torch's own listens on
-every interface. It asks nobody for a login.
+The store that is made here serves the ranks' process group; of several hosts the torchruns use it, too. It listens at
+one address, 127.0.0.1 or the one at which the hosts have met, and at a port that the system has given to it and to no
+other run; torch's own listens on every interface. It asks nobody for a login.
 """
 
 import contextlib
