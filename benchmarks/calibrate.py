@@ -4,7 +4,7 @@
     python benchmarks/calibrate.py --rounds 5       # on a machine that does other work as well
 
 Fully sharded training of two models, each in two sizes, on one and two ranks, gives latency, bandwidths, compute rate
-and what an operator costs (``labkit.theory.calibration``). Sizes in between and beyond are then predicted and measured.
+and what an operator costs (``labkit_simulate.theory.calibration``). Sizes in between and beyond are then predicted and measured.
 Runs take turns within each round; of each, the quickest round's median step counts, because other work only adds to it.
 Prints each case, and last one JSON object.
 """
@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import labkit
 from labkit import requirements
 from labkit.models import catalog
-from labkit.operators import OperatorCounter
-from labkit.theory.calibration import Calls, Run, errors, fit, predicted_s
-from labkit.theory.steptime import Operator
+from labkit_simulate.operators import OperatorCounter
+from labkit_simulate.theory.calibration import Calls, Run, errors, fit, predicted_s
+from labkit_simulate.theory.steptime import Operator
 
 LIMIT = 0.25
 FITTED = {

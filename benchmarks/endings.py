@@ -4,7 +4,7 @@
     python benchmarks/endings.py --programs ddp --count 40    # one of them
 
 A rank can finish its work and then deadlock while it takes its process group down: see _groups_of_this_process in
-labkit/rank/here.py. ``ddp`` is the run in which that was seen: a DDP model is still alive when its rank ends.
+labkit/session/session.py. ``ddp`` is the run in which that was seen: a DDP model is still alive when its rank ends.
 ``--count`` is for that one, ``--others`` for each of the rest, with small parameters. Prints a table, and last one JSON
 object: ``hung`` is the number of runs that did not end within ``--timeout-s``.
 """

@@ -2,14 +2,14 @@
 
     python benchmarks/published.py
 
-Rows are those of ``labkit.theory.published``, each with its configuration; the first of each kind of hardware gave the
+Rows are those of ``labkit_simulate.theory.published``, each with its configuration; the first of each kind of hardware gave the
 share of the peak that matrix products reach, the others are predicted. Nothing runs. Prints a table, and last one JSON
 object: the largest factor between predicted and published, of speed and of memory.
 """
 
 import json
 
-from labkit.theory.published import A100_ROWS, GIB, H100_ROWS
+from labkit_simulate.theory.published import A100_ROWS, GIB, H100_ROWS
 
 LIMIT = 1.5
 

@@ -3,7 +3,7 @@
     python benchmarks/soak.py                   # 200 runs, ten rounds of twenty: some minutes on two cores
     python benchmarks/soak.py --rounds 1        # a round of each kind
 
-A round has warm and cold runs and runs on two hosts (those of labkit.cluster.local), and faults among them: a rank that
+A round has warm and cold runs and runs on two hosts (those of labkit_cluster.local), and faults among them: a rank that
 raises, one that is killed, ranks that wait for each other, a host that dies. Each good run trains the same network and
 must end with the losses of the first; each fault must be told by its own error and rank. After each run none of its
 processes may be left. Prints a line a round, and last one JSON object: open files and resident memory of this process
@@ -28,9 +28,9 @@ import psutil
 import tyro
 
 import labkit
-from labkit.cluster.local import HostsHere, hosts_on_this_machine
 from labkit.errors import HostLost, LabError, RankFailed, RunTimedOut
-from labkit.folder import VARIABLE
+from labkit.runs.folder import VARIABLE
+from labkit_cluster.local import HostsHere, hosts_on_this_machine
 
 MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
 TRAINING: dict[str, Any] = {"model": "mlp_stack", "wrap": "block", "steps": 2, "device": "cpu"}

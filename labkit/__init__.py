@@ -26,18 +26,21 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | __main__                                        | the command line                                           |
 """
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from labkit.cluster.submission import submit
 from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError, RankFailed, RecordError, RunTimedOut
-from labkit.launcher.hosts import Host
 from labkit.launcher.progress import in_kernel
 from labkit.launcher.run import run, sweep
 from labkit.launcher.warm import keeper
-from labkit.result import RunResult, load
-from labkit.simulation import simulate
-from labkit.simulation.candidates import Plan
-from labkit.simulation.plan import plan
+from labkit.runs.result import RunResult, load
+
+if TYPE_CHECKING:
+    from labkit_cluster.hosts import Host
+    from labkit_cluster.submission import submit
+    from labkit_simulate.candidates import Plan
+    from labkit_simulate.plan import plan
+    from labkit_simulate.start import simulate
 
 __all__ = [
     "Host",
@@ -58,9 +61,27 @@ __all__ = [
     "sweep",
 ]
 
+# Found when they are first asked for, so that the core imports neither of the packages that stand beside it.
+_ELSEWHERE = {
+    "Host": "labkit_cluster.hosts",
+    "Plan": "labkit_simulate.candidates",
+    "plan": "labkit_simulate.plan",
+    "simulate": "labkit_simulate.start",
+    "submit": "labkit_cluster.submission",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name of labkit_simulate or labkit_cluster on first use."""
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    globals()[name] = value
+    return value
+
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext labkit``: the cell magic ``%%torchrun``. In a kernel, importing labkit does it."""
+    """Register the cell magic ``%%torchrun`` (``%load_ext labkit``); importing labkit in a kernel does it."""
     from labkit.launcher.magic import Torchrun
 
     shell.register_magics(Torchrun)

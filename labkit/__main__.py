@@ -38,11 +38,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import labkit
-from labkit import config, doctor, history
+from labkit import config, doctor
 from labkit.course.commands import COMMANDS
-from labkit.folder import runs_folder
 from labkit.launcher.progress import to_nobody
 from labkit.launcher.run import find_program
+from labkit.runs import history
+from labkit.runs.folder import runs_folder
 from labkit.theory.sizes import readable_bytes
 
 

@@ -45,6 +45,7 @@ READABLE = (
     "labkit.models.catalog",
     "labkit.requirements",
     "labkit.theory",
+    "labkit_simulate.theory",
 )
 """What a Config can use of labkit, with all that lies below: it imports no torch."""
 PLAIN_TYPES = (int, float, bool, str, types.NoneType)

@@ -22,9 +22,10 @@ from typing import Literal
 
 import psutil
 
-from labkit import private, requirements
-from labkit.folder import runs_folder
+from labkit import requirements
 from labkit.requirements import release
+from labkit.runs import private
+from labkit.runs.folder import runs_folder
 
 GIB = 1024**3
 EVERY_LAB = "all labs"

@@ -23,8 +23,8 @@ from labkit.parallel import ddp
 from labkit.parallel.buckets import GradientBuckets, closed_when_full
 from labkit.parity import samples_and_seed
 from labkit.parity.ddp import chain, compare_buckets, compare_techniques
-from labkit.rank.meter import Step
-from labkit.rank.traffic import Wire
+from labkit.session.meter import Step
+from labkit.session.traffic import Wire
 
 PIECES = (1, 64)
 """Into how many messages the gradients' bytes are cut, to tell latency from bytes."""

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper              # 7 billion parameters
     python -m labkit simulate decoder --world-size 1024 --model llama_3_70b --tp 8         # on a laptop
 
-Shapes are those of ``labkit.theory.transformer``. Every rank makes the whole model before it keeps its part.
+Shapes are those of ``labkit_simulate.theory.transformer``. Every rank makes the whole model before it keeps its part.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import Trained, compare_training
 from labkit.theory.sizes import even_share
-from labkit.theory.transformer import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, LLAMA_3_70B, TINY, Decoder
+from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, LLAMA_3_70B, TINY, Decoder
 
 SHAPES = {
     "tiny": (TINY, 16),

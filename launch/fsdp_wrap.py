@@ -36,7 +36,7 @@ from labkit.parallel.small_fsdp import FlatShards, shard_unit
 from labkit.parallel.units import Units, fsdp_units, layer_types
 from labkit.parity.fsdp import Trained, compare_training
 from labkit.parity.one_device import Rounding, to_dtype, with_gradients
-from labkit.rank.meter import Step
+from labkit.session.meter import Step
 
 BOTH = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch", "ignore")
 OURS = (

@@ -32,7 +32,7 @@ from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel, S
 from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel, stack_plan
 from labkit.parity import samples_and_seed
 from labkit.parity.two_dim import compare_training
-from labkit.rank.meter import Step
+from labkit.session.meter import Step
 from labkit.theory.sizes import even_share
 from labkit.theory.two_dim import mlp_pairs
 

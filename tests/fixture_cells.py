@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import labkit
-from labkit.folder import RunFolder, read_json, write_json
+from labkit.runs.folder import RunFolder, read_json, write_json
 
 PROGRAM = Path(__file__).parent / "programs" / "cells.py"
 

@@ -8,7 +8,7 @@ from fixture_cells import run_cells
 from matplotlib.figure import Figure
 
 import labkit
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.widgets.explorer import Explorer
 
 

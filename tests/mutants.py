@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "S2 setup and cleanup",
         "the process group is left as it is when the program fails",
-        "labkit/rank/here.py",
+        "labkit/session/session.py",
         "        dist.destroy_process_group()\n",
         "        sys.exc_info()[0] or dist.destroy_process_group()\n",
         "tests/test_rank.py::test_a_session_is_left_in_order_whatever_happens",
@@ -668,7 +668,7 @@ MUTANTS = [
     Mutant(
         "S6 input gradient and memory cap",
         "the cap caps nothing",
-        "labkit/rank/cap.py",
+        "labkit/session/cap.py",
         "(_writable_bytes() + mib * MIB, before[1])",
         "before",
         "tests/test_cap.py",

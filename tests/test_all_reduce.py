@@ -10,7 +10,7 @@ import torch.distributed as dist
 import labkit
 from labkit.errors import ParameterError
 from labkit.parallel.ring import ring_steps
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 from labkit.theory.collectives import ON_THE_WIRE, AlphaBeta, fit, wire_bytes
 
 MESSAGES = {"message_bytes": (64, 4096), "total_bytes": 4096, "pieces": (1, 4)}

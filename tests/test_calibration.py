@@ -1,4 +1,4 @@
-"""labkit.theory.calibration on machines made up, with noise; labkit.operators against torch's own counters."""
+"""labkit_simulate.theory.calibration on machines made up, with noise; labkit_simulate.operators against torch's own counters."""
 
 import importlib.util
 import random
@@ -13,11 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit.operators import OperatorCounter
-from labkit.theory.calibration import Calls, Run, errors, fit, nonnegative_least_squares, predicted_s
 from labkit.theory.collectives import AlphaBeta
-from labkit.theory.hardware import hardware
-from labkit.theory.steptime import Operator
+from labkit_simulate.operators import OperatorCounter
+from labkit_simulate.theory.calibration import Calls, Run, errors, fit, nonnegative_least_squares, predicted_s
+from labkit_simulate.theory.hardware import hardware
+from labkit_simulate.theory.steptime import Operator
 
 TRUE = hardware(
     "laptop",

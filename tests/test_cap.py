@@ -1,4 +1,4 @@
-"""labkit.rank.cap: what fits under a cap runs, what does not says so, and the cap ends with its block."""
+"""labkit.session.cap: what fits under a cap runs, what does not says so, and the cap ends with its block."""
 
 import resource
 import sys
@@ -8,7 +8,7 @@ import torch
 
 import labkit
 from labkit.errors import MemoryCapExceeded
-from labkit.rank.cap import memory_cap
+from labkit.session.cap import memory_cap
 
 CPU, MIB = torch.device("cpu"), 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a cap on CPU memory needs Linux")

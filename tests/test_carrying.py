@@ -2,8 +2,8 @@
 
 import pytest
 
-from labkit.launcher import carrying
-from labkit.launcher.carrying import Arrivals, Growth
+from labkit_cluster import carrying
+from labkit_cluster.carrying import Arrivals, Growth
 
 
 @pytest.fixture

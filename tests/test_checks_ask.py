@@ -11,7 +11,7 @@ import torch
 from IPython.core.autocall import ExitAutocall
 
 from labkit.checks import ask, collectives, ddp, extensions, fsdp, spatial, two_dim
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 IMPORTS = "import sys\nimport torch\n\n\n"
 COUNTED = [{"kind": "comm", "name": "tp/all_reduce", "rank": 0, "step": 3, "count": 5, "bytes": 20}]

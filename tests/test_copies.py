@@ -15,7 +15,7 @@ from labkit.__main__ import main
 from labkit.course import catalog, copies, jupyter
 from labkit.course.merge import merge
 from labkit.errors import LabError, ParameterError
-from labkit.folder import home
+from labkit.runs.folder import home
 from notebooks.tools import source
 
 BEFORE = """\

@@ -16,7 +16,7 @@ from labkit import inductor
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
 from labkit.parity import ddp as parity
-from labkit.rank.traffic import CommunicationCounter, Wire, gradients_in
+from labkit.session.traffic import CommunicationCounter, Wire, gradients_in
 from labkit.theory.ddp import chain_buckets, chain_gradients
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ import labkit
 from labkit import config
 from labkit.launcher.run import find_program
 from labkit.models.decoder import DecoderModel, rotate, rotations_of
-from labkit.operators import OperatorCounter
 from labkit.parallel.checkpointing import KeepDear, apply_activation_checkpointing
 from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
-from labkit.theory import transformer as theory
+from labkit_simulate.operators import OperatorCounter
+from labkit_simulate.theory import transformer as theory
 from launch import decoder
 
 CPU = torch.device("cpu")

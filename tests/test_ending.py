@@ -61,7 +61,7 @@ def test_a_rank_begins_as_under_a_bare_torchrun(leftovers):
 
 FORKS = """
 import atexit, os, sys, weakref
-from labkit.ending import begin_anew, leave
+from labkit.session.ending import begin_anew, leave
 
 class Held:
     pass

@@ -21,11 +21,11 @@ import pytest
 from fixture_processes import wait_for
 
 import labkit
-from labkit import history
 from labkit.errors import LabError, RankFailed, RecordError
 from labkit.launcher import process, shortage
 from labkit.launcher.progress import Text
-from labkit.records import Writer, path_of
+from labkit.runs import history
+from labkit.runs.records import Writer, path_of
 
 TESTS = Path(__file__).resolve().parent
 PROGRAMS = TESTS / "programs"
@@ -285,7 +285,7 @@ FILLS_THE_DISK = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS.parent)!r})
 from pathlib import Path
-from labkit.records import Writer
+from labkit.runs.records import Writer
 writer = Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
 while True:
     writer.write("scalar", "loss", len(writer.lines), value=0.5, unit=1000 * "x")
@@ -307,7 +307,7 @@ def test_a_disk_that_the_records_fill(small_disk, tmp_path):
 
 def test_a_second_process_may_not_write_into_a_runs_records(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from labkit.records import Writer\n"
+        "import sys; from pathlib import Path; from labkit.runs.records import Writer\n"
         "writer = Writer(Path(sys.argv[1]), 0)\nprint('holds', flush=True)\nsys.stdin.read()"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]

@@ -1,10 +1,10 @@
-"""labkit.theory.hardware: each figure has a source, ranks share what they share, and errors list what there is."""
+"""labkit_simulate.theory.hardware: each figure has a source, ranks share what they share, and errors list what there is."""
 
 import dataclasses
 
 import pytest
 
-from labkit.theory.hardware import HARDWARE, Hardware, hardware
+from labkit_simulate.theory.hardware import HARDWARE, Hardware, hardware
 
 FIGURES = {field.name for field in dataclasses.fields(Hardware)} - {"name", "device", "shared", "sources"}
 

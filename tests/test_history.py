@@ -13,11 +13,11 @@ from fixture_processes import wait_for
 
 import labkit
 from labkit import __main__ as command_line
-from labkit import history
 from labkit.__main__ import main
 from labkit.errors import ParameterError
-from labkit.records import Writer
-from labkit.result import Missing
+from labkit.runs import history
+from labkit.runs.records import Writer
+from labkit.runs.result import Missing
 
 NOW = datetime.now().astimezone()
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "2.13.0", "note": ""}

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from labkit.errors import NotAllHosts, ParameterError
-from labkit.launcher import doors, meeting
-from labkit.launcher.doors import Company, Doors, knock_everywhere
-from labkit.launcher.hosts import Host, checked
-from labkit.launcher.meeting import FolderBoard, Guest, choose, meet
+from labkit_cluster import doors, meeting
+from labkit_cluster.doors import Company, Doors, knock_everywhere
+from labkit_cluster.hosts import Host, checked
+from labkit_cluster.meeting import FolderBoard, Guest, choose, meet
 
 HERE = "127.0.0.1"
 
@@ -149,7 +149,7 @@ def test_words_for_a_shell_at_the_other_end_are_quoted(monkeypatch):
     monkeypatch.setenv("LABKIT_SSH", "ssh -F 'my settings'")
     words = Host("user@beta", python="/opt/my python").words()
     assert words[:3] == ["ssh", "-F", "my settings"] and words[-3:-1] == ["--", "user@beta"]
-    assert " '/opt/my python' -P -m labkit.launcher.node" in words[-1]
+    assert " '/opt/my python' -P -m labkit_cluster.node" in words[-1]
     assert not [word for word in words if "StrictHostKeyChecking" in word or "UserKnownHosts" in word]
     monkeypatch.setenv("LABKIT_SSH", "ssh -F 'my settings")
     with pytest.raises(ParameterError, match=r"LABKIT_SSH=.* is no command: No closing quotation"):

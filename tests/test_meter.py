@@ -1,4 +1,4 @@
-"""labkit.rank.meter and labkit.rank.traffic: what is counted, what is timed, and what is left to the traced step."""
+"""labkit.session.meter and labkit.session.traffic: what is counted, what is timed, and what is left to the traced step."""
 
 import time
 from functools import partial
@@ -11,9 +11,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from labkit.rank.meter import Meter, by_category, resident_peak_bytes
-from labkit.rank.traffic import CommunicationCounter, messages_of
-from labkit.records import Writer
+from labkit.runs.records import Writer
+from labkit.session.meter import Meter, by_category, resident_peak_bytes
+from labkit.session.traffic import CommunicationCounter, messages_of
 
 RANKS = 4
 

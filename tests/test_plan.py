@@ -13,12 +13,12 @@ import pytest
 import labkit
 from labkit.__main__ import main
 from labkit.errors import LabError
-from labkit.folder import VARIABLE, runs_folder
 from labkit.launcher.progress import Display, shown_on
-from labkit.simulation.continued import FEW, to_be_whole
-from labkit.simulation.fits import GIB, fits
-from labkit.simulation.plan import largest
-from labkit.theory.allocator import OUTSIDE
+from labkit.runs.folder import VARIABLE, runs_folder
+from labkit_simulate.continued import FEW, to_be_whole
+from labkit_simulate.fits import GIB, fits
+from labkit_simulate.plan import largest
+from labkit_simulate.theory.allocator import OUTSIDE
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 512}
 PROGRAM = """

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from labkit import plots
 from labkit.plots import style
 from labkit.plots.runs import off
-from labkit.result import RunResult, UnknownValue
+from labkit.runs.result import RunResult, UnknownValue
 from labkit.theory.placements import local_piece
 from labkit.theory.spatial import Stage
 

@@ -10,9 +10,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 
 import labkit
-from labkit.folder import RunFolder
 from labkit.plots import collectives as figures
-from labkit.result import RunResult
+from labkit.runs.folder import RunFolder
+from labkit.runs.result import RunResult
 from labkit.theory.collectives import AlphaBeta
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}

@@ -6,8 +6,8 @@ import pytest
 from matplotlib import pyplot
 
 from labkit import inductor, plots
-from labkit.folder import RunFolder
-from labkit.result import RunResult
+from labkit.runs.folder import RunFolder
+from labkit.runs.result import RunResult
 
 CODE = (Path(__file__).parent / "data" / "ddp_coalesced.py.txt").read_text()
 WEIGHT, BIAS = 16_000_000, 8000

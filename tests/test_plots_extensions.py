@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from labkit import plots
 from labkit.parallel.extensions import apply_extension
 from labkit.plots import extensions as figures
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.tensors import plain_tensors
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}

@@ -1,9 +1,9 @@
-"""labkit.plots.scaling: marks, bars and words where the numbers put them."""
+"""labkit_simulate.plots.scaling: marks, bars and words where the numbers put them."""
 
 import pytest
 from matplotlib import pyplot
 
-from labkit import plots
+from labkit_simulate import plots
 
 SERIES = {"weak": {64: 640.0, 128: 1280.0, 1024: 5120.0}, "strong": {64: 600.0, 1024: 600.0}}
 

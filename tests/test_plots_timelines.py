@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 
 from labkit.plots import style
 from labkit.plots import timelines as figures
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
 BARS = [  # lane, phase, name, start and length in ms

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from labkit import plots
 from labkit.plots import style
 from labkit.plots.two_dim import AXIS_COLOURS
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
 RUN = RunResult(Path("nowhere"), {"nproc": 4, "exit": "ok", "params": {}, "session": SESSION}, [], [])

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import labkit
-from labkit import records
 from labkit.errors import ParameterError
-from labkit.folder import RunFolder
 from labkit.launcher import progress
-from labkit.records import Writer
+from labkit.runs import records
+from labkit.runs.folder import RunFolder
+from labkit.runs.records import Writer
 
 RECORDS = Path(__file__).parent / "programs" / "records.py"
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import labkit
-from labkit import config, records
+from labkit import config
 from labkit.errors import ParameterError, RecordError
+from labkit.runs import records
 
 settings.register_profile("labkit", max_examples=50, deadline=None, derandomize=True, database=None)
 settings.load_profile("labkit")

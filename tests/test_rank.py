@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import rank, records
+from labkit import rank
 from labkit.errors import ParameterError
+from labkit.runs import records
 
-SESSION = sys.modules["labkit.rank.here"]
+SESSION = sys.modules["labkit.session.session"]
 OF_A_RUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from labkit import rank, records
+from labkit import rank
 from labkit.errors import ParameterError
-from labkit.folder import RunFolder
-from labkit.rank.here import table_of
-from labkit.result import RankOutput
+from labkit.runs import records
+from labkit.runs.folder import RunFolder
+from labkit.runs.result import RankOutput
+from labkit.session.session import table_of
 
 
 def test_a_rank_keeps_a_text_and_records_what_a_bucket_carries(tmp_path):

@@ -12,14 +12,15 @@ from torch.nn import functional
 import labkit
 from labkit import plots
 from labkit.__main__ import main
-from labkit.operators import OperatorCounter
-from labkit.simulation.blocks import blocks, curve_of, peak_of
-from labkit.simulation.fits import fits
-from labkit.simulation.links import links
-from labkit.simulation.reckoned import events_of, reckon, work_s
-from labkit.simulation.start import simulation_of
-from labkit.theory.hardware import hardware
-from labkit.theory.steptime import COMPUTE, Group, collective_s
+from labkit_simulate import plots as simulate_plots
+from labkit_simulate.blocks import blocks, curve_of, peak_of
+from labkit_simulate.fits import fits
+from labkit_simulate.links import links
+from labkit_simulate.operators import OperatorCounter
+from labkit_simulate.reckoned import events_of, reckon, work_s
+from labkit_simulate.start import simulation_of
+from labkit_simulate.theory.hardware import hardware
+from labkit_simulate.theory.steptime import COMPUTE, Group, collective_s
 
 PROGRAMS = Path(__file__).parent / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
@@ -256,8 +257,8 @@ def test_a_gather_ahead_is_added_where_most_is_held_in_the_forward_pass(simulate
 
 
 def test_figures_of_memory_name_the_peak(simulated):
-    ax = plots.memory_curve(simulated("fsdp"))
+    ax = simulate_plots.memory_curve(simulated("fsdp"))
     assert any(text.get_text().startswith("peak 1.81 GB, backward root") for text in ax.texts)
-    ax = plots.memory_by_block(simulated("fsdp"))
+    ax = simulate_plots.memory_by_block(simulated("fsdp"))
     assert "layers.1" in [label.get_text() for label in ax.get_yticklabels()]
     assert "simulated" in ax.figure.get_supxlabel()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from labkit import records
 from labkit.errors import RecordError
+from labkit.runs import records
 
 SPAN = {"start_us": 1234.5, "dur_us": 678.9}
 GOOD = {"v": 2, "rank": 0, "step": 3, "kind": "span", "name": "backward", **SPAN}

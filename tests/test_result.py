@@ -13,8 +13,8 @@ import labkit
 from labkit import inductor, plots
 from labkit.__main__ import main
 from labkit.errors import ParameterError, RecordError
-from labkit.folder import RunFolder
-from labkit.records import Writer, path_of
+from labkit.runs.folder import RunFolder
+from labkit.runs.records import Writer, path_of
 
 OLD_RUNS = Path(__file__).parent / "data" / "version_1"
 

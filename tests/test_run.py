@@ -17,9 +17,9 @@ from fixture_time import within
 import labkit
 from labkit import requirements
 from labkit.errors import LabError, ParameterError, RankFailed, RunTimedOut
-from labkit.folder import RunFolder, read_json, write_json
 from labkit.launcher import failure, process, worker
 from labkit.launcher.worker import is_echo
+from labkit.runs.folder import RunFolder, read_json, write_json
 
 PROGRAMS = Path(__file__).parent / "programs"
 MISBEHAVE, RECORDS, SMALL = (PROGRAMS / f"{name}.py" for name in ("misbehave", "records", "small"))

@@ -25,12 +25,12 @@ from fixture_processes import wait_for
 from fixture_users import NOBODY
 
 import labkit
-from labkit import folder as folders
-from labkit import private
 from labkit.course import jupyter, verdicts
 from labkit.errors import LabError, ParameterError, RankFailed
 from labkit.launcher import network, process, queue
 from labkit.launcher.queue import Need
+from labkit.runs import folder as folders
+from labkit.runs import private
 
 ROOT = Path(labkit.__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -317,7 +317,7 @@ def test_no_command_goes_through_a_shell():
 
 
 UNPICKLED = {
-    ("labkit/rank/given.py", "pickle.load"): "its SHA-256 came with the environment",
+    ("labkit/session/given.py", "pickle.load"): "its SHA-256 came with the environment",
     ("labkit/parallel/reading.py", "pickle.Unpickler"): "finds nothing but what is listed there",
     ("notebooks/src/07_when_it_breaks.py", "pickle.loads"): "what torch has just made in the same process",
 }
@@ -326,7 +326,7 @@ UNPICKLERS = r"(\w*pickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)|\
 
 def test_nothing_is_unpickled_that_another_user_could_have_written():
     found = {(file, name) for file, name, _ in calls() if re.fullmatch(UNPICKLERS, name)}
-    assert {("labkit/rank/given.py", "pickle.load")} <= found <= UNPICKLED.keys()
+    assert {("labkit/session/given.py", "pickle.load")} <= found <= UNPICKLED.keys()
     loads = [
         (file, getattr(named.get("weights_only"), "value", None))
         for file, name, named in calls()

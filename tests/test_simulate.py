@@ -7,10 +7,10 @@ from fixture_long import long_but
 
 import labkit
 from labkit.__main__ import main
-from labkit.simulation.fits import fits
-from labkit.simulation.start import simulation_of
-from labkit.theory.allocator import OUTSIDE
 from labkit.theory.two_dim import mlp_pairs
+from labkit_simulate.fits import fits
+from labkit_simulate.start import simulation_of
+from labkit_simulate.theory.allocator import OUTSIDE
 
 PROGRAMS = Path(__file__).parent / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"

@@ -1,4 +1,4 @@
-"""labkit.theory.steptime by hand, against walks of rings and simulations, and against what others have published."""
+"""labkit_simulate.theory.steptime by hand, against walks of rings and simulations, and against what others have published."""
 
 import random
 from dataclasses import replace
@@ -9,9 +9,9 @@ from fixture_long import long_but
 import labkit
 from labkit.theory import ddp
 from labkit.theory.collectives import AlphaBeta
-from labkit.theory.hardware import Hardware, hardware
-from labkit.theory.published import A100_ROWS, GIB, H100_ROWS, calibrated_share
-from labkit.theory.steptime import (
+from labkit_simulate.theory.hardware import Hardware, hardware
+from labkit_simulate.theory.published import A100_ROWS, GIB, H100_ROWS, calibrated_share
+from labkit_simulate.theory.steptime import (
     COMMUNICATION,
     COMPUTE,
     Call,
@@ -29,7 +29,7 @@ from labkit.theory.steptime import (
     recorded_program,
     schedule,
 )
-from labkit.theory.transformer import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, Training
+from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, Training
 
 INSIDE, BETWEEN = AlphaBeta(1e-6, 1e-9), AlphaBeta(1e-5, 8e-9)
 

@@ -14,7 +14,7 @@ from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
 from labkit.parallel.fsdp import apply_fsdp2
 from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 
 PROGRAM = Path(__file__).parent / "programs" / "tensor_parallel_cases.py"
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labkit import tensors
 from labkit.parallel.extensions import apply_extension
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 from labkit.tensors import Extension, TwoTensor
 from labkit.tensors.cost import gather_ms
 from labkit.tensors.quantised import EXTENSIONS

@@ -1,11 +1,11 @@
-"""labkit.theory.allocator by hand, and against the allocator of a GPU where there is one."""
+"""labkit_simulate.theory.allocator by hand, and against the allocator of a GPU where there is one."""
 
 import random
 
 import pytest
 import torch
 
-from labkit.theory.allocator import MIB, CachingAllocator
+from labkit_simulate.theory.allocator import MIB, CachingAllocator
 
 
 def test_small_tensors_share_a_segment_and_take_multiples_of_512_bytes():

@@ -1,10 +1,10 @@
-"""labkit.theory.hosts against counting by hand and against a simulation."""
+"""labkit_cluster.theory against counting by hand and against a simulation."""
 
 import random
 
 import pytest
 
-from labkit.theory import hosts as theory
+from labkit_cluster import theory
 
 
 def test_ranks_are_counted_host_by_host():

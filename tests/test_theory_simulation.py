@@ -2,9 +2,9 @@
 
 import pytest
 
-from labkit.theory import simulation
-from labkit.theory.hardware import hardware
-from labkit.theory.steptime import Group, Unit, collective_s, fsdp_program, schedule
+from labkit_simulate.theory import simulation
+from labkit_simulate.theory.hardware import hardware
+from labkit_simulate.theory.steptime import Group, Unit, collective_s, fsdp_program, schedule
 
 
 @pytest.mark.parametrize(("hosts", "shard"), [(1, 2.0e8), (2, 5e7), (128, 4e5), (128, 0.5)])

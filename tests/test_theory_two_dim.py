@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from labkit.models.mlp import MLPStack
-from labkit.rank.meter import by_category, tracker_of
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.meter import by_category, tracker_of
+from labkit.session.traffic import CommunicationCounter
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
 from labkit.theory.collectives import AlphaBeta, wire_bytes

@@ -1,4 +1,4 @@
-"""labkit.rank.timeline: intervals by hand, made-up traces, and real steps of two ranks."""
+"""labkit.session.timeline: intervals by hand, made-up traces, and real steps of two ranks."""
 
 import json
 
@@ -8,9 +8,9 @@ from programs.timeline_cases import BLOCKS
 from torch import nn
 
 import labkit
-from labkit.rank import timeline
-from labkit.rank.timeline import Bar
-from labkit.records import Writer
+from labkit.runs.records import Writer
+from labkit.session import timeline
+from labkit.session.timeline import Bar
 
 PROGRAM = "timeline_cases.py"
 UNITS = [f"layers.{index}" for index in range(BLOCKS)]

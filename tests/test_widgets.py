@@ -58,7 +58,7 @@ def panel(monkeypatch, tmp_path):
 PROGRAM = """
 import os, time
 from pathlib import Path
-from labkit.records import Writer
+from labkit.runs.records import Writer
 while not Path(__file__).with_name("go_on").exists():
     time.sleep(0.02)
 if Path(__file__).with_name("go_on").read_text() == "fail":

@@ -9,8 +9,8 @@ from fixture_time import within
 
 import labkit
 from labkit.plots import style
-from labkit.widgets import Candidates
 from labkit.widgets import explorer as explorer_module
+from labkit_simulate.widgets import Candidates
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 256, "samples": 16, "precision": "bf16", "hybrid": None, "tp": 1}
 

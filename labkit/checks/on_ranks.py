@@ -18,8 +18,8 @@ import torch
 import labkit
 from labkit.checks.ask import NotJudged, Wrong, in_short, name_of, refuse_unless_attempted
 from labkit.checks.ranks.answers import ANSWERS, LEFT, feed_and_send, sent_by
-from labkit.folder import RunFolder, read_json
 from labkit.launcher import packet
+from labkit.runs.folder import RunFolder, read_json
 
 ENDED = "(this rank had ended"
 PROGRAM = Path(__file__).with_name("ranks") / "answers.py"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.errors import LabError, ParameterError
-from labkit.folder import ROOT
+from labkit.runs.folder import ROOT
 
 FOLDER = ROOT / "notebooks"
 """The learner's notebooks: of a checkout, or of an installed labkit."""

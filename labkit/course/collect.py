@@ -11,7 +11,7 @@ from typing import Any
 from labkit.course import catalog
 from labkit.course.verdicts import LEGEND, MARKS, OPEN, Verdicts, as_json, from_json
 from labkit.errors import LabError
-from labkit.folder import write_json, write_text
+from labkit.runs.folder import write_json, write_text
 
 KIND = "labkit progress"
 """Says in a file what it is."""

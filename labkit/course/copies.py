@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit import private
 from labkit.course import catalog
 from labkit.course.catalog import Lab
 from labkit.course.merge import merge
 from labkit.errors import LabError
-from labkit.folder import HIDDEN, home, write_text
+from labkit.runs import private
+from labkit.runs.folder import HIDDEN, home, write_text
 
 
 def my_folder() -> Path:

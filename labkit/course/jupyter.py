@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from labkit import private
 from labkit.errors import LabError
-from labkit.folder import HIDDEN, runs_folder, write_text
+from labkit.runs import private
+from labkit.runs.folder import HIDDEN, runs_folder, write_text
 
 ADDRESS = "127.0.0.1"
 ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"

@@ -17,11 +17,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from labkit import private
 from labkit.course import catalog
 from labkit.course.catalog import Exercise, Lab
 from labkit.errors import LabError, RecordError
-from labkit.folder import HIDDEN, REPAIR, read_json, write_json
+from labkit.runs import private
+from labkit.runs.folder import HIDDEN, REPAIR, read_json, write_json
 
 FILE = "progress.json"
 VARIABLE = "LABKIT_VERDICTS"

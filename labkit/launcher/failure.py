@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import RankFailed, RunTimedOut, shorten
-from labkit.folder import RunFolder, disk_problem, read_json
 from labkit.launcher.process import stack_of
 from labkit.launcher.shortage import remedy
+from labkit.runs.folder import RunFolder, disk_problem, read_json
 
 LOG_TAIL_LINES = 30
 MEANING = {

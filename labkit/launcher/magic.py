@@ -24,11 +24,11 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from labkit.errors import LabError, ParameterError, RankFailed, RunTimedOut
-from labkit.folder import RunFolder, read_json
 from labkit.launcher.run import run_given
-from labkit.result import RunResult
+from labkit.runs.folder import RunFolder, read_json
+from labkit.runs.result import RunResult
 
-PROGRAM = Path(__file__).resolve().parents[1] / "rank" / "cell.py"
+PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell.py"
 CELL, VALUE = "<cell>", "value"  # as rank/cell.py has them, which imports torch
 FRAME = re.compile(rf'File "{CELL}", line (\d+)')
 TRACEBACK = "Traceback (most recent call last):"

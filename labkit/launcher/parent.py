@@ -21,11 +21,12 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from labkit import config, private
-from labkit.ending import begin_anew
-from labkit.folder import NOTEBOOK_PID, VARIABLE
+from labkit import config
 from labkit.launcher import pages, torchrun
 from labkit.launcher.warm import FORK, GO_ON, LONGEST_PATH, NUMBER, READY, STAND_STILL
+from labkit.runs import private
+from labkit.runs.folder import NOTEBOOK_PID, VARIABLE
+from labkit.session.ending import begin_anew
 
 IMPORTED = (
     "encodings.idna",

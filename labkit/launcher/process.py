@@ -6,6 +6,8 @@ when torchrun is gone, the second a program that changed its environment. Only w
 empty environment after a kill -9 of torchrun, and, outside Linux, always. A bare torchrun leaves all of them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -17,12 +19,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from labkit import private, requirements
-from labkit.folder import (
+from labkit import requirements
+from labkit.launcher import warm
+from labkit.runs import private
+from labkit.runs.folder import (
     AHEAD,
     CORES,
     DEVICE,
@@ -35,8 +39,9 @@ from labkit.folder import (
     VARIABLE,
     RunFolder,
 )
-from labkit.launcher import warm
-from labkit.launcher.meeting import Guest, Meeting
+
+if TYPE_CHECKING:
+    from labkit_cluster.meeting import Guest, Meeting
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0

@@ -20,9 +20,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from labkit import records
 from labkit.errors import ParameterError
-from labkit.folder import RunFolder
+from labkit.runs import records
+from labkit.runs.folder import RunFolder
 
 REDRAW_PERIOD_S = 0.25
 SHOWN_LINES = 20

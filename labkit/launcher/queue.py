@@ -16,9 +16,10 @@ from typing import IO, ClassVar
 
 import psutil
 
-from labkit import private, requirements
+from labkit import requirements
 from labkit.errors import LabError, ParameterError
-from labkit.folder import VARIABLE
+from labkit.runs import private
+from labkit.runs.folder import VARIABLE
 
 SWITCH = "LABKIT_QUEUE"
 TICKETS = "[0-9]*-[0-9]*-[01]-[0-9]*-[rw]*ing"

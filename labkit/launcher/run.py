@@ -1,7 +1,10 @@
 """Starts, watches and stops the ranks of a program, and gives back what they measured."""
 
+from __future__ import annotations
+
 import contextlib
 import datetime
+import importlib
 import itertools
 import os
 import platform
@@ -13,17 +16,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from labkit import config, private, requirements
+from labkit import config, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
-from labkit.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
 from labkit.launcher import failure, network, packet, process, queue, shortage
-from labkit.launcher.hosts import Host, Hosts, checked
 from labkit.launcher.progress import Display, Progress, choose_display
 from labkit.launcher.warm import Parent, Torchrun, decide, keeper
-from labkit.records import VERSION
-from labkit.result import RunResult, load
+from labkit.runs import private
+from labkit.runs.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
+from labkit.runs.records import VERSION
+from labkit.runs.result import RunResult, load
+
+if TYPE_CHECKING:
+    from labkit_cluster.hosts import Host, Hosts
 
 DEVICES = ("auto", "cpu", "cuda")
 POLL_PERIOD_S = 0.1
@@ -115,6 +121,14 @@ def combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]) ->
     return [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
 
 
+def _several() -> Any:
+    return importlib.import_module("labkit_cluster.hosts")
+
+
+def _is_several(running: Any) -> bool:
+    return type(running).__name__ == "Hosts"
+
+
 @dataclass
 class Plan:
     """A checked request, in the words of run.json; ``target`` is what the worker is to run."""
@@ -179,7 +193,7 @@ def plan_of(
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
-    places = checked(hosts) if hosts is not None else []
+    places = _several().checked(hosts) if hosts is not None else []
     if network.is_wanted() and places:
         raise ParameterError(f"{network.SWITCH}=own keeps ranks to this machine, so none can run on hosts: unset it")
     nproc *= max(1, len(places))
@@ -364,9 +378,11 @@ def _run_ranks(plan: Plan, folder: RunFolder, progress: Progress, parent: Parent
 def _processes(plan: Plan, folder: RunFolder, parent: Parent | None) -> Iterator[process.Running | Hosts]:
     """The run's torchrun; on leaving, every process of the run is gone. Raises LabError if one does not die."""
     immortal: list[int] = []
-    running: process.Running | Hosts | None = Hosts(folder, plan.hosts, _request(plan)) if plan.hosts else None
+    running: process.Running | Hosts | None = (
+        _several().Hosts(folder, plan.hosts, _request(plan)) if plan.hosts else None
+    )
     try:
-        if isinstance(running, Hosts):
+        if _is_several(running):
             running.start()
         else:
             own = process.environment(folder, len(plan.started), plan.device) | plan.variables
@@ -399,7 +415,7 @@ def _request(plan: Plan) -> dict[str, Any]:
 
 def _stop(folder: RunFolder, running: process.Running | Hosts | None) -> list[int]:
     """End every process of the run; returns those that cannot be ended."""
-    if isinstance(running, Hosts):
+    if _is_several(running):
         running.close()
         return []
     immortal = process.stop(folder.path, running.pid if running else None)
@@ -410,7 +426,7 @@ def _stop(folder: RunFolder, running: process.Running | Hosts | None) -> list[in
 
 def _stacks(running: process.Running | Hosts, folder: RunFolder, ranks: Sequence[int]) -> dict[int, str]:
     """Where every rank is at this moment."""
-    if isinstance(running, Hosts):
+    if _is_several(running):
         return dict.fromkeys(ranks, "(its host does not answer)") | running.stacks()
     return process.stacks_of(folder, ranks)
 

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from labkit.ending import begin_anew
-from labkit.folder import NODE, NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
 from labkit.launcher import network, process, worker
+from labkit.runs.folder import NODE, NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
+from labkit.session.ending import begin_anew
 
 PR_SET_CHILD_SUBREAPER = 36
 WATCH_PERIOD_S = 0.5

@@ -21,8 +21,8 @@ from typing import Any
 
 from labkit import requirements
 from labkit.errors import ParameterError
-from labkit.folder import ROOT, VARIABLE
 from labkit.launcher.progress import in_kernel
+from labkit.runs.folder import ROOT, VARIABLE
 
 SWITCH = "LABKIT_WARM"
 PROGRAM = ("-m", "labkit.launcher.parent")

@@ -20,10 +20,9 @@ from importlib.abc import SourceLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from labkit import private
-from labkit.ending import leave, status_after, status_of
 from labkit.errors import shorten
-from labkit.folder import (
+from labkit.runs import private
+from labkit.runs.folder import (
     AHEAD,
     HOST,
     RANKS,
@@ -35,9 +34,10 @@ from labkit.folder import (
     write_json,
     write_text,
 )
+from labkit.session.ending import leave, status_after, status_of
 
 PR_SET_PDEATHSIG = 1
-AROUND = (__file__, str(Path(__file__).parents[1] / "simulation" / "world.py"))
+AROUND = (__file__, str(Path(__file__).parents[2] / "labkit_simulate" / "world.py"))
 ECHO_WORDS = (
     "connection closed by peer",
     "connection reset",

@@ -85,7 +85,7 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderModel(LabModel):
-    """Embedding, blocks, norm, output layer. Sizes have the names of ``labkit.theory.transformer.Decoder``.
+    """Embedding, blocks, norm, output layer. Sizes have the names of ``labkit_simulate.theory.transformer.Decoder``.
 
     Args:
         width: D.

@@ -21,7 +21,7 @@ from labkit.parallel import ddp
 from labkit.parallel.ddp import Case
 from labkit.parity.one_device import OneDevice, optimizer_of, samples_and_seed
 from labkit.parity.training import LIMITS, Named, Parity, count_tensors, tensors_of
-from labkit.rank.traffic import CommunicationCounter, Wire
+from labkit.session.traffic import CommunicationCounter, Wire
 from labkit.theory.ddp import chain_buckets
 
 MODES: tuple[ddp.Mode, ...] = ("ddp", "replicate", "compiled_ddp", "compiled")

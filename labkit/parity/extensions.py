@@ -26,7 +26,7 @@ from labkit.models.protocol import at_least_float32, seeded_normal
 from labkit.parallel.extensions import Gather, add_hooks, apply_extension
 from labkit.parity.one_device import seed_of
 from labkit.parity.training import Parity, count_tensors, shard_of
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
 
 DIM, BATCH = 8, 2

@@ -18,19 +18,16 @@ from labkit.plots.extensions import (
 )
 from labkit.plots.failures import aids, by_step, waits
 from labkit.plots.fsdp import breakdown, over_step, passes, sent_beside
-from labkit.plots.plan import candidates
 from labkit.plots.runs import latency, loss, memory, table
-from labkit.plots.scaling import held_against, of_each, step_parts, together
-from labkit.plots.simulation import memory_by_block, memory_curve
 from labkit.plots.spatial import amounts, convnext, halos, loss_difference, placed, shards, strips, strips_pay
 from labkit.plots.timelines import exposed, timeline
 from labkit.plots.two_dim import mesh, pair, split_times, step_times, traffic
 
 __all__ = [
     "aids", "amounts", "backward_by_bucket", "backward_line", "batch_pays", "breakdown", "bucket_sizes", "buckets",
-    "by_step", "bytes_against_error", "candidates", "convnext", "error_histogram", "exposed", "gather_costs",
-    "gather_times", "halos", "handed_bytes", "held", "held_against", "hook_memory", "latency", "loss",
-    "loss_difference", "memory", "memory_by_block", "memory_curve", "mesh", "messages", "of_each", "over_step",
+    "by_step", "bytes_against_error", "convnext", "error_histogram", "exposed", "gather_costs",
+    "gather_times", "halos", "handed_bytes", "held", "hook_memory", "latency", "loss",
+    "loss_difference", "memory", "mesh", "messages", "over_step",
     "padded_shards", "pair", "passes", "pieces", "placed", "program", "sent_beside", "shards", "split_times",
-    "step_parts", "step_times", "strips", "strips_pay", "table", "timeline", "together", "traffic", "waits",
+    "step_times", "strips", "strips_pay", "table", "timeline", "traffic", "waits",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator
 
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory.collectives import AlphaBeta, fit
 from labkit.theory.sizes import readable_bytes
 

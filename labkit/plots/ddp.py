@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from labkit import inductor
 from labkit.inductor import Bucket
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit, readable_bytes
 
 ON_THE_WAY, WAIT = inductor.COLOURS["collective"], inductor.COLOURS["wait"]

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from labkit.plots import style
 from labkit.plots.spatial import GAP, shards
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 COLOURS = {"local shard": style.BLUE, "sent": style.ORANGE, "gathered": style.SKY, "parameter": style.GREEN}
 ERRORS = {

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 LINES = ("-", "-", "-.", ":", "-", ":")  # dashed is for predictions
 COLOURS = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, "black")

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.plots.runs import memory_parts
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 UNITS = {"MB": 1e6, "GB": 1e9}
 BESIDE: dict[str, Any] = {

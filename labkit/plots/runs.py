@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 SHORT_STEPS = 30
 """Lines of so many steps have a marker at each."""

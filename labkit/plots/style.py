@@ -8,8 +8,8 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from labkit import result
-from labkit.result import RunResult
+from labkit.runs import result
+from labkit.runs.result import RunResult
 
 # Okabe and Ito's palette, "Color Universal Design", 2008.
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 COLOURS = style.TIME | style.COMMUNICATION
 LANES = ("compute", "communication")

@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit
 
 Matrix = Sequence[Sequence[float]]

@@ -6,9 +6,8 @@ No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See expl
 from labkit.widgets.buckets import Buckets
 from labkit.widgets.gather import Gather
 from labkit.widgets.placement import Placement
-from labkit.widgets.plan import Candidates
 from labkit.widgets.spatial import Spatial
 from labkit.widgets.two_axes import TwoAxes
 from labkit.widgets.wrapping import Wrapping
 
-__all__ = ["Buckets", "Candidates", "Gather", "Placement", "Spatial", "TwoAxes", "Wrapping"]
+__all__ = ["Buckets", "Gather", "Placement", "Spatial", "TwoAxes", "Wrapping"]

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 import labkit
 from labkit import plots
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
 from labkit.widgets.explorer import Control, Explorer

@@ -28,7 +28,7 @@ from labkit.errors import ParameterError
 from labkit.launcher.progress import Display, State, in_kernel, shown_on
 from labkit.plots import style
 from labkit.plots.runs import compared
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 
 SWITCH = "LABKIT_WIDGETS"
 FRONT_ENDS = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")

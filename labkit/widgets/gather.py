@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import labkit
 from labkit import plots
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory import extensions as theory
 from labkit.widgets.explorer import Control, Explorer
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import labkit
 from labkit import plots
 from labkit.models import photo
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory import placements as theory
 from labkit.theory.sizes import readable_bytes
 from labkit.widgets.explorer import Control, Explorer

@@ -10,7 +10,7 @@ import labkit
 from labkit import plots
 from labkit.models import photo
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes
 from labkit.widgets.explorer import Control, Explorer

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 import labkit
 from labkit import plots, requirements
 from labkit.plots import style
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory import collectives
 from labkit.theory import two_dim as theory
 from labkit.theory.collectives import AlphaBeta

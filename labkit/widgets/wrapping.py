@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 import labkit
 from labkit import plots
-from labkit.result import RunResult
+from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit.widgets.explorer import Control, Explorer
 

@@ -18,7 +18,7 @@ folder=$2${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # each job of an array ha
 # The agents find each other through the folder, at an address that works, and give it to torchrun.
 # --kill-on-bad-exit: where one node fails, none goes on alone.
 # --cpus-per-task: srun does not take it from sbatch, and would give all ranks of a node one core.
-srun --kill-on-bad-exit=1 --wait=5 --cpus-per-task="$SLURM_CPUS_PER_TASK" "$python" -P -m labkit.cluster.agent "$folder"
+srun --kill-on-bad-exit=1 --wait=5 --cpus-per-task="$SLURM_CPUS_PER_TASK" "$python" -P -m labkit_cluster.agent "$folder"
 status=$?
 
 # Where a node was lost in mid-run, the agent of the first has said so in run.json, minutes before Slurm knows it, which

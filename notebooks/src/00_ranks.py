@@ -1180,7 +1180,7 @@ pandas.concat(rows)
 #   <https://www.nvidia.com/en-us/data-center/dgx-h100/>
 #
 # **Read in labkit**: `launch/all_reduce.py`, a whole rank program; `labkit/theory/collectives.py`, the formulas of this lab;
-# `labkit/rank/traffic.py`, how bytes are counted.
+# `labkit/session/traffic.py`, how bytes are counted.
 #
 # **Next**: lab 1 cuts images over ranks, lab 2 parameters. What DDP does with buckets while the backward pass runs is lab 4.
 

@@ -1555,7 +1555,7 @@ pandas.concat(tables)
 #   meshes: https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html
 # - NVIDIA's data sheet of the H100: https://www.nvidia.com/en-us/data-center/h100/
 # - In labkit: `labkit/parallel/small_tensor_parallel.py` (yours), `labkit/parallel/tensor_parallel.py` (the plans, and
-#   `PlainParameters`), `labkit/theory/two_dim.py` (the formulas), `labkit/rank/traffic.py` (counting by axis).
+#   `PlainParameters`), `labkit/theory/two_dim.py` (the formulas), `labkit/session/traffic.py` (counting by axis).
 #
 # ### What comes next
 #

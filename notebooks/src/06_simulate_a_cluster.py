@@ -30,20 +30,22 @@ from dataclasses import replace
 import pandas
 
 import labkit
-from labkit import doctor, plots, widgets
-from labkit.checks import simulation as checks
+from labkit import doctor, plots
 from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.plots import style
 from labkit.plots.runs import off
-from labkit.simulation.blocks import peak_of
-from labkit.simulation.fits import fits
-from labkit.simulation.links import links
-from labkit.simulation.reckoned import events_of, reckon
-from labkit.theory import simulation as theory
 from labkit.theory.collectives import AlphaBeta
-from labkit.theory.hardware import Hardware, hardware
-from labkit.theory.transformer import LLAMA_2_7B, LLAMA_3_70B, Training
+from labkit_simulate import checks
+from labkit_simulate import plots as simulate_plots
+from labkit_simulate.blocks import peak_of
+from labkit_simulate.fits import fits
+from labkit_simulate.links import links
+from labkit_simulate.reckoned import events_of, reckon
+from labkit_simulate.theory import simulation as theory
+from labkit_simulate.theory.hardware import Hardware, hardware
+from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_70B, Training
+from labkit_simulate.widgets import Candidates
 
 doctor.show()
 
@@ -280,10 +282,10 @@ _ = plots.breakdown({}, {"all kept": kept_all, "recomputed": recomputed}, unit="
 # time. The optimizer makes few, so it cannot be seen.)
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.memory_curve(kept_all)
+_ = simulate_plots.memory_curve(kept_all)
 
 # %%
-_ = plots.memory_curve(recomputed)
+_ = simulate_plots.memory_curve(recomputed)
 
 # %% [markdown]
 # Without checkpointing each block adds what its backward pass needs, and *activations are most of the peak*. With it a
@@ -468,7 +470,7 @@ mine = commit(product_us=2 * 4096**3 / (0.436 * 989.4e12) * 1e6, sum_us=3 * 2 * 
 ### END SOLUTION
 
 # %%
-from labkit.theory.steptime import Operator, operator_s
+from labkit_simulate.theory.steptime import Operator, operator_s
 
 moved = 3 * 2 * 4096**2
 product = Operator("mm", flops=2 * 4096**3, moved_bytes=moved, dtype="bfloat16")
@@ -537,7 +539,7 @@ mine = commit(
 ### END SOLUTION
 
 # %%
-from labkit.theory.steptime import Group, collective_s
+from labkit_simulate.theory.steptime import Group, collective_s
 
 BLOCK_BYTES = 2 * 202_383_360
 LINKS = GPUS.inside, GPUS.between
@@ -758,7 +760,7 @@ parts_s = {
     name: {"compute": reckon(result, GPUS).time.compute_s, "exposed": reckon(result, GPUS).time.exposed_s}
     for name, result in ways.items()
 }
-_ = plots.step_parts(parts_s, note=GPUS.device)
+_ = simulate_plots.step_parts(parts_s, note=GPUS.device)
 
 # %% [markdown]
 # *With these latencies HSDP is the fastest.* Its gathers stay inside a host. Between hosts, an all-reduce adds up the
@@ -836,10 +838,10 @@ claim("nearly the same bytes leave a host", abs(leaving[1] / leaving[0] - 1) < 0
 # </details>
 
 # %%
-widgets.Candidates()
+Candidates()
 
 # %% tags=["claim"]
-from labkit.widgets.plan import kept as larger_plan
+from labkit_simulate.widgets import kept as larger_plan
 
 best = {}
 for budget in (80, 24, 16):
@@ -887,7 +889,7 @@ together = {
     "weak: 1 sequence a GPU": {n: n * step.tokens_per_s for n, step in weak.items()},
     f"strong: {RANKS} sequences a step": {n: n * step.tokens_per_s for n, step in strong.items()},
 }
-ax = plots.together(together, note=NOTE)
+ax = simulate_plots.together(together, note=NOTE)
 _ = ax.set_ylim(1e3, 1e8)  # whoever draws it chooses the axis
 
 # %% [markdown]
@@ -932,7 +934,7 @@ each = {
     label: dict(zip(points, parts_of(list(points), list(points.values())), strict=True))
     for label, points in together.items()
 }
-_ = plots.of_each(each, note=NOTE)
+_ = simulate_plots.of_each(each, note=NOTE)
 
 # %%
 ends = [points[RANKS] for points in each.values()]
@@ -948,7 +950,7 @@ beside(mine, {"weak_percent": 100 * ends[0], "strong_percent": 100 * ends[1]}, "
 
 # %%
 waits = {f"{n:,} GPUs": {"compute": step.time.compute_s, "exposed": step.time.exposed_s} for n, step in weak.items()}
-_ = plots.step_parts(waits, note=NOTE)
+_ = simulate_plots.step_parts(waits, note=NOTE)
 
 # %% [markdown]
 # *The arithmetic is the same to within five percent; up to 256 GPUs messages hide behind it, and at 1024 they do not.*
@@ -1061,7 +1063,7 @@ mine = commit(worst_factor=1.1)
 ### END SOLUTION
 
 # %%
-from labkit.theory.published import A100_ROWS, H100_ROWS
+from labkit_simulate.theory.published import A100_ROWS, H100_ROWS
 
 published = {
     f"{row.name}, {row.training.ranks} {kind}, {row.training.checkpointing}": row
@@ -1072,7 +1074,7 @@ fitted = [next(name for name, row in published.items() if row is rows[0]) for ro
 measured = {name: row.tokens_per_s for name, row in published.items()}
 predicted = {name: row.predicted().tokens_per_s for name, row in published.items()}
 labels = {name: f"{name} (fitted)" if name in fitted else name for name in published}
-_ = plots.held_against(
+_ = simulate_plots.held_against(
     {labels[name]: value for name, value in predicted.items()},
     {labels[name]: value for name, value in measured.items()},
     within=1.5,
@@ -1141,7 +1143,7 @@ memory.assign(short=[f"{1 - tensors / seen:.0%}" for tensors, seen in rows.value
 
 # %% tags=["nbval-ignore-output"]
 from labkit import requirements
-from labkit.theory.calibration import Calls, Run, fit, predicted_s
+from labkit_simulate.theory.calibration import Calls, Run, fit, predicted_s
 
 
 def measured_run(dim: int, batch: int, ranks: int) -> Run:
@@ -1163,7 +1165,7 @@ unknown = [measured_run(320, 16, 2)]
 
 # %% tags=["nbval-ignore-output"]
 runs = {f"{run.name}{'' if run in unknown else ' (fitted)'}": run for run in (*known, *unknown)}
-_ = plots.held_against(
+_ = simulate_plots.held_against(
     {name: predicted_s(run, machine) for name, run in runs.items()},
     {name: run.seconds for name, run in runs.items()},
     within=1.25,
@@ -1332,8 +1334,8 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 # - torchtitan's published runs <https://github.com/pytorch/torchtitan/tree/main/benchmarks>
 # - PyTorch: FakeTensor <https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html>
 #
-# **Read in labkit**: `labkit/simulation/world.py` is what a simulated rank finds itself in; `labkit/theory/steptime.py`
-# reckons; `labkit/theory/hardware.py` is the table.
+# **Read in labkit**: `labkit_simulate/world.py` is what a simulated rank finds itself in; `labkit_simulate/theory/steptime.py`
+# reckons; `labkit_simulate/theory/hardware.py` is the table.
 #
 # **Next**: simulate a program of your own: `labkit.simulate("train.py", world_size=64)`. Lab 7 lets runs break.
 

@@ -1000,7 +1000,7 @@ beside(mine, by_theory, {"kept_mb": kept_mb(ROWS[1]), "kept_in_a_piece_mb": kept
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails --use deep,ROWS,CAP_MIB --name full
-from labkit.rank.cap import memory_cap
+from labkit.session.cap import memory_cap
 
 dist.init_process_group("gloo")
 model, inputs = deep(), torch.randn(ROWS[dist.get_rank()], 64)
@@ -1053,7 +1053,7 @@ in_pieces = backward_in_pieces if verdict.ok else repairs.backward_in_pieces
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails --use deep,ROWS,CAP_MIB,in_pieces --name fitted
-from labkit.rank.cap import memory_cap
+from labkit.session.cap import memory_cap
 
 dist.init_process_group("gloo")
 model, inputs = deep(), torch.randn(ROWS[dist.get_rank()], 64)

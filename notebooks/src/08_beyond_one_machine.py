@@ -40,16 +40,16 @@ import pandas
 from IPython.display import Markdown
 
 import labkit
-from labkit import doctor, history, plots
-from labkit.checks import hosts as checks
+from labkit import doctor, plots
 from labkit.checks.commit import claim, commit
-from labkit.cluster.local import hosts_on_this_machine
 from labkit.config import require
 from labkit.errors import HostLost, NotAllHosts
-from labkit.folder import ROOT
 from labkit.plots.runs import off
+from labkit.runs import history
+from labkit.runs.folder import ROOT
 from labkit.theory import fsdp as fsdp_theory
-from labkit.theory import hosts as theory
+from labkit_cluster import checks, theory
+from labkit_cluster.local import hosts_on_this_machine
 
 doctor.show()
 
@@ -868,7 +868,7 @@ explained = {
     'srun --kill-on-bad-exit=1 --wait=5 --cpus-per-task="$SLURM_CPUS_PER_TASK"': "srun starts the agent on all nodes. "
     "If one fails, the others are ended at once; if one ends well, they have 5 s. Without the last option all ranks of a "
     "node may share one core",
-    '"$python" -P -m labkit.cluster.agent "$folder"': "the agent: finds the others through the folder, then starts "
+    '"$python" -P -m labkit_cluster.agent "$folder"': "the agent: finds the others through the folder, then starts "
     "torchrun. -P: no file of the current folder is taken for a module",
     "status=$?": "how the agents ended",
     'if ((status && ${SLURM_RESTART_COUNT:-0} < 5)) && grep -q \'"exit": "host lost"\' "$folder/run.json"; then': "if a "
@@ -969,7 +969,7 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 #   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>
 # - NCCL's environment variables <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html>
 #
-# **Read in labkit**: `labkit/launcher/meeting.py` is how hosts find each other; `labkit/parallel/saving.py` saves and
+# **Read in labkit**: `labkit_cluster/meeting.py` is how hosts find each other; `labkit/parallel/saving.py` saves and
 # goes on; `launch/cluster/` has the job's templates.
 #
 # **Next**: ask for two nodes of a cluster, and run lab 2's program there.

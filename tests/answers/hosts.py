@@ -1,7 +1,7 @@
 """Lab 8."""
 
 from answers import Exercise
-from labkit.checks import hosts as checks
+from labkit_cluster import checks
 
 NEWEST = """
 found = [path for path in folder.glob("step_*"){complete}]

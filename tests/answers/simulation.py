@@ -1,7 +1,7 @@
 """Lab 6."""
 
 from answers import Exercise, changed
-from labkit.checks import simulation as checks
+from labkit_simulate import checks
 
 EXERCISES = [
     Exercise(

@@ -16,7 +16,7 @@ import os
 import time
 from pathlib import Path
 
-from labkit.records import Writer
+from labkit.runs.records import Writer
 
 gate = Path(__file__).with_name("go_on")
 writer = Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))

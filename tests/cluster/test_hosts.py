@@ -20,10 +20,10 @@ from matplotlib import pyplot
 
 import labkit
 from labkit import plots
-from labkit.cluster.local import NAMESPACES, hosts_on_this_machine, namespaces_work
 from labkit.errors import HostLost, NotAllHosts, RankFailed, RunTimedOut
-from labkit.launcher.meeting import versions_of_labkit
 from labkit.launcher.progress import Display, shown_on
+from labkit_cluster.local import NAMESPACES, hosts_on_this_machine, namespaces_work
+from labkit_cluster.meeting import versions_of_labkit
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 MISBEHAVE, RECORDS = PROGRAMS / "misbehave.py", PROGRAMS / "records.py"
@@ -244,7 +244,7 @@ def test_nothing_is_left_on_any_host_when_the_notebooks_process_is_interrupted_o
 def test_a_host_that_hears_no_more_of_the_notebooks_process_ends_its_part(noted):
     """As where its machine was switched off, and no end of the connection was ever seen."""
     path, pids = noted
-    agent = "import labkit.launcher.node as node; node.SILENT_S = 2; node.main()"
+    agent = "import labkit_cluster.node as node; node.SILENT_S = 2; node.main()"
     guest = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
     request = {"target": str(MISBEHAVE), "arguments": [f"--pids={path}"], "nproc": 1, "device": "cpu", "name": "run"}
     request |= {"working_folder": "/", "given": "", "versions": versions_of_labkit(), "sum": "", "environment": {}}
@@ -271,7 +271,7 @@ def script(folder, *lines):
 
 def another_python(host, folder):
     pretend = "import platform, runpy, sys; platform.python_version_tuple = lambda: ('3', '9', '1'); sys.argv[1:] = []"
-    agent = "runpy.run_module('labkit.launcher.node', run_name='__main__')"
+    agent = "runpy.run_module('labkit_cluster.node', run_name='__main__')"
     return replace(host, python=script(folder, f"#!{sys.executable} -P", pretend, agent))
 
 

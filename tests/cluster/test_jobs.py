@@ -9,9 +9,10 @@ from fixture_processes import is_alive, wait_for
 from fixture_slurm import BLIND
 
 import labkit
-from labkit.cluster import JobCancelled, Slurm
+import labkit_cluster
 from labkit.errors import LabError, ParameterError
-from labkit.launcher.meeting import NotAllHosts
+from labkit_cluster import JobCancelled, Slurm
+from labkit_cluster.meeting import NotAllHosts
 
 pytestmark = [pytest.mark.calm, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(240)]
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -90,7 +91,7 @@ def test_an_array_gives_a_job_for_each_value_in_order_and_tells_the_rank_that_fa
 
 def test_a_new_kernel_finds_the_job_by_its_folder(started):
     first = started["array"][0]
-    again = labkit.cluster.job(first.folder)
+    again = labkit_cluster.job(first.folder)
     assert repr(again) == repr(first) and again.id == first.id
     with pytest.raises(labkit.RankFailed, match="width 3 is not width 4"):
         again.result()

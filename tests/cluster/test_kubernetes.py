@@ -12,10 +12,11 @@ import yaml
 from jsonschema import Draft202012Validator
 
 import labkit
-from labkit.cluster import JobCancelled, Kubernetes
-from labkit.cluster.kubernetes import standing_of
+import labkit_cluster
 from labkit.errors import LabError, ParameterError
-from labkit.folder import read_json, write_json
+from labkit.runs.folder import read_json, write_json
+from labkit_cluster import JobCancelled, Kubernetes
+from labkit_cluster.kubernetes import standing_of
 
 RESOURCE = Path("shared", "schemas", "trainer.kubeflow.org_trainjobs.yaml")
 STAND_IN = """#!/bin/sh
@@ -93,7 +94,7 @@ def test_the_manifest_says_what_was_asked_for_whatever_the_names_are(kubectl):
     spec, runs = manifest["spec"], str(job.folder.parent)
     assert manifest["metadata"]["name"] == job.id and len(job.id) < 40
     assert spec["trainer"]["image"] == CLUSTER.image and spec["trainer"]["numNodes"] == 2
-    assert spec["trainer"]["command"] == ["python", "-P", "-m", "labkit.cluster.agent", str(job.folder)]
+    assert spec["trainer"]["command"] == ["python", "-P", "-m", "labkit_cluster.agent", str(job.folder)]
     assert spec["trainer"]["resourcesPerNode"] == {"requests": {"cpu": "4"}}
     assert 60 < spec["activeDeadlineSeconds"] <= 200
     (patch,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -112,7 +113,7 @@ def test_a_gpu_a_rank_is_asked_for(kubectl):
 def test_kubectl_is_told_which_job(kubectl):
     job, _ = submitted(kubectl)
     (kubectl / "status").write_text(json.dumps({"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}))
-    again = labkit.cluster.job(job.folder)
+    again = labkit_cluster.job(job.folder)
     assert again.state == "running"
     again.cancel()
     assert again.state == job.state == "cancelled"

@@ -1,4 +1,4 @@
-"""labkit.cluster.local: hosts on this machine, as root and without, and that nothing is left of them."""
+"""labkit_cluster.local: hosts on this machine, as root and without, and that nothing is left of them."""
 
 import subprocess
 import sys
@@ -8,17 +8,17 @@ import pytest
 from fixture_processes import is_alive, wait_for
 
 import labkit
-from labkit.cluster import local
-from labkit.cluster.local import NAMESPACES, PROCESSES, hosts_on_this_machine, namespaces_work
 from labkit.errors import HostLost, LabError, ParameterError
 from labkit.launcher.progress import Display, shown_on
+from labkit_cluster import local
+from labkit_cluster.local import NAMESPACES, PROCESSES, hosts_on_this_machine, namespaces_work
 
 RECORDS = Path(__file__).resolve().parents[1] / "programs" / "records.py"
 needs_root = pytest.mark.skipif(not namespaces_work(), reason="network namespaces need root on Linux and iproute2")
 pytestmark = [pytest.mark.calm, pytest.mark.xdist_group("hosts")]
 CRASHES = """
 import os, signal, subprocess, sys
-from labkit.cluster.local import hosts_on_this_machine
+from labkit_cluster.local import hosts_on_this_machine
 with hosts_on_this_machine(2) as hosts:
     sleep = [*hosts[1].command, "env", "-u", "LABKIT_HOST_ON_THIS_MACHINE", "sleep", "600"]
     left = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -9,12 +9,13 @@ import pytest
 from fixture_processes import wait_for
 
 import labkit
-from labkit.cluster import Kubernetes, Slurm
-from labkit.cluster.agent import keep_aside
+import labkit_cluster
 from labkit.errors import LabError, ParameterError
-from labkit.folder import RunFolder, read_json, write_json
 from labkit.launcher import process
-from labkit.launcher.meeting import FolderBoard
+from labkit.runs.folder import RunFolder, read_json, write_json
+from labkit_cluster import Kubernetes, Slurm
+from labkit_cluster.agent import keep_aside
+from labkit_cluster.meeting import FolderBoard
 
 JOB = {"cluster": "slurm", "nodes": 2, "nproc": 2}
 
@@ -68,7 +69,7 @@ def test_the_folder_of_a_run_that_was_not_submitted_is_no_job(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"holds no submitted\.json: give the folder of a run from labkit\.submit"
     ):
-        labkit.cluster.job(tmp_path)
+        labkit_cluster.job(tmp_path)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def second_host(tmp_path, monkeypatch):
     job = {"hosts": 2, "nproc": 1, "token": "secret", "target": "labkit.nothing", "arguments": [], "device": "cpu"}
     write_json(RunFolder(tmp_path).job_json, job | {"timeout_s": 9})
     environment = os.environ | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "beta"}
-    agent = subprocess.Popen([sys.executable, "-m", "labkit.cluster.agent", str(tmp_path)], env=environment)
+    agent = subprocess.Popen([sys.executable, "-m", "labkit_cluster.agent", str(tmp_path)], env=environment)
     yield agent
     agent.kill()
     agent.wait()

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 from labkit import config as configs
 from labkit import rank
-from labkit.folder import VARIABLE, RunFolder
-from labkit.records import Writer
+from labkit.runs.folder import VARIABLE, RunFolder
+from labkit.runs.records import Writer
 
 
 @dataclass

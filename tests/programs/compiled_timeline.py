@@ -10,7 +10,7 @@ import torch
 from labkit import rank
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
-from labkit.rank import timeline
+from labkit.session import timeline
 
 
 @dataclass

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.config import parse_argv
-from labkit.folder import RunFolder, write_json
-from labkit.records import Writer, path_of
+from labkit.runs.folder import RunFolder, write_json
+from labkit.runs.records import Writer, path_of
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import rank
-from labkit.rank import timeline
+from labkit.session import timeline
 
 BLOCKS = 3
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from labkit import rank
 from labkit.checks.ask import Wrong
-from labkit.rank.given import unpack
+from labkit.session.given import unpack
 
 ANSWERS = "answers.pickle"
 PATIENCE_S = 5.0  # in right answers ranks are done within milliseconds of each other

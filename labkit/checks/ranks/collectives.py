@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 
 STEPS, SAMPLES, INPUTS, OUTPUTS, LEARNING_RATE = 3, 4, 5, 2, 0.1
 LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.rank.meter import wrapped
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.meter import wrapped
+from labkit.session.traffic import CommunicationCounter
 
 WIDTHS = (6, 9, 7, 5)
 ROWS = 3

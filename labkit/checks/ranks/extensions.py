@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from labkit import tensors
 from labkit.checks.ask import Wrong, name_of
 from labkit.models.protocol import seeded_normal
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 from labkit.tensors import Extension, TwoTensor
 
 Hook = Callable[..., Any]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.models.moe import MixtureOfExperts
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 
 WIDTH, INNER, ROWS, RATE = 4, 5, 3, 0.1
 

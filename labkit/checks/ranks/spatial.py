@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 
 HALO, COLUMNS = 3, 8
 

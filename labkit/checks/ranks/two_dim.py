@@ -19,7 +19,7 @@ from torch.nn import functional
 from labkit.checks.ask import Wrong, in_short, shown
 from labkit.models.mlp import MLPStack
 from labkit.models.protocol import LabModel, seeded_normal, seeded_tokens
-from labkit.rank.traffic import CommunicationCounter
+from labkit.session.traffic import CommunicationCounter
 
 DIM, BATCH, TOKENS, HEAD, WORDS = 8, 4, 8, 2, 12
 INNER = 4 * DIM

@@ -1,0 +1,230 @@
+"""The folder of one run: which files lie in it, who writes them, who reads them.
+
+| file              | written by                 | holds                                                              |
+|-------------------|----------------------------|--------------------------------------------------------------------|
+| run.json          | the notebook's side        | program, parameters, versions, device, start, duration, exit       |
+| session.json      | rank 0's session           | device used, backend, cores, threads, torch version, note          |
+| rank_00003.jsonl  | each rank's session        | its measurements, see records.py                                   |
+| rank_00003.log    | each rank                  | all that it printed                                                |
+| rank_00003.pid    | each rank's worker         | its process id, once it can answer a request for its stack         |
+| rank_00003.stack  | each rank's worker         | the Python stacks of its threads, when they were asked for         |
+| rank_00003.error.json | each rank's worker     | the exception that ended it                                        |
+| rank_00003.trace.json.gz | each rank's session | its profiled step for ui.perfetto.dev, where asked for             |
+| rank_00003.NAME.txt | each rank's program      | a text that it kept under a name of its own                        |
+| given.pickle      | the notebook's side        | functions and values that the notebook gave to its ranks           |
+| rank_00003.gave.pt | each rank's program       | values that it gave back                                           |
+| rank_00003.host   | each rank's worker         | the name of its host, where there are several                      |
+| exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it; of the second host |
+|                   |                            | exit_1.json, and so on                                             |
+| torchrun.log      | torchrun                   | its own messages, and what a rank printed before its worker ran;   |
+|                   |                            | of the second host torchrun_1.log, and so on                       |
+| host_0.log        | launcher/hosts.py          | what ssh and the agent of the first host said, and so on           |
+| job.json          | cluster/submission.py      | what each host of a submitted job is to do                         |
+| submitted.json    | cluster/submission.py      | which cluster has the job, and under what name                     |
+| cluster.log       | the cluster                | what the job's script and labkit's agents printed, all attempts    |
+| meeting_*         | cluster/agent.py           | a folder in which the hosts of a job find each other               |
+| attempt_0         | cluster/agent.py           | what the first attempt left, where there was another; attempt_1, … |
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from functools import partialmethod
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import LabError, ParameterError, RecordError
+from labkit.runs import private
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Where labkit's checkout lies, or what stands in its place where labkit was installed."""
+IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+"""Whether that is a checkout, which has room for runs and copies; an installed labkit has them where one works."""
+HIDDEN = ".labkit"
+"""The folder of labkit's own files among a learner's copies, by which these are known."""
+VARIABLE = "LABKIT_RUN_FOLDER"
+"""Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
+DEVICE = "LABKIT_DEVICE"
+"""Environment variable for the ranks: "auto", "cpu" or "cuda", as ``labkit.run(device=...)`` was asked."""
+GIVEN = "LABKIT_GIVEN"
+"""Environment variable for the ranks: the SHA-256 of given.pickle, without which they unpickle nothing."""
+NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
+"""Environment variable for torchrun: the process with which the run is to end."""
+HOST = "LABKIT_HOST"
+"""Environment variable for the ranks: the name of their host, where there are several."""
+NODE = "LABKIT_NODE"
+"""Environment variable for torchrun: which of the run's hosts this is, from 0."""
+RANKS = "LABKIT_RANKS"
+"""Environment variable for the ranks: how many were asked for. A smaller world must not train."""
+SIMULATED = "LABKIT_SIMULATED"
+"""Environment variable for the ranks, where they are simulated: as JSON which, of how many, how many on each host."""
+CURVE, BLOCKS, EVENTS = "memory", "blocks", "events"
+"""Names of the texts that a simulated rank keeps: what it held, whose that was, and what it did in its step."""
+CORES = "LABKIT_CORES"
+"""Environment variable for the ranks: the cores of all hosts together, where there are several."""
+AHEAD = "LABKIT_AHEAD_S"
+"""Environment variable for the ranks: by how much the clock of host 0 is ahead of their host's."""
+TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
+"""Environment variable for the ranks: the process with which they are to end."""
+
+REPAIR = "labkit writes this file as an object: mend it by hand, or run again"
+FULL_BELOW_BYTES = 64 * 1024
+
+
+class RunFolder:
+    """Paths of the files of one run; ``path`` is absolute."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.run_json = path / "run.json"
+        self.session_json = path / "session.json"
+        self.job_json = path / "job.json"
+        self.submitted_json = path / "submitted.json"
+        self.cluster_log = path / "cluster.log"
+        self.given = path / "given.pickle"
+        self.given_sha256 = ""
+        self.torchrun_log = self.torchrun_log_of(0)
+
+    def give(self, content: bytes) -> None:
+        """Leave for the ranks what the notebook gives them; ``given_sha256`` tells it from what anybody else left."""
+        with private.open_file(self.given, "wb") as file:
+            file.write(content)
+        self.given_sha256 = sha256(content).hexdigest()
+
+    def exit_json(self, node: int = 0) -> Path:
+        """How the ranks of one host ended."""
+        return self.path / (f"exit_{node}.json" if node else "exit.json")
+
+    def torchrun_log_of(self, node: int) -> Path:
+        """What torchrun said on one host."""
+        return self.path / (f"torchrun_{node}.log" if node else "torchrun.log")
+
+    def host_log(self, node: int) -> Path:
+        """What ssh and the agent of one host said."""
+        return self.path / f"host_{node}.log"
+
+    def torchrun_folder(self, node: int = 0) -> Path:
+        """Only during the run: what torchrun keeps for each rank of a host, which labkit does not use."""
+        return self.path / (f"torchrun_{node}" if node else "torchrun")
+
+    def remove_torchruns_files(self, node: int = 0) -> None:
+        """Remove what nobody needs after the run."""
+        shutil.rmtree(self.torchrun_folder(node), ignore_errors=True)
+
+    def remove_pids(self, ranks: int) -> None:
+        """Remove the ids of processes that have ended."""
+        for rank in range(ranks):
+            with contextlib.suppress(OSError):
+                self.pid(rank).unlink()
+
+    def _of_rank(self, rank: int, ending: str) -> Path:
+        return self.path / f"rank_{rank:05d}.{ending}"
+
+    log = partialmethod(_of_rank, ending="log")
+    pid = partialmethod(_of_rank, ending="pid")
+    stack = partialmethod(_of_rank, ending="stack")
+    host = partialmethod(_of_rank, ending="host")
+    error = partialmethod(_of_rank, ending="error.json")
+    gave = partialmethod(_of_rank, ending="gave.pt")
+    trace = partialmethod(_of_rank, ending="trace.json.gz")
+
+    def kept(self, rank: int, name: str) -> Path:
+        """A text that a rank's program keeps with its run.
+
+        Raises:
+            ParameterError: a name that is no part of a file's name everywhere.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+            raise ParameterError(f"cannot keep a text as {name!r}: use letters, digits, - and _, at most 100")
+        return self._of_rank(rank, f"{name}.txt")
+
+    def names_kept(self, rank: int) -> list[str]:
+        """The names of all texts that a rank kept."""
+        return sorted(path.name.split(".")[1] for path in self.path.glob(f"rank_{rank:05d}.*.txt"))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file in one step, as ``write_text`` does."""
+    write_text(path, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step: a reader finds the old file, the new one, or none, never half of one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with private.open_file(unfinished, "w", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or {} where there is no such file.
+
+    Raises:
+        RecordError: the file cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror}). {REPAIR}") from None
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not JSON ({error}). {REPAIR}") from None
+    if not isinstance(content, dict):
+        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {REPAIR}")
+    return content
+
+
+def require(path: Path, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    """Raise RecordError, with the name of the file, unless its content has these fields, of these types."""
+    for name, wanted in types.items():
+        if name not in content:
+            raise RecordError(f"{path}: holds no {name!r}. {REPAIR}")
+        if not isinstance(content[name], wanted):
+            raise RecordError(f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {REPAIR}")
+
+
+def simulated_ranks() -> list[int]:
+    """The ranks of the simulation that this process is a part of; [] in a real run."""
+    return list(json.loads(os.environ[SIMULATED])["ranks"]) if os.environ.get(SIMULATED) else []
+
+
+def runs_folder() -> Path:
+    """Where runs are kept: $LABKIT_RUNS, else runs/ in the checkout, or here where labkit was installed without one.
+
+    Raises:
+        LabError: LABKIT_RUNS begins with the home folder of a user who does not exist.
+    """
+    chosen = os.path.expanduser(os.environ.get("LABKIT_RUNS", ""))
+    if chosen.startswith("~"):
+        raise LabError(f"LABKIT_RUNS={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs")
+    if chosen:
+        return Path(chosen).resolve()
+    return home() / "runs"
+
+
+def home() -> Path:
+    """Where runs/ and my/ lie: the checkout. Where labkit was installed without one, the current folder, or the one
+    with the copies in which a notebook's kernel works.
+    """
+    if IN_CHECKOUT:
+        return ROOT
+    here = Path.cwd()
+    return next((folder.parent for folder in (here, *here.parents) if private.is_own(folder / HIDDEN)), here)
+
+
+def disk_problem(path: Path) -> str:
+    """What to do about the disk of this folder, or "" where it has room."""
+    with contextlib.suppress(OSError):  # the folder is gone
+        if shutil.disk_usage(path).free < FULL_BELOW_BYTES:
+            return f"the disk of {path} is full: delete old runs or other files, or set LABKIT_RUNS to another disk"
+    return ""

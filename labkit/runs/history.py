@@ -1,0 +1,288 @@
+"""Recorded runs: list them, set some side by side, remove old ones.
+
+    history.runs(program="fsdp_wrap", limit=20)      # the newest first
+    history.compare([labkit.load(folder), labkit.load(another)])
+    history.prune(history.outdated(keep=100))
+
+A list reads run.json of each run and nothing else, so that ten thousand of them take less than a second.
+
+What is removed is certainly a run, and certainly over: a folder in the runs folder that has the name that labkit gave
+it and a sound run.json. A link is not followed, and a run that you have renamed is yours to remove. A run that says it
+is running, but wrote no end, counts as broken off once no process of this machine belongs to it and its time limit has
+passed by an hour, since another machine may share the folder.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from labkit.errors import LabError, ParameterError, RecordError
+from labkit.runs.folder import VARIABLE, read_json, require, runs_folder
+from labkit.runs.result import INFO, Missing, RunResult
+
+if TYPE_CHECKING:
+    import pandas
+
+OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}(_\d+)?", re.DOTALL)
+"""The name that a run's folder has from labkit."""
+RUNNING = "running"
+ENDS = ("ok", "failed", "timed out", "interrupted", "cancelled")
+GRACE_S = 3600.0
+DAY_S = 86400.0
+SETTINGS = ("program", "nproc", "device", "exit", "labkit", "python", "git_revision")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a list.
+
+    Attributes:
+        folder: where it lies.
+        info: the content of run.json; {} where that is damaged.
+        problem: what is wrong with run.json, or "".
+    """
+
+    folder: Path
+    info: dict[str, Any]
+    problem: str = ""
+
+    @cached_property
+    def started(self) -> float:
+        """When it began, in seconds since 1970; 0 where run.json does not say."""
+        with suppress(KeyError, ValueError, TypeError, OverflowError):
+            return datetime.fromisoformat(self.info["start"]).timestamp()
+        return 0.0
+
+    @property
+    def limit_has_passed(self) -> bool:
+        """Whether the run, wherever it began, must have come to its end by now."""
+        limit_s = self.info.get("timeout_s")
+        limit_s = float(limit_s) if isinstance(limit_s, int | float) else 0.0
+        return datetime.now().timestamp() > self.started + limit_s + GRACE_S
+
+    def state(self, in_use: set[str]) -> str:
+        """How it ended, or "running", "broken off" (it wrote no end), "damaged" (nobody can say).
+
+        Args:
+            in_use: what ``folders_in_use`` found.
+        """
+        said = "damaged" if self.problem else str(self.info["exit"])
+        if str(self.folder) in in_use:
+            return RUNNING
+        return "broken off" if said == RUNNING and self.limit_has_passed else said
+
+
+def runs(*, program: str | None = None, limit: int | None = None) -> list[Entry]:
+    """The runs of the runs folder, the newest first.
+
+    Args:
+        program: only those of this program.
+        limit: only so many.
+
+    Raises:
+        LabError: the folder cannot be read.
+    """
+    place = runs_folder()
+    try:
+        with os.scandir(place) as found:
+            paths = [each.path for each in found if each.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:  # nothing was recorded yet
+        return []
+    except OSError as error:
+        raise LabError(f"cannot list {place} ({error.strerror}): set LABKIT_RUNS to the folder of your runs") from error
+    entries = [entry for entry in map(_read, paths) if entry]
+    if program is not None:
+        entries = [entry for entry in entries if entry.info.get("program") == program]
+    return sorted(entries, key=lambda entry: (entry.started, entry.folder.name), reverse=True)[:limit]
+
+
+def _read(path: str) -> Entry | None:
+    """The entry for a folder; None where it holds no run.json of its own."""
+    file, folder = os.path.join(path, "run.json"), Path(path)
+    try:
+        with open(file, "rb", opener=_open_no_link) as opened:
+            info = json.loads(opened.read())
+        if INFO.keys() <= info.keys():
+            return Entry(folder, info)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError, AttributeError):  # told below
+        pass
+    if os.path.islink(file) or not os.path.isfile(file):
+        return None
+    try:
+        require(Path(file), read_json(Path(file)), INFO)
+    except RecordError as error:
+        return Entry(folder, {}, str(error))
+    return None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # nor wait for a pipe's writer
+
+
+def folders_in_use() -> set[str]:
+    """The folders of runs to which living processes of this machine belong, as far as this user may see them."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            found.add(process.environ().get(VARIABLE, ""))
+    return found
+
+
+def find(name: str) -> Path:
+    """The folder of a run.
+
+    Args:
+        name: of its folder, or how that ends, if only one does; or a path.
+
+    Raises:
+        Missing: there is none, or there are several.
+    """
+    place = runs_folder()
+    if (place / name / "run.json").is_file():
+        return place / name
+    if (Path(name) / "run.json").is_file():
+        return Path(name)
+    fitting = [entry.folder for entry in runs() if name and entry.folder.name.endswith(name)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise Missing(f"{len(fitting)} runs in {place} end with {name!r}: give more of the name")
+    raise Missing(f"no run in {place} is called {name!r}, nor ends so: `python -m labkit runs` lists them")
+
+
+def table(entries: Sequence[Entry]) -> str:
+    """The list as text: start, program, ranks, how it ended, duration, parameters that were given, folder."""
+    unsure = any(entry.info.get("exit") not in ENDS for entry in entries)
+    in_use = folders_in_use() if unsure else set()
+    rows = [_cells(entry, in_use) for entry in entries]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *(entry.problem for entry in entries if entry.problem)])
+
+
+def _cells(entry: Entry, in_use: set[str]) -> list[str]:
+    started = datetime.fromtimestamp(entry.started).isoformat(" ", "seconds") if entry.started else "?"
+    ranks, duration, given = (entry.info.get(name, "?") for name in ("nproc", "duration_s", "arguments"))
+    texts = [
+        started,
+        str(entry.info.get("program", "?")),
+        f"{ranks} rank" if ranks == 1 else f"{ranks} ranks",
+        entry.state(in_use),
+        f"{duration:.1f} s" if isinstance(duration, int | float) else "",
+        shlex.join(map(str, given)) if isinstance(given, list) else "",
+        entry.folder.name,
+    ]
+    *others, name = ["".join(each if each.isprintable() else "?" for each in text) for text in texts]
+    return [*(text if len(text) <= 40 else f"{text[:39]}…" for text in others), name]
+
+
+def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
+    """A column a run: first what the runs were asked for, where they differ, then every value that one of them has.
+
+    Raises:
+        ParameterError: there is nothing to compare.
+    """
+    import pandas
+
+    results = list(results)
+    names = [result.folder.name for result in results]
+    if len(set(names)) < max(2, len(names)):
+        raise ParameterError(f"compare needs two runs or more, each once: {', '.join(names) or 'none'} given")
+    asked = [{name: result.info.get(name) for name in SETTINGS} | result.params for result in results]
+    wanted = dict.fromkeys(name for each in asked for name in each)
+    rows = [(name, [each.get(name, "") for each in asked]) for name in wanted]
+    rows = [(name, row) for name, row in rows if any(value != row[0] for value in row)]
+    values = [{name: result.value(name) for name in result.summary()} for result in results]
+    measured = dict.fromkeys(name for each in values for name in each)
+    rows += [(name, [each.get(name, "") for each in values]) for name in measured]
+    return pandas.DataFrame([row for _, row in rows], [name for name, _ in rows], names, dtype=object)
+
+
+def outdated(
+    *, keep: int | None = None, older_than_days: float | None = None, program: str | None = None
+) -> list[Entry]:
+    """The runs that may be removed, the newest first; where both limits are given, those beyond both.
+
+    Args:
+        keep: not the newest so many.
+        older_than_days: only those that began so many days ago.
+        program: only runs of this program; ``keep`` counts these alone.
+
+    Raises:
+        ParameterError: neither limit is given, or one is negative.
+    """
+    if keep is None and older_than_days is None:
+        raise ParameterError("prune removes nothing without a limit: say how many to keep, or from which age to remove")
+    if (keep or 0) < 0 or not (older_than_days or 0) >= 0:
+        raise ParameterError(f"keep = {keep} and older_than = {older_than_days}: neither may be negative")
+    begun_before = datetime.now().timestamp() - DAY_S * (older_than_days or 0)
+    old = [entry for entry in runs(program=program)[keep or 0 :] if entry.started < begun_before]
+    in_use = folders_in_use()
+    return [entry for entry in old if not _reason_to_stay(entry, in_use)]
+
+
+def _reason_to_stay(entry: Entry, in_use: set[str]) -> str:
+    """Why a run must not be removed, or ""."""
+    if entry.folder.parent != runs_folder() or not OURS.fullmatch(entry.folder.name):
+        return "it is not in the runs folder under a name of labkit's"
+    if entry.folder.is_symlink() or entry.problem or not entry.started:
+        return "it is not certainly a run"
+    state = entry.state(in_use)
+    return "" if state in (*ENDS, "broken off") else f"it may still go on ({state})"
+
+
+def prune(entries: Iterable[Entry]) -> list[str]:
+    """Remove these runs, each after another look at it.
+
+    Returns:
+        What was left, and why.
+    """
+    left, in_use = [], folders_in_use()
+    for entry in entries:
+        now = _read(str(entry.folder))
+        reason = _reason_to_stay(now, in_use) if now else "it is gone, or no run any more"
+        try:
+            if not reason:
+                _remove(entry.folder)
+        except OSError as error:
+            reason = str(error)
+        if reason:
+            left.append(f"{entry.folder}: left as it is: {reason}")
+    return left
+
+
+def _remove(folder: Path) -> None:
+    """Remove a run's folder, run.json last: what an interrupt leaves is still a run, and can be removed later."""
+    with os.scandir(folder) as found:
+        others = [each for each in found if each.name != "run.json"]
+    for each in others:
+        if each.is_dir(follow_symlinks=False):
+            shutil.rmtree(each.path)
+        else:
+            os.unlink(each.path)
+    (folder / "run.json").unlink()
+    folder.rmdir()
+
+
+def size_of(entries: Iterable[Entry]) -> int:
+    """Bytes of all files of these runs."""
+    sizes = 0
+    for entry in entries:
+        for folder, _, names in os.walk(entry.folder):
+            for name in names:
+                with suppress(OSError):
+                    sizes += os.lstat(os.path.join(folder, name)).st_size
+    return sizes

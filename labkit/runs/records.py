@@ -1,0 +1,181 @@
+"""Records: one measurement is one line of JSON.
+
+A rank appends to ``rank_00003.jsonl`` in the folder of its run; the notebook reads all files of the folder into one
+table. Nothing else crosses from the ranks to the notebook as a number.
+
+    {"v": 2, "rank": 0, "step": 3, "kind": "span", "name": "backward", "start_us": 1234.5, "dur_us": 678.9}
+
+| kind   | name of              | fields                        | meaning                                              |
+|--------|----------------------|-------------------------------|------------------------------------------------------|
+| span   | the stretch          | start_us, dur_us              | a timed stretch, from the start of the session       |
+| bar    | a module or a bucket | lane, phase, start_us, dur_us | a stretch of a time line, from the start of its step |
+| bucket | a parameter          | index, bytes                  | what one bucket carries of this one's gradient       |
+| scalar | the number           | value, unit                   | one number, such as a loss                           |
+| memory | its use              | bytes                         | one amount of memory                                 |
+| comm   | the collective       | axis, group_size, hosts,      | calls in a step, and the bytes that this rank handed |
+|        |                      | count, bytes                  | to them: not those on the wire                       |
+
+Warm-up steps have step -1, timed steps count from 0. ``axis`` is the mesh axis along which a collective ran, and ""
+where the record is the total. ``group_size`` is the number of ranks that took part, ``hosts`` on how many hosts they
+are. Runs from before ``group_size`` was written lack it: nobody can say what their collectives put on the wire; those
+that lack ``hosts`` had one. Version 1 had neither bars nor buckets nor axes: they stood in the names of other kinds,
+and are turned into fields as they are read.
+"""
+
+import errno
+import fcntl
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from labkit.errors import RecordError
+from labkit.runs import private
+
+VERSION = 2
+"""Of what a run leaves, records and run.json: the one that is written."""
+READABLE = (1, 2)
+FIELDS: dict[str, dict[str, type]] = {
+    "span": {"start_us": float, "dur_us": float},
+    "bar": {"lane": str, "phase": str, "start_us": float, "dur_us": float},
+    "bucket": {"index": int, "bytes": int},
+    "scalar": {"value": float, "unit": str},
+    "memory": {"bytes": int},
+    "comm": {"axis": str, "group_size": int, "hosts": int, "count": int, "bytes": int},
+}
+MAY_LACK = {"group_size", "hosts"}
+COMMON: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
+REPAIR = (
+    "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
+)
+PLANNED_STEPS = "planned_steps"
+"""The scalar in which a rank says how many steps it will time, for whoever shows progress."""
+LARGEST = 2**63 - 1  # that a column of a table holds
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """The record file of one rank."""
+    return folder / f"rank_{rank:05d}.jsonl"
+
+
+class Writer:
+    """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in ``lines``.
+
+    Raises:
+        RecordError: another process is writing there. The sums of two runs in one folder would be those of neither.
+    """
+
+    def __init__(self, folder: Path | None, rank: int):
+        self.folder, self.rank = folder, rank
+        self.lines: list[dict[str, Any]] = []
+        self._file: IO[str] | None = private.open_file(path_of(folder, rank), "a", buffering=1) if folder else None
+        if self._file:
+            _claim(self._file)
+
+    def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
+        """Write one record. Raises RecordError for a field that its kind does not have, or a number that is not one."""
+        line = {"v": VERSION, "rank": self.rank, "step": step, "kind": kind, "name": name, **fields}
+        problem = problem_with(line)
+        if problem:
+            raise RecordError(f"record {line}: {problem}")
+        self.lines.append(line)
+        if self._file:
+            self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _claim(file: IO[str]) -> None:
+    """Lock a rank's file for this process: the lock goes with it, and its children do not have it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # any other: there are no locks on this disk
+            fix = "give each run a folder of its own, or unset LABKIT_RUN_FOLDER"
+            raise RecordError(f"{file.name}: another process is writing records here: {fix}") from None
+
+
+def name_along(axis: str, name: str) -> str:
+    """What a collective is called among the values of a run: ``tp/all_reduce`` along an axis, ``all_reduce`` in all."""
+    return f"{axis}/{name}" if axis else name
+
+
+def problem_with(line: Any) -> str:
+    """What is wrong with a decoded line of the present version, or "" where nothing is."""
+    if not isinstance(line, dict):
+        return "not a JSON object"
+    if line.get("v") != VERSION:
+        return f"version {line.get('v')!r} is none of {', '.join(map(str, READABLE))}"
+    kind = line.get("kind")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        return f"kind {kind!r} is none of {', '.join(FIELDS)}"
+    expected = COMMON | FIELDS[kind]
+    if not expected.keys() - MAY_LACK <= line.keys() <= expected.keys():
+        return f"fields {sorted(line)} are not {sorted(expected)}"
+    for name, value in line.items():
+        wanted = expected[name]
+        allowed = (int, float) if wanted is float else wanted
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            return f"{name} = {value!r} is not {wanted.__name__}"
+        if isinstance(value, int) and abs(value) > LARGEST:
+            return f"{name} has {len(str(abs(value)))} digits, more than 64 bits hold"
+    return ""
+
+
+def from_version_1(line: Any) -> Any:
+    """A decoded line as version 2 has it. What cannot be taken apart stays as it is, for ``problem_with`` to judge.
+
+    Where version 2 has fields, version 1 had names: a span ``compute/forward/layers.0`` was a bar, a comm record
+    ``bucket/0/fc4.weight`` what a bucket carries, ``tp/all_reduce`` the part of a collective along one axis.
+    """
+    if not isinstance(line, dict) or line.get("v") != 1:
+        return line
+    line, name = line | {"v": 2}, line.get("name")
+    match line.get("kind"), name.split("/", maxsplit=2) if isinstance(name, str) else []:
+        case "span", [("compute" | "communication" | "exposed") as lane, phase, name]:
+            return line | {"kind": "bar", "lane": lane, "phase": phase, "name": name}
+        case "comm", ["bucket", index, name] if index.isdecimal():
+            line.pop("count", None)
+            return line | {"kind": "bucket", "index": int(index), "name": name}
+        case "comm", [*axis, name]:
+            return line | {"axis": "".join(axis), "name": name}
+    return line
+
+
+@dataclass
+class Records:
+    """All records of a run, and the files whose last line was cut off (a rank killed while it wrote)."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    truncated: list[Path] = field(default_factory=list)
+
+
+def read(folder: Path) -> Records:
+    """Read and check the records of every rank in a run's folder, by rank, in the order they were written.
+
+    Raises:
+        RecordError: a malformed line that is not the unfinished last one; the message starts with file:line.
+    """
+    records = Records()
+    for path in sorted(folder.glob("rank_*.jsonl")):
+        try:
+            *whole, rest = path.read_text(errors="replace").split("\n")
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read ({error.strerror}). {REPAIR}") from None
+        if rest:
+            records.truncated.append(path)
+        records.lines += [_read_line(content, f"{path}:{number}") for number, content in enumerate(whole, start=1)]
+    return records
+
+
+def _read_line(content: str, place: str) -> dict[str, Any]:
+    try:
+        line: dict[str, Any] = from_version_1(json.loads(content))
+        problem = problem_with(line)
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON ({error})"
+    if problem:
+        raise RecordError(f"{place}: {problem}. {REPAIR}")
+    return line

@@ -1,0 +1,339 @@
+"""What a run gives back: its records as one table, numbers by name, each rank's output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit.errors import LabError, RecordError
+from labkit.runs import records
+from labkit.runs.folder import REPAIR, RunFolder, read_json, require
+from labkit.theory.collectives import ON_THE_WIRE, wire_bytes
+
+if TYPE_CHECKING:
+    import pandas
+
+FIELDS = {name: wanted for kind in records.FIELDS.values() for name, wanted in kind.items()}
+WHOLE = [name for name, wanted in FIELDS.items() if wanted is int]
+COLUMNS = ["rank", "step", "kind", "name", *FIELDS]
+INFO = {"program": str, "params": dict, "nproc": int, "exit": str}
+"""What run.json has to hold, whoever wrote it."""
+MOST_RANKS = 1_000_000
+SIMULATED = {"ranks": list, "ranks_per_host": int}
+"""What it has to hold of a simulation besides."""
+SESSION = {"device": str, "device_name": str, "cores": int, "torch": str}
+"""What a session has to hold, where there was one."""
+
+
+class UnknownValue(LabError, KeyError):
+    """A result holds no value of this name. The message lists those that it holds."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Missing(LabError, FileNotFoundError):
+    """The folder holds no run, or a rank kept no text of this name."""
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    """What one rank left beside its records."""
+
+    rank: int
+    folder: RunFolder
+
+    def log(self) -> str:
+        """All that this rank printed; "" where it never started."""
+        path = self.folder.log(self.rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @cached_property
+    def gave(self) -> dict[str, Any]:
+        """What this rank's program gave to the notebook, by name, with ``labkit.rank.give``; {} for nothing."""
+        import torch
+
+        path = self.folder.gave(self.rank)
+        content: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {}
+        return content
+
+    def kept(self, name: str) -> str:
+        """The text that this rank's program kept under this name, with ``here.keep``.
+
+        Raises:
+            Missing: there is none; the message lists those that there are. It is a FileNotFoundError.
+        """
+        path = self.folder.kept(self.rank, name)
+        if not path.exists():
+            names = ", ".join(self.folder.names_kept(self.rank)) or "nothing"
+            fix = "take one of these, or run a program that calls here.keep with this name"
+            raise Missing(f"rank {self.rank} kept no {name!r} in {self.folder.path}, it kept {names}: {fix}")
+        return path.read_bytes().decode(errors="replace")
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """One finished run, read from its folder.
+
+    Attributes:
+        folder: where all of it lies.
+        info: the content of run.json: program, params, versions, git revision, device, start, duration, exit.
+        truncated: record files whose last line was cut off, by a rank that was killed while it wrote.
+    """
+
+    folder: Path
+    info: dict[str, Any]
+    lines: list[dict[str, Any]]
+    truncated: list[Path]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank ended well."""
+        return self.info.get("exit") == "ok"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self.info["nproc"])
+
+    @property
+    def simulated(self) -> bool:
+        """Whether ``labkit.simulate`` made it: it has sizes and counts of some ranks, no values, and reckoned times."""
+        return bool(self.info.get("simulated", False))
+
+    @property
+    def recorded_ranks(self) -> list[int]:
+        """The ranks that ran: all of them, or those that were simulated."""
+        return list(self.info["ranks"]) if self.simulated else list(range(self.world_size))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """All parameters of the program, defaults included."""
+        return dict(self.info["params"])
+
+    @property
+    def session(self) -> dict[str, Any]:
+        """What the ranks ran on, as rank 0 saw it: device, device_name, backend, cores, threads, torch, note."""
+        return dict(self.info["session"])
+
+    @property
+    def device(self) -> str:
+        """The kind of device used: "cpu", "cuda" or "simulated"; "unknown" for a program that opened no session."""
+        return str(self.session.get("device", "unknown"))
+
+    @property
+    def ranks(self) -> list[RankOutput]:
+        """Each rank's output, by rank."""
+        return [RankOutput(rank, RunFolder(self.folder)) for rank in range(self.world_size)]
+
+    @cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """The name of each rank's host, by rank; () where all were on one. "" for a rank that never started."""
+        if self.simulated:
+            on_each = int(self.info["ranks_per_host"])
+            names = tuple(f"host {rank // on_each}" for rank in range(self.world_size))
+            return names if self.world_size > on_each else ()
+        paths = [RunFolder(self.folder).host(rank) for rank in range(self.world_size)]
+        names = tuple(path.read_text(errors="replace") if path.exists() else "" for path in paths)
+        return names if len({*names} - {""}) > 1 else ()
+
+    @cached_property
+    def frame(self) -> pandas.DataFrame:
+        """All records, one row each; columns that a kind does not have are empty."""
+        import pandas
+
+        frame = pandas.DataFrame(self.lines, columns=COLUMNS)
+        for name in WHOLE:  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
+            frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
+        return frame
+
+    @property
+    def stamp(self) -> str:
+        """Where the numbers come from, in one line: device, ranks, cores, torch version."""
+        return stamp([self])
+
+    def value(self, name: str) -> float:
+        """One number of the run.
+
+        Args:
+            name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over the timed steps, of
+                the slowest rank); ``<memory>_bytes`` (the largest of all ranks and steps); ``<collective>_count``,
+                ``<collective>_bytes``, those that a rank handed to its calls, or ``<collective>_wire_bytes``, those
+                that leave a rank for it in a ring, computed from the former as ``theory.collectives.wire_bytes`` does
+                (each in one step, the largest of all ranks). Of a run on several hosts there are also
+                ``<collective>_between_hosts_count`` and ``<collective>_between_hosts_bytes``: the part of its calls in
+                which ranks of more than one host took part.
+
+        Raises:
+            UnknownValue: the run recorded no such thing; the message lists what there is.
+        """
+        values = self._values
+        if name not in values:
+            known = ", ".join(sorted(values)) or "no records at all"
+            raise UnknownValue(f"this run has no value {name!r}; it has: {known}")
+        return values[name]
+
+    def summary(self) -> pandas.DataFrame:
+        """One row a rank: its host where there are several, and the names that ``value`` takes, for this rank alone."""
+        import pandas
+
+        rows: dict[int, dict[str, Any]] = {}
+        for rank in self.recorded_ranks:
+            host = {"host": self.hosts[rank]} if self.hosts else {}
+            rows[rank] = host | _values_of(self.frame[self.frame["rank"] == rank], bool(self.hosts))
+        table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
+        return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
+
+    @cached_property
+    def _values(self) -> dict[str, float]:
+        """All that ``value`` knows; worked out once: an explorer asks for many while a control is moved."""
+        by_rank = [_values_of(rows, bool(self.hosts)) for _, rows in self.frame.groupby("rank")]
+        scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
+        combined = {}
+        for name in {name for values in by_rank for name in values}:
+            found = [values[name] for values in by_rank if name in values]
+            combined[name] = sum(found) / len(found) if name in scalars else max(found)
+        return combined
+
+    def __repr__(self) -> str:
+        return "\n".join([self._headline(), self.summary().round(3).to_string(), *self._warnings()])
+
+    def _repr_html_(self) -> str:
+        warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self._warnings())
+        return f"<p>{escape(self._headline())}</p>{self.summary().round(3).to_html()}{warnings}"
+
+    def _headline(self) -> str:
+        state = "" if self.ok else f" [{self.info.get('exit')}]"
+        return f"{self.info['program']}{state}: {self.stamp}"
+
+    def _warnings(self) -> list[str]:
+        cut = "the last line is cut off (the rank was killed while it wrote)"
+        return [f"{path.name}: {cut}" for path in self.truncated]
+
+
+def stamp(results: Iterable[RunResult]) -> str:
+    """Where the numbers of several runs come from: a line for each machine and torch, with all numbers of ranks."""
+    ranks: dict[tuple[str, str, str, str, int], set[int]] = {}
+    for result in results:
+        session = result.session
+        device = str(session.get("device_name") or result.device)
+        if result.info.get("hardware"):
+            device += f" · reckoned for {result.info['hardware']['name']}"
+        cores = str(session["cores"]) if result.device == "cpu" and "cores" in session else ""
+        version = f"torch {session['torch']}" if "torch" in session else ""
+        origin = device, cores, version, str(session.get("note") or ""), len({*result.hosts} - {""})
+        ranks.setdefault(origin, set()).add(result.world_size)
+    return "\n".join(_line_of_stamp(*origin, sorted(counts)) for origin, counts in ranks.items())
+
+
+def _line_of_stamp(device: str, cores: str, version: str, note: str, hosts: int, ranks: list[int]) -> str:
+    *others, last = map(str, ranks)
+    counted = f"{', '.join(others)} and {last} ranks" if others else _counted(ranks[0], "rank")
+    crowded = [count for count in ranks if cores and count > int(cores)]
+    warning = ""
+    if crowded:
+        which = "" if crowded == ranks else f"{', '.join(map(str, crowded))} ranks: "
+        warning = f"{which}mechanism, not speed"
+    places = [f"{hosts} hosts" if hosts > 1 else "", _counted(int(cores), "core") if cores else ""]
+    where = " with ".join(filter(None, places))
+    on = f" on {where}" if where else ""
+    return " · ".join(filter(None, [device, counted + on, warning, version, note]))
+
+
+def load(folder: str | Path) -> RunResult:
+    """Read the result of an earlier run from its folder, whether it ended well or not.
+
+    Raises:
+        Missing: the folder is not that of a run. It is a FileNotFoundError.
+        RecordError: a malformed record, run.json or session.json.
+    """
+    path = Path(folder).resolve()
+    here = RunFolder(path)
+    if not here.run_json.exists():
+        rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
+        raise Missing(f"{path} holds no run.json: {rule}")
+    info = _info(here)
+    found = records.read(path)
+    return RunResult(path, info, found.lines, found.truncated)
+
+
+def _info(folder: RunFolder) -> dict[str, Any]:
+    """The content of run.json, with that of session.json where the run did not come to its end."""
+    path = folder.run_json
+    info = read_json(path)
+    if info.get("version", 1) not in records.READABLE:
+        fix = f"update labkit, this one reads {' and '.join(map(str, records.READABLE))}"
+        raise RecordError(f"{path}: version {info['version']!r} is not known here: {fix}")
+    require(path, info, INFO | (SIMULATED if info.get("simulated") else {}))
+    if info.get("hardware"):
+        require(path, info, {"hardware": dict})
+        require(path, info["hardware"], {"name": str})
+    if not 0 < info["nproc"] <= MOST_RANKS:
+        raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MOST_RANKS}. {REPAIR}")
+    if "session" in info:
+        require(path, info, {"session": dict})
+    else:
+        path = folder.session_json
+        info["session"] = read_json(path)
+    if info["session"]:
+        require(path, info["session"], SESSION)
+    return info
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _values_of(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[str, float]:
+    """The values of one rank by name, from its rows."""
+    spans, memory, comm, scalars = (rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar"))
+    mean_us = _settled(spans).groupby("name")["dur_us"].mean()
+    most_bytes = memory.groupby("name")["bytes"].max()  # the warm-up counts: a peak is a peak
+    comm = comm.assign(wire_bytes=_wire_bytes(comm), name=list(map(records.name_along, comm["axis"], comm["name"])))
+    if several_hosts:
+        comm = _with_what_leaves_the_host(comm)
+    steps = _settled(comm).groupby(["name", "step"])[["count", "bytes", "wire_bytes"]].sum(min_count=1)
+    largest = steps.groupby("name").max().stack().dropna()
+    last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
+    return {
+        **{f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()},
+        **{f"{name}_bytes": int(value) for name, value in most_bytes.items()},
+        **{f"{name}_{field}": _whole(value) for (name, field), value in largest.items()},
+        **{str(name): float(value) for name, value in last.items()},
+    }
+
+
+def _with_what_leaves_the_host(comm: pandas.DataFrame) -> pandas.DataFrame:
+    """Rows of collectives, and each once more under a name of its own: empty where all its ranks are on one host."""
+    import pandas
+
+    crosses = comm["hosts"].gt(1).fillna(False).astype(int)
+    between = comm.assign(
+        name=[f"{name}_between_hosts" for name in comm["name"]],
+        count=comm["count"] * crosses,
+        bytes=comm["bytes"] * crosses,
+        wire_bytes=None,
+    )
+    return pandas.concat([comm, between])
+
+
+def _whole(value: float) -> float:
+    """The same number, as an int where it is whole."""
+    return int(value) if int(value) == value else float(value)
+
+
+def _wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
+    """What the collectives of each row put on the wire; None where the record does not say among how many ranks."""
+    known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(ON_THE_WIRE)
+    given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
+    return [wire_bytes(name, size, ranks) if known else None for known, name, size, ranks in given]
+
+
+def _settled(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """Rows without the warm-up of names that have more than a warm-up."""
+    settled = rows["step"] >= 0
+    return rows[settled | ~rows["name"].isin(rows.loc[settled, "name"])]

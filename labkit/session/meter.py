@@ -1,0 +1,313 @@
+"""Measure a training step from inside a rank, and write what was measured as records.
+
+Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is recorded in one more
+step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU. A simulated rank
+(labkit_simulate) records what is traced and nothing else: it has neither times nor values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from labkit.runs.folder import RunFolder
+from labkit.runs.records import PLANNED_STEPS, Writer
+from labkit.session.traffic import CommunicationCounter
+from labkit_simulate.held import Held, category_of
+
+
+class Step:
+    """One training step. ``index`` is -1 in warm-up, counts from 0 while timed; the last one is traced, not timed.
+
+    Attributes:
+        index: see above.
+        timed: whether spans of this step are recorded.
+    """
+
+    def __init__(self, index: int, timed: bool, meter: Meter):
+        self.index, self.timed, self._meter = index, timed, meter
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._scalars: list[tuple[str, Any, str, int]] = []
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time what happens inside, as a record of kind span with this name."""
+        start = self._meter.now()
+        yield
+        self._spans.append((name, start, self._meter.now()))
+
+    def scalar(self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0) -> None:
+        """Record one number, such as the loss. A tensor is read only once the step is over.
+
+        Args:
+            name: of the number.
+            value: the number.
+            unit: its unit.
+            before: how many steps an earlier run had trained, from which this one goes on: the record's step counts on.
+        """
+        self._scalars.append((name, value.detach() if isinstance(value, Tensor) else value, unit, self.index + before))
+
+    def write(self) -> None:
+        """Write this step's records. Waits for the device."""
+        self._meter.synchronize()
+        for name, start, end in self._spans if self.timed else []:
+            start_us, dur_us = self._meter.microseconds(start, end)
+            self._meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
+        for name, value, unit, index in self._scalars:
+            if self._meter.simulated and isinstance(value, Tensor):
+                continue
+            self._meter.writer.write("scalar", name, index, value=float(value), unit=unit)
+
+
+class Meter:
+    """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the clock."""
+
+    def __init__(self, writer: Writer, device: torch.device, *, simulated: bool = False):
+        self.writer, self.device, self.simulated = writer, device, simulated
+        self._origin = self.now()
+
+    def now(self) -> Any:
+        """A moment: a CUDA event on a GPU, seconds on a CPU."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def microseconds(self, start: Any, end: Any) -> tuple[float, float]:
+        """Start since the meter was made, and duration, of two moments. The device must have reached both."""
+        if self.device.type == "cuda":
+            return self._origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3
+        return (start - self._origin) * 1e6, (end - start) * 1e6
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def steps(
+        self,
+        count: int,
+        *,
+        warmup: int = 1,
+        track: Sequence[Any] = (),
+        units: Mapping[str, Sequence[nn.Module]] | None = None,
+        mesh: DeviceMesh | None = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> Iterator[Step]:
+        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then traced ones.
+
+        The first traced step, where ``units`` are given, is profiled: its time line goes into the records and its raw
+        trace into the folder of the run. The last one records communication and, for the models and optimizers in
+        ``track``, memory by category. The loop body runs ``warmup + count + 1`` times, or once more.
+
+        Args:
+            count: timed steps.
+            warmup: steps before them.
+            track: models and optimizers whose memory is followed.
+            units: modules by the name that they shall have in the time line.
+            mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
+            after: is called after each step, once its records are written, outside of what is measured.
+        """
+        if self.simulated:
+            yield from self._simulated_steps(count, warmup, track, mesh, after)
+            return
+        self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
+        for index in [-1] * warmup + list(range(count)):
+            self.synchronize()
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # so that none pays for another's lateness before the step
+            if index == 0 and self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            step = Step(index, index >= 0, self)
+            with step.span("step"):
+                yield step
+            step.write()
+            after()
+        self._write_peaks(count)
+        if units:
+            yield from self._profiled_step(count, units)
+            after()
+        yield from self._traced_step(count, track, mesh)
+        after()
+
+    def _simulated_steps(
+        self, count: int, warmup: int, track: Sequence[Any], mesh: DeviceMesh | None, after: Callable[[], None]
+    ) -> Iterator[Step]:
+        """The warm-up and the traced step, with what is between them left out: it would differ in its times alone.
+
+        Of an odd number one is left, since a program may do every second step otherwise.
+        """
+        for _ in range(warmup + count % 2):
+            yield Step(-1, False, self)
+            after()
+        yield from self._traced_step(count, track, mesh)
+        after()
+
+    def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
+        """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
+        return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
+
+    def _profiled_step(self, index: int, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[Step]:
+        from labkit.session import timeline  # brings in the profiler
+
+        step, folder = Step(index, False, self), self.writer.folder
+        path = folder and RunFolder(folder).trace(self.writer.rank)
+        with timeline.record(path, units=units, device=self.device.type) as recording:
+            yield step
+        timeline.write(recording, self.writer, index)
+
+    def _traced_step(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
+        step = Step(index, False, self)
+        tracker = tracker_of(track) if track else None
+        counter: Any = recorder_of(mesh, tracker) if self.simulated else CommunicationCounter(mesh)
+        patience = contextlib.nullcontext() if self.simulated else finished_collectives_let_go()
+        held = None
+        with tracker or contextlib.nullcontext(), patience, counter:
+            if self.simulated and tracker:
+                held = Held(tracker, counter.where, track)  # now the tracker knows what is there already
+            yield step
+            at_end = by_category(tracker, "current", self.device) if tracker else {}
+        step.write()
+        write_sent(self.writer, counter, index)
+        if held:
+            held.write(self.writer, index)
+        if self.simulated:
+            counter.write(self.writer)
+        memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
+        for moment, amounts in memory.items():
+            for name, amount in amounts.items():
+                self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
+
+    def _write_peaks(self, index: int) -> None:
+        if self.device.type == "cuda":
+            self.writer.write("memory", "max_allocated", index, bytes=torch.cuda.max_memory_allocated(self.device))
+            self.writer.write("memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device))
+        else:
+            self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
+
+
+def recorder_of(mesh: DeviceMesh | None, tracker: Any) -> Any:
+    """What counts communication in a simulation, and writes down the step's events; the tracker knows its modules."""
+    from labkit_simulate.recorder import Recorder  # brings in the profiler
+
+    return Recorder(mesh, tracker and tracker._mod_tracker)
+
+
+def write_sent(writer: Writer, counter: CommunicationCounter, index: int) -> None:
+    """Write what was counted in a step."""
+    for axis, sent in counter.along.items():
+        for (name, size, hosts), count in sorted(sent.calls.items()):
+            group = {"axis": axis, "group_size": size, "hosts": hosts}
+            writer.write("comm", name, index, **group, count=count, bytes=sent.handed[name, size, hosts])
+
+
+@contextlib.contextmanager
+def finished_collectives_let_go() -> Iterator[None]:
+    """In here, a rank that has waited for a collective gives gloo's thread a moment to drop the tensors of it.
+
+    That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
+    the peak of memory would depend on it.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as InFlight  # what DTensor waits for
+
+    # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch.distributed.Work, "wait"), (InFlight, "wait"), (InFlight, "trigger_wait")):
+            stack.enter_context(wrapped(owner, name, and_rest))
+        yield
+
+
+def and_rest(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which takes 2 ms longer."""
+
+    def wait_and_rest(*args: Any, **kwargs: Any) -> Any:
+        result = wait(*args, **kwargs)
+        time.sleep(0.002)
+        return result
+
+    return wait_and_rest
+
+
+@contextlib.contextmanager
+def wrapped(owner: type, name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
+    """In here, a method of a class is what ``wrapper`` makes of it."""
+    original = getattr(owner, name)
+    setattr(owner, name, wrapper(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def tracker_of(track: Sequence[Any]) -> Any:
+    """A context that follows every tensor of these models and optimizers: FSDP2 has categories of its own."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has nothing that is sharded by it
+    sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
+    if sharded is not None:
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+        optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
+        tracker: Any = FSDPMemTracker(sharded, optimizer)
+        # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third of a simulation
+        tracker.memory_tracking = {}
+        watch = tracker._fsdp_state_pre_forward
+        tracker._fsdp_state_pre_forward = lambda unit, begin: run_again(tracker, watch(unit, begin), unit)
+        return tracker
+    from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
+
+    tracker = MemTracker()
+    tracker.track_external(*track)
+    tracker._pre_fw_hook = run_again(tracker, tracker._pre_fw_hook)
+    return tracker
+
+
+def run_again(tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+    """A tracker's hook before a module's forward pass, for steps of several batches: the model runs once for each.
+
+    torch's trackers keep an account of each module as well, of one step with one batch, and refuse a second forward
+    pass (a reviewer's question in pytorch/pytorch#125323). Nobody reads these accounts here: before the model runs
+    again, they are dropped.
+
+    Args:
+        tracker: torch's.
+        hook: of its own.
+        module: which module it is for, or None where the hook is told it first.
+    """
+
+    def drop_and_run(*args: Any, **kwargs: Any) -> Any:
+        modules = tracker._mod_tracker
+        own = modules.get_known_fqn(module or args[0])
+        if not modules.is_bw and not set(modules.parents) - {own, "Global"}:
+            tracker.reset_mod_stats()
+        return hook(*args, **kwargs)
+
+    return drop_and_run
+
+
+def by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
+    """Bytes of each category at a moment, and their sum as ``total``.
+
+    Args:
+        tracker: from ``tracker_of``.
+        moment: "peak", when the sum was largest, or "current".
+        device: whose memory.
+    """
+    snapshots = tracker.get_tracker_snapshot(moment)
+    snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
+    return {category_of(reftype): int(amount) for reftype, amount in snapshot.items()}
+
+
+def resident_peak_bytes() -> int:
+    """The most memory that this process has held in RAM so far."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,289 @@
+"""Inside a rank: join the process group, choose the device, measure, and always leave in order.
+
+    with rank.session() as here:
+        mesh = here.mesh(space=here.world_size)
+        for step in here.steps(20, track=[model, optimizer]):
+            with step.span("forward"):
+                ...
+
+A program that uses this runs under labkit.run, under bare torchrun, and alone as one rank. Under labkit.run its records
+go into the folder of the run; otherwise they stay in memory, and at the end rank 0 prints a table of each rank's.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from labkit import config as configs
+from labkit import requirements
+from labkit.errors import ParameterError
+from labkit.runs.folder import CORES, DEVICE, VARIABLE, RunFolder, simulated_ranks, write_json, write_text
+from labkit.runs.records import Writer, name_along
+from labkit.session import given
+from labkit.session.cap import memory_cap
+from labkit.session.ending import leave, status_after
+from labkit.session.meter import Meter, Step
+from labkit.theory.sizes import readable_bytes
+
+ConfigType = TypeVar("ConfigType")
+Measure = Callable[..., Iterator[Step]]  # Here.steps or Here.plain_steps
+_groups_of_this_process: list[dist.ProcessGroup] = []
+"""Keeps every process group, the meshes' too, until the process ends.
+
+A DDP model that outlives destroy_process_group would be the last owner. Its Reducer's destructor then joins gloo's
+threads while it holds Python's global lock, for which one of these may be waiting: the rank never ends (seen in 14 of
+60 runs). The same kind of deadlock: pytorch/pytorch#56297, #75097, and #154976, which mended another place.
+"""
+
+
+class Here:
+    """This rank, for as long as its session lasts.
+
+    Attributes:
+        rank: 0 to world_size - 1.
+        world_size: number of ranks.
+        device: where this rank's tensors live.
+        note: why it is not the device one would expect, or "".
+        simulated: whether this is one of labkit.simulate's ranks: its tensors have no values, its times say nothing.
+        steps: measured training steps, see ``meter.Meter.steps``.
+        plain_steps: the same without measurement, for a check, see ``meter.Meter.plain_steps``.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: Writer):
+        self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
+        self.simulated = bool(simulated_ranks())
+        self._writer = writer
+        meter = Meter(writer, device, simulated=self.simulated)
+        self.steps, self.plain_steps = meter.steps, meter.plain_steps
+
+    def mesh(self, **axes: int) -> DeviceMesh:
+        """A device mesh over all ranks, one named axis a keyword: ``mesh(data=2, space=2)``.
+
+        Raises:
+            ValueError: the sizes do not multiply to the number of ranks.
+        """
+        size = math.prod(axes.values())
+        if size != self.world_size:
+            shape = " x ".join(map(str, axes.values()))
+            raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
+        with threads_that_wait_their_turn(self.device):
+            return device_mesh.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def memory_cap(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
+        """In here, this rank may hold so many MiB more than it does now; see ``cap.memory_cap``."""
+        return memory_cap(mib, self.device)
+
+    def scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
+        """Record one number about the whole run; not one in a tensor that is simulated."""
+        if self.simulated and isinstance(value, torch.Tensor):
+            return
+        self._writer.write("scalar", name, -1, value=float(value), unit=unit)
+
+    def bucket(self, index: int, gradients: Mapping[str, int]) -> None:
+        """Record what one bucket carries: bytes of gradients by parameter, in the order in which they lie in it."""
+        for parameter, size in gradients.items():
+            self._writer.write("bucket", parameter, -1, index=index, bytes=size)
+
+    def keep(self, name: str, text: str) -> None:
+        """Keep a text of this rank in the run's folder, if there is one, for ``result.ranks[0].kept(name)``.
+
+        Raises:
+            ParameterError: the name has other signs than letters, digits, - and _.
+        """
+        path = RunFolder(self._writer.folder or Path()).kept(self.rank, name)
+        if self._writer.folder:
+            write_text(path, text)
+
+    def print(self, text: str) -> None:
+        """Print on rank 0 alone."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def verdict(self, **result: Any) -> None:
+        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok.
+
+        Args:
+            **result: ``ok``, and ``compared``, how many values were compared; a rank that has compared nothing is not
+                ok, whatever it says. Other numbers as the check likes.
+        """
+        missing = sorted({"ok", "compared"} - result.keys())
+        if missing:
+            raise ValueError(f"a verdict needs ok= and compared=, and {' and '.join(missing)} is missing")
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, bool(result["ok"]) and result["compared"] > 0)
+        result["ok"] = all(everyone)
+        for name, value in result.items():
+            if isinstance(value, int | float):
+                self.scalar(name, value)
+        self.print(json.dumps(result))
+        if not result["ok"]:
+            dist.barrier()  # a rank that left earlier would have torchrun end rank 0 before it has printed
+            sys.exit(1)
+
+
+@contextlib.contextmanager
+def session() -> Iterator[Here]:
+    """Join the process group that torchrun's environment describes (one rank without it); always leave it.
+
+    NCCL where every rank has a GPU of its own, else gloo on CPU. LABKIT_DEVICE, which ``labkit.run(device=...)`` sets,
+    can ask for ``cpu`` or ``cuda``.
+
+    Raises:
+        ParameterError: ``cuda`` is asked for and there are fewer GPUs than ranks.
+    """
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update(one_rank | os.environ)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device, note = choose_device()
+    cores = requirements.cores()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif not simulated_ranks():
+        stay_on_own_cores(cores)
+    folder = RunFolder(Path(os.environ[VARIABLE])) if os.environ.get(VARIABLE) else None
+    writer = Writer(folder.path if folder else None, rank)
+    with threads_that_wait_their_turn(device):
+        backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=own)
+    try:
+        here = Here(rank, world_size, device, note, writer)
+        if folder and rank == min(simulated_ranks(), default=0):
+            write_json(folder.session_json, describe(here, int(os.environ.get(CORES, len(cores)))))
+        yield here
+        if not folder:
+            tables: list[Any] = [None] * world_size
+            dist.all_gather_object(tables, table_of(writer))
+            if any(tables):
+                here.print("\n".join(filter(None, tables)).rstrip("\n"))
+    finally:
+        writer.close()
+        _groups_of_this_process.extend(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
+
+
+def choose_device() -> tuple[torch.device, str]:
+    """This rank's device, and a note where GPUs were there but not used."""
+    wish = os.environ.get(DEVICE, "auto")
+    ranks, index = ranks_of_this_host()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wish == "cuda" and gpus < ranks:
+        raise ParameterError(
+            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'"
+        )
+    if wish != "cpu" and gpus >= ranks:
+        return torch.device("cuda", index), ""
+    return torch.device("cpu"), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
+
+
+def ranks_of_this_host() -> tuple[int, int]:
+    """How many ranks run here, and which of them this one is."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
+
+
+def stay_on_own_cores(cores: list[int]) -> None:
+    """Keep this rank's threads, and those of gloo, on its share of the cores, where there is a core for each rank.
+
+    Otherwise the scheduler puts one rank's communication on another's core, where it waits for that one's arithmetic.
+    """
+    ranks, index = ranks_of_this_host()
+    share = len(cores) // ranks
+    if share and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores[index * share : (index + 1) * share])
+
+
+@contextlib.contextmanager
+def threads_that_wait_their_turn(device: torch.device) -> Iterator[None]:
+    """Make process groups in here, on CPU: gloo's threads will run while the rank waits, not interrupt its arithmetic.
+
+    A gloo thread that wakes for a message polls the lock of the connection (``Pair::handleEvents`` in pytorch/gloo). If
+    it takes the core just while the rank holds that lock, to post a message of its own, it polls until its time slice
+    ends, some 5 ms later: measured, four ranks on two cores took 1.5 to 2.3 times as long. A thread inherits its
+    starter's policy, and under Linux's SCHED_BATCH one that wakes does not interrupt another.
+    """
+    if device.type != "cpu" or not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+    with contextlib.suppress(PermissionError):  # as in some containers; then it is only slower
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, policy, param)
+
+
+def describe(here: Here, cores: int) -> dict[str, Any]:
+    """What a reader of this run must know of the machine; rank 0 leaves it in session.json."""
+    name = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU"
+    kind, name = ("simulated", "simulated") if here.simulated else (here.device.type, name)
+    return {
+        "device": kind,
+        "device_name": name,
+        "backend": dist.get_backend(),
+        "world_size": here.world_size,
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "note": here.note,
+    }
+
+
+def table_of(writer: Writer) -> str:
+    """This rank's records as text: spans averaged over timed steps in ms, memory, communication in one step."""
+    rows = []
+    spans = [line for line in writer.lines if line["kind"] == "span"]
+    for name in dict.fromkeys(line["name"] for line in spans):
+        durations = [line["dur_us"] / 1000 for line in spans if line["name"] == name]
+        rows.append(f"{name:<18} {fmean(durations):10.1f} ms    mean of {len(durations)} steps")
+    for line in writer.lines:
+        match line:
+            case {"kind": "scalar", "unit": "ms", "name": name, "value": value}:
+                rows.append(f"{name:<22} {value:6.1f} ms    in the profiled step")
+            case {"kind": "memory", "name": name, "bytes": size}:
+                rows.append(f"{name:<18} {readable_bytes(size):>13}")
+            case {"kind": "comm", "name": name, "axis": axis, "count": count, "bytes": size}:
+                rows.append(f"{name_along(axis, name):<18} {readable_bytes(size):>13}    in {count} calls a step")
+    return "\n".join([f"rank {writer.rank}", *rows, ""]) if rows else ""
+
+
+def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
+    """Run a rank program's ``main`` with the Config read from its command line and checked for this number of ranks.
+
+    A refused value ends all ranks with status 2 and one line from rank 0, before any communication. Under a bare
+    torchrun, too, no rank takes the interpreter apart, however it ends: see ``ending.py``.
+    """
+    try:
+        config = configs.parse_argv(config_class)
+        configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    except ParameterError as error:
+        refuse(str(error))
+    try:
+        main(config)
+        given.refuse_uncalled()
+    except BaseException as error:
+        if VARIABLE in os.environ:
+            raise  # labkit's worker is around this program, reports it and leaves
+        leave(status_after(error))
+    leave(0)
+
+
+def refuse(reason: str) -> NoReturn:
+    """Leave with status 2. Rank 0 says why; the others wait, since torchrun stops all with the first."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(reason, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)
+    sys.exit(2)

@@ -1,0 +1,466 @@
+"""Where does a step's communication hide? One step under torch.profiler, turned into bars named by module.
+
+A rank has two lanes. *Communication* is what gloo's threads or NCCL's kernels do. *Compute* is, on a GPU, every other
+kernel; on a CPU, all that the profiler sees this rank do except to ask and to wait for a collective. *Exposed* is the
+communication that no compute of the same rank covers:
+
+    compute        [forward 1]          [forward 2]
+    communication             [gather 2]              exposed: the rank waits for what it needs next
+
+    compute        [forward 1][forward 2]
+    communication   [gather 2]                        hidden: unit 2 was gathered while unit 1 computed
+
+A collective lasts until its last rank has arrived, so one late rank shows as long communication on all the others. The
+profiler slows a step down: compare timelines with timelines, and take durations from timed steps.
+
+In the trace, communication runs on gloo's threads or NCCL's streams and names no unit:
+
+    {"name": "aten::addmm", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}    microseconds
+
+Where it is asked for it does: FSDP2 asks inside of ranges such as ``FSDP::all_gather (layers.2)``, and ``name_units``
+leaves marks for other techniques. So each collective is led back to the moment when this rank asked for it.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import re
+import sys
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+from labkit.runs import private
+from labkit.runs.records import Writer
+from labkit.session.meter import wrapped
+from labkit.theory.overlap import uncovered_in_turn
+
+Event = dict[str, Any]
+Collective = tuple[Event, str, Event | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
+ROOT = "root"
+STEP, WAIT, FORWARD, BACKWARD, BACKWARD_END = (
+    f"labkit::{what}" for what in ("step", "wait", "forward", "backward", "backward_end")
+)
+GAP_US, KERNEL_GAP_US = 100.0, 10.0  # a unit's compute is one bar across shorter gaps in which nothing is waited for
+_NOT_COMPUTE = (STEP, WAIT, "c10d::", "_c10d_functional::", "record_param_comms")
+_WAITS = (WAIT, "_c10d_functional::wait_tensor")  # in a compiled program, the latter alone
+_BACKWARD = ("autograd::engine", "Torch-Compiled Region: !")  # "!" is compiled autograd, on the caller's thread
+FSDP_RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce")
+_GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+_ON_GPU = _GPU_WORK | {"gpu_user_annotation"}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stretch of a lane, in microseconds from the start of the step."""
+
+    lane: str
+    """``compute``, ``communication`` or ``exposed``."""
+    name: str
+    """Of the unit, one or more modules; ``bucket 0``, ... for all-reduces of a backward pass; "" for the optimizer."""
+    phase: str
+    """forward, backward or optimizer; of communication the collective: all_gather, reduce_scatter, all_reduce, ..."""
+    start_us: float
+    dur_us: float
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.dur_us
+
+
+@dataclass
+class Recording:
+    """One profiled step of this rank; empty until the step is over."""
+
+    bars: list[Bar] = field(default_factory=list)
+    step_us: float = 0.0
+
+    @property
+    def communication_us(self) -> float:
+        """How long any communication was under way."""
+        return exposed_us(bar for bar in self.bars if bar.lane == "communication")
+
+    @property
+    def exposed_us(self) -> float:
+        """How long communication was under way while this rank computed nothing."""
+        return exposed_us(self.bars)
+
+
+def exposed(bars: Iterable[Bar]) -> list[Bar]:
+    """The stretches of communication that no compute covers, each once, named by the collective that started first."""
+    bars = sorted(bars, key=lambda bar: bar.start_us)
+    covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
+    sent = [bar for bar in bars if bar.lane == "communication"]
+    open_parts = uncovered_in_turn([(bar.start_us, bar.end_us) for bar in sent], covers)
+    return [
+        replace(sent[place], lane="exposed", start_us=start, dur_us=end - start) for place, start, end in open_parts
+    ]
+
+
+def exposed_us(bars: Iterable[Bar]) -> float:
+    """Microseconds of communication that no compute covers; collectives at the same time count once."""
+    return sum(bar.dur_us for bar in exposed(bars))
+
+
+@contextlib.contextmanager
+def record(
+    path: Path | None = None, *, units: Mapping[str, Sequence[nn.Module]] | None = None, device: str = "cpu"
+) -> Iterator[Recording]:
+    """Profile the step inside; the recording is filled when it ends. A collective: the ranks start together.
+
+    Args:
+        path: where the raw trace goes, for Perfetto (ui.perfetto.dev); gzipped if it ends in ``.gz``. None keeps none.
+        units: modules by the name that their bars shall have. What torch names itself (FSDP2's units) needs none,
+            but for a forward pass that sleeps, which is no operator. In a compiled pass no unit is told apart.
+        device: ``cuda`` records kernels as well.
+    """
+    recording = Recording()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    profiler = profile(activities=activities)
+    with contextlib.ExitStack() as stack:
+        with _quiet_stderr():
+            profiler.start()
+        stack.callback(_quiet_stderr()(profiler.stop))
+        stack.enter_context(name_units(units or {}))
+        stack.enter_context(wrapped(dist.Work, "wait", _seen))  # a blocking call waits there as well
+        if dist.is_initialized():
+            dist.barrier()  # to start the profiler takes each rank its own time
+        with record_function(STEP):
+            yield recording
+            if device == "cuda":
+                torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        raw = path or Path(folder) / "trace.json"
+        with private.open_file(raw, "wb"):
+            pass  # torch writes into the file that is there
+        profiler.export_chrome_trace(str(raw))
+        recording.step_us, recording.bars = step_and_bars(read(raw))
+
+
+def write(recording: Recording, writer: Writer, step: int) -> None:
+    """Write a recording as records: its bars, the exposed stretches as bars of a lane of their own, and the sums."""
+    for bar in [*recording.bars, *exposed(recording.bars)]:
+        writer.write("bar", step=step, **asdict(bar))
+    amounts = {
+        "profiled_step": recording.step_us,
+        "communication": recording.communication_us,
+        "exposed_communication": recording.exposed_us,
+    }
+    for name, amount_us in amounts.items():
+        writer.write("scalar", name, step, value=amount_us / 1000, unit="ms")
+
+
+@contextlib.contextmanager
+def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
+    """In here, the profiler sees when a unit's forward pass runs, and between which moments its backward pass lies."""
+    handles = []
+    for name, modules in units.items():
+        for module in modules:
+            ranges: list[Any] = []
+
+            def enter(_: Any, args: Any, kwargs: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+                ranges.append(record_function(f"{FORWARD} {name}"))
+                ranges[-1].__enter__()
+                _mark_gradients((args, kwargs), f"{BACKWARD_END} {name}")
+
+            def leave(_: Any, args: Any, output: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+                _mark_gradients(output, f"{BACKWARD} {name}")
+                ranges.pop().__exit__(None, None, None)
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark_gradients(tensors: Any, label: str) -> None:
+    """Leave a mark in the trace at the moment when the gradient of these tensors is known.
+
+    Not in a compiled backward pass: hooks are part of its graph, which would be compiled anew within the profiled step.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled_autograd, "compiled_autograd_enabled", False):
+        return
+
+    def mark(_: Tensor) -> None:
+        with record_function(label):
+            pass
+
+    for tensor in tree_leaves(tensors):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(mark)
+
+
+def _seen(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose calls the profiler sees as a wait for a collective."""
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        with record_function(WAIT):
+            return wait(*args, **kwargs)
+
+    return seen
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Drop what is written to file descriptor 2 in here: kineto reports each start and stop, at any log level."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def read(path: Path) -> list[Event]:
+    """The complete events of a chrome trace, plain or gzipped."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+
+
+def step_and_bars(events: Sequence[Event]) -> tuple[float, list[Bar]]:
+    """The length of the step in microseconds, and its bars, by start.
+
+    Raises:
+        ValueError: there is no step in the trace.
+    """
+    step = next((e for e in events if e["name"] == STEP and e.get("cat") != "gpu_user_annotation"), None)
+    if step is None:
+        raise ValueError(f"no range {STEP} among {len(events)} events: record the trace with timeline.record")
+    inside = [e for e in events if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
+    gpu = [e for e in inside if e.get("cat") in _GPU_WORK]
+    gloo = [e for e in inside if e["name"].startswith("gloo:")]
+    others = {e["tid"] for e in gloo}  # gloo's threads record operators as well
+    asked = _Asked([e for e in inside if e.get("cat") not in _ON_GPU and e["tid"] not in others])
+    nccl = [(e, e["name"], asked.launch(e)) for e in gpu if _is_nccl(e)]
+    waits = sorted(e["ts"] for e in inside if e["name"] in _WAITS)
+    compute = (
+        _joined(_gpu_compute(gpu, asked), [], KERNEL_GAP_US) if gpu else _joined(_cpu_compute(asked), waits, GAP_US)
+    )
+    bars = [*compute, *_named([*nccl, *_gloo_calls(gloo, asked)], asked)]
+    moved = [replace(bar, start_us=bar.start_us - step["ts"]) for bar in bars]
+    return float(step["dur"]), sorted(moved, key=lambda bar: bar.start_us)
+
+
+class _Stretch(NamedTuple):
+    """A stretch of one thread in which the innermost recorded range is the same."""
+
+    start: float
+    end: float
+    busy: bool
+    what: str
+
+
+class _Asked:
+    """What this rank's own threads did, and when: phases, units, launches of kernels, calls for collectives."""
+
+    def __init__(self, events: Sequence[Event]):
+        threads: dict[Any, list[Event]] = defaultdict(list)
+        for event in events:
+            threads[event["tid"]].append(event)
+        self.stretches = {tid: list(_stretches(own)) for tid, own in threads.items()}
+        self.calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
+        self._launches = {e["args"].get("correlation"): e for e in events if str(e.get("cat")).startswith("cuda_")}
+        moments = sorted(_unit_moments(events))
+        self._units = [(moment, unit) for (moment, _, _), unit in zip(moments, _current_units(moments), strict=True)]
+        ranges = [(e["ts"], e["ts"] + e["dur"], FSDP_RANGE.match(e["name"])) for e in events]
+        asking = ("all_gather", "post_backward_reduce")
+        self._fsdp = sorted((start, end, unit_of(it[2])) for start, end, it in ranges if it and it[1] in asking)
+
+    def launch(self, event: Event) -> Event | None:
+        """The call that put an event onto the GPU; None where it was made before the step."""
+        return self._launches.get(event["args"].get("correlation"))
+
+    def what(self, event: Event) -> str:
+        """The phase in which an event of these threads started."""
+        stretches = self.stretches[event["tid"]]
+        return (_latest(stretches, event["ts"]) or stretches[0]).what
+
+    def unit(self, moment: float) -> str:
+        """Whose forward or backward pass ran at this moment."""
+        found = _latest(self._units, moment)
+        return found[1] if found else ROOT
+
+    def fsdp_unit(self, moment: float) -> str | None:
+        """The unit for which FSDP2 asked for communication at this moment, if it did."""
+        found = _latest(self._fsdp, moment)
+        return found[2] if found and moment <= found[1] else None
+
+
+def _latest(found: Sequence[Any], moment: float) -> Any:
+    """Of tuples that are in order of their first value, a time, the last one by this moment; None for none."""
+    index = bisect_right(found, moment, key=itemgetter(0)) - 1
+    return found[index] if index >= 0 else None
+
+
+def _stretches(events: Iterable[Event]) -> Iterator[_Stretch]:
+    """Cut one thread's time where a recorded range begins or ends; time in no range is left out."""
+    stack: list[tuple[float, bool, str]] = []  # end, whether it computes, phase
+    now, phase = 0.0, "forward"
+
+    def until(moment: float) -> Iterator[_Stretch]:
+        nonlocal now
+        while stack:
+            end, busy, what = stack[-1]
+            if min(end, moment) > now:
+                yield _Stretch(now, min(end, moment), busy, what)
+                now = min(end, moment)
+            if end > moment:
+                break
+            stack.pop()
+        now = moment
+
+    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        yield from until(event["ts"])
+        name, inherited = event["name"], stack[-1][2] if stack else ""
+        if name.startswith("Optimizer."):
+            what, phase = "optimizer", "forward"
+        elif name.startswith(_BACKWARD):
+            what = phase = "backward"
+        elif not inherited and name.startswith((FORWARD, "FSDP::root_pre_forward")):
+            what = phase = "forward"
+        else:
+            what = inherited or phase
+        stack.append((event["ts"] + event["dur"], not name.startswith(_NOT_COMPUTE), "" if name == STEP else what))
+    yield from until(max((end for end, _, _ in stack), default=now))
+
+
+def _unit_moments(events: Iterable[Event]) -> Iterator[tuple[float, int, str]]:
+    """When a unit begins (1) or ends (0) its forward or backward pass."""
+    for event in events:
+        start, end = event["ts"], event["ts"] + event["dur"]
+        label, _, name = event["name"].partition(" ")
+        if label == FORWARD:
+            yield start, 1, name
+            yield end, 0, name
+        elif label in (BACKWARD, BACKWARD_END):
+            yield start, int(label == BACKWARD), name
+        elif found := FSDP_RANGE.match(event["name"]):
+            if found[1] in ("pre_forward", "pre_backward"):
+                yield start, 1, unit_of(found[2])
+            elif found[1] in ("post_forward", "post_backward_reduce"):
+                yield end, 0, unit_of(found[2])
+
+
+def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
+    """The unit at work from each of these moments on; what ends gives way to the unit that it lies in.
+
+    One tensor can be the output of a unit, of the unit around it, and the input of the next: in the backward pass their
+    marks come together, in this order. So the beginning of a unit around the present one changes nothing, nor does the
+    end of any other.
+    """
+    names, current = {name for _, _, name in moments}, ROOT
+    for _, begins, name in moments:
+        around = [other for other in names if current.startswith(f"{other}.")]
+        if begins and name not in (ROOT, *around):
+            current = name
+        elif not begins and current == name:
+            current = max(around, key=len, default=ROOT)
+        yield current
+
+
+def unit_of(qualified_name: str | None) -> str:
+    """The unit's name: without checkpointing's wrappers, the first module's where several make one unit."""
+    first = (qualified_name or "").split(", ")[0].replace("_checkpoint_wrapped_module", "")
+    return first.replace("..", ".").strip(".") or ROOT
+
+
+def _cpu_compute(asked: _Asked) -> list[Bar]:
+    return [
+        Bar("compute", "" if what == "optimizer" else asked.unit(start), what, start, end - start)
+        for stretches in asked.stretches.values()
+        for start, end, busy, what in stretches
+        if busy
+    ]
+
+
+def _gpu_compute(events: Iterable[Event], asked: _Asked) -> list[Bar]:
+    bars = []
+    for event in events:
+        if _is_nccl(event):
+            continue
+        call = asked.launch(event)
+        what = asked.what(call) if call else "forward"
+        unit = "" if what == "optimizer" else asked.unit(call["ts"]) if call else ROOT
+        bars.append(Bar("compute", unit, what, event["ts"], event["dur"]))
+    return bars
+
+
+def _joined(bars: Iterable[Bar], waits: Sequence[float], gap_us: float) -> list[Bar]:
+    """One bar for each run of compute of the same unit and phase; ``waits`` begin at these moments."""
+    runs: list[Bar] = []
+    for bar in sorted(bars, key=lambda bar: bar.start_us):
+        last = runs[-1] if runs else bar
+        gap_starts, gap_ends = last.end_us, bar.start_us
+        waited = bisect_left(waits, gap_starts) < bisect_left(waits, gap_ends)
+        same = (last.name, last.phase) == (bar.name, bar.phase)
+        if runs and same and gap_ends - gap_starts <= gap_us and not waited:
+            runs[-1] = replace(last, dur_us=max(last.end_us, bar.end_us) - last.start_us)
+        else:
+            runs.append(bar)
+    return runs
+
+
+def _is_nccl(event: Event) -> bool:
+    return "nccl" in event["name"].lower()
+
+
+def _collective_of(name: str) -> str:
+    """``all_gather`` for c10d::_allgather_base_, gloo:all_gather and ncclDevKernel_AllGather_RING_LL alike."""
+    plain = re.sub("[^a-z]", "", name.lower())
+    return next((what for what in _COLLECTIVES if what.replace("_", "") in plain), plain)
+
+
+def _gloo_calls(events: Iterable[Event], asked: _Asked) -> Iterator[Collective]:
+    """The stretches of gloo's threads with the calls that asked for them: first come, first served.
+
+    gloo carries a reduce-scatter out as an all-reduce, so both stand in one line.
+    """
+    lines: dict[bool, deque[Event]] = {True: deque(), False: deque()}
+    for call in asked.calls:
+        lines["reduce" in call["name"]].append(call)
+    for event in sorted(events, key=lambda e: e["ts"]):
+        line = lines["reduce" in event["name"]]
+        asked_by = line.popleft() if line else None
+        yield event, (asked_by or event)["name"], asked_by
+
+
+def _named(collectives: Iterable[Collective], asked: _Asked) -> Iterator[Bar]:
+    """Communication's bars, named by FSDP2 where it asked for them.
+
+    FSDP1 names nothing; in the backward pass it gathers its units in the reverse of the forward pass's order, ahead of
+    time. All-reduces of a backward pass are numbered: they are DDP's buckets.
+    """
+    gathered: list[str] = []
+    buckets = 0
+    for event, name, call in sorted(collectives, key=lambda found: found[0]["ts"]):
+        what = _collective_of(name)
+        unit = asked.fsdp_unit(call["ts"]) if call else ""
+        if unit is None and call:
+            unit, backward = asked.unit(call["ts"]), asked.what(call) == "backward"
+            if what == "all_reduce" and backward:
+                unit, buckets = f"bucket {buckets}", buckets + 1
+            elif what == "all_gather" and not backward:
+                gathered.append(unit)
+            elif what == "all_gather" and gathered:
+                unit = gathered.pop()
+        yield Bar("communication", unit or "", what, event["ts"], event["dur"])

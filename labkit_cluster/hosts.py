@@ -1,0 +1,236 @@
+"""The notebook's side of a run on several hosts: one agent (node.py) on each, through ssh, and what they say.
+
+    labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])          # two ranks on each, by your own ssh settings
+
+Nothing listens here. Each agent talks over the stdin and stdout of its ssh, and ends with it. It brings the files of
+its ranks here while they grow: no folder has to be shared.
+"""
+
+import math
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError
+from labkit.runs.folder import ROOT, RunFolder
+from labkit_cluster.connection import Connection
+from labkit_cluster.meeting import Guest, sum_of, versions_of_labkit
+
+SSH = "LABKIT_SSH"
+"""Environment variable: the ssh command, such as ``ssh -F my_config``; by default ``ssh``."""
+TRAVEL = ("NCCL_", "GLOO_", "TORCH_")
+"""How the names of environment variables begin that other hosts get, too."""
+LOST_AFTER_S = 10
+"""How long ssh waits for a connection, and later for a sign of life from the other side."""
+ENDS_WITHIN_S = 5.0
+OTHERS_END_WITHIN_S = 3.0
+"""How long after a failure on one host the others are left alone."""
+REPORTS_WITHIN_S = 1.5
+"""How long after one host has lost another the rest have to say whom they have lost."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host for ``labkit.run(hosts=…)``.
+
+    Attributes:
+        name: what ssh calls it, and tables.
+        address: its own, by which the other hosts are to reach it; "" for the first that all of them reach.
+        python: its Python; "" for the same path as here.
+        command: what runs a command there, instead of ssh: such as ``("ip", "netns", "exec", "beta")``; None for ssh.
+    """
+
+    name: str
+    address: str = ""
+    python: str = ""
+    command: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or self.name.startswith("-") or not self.name.isprintable():
+            raise ParameterError(f"host {self.name!r} is no name that ssh could reach: give one as in `ssh NAME true`")
+
+    def words(self) -> list[str]:
+        """The command that starts the agent there. ssh hands its words to a shell, so they are quoted for it."""
+        agent = ["env", f"PYTHONPATH={ROOT}", self._python, "-P", "-m", "labkit_cluster.node"]
+        if self.command is not None:
+            return [*self.command, *agent]
+        options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={LOST_AFTER_S}"]
+        options += ["-o", f"ServerAliveInterval={LOST_AFTER_S // 2}", "-o", "ServerAliveCountMax=2"]
+        return [*_ssh(), *options, "--", self.name, shlex.join(agent)]
+
+    def why_gone(self, status: int | None, said: str) -> str:
+        """What happened to its agent, which left without an end, and what to do.
+
+        Args:
+            status: of the command that started it; None while that goes on.
+            said: on its stderr.
+        """
+        last = (said.strip().splitlines() or [""])[-1]
+        if self.command is None and status == 255:
+            return f"{self.name} cannot be reached by ssh any more, or never could ({last}): mend `{self._by_hand}`"
+        if "Unknown option: -P" in said:
+            return f"{self.name} has a Python before 3.11 as {self._python}: give Host({self.name!r}, python='…')"
+        if status in (126, 127):
+            return f"{self.name} has no Python at {self._python} ({last}): give Host({self.name!r}, python='…')"
+        if "No module named" in said:
+            return f"labkit cannot start on {self.name} ({last}): install there what is installed here, at {ROOT}"
+        how = f"with {last!r}" if last else "without a word"
+        return f"{self.name} was lost: its part of the run ended {how}. Is it up? Then run again"
+
+    @property
+    def _python(self) -> str:
+        return self.python or sys.executable
+
+    @property
+    def _by_hand(self) -> str:
+        return shlex.join([*_ssh(), self.name, "true"])
+
+
+def _ssh() -> list[str]:
+    try:
+        return shlex.split(os.environ.get(SSH, "")) or ["ssh"]
+    except ValueError as error:
+        raise ParameterError(f"{SSH}={os.environ[SSH]!r} is no command: {error}") from None
+
+
+def checked(hosts: Any) -> list[Host]:
+    """The hosts of a run as ``Host``. Raises ParameterError for anything else than names and Hosts, each once."""
+    if isinstance(hosts, str | Host) or not isinstance(hosts, Sequence) or not hosts:
+        raise ParameterError(f"hosts = {hosts!r} is no list of hosts: give their names, such as ['alpha', 'beta']")
+    found = [each if isinstance(each, Host) else Host(each) for each in hosts]
+    names = [each.name for each in found]
+    if len(set(names)) < len(names):
+        raise ParameterError(f"hosts = {names} names one twice: its ranks are set by nproc")
+    return found
+
+
+class Hosts:
+    """The torchruns of several hosts.
+
+    Args:
+        folder: of the run, here.
+        hosts: where each shall run.
+        request: what each is to run, as node.py knows it.
+    """
+
+    def __init__(self, folder: RunFolder, hosts: Sequence[Host], request: Mapping[str, Any]):
+        self._folder, self._request = folder, request
+        self._change = threading.Condition()
+        self._agents = {
+            host: Connection(host.words(), folder, index, self._change, self._pass_on)
+            for index, host in enumerate(hosts)
+        }
+        self._failed_at, self._has_ended = math.inf, False
+
+    def start(self) -> None:
+        """Start an agent on each host; returns at once."""
+        token, names = secrets.token_hex(16), [host.name for host in self._agents]
+        program = Path(self._request["target"])
+        asked = {
+            **self._request,
+            "name": self._folder.path.name,
+            "working_folder": os.getcwd(),
+            "given": self._folder.given.read_bytes().hex() if self._folder.given.exists() else "",
+            "versions": versions_of_labkit(),
+            "sum": sum_of(program) if program.suffix == ".py" else "",
+            "environment": {name: text for name, text in os.environ.items() if name.startswith(TRAVEL)},
+        }
+        for index, (host, agent) in enumerate(self._agents.items()):
+            guest = Guest(index, len(names), host.name, token, host.address, names)
+            agent.tell({**asked, "guest": asdict(guest)})
+        for agent in self._agents.values():  # only now: what the first says is for all
+            agent.start()
+
+    def _pass_on(self, word: Mapping[str, Any]) -> None:
+        for agent in self._agents.values():
+            agent.tell(word)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status once all hosts have ended. Raises subprocess.TimeoutExpired after ``timeout`` seconds.
+
+        Where one has failed, the others have a moment to end by themselves: one of them may know the cause.
+
+        Raises:
+            NotAllHosts: they did not find each other.
+            HostLost: one was lost.
+            LabError: a file of theirs cannot be written here.
+        """
+        agents, give_up = self._agents.values(), math.inf if timeout is None else time.monotonic() + timeout
+        with self._change:
+            while True:
+                self._raise_what_went_wrong()
+                if all(agent.status is not None for agent in agents):
+                    return max(agent.status or 0 for agent in agents)
+                now = time.monotonic()
+                if any(agent.status for agent in agents):
+                    self._failed_at = min(self._failed_at, now)
+                if now > self._failed_at + OTHERS_END_WITHIN_S:
+                    self.end()
+                if now > give_up:
+                    raise subprocess.TimeoutExpired("torchrun", timeout or 0)
+                self._change.wait(min(give_up - now, OTHERS_END_WITHIN_S))
+
+    def _raise_what_went_wrong(self) -> None:
+        agents = self._agents.values()
+        if reason := next((agent.failed for agent in agents if agent.failed), ""):
+            raise NotAllHosts(reason)
+        if any(agent.lost for agent in agents):  # perhaps because its agent has ended, which says more
+            self._change.wait_for(self._left_without_an_end, REPORTS_WITHIN_S)
+        for host in self._left_without_an_end():
+            raise HostLost(host.why_gone(*self._agents[host].last_words()))
+        if any(agent.lost for agent in agents):
+            raise HostLost(_who_is_lost({host.name: agent.lost for host, agent in self._agents.items()}))
+        for host, agent in self._agents.items():
+            if agent.status and agent.status < 0:
+                name = signal.Signals(-agent.status).name
+                raise HostLost(f"torchrun on {host.name} was ended by {name}: is that host short of memory?")
+            if agent.problem:
+                raise LabError(f"{host.name}: {agent.problem}")
+
+    def _left_without_an_end(self) -> list[Host]:
+        return [host for host, agent in self._agents.items() if agent.gone and agent.status is None]
+
+    def stacks(self) -> dict[int, str]:
+        """Where every rank is at this moment, for those whose hosts answer. Ranks stay where they are until ``end``."""
+        agents = self._agents.values()
+        self._pass_on({"end": "stacks"})
+        with self._change:
+            self._change.wait_for(lambda: all(agent.stacks or agent.has_ended for agent in agents), ENDS_WITHIN_S)
+        return {rank: stack for agent in agents for rank, stack in agent.stacks.items()}
+
+    def end(self) -> None:
+        """Let every host stop its ranks and bring what is left of its files."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._pass_on({"end": "now"})
+
+    def close(self) -> None:
+        """End all that is left, here and there."""
+        self.end()
+        agents = self._agents.values()
+        with self._change:
+            self._change.wait_for(lambda: all(agent.has_ended for agent in agents), ENDS_WITHIN_S)
+        for agent in agents:
+            agent.hang_up()
+        for agent in agents:
+            agent.close()
+
+
+def _who_is_lost(lost: Mapping[str, Sequence[str]]) -> str:
+    """What to say of hosts that no longer hear those named here. The first has a line to each, the others one to it."""
+    first, *others = lost
+    unheard = lost[first] or [name for name in others if lost[name]]
+    advice = "are both up, and the network between them? Then run again"
+    if len(others) == 1:
+        return f"{first} and {others[0]} no longer hear each other: {advice}"
+    alone = [first] if set(unheard) == set(others) else unheard
+    return f"{' and '.join(alone)} and the other hosts no longer hear each other: {advice}"

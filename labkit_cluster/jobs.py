@@ -1,0 +1,189 @@
+"""A run that was handed to a cluster: where it stands, how it goes, and what it gives back."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import HostLost, LabError, NotAllHosts, RankFailed
+from labkit.launcher import failure
+from labkit.launcher.progress import Display, Progress, choose_display
+from labkit.runs.folder import RunFolder, read_json, require, write_json
+from labkit.runs.result import Missing, RunResult, load
+from labkit_cluster.asking import Standing
+from labkit_cluster.kubernetes import Kubernetes
+from labkit_cluster.slurm import Slurm
+
+Cluster = Slurm | Kubernetes
+CLUSTERS: dict[str, Any] = {each.name: each for each in (Slurm, Kubernetes)}
+LOOK_PERIOD_S = 0.25
+ASK_PERIOD_S = 2.0
+"""How often the cluster is asked: its controller serves others, too."""
+SILENT_S = 600.0
+"""How long waiting goes on although the cluster does not answer: its controller may be starting anew."""
+CANCELLED_WITHIN_S = 120.0
+ENDS = {"ok": "completed", "failed": "failed", "timed out": "timed out", "cancelled": "cancelled"}
+"""What run.json says of a run that is over, as states. After any other word there may be another attempt."""
+HANDED_OVER = {"cluster": str, "settings": dict, "id": str}
+"""What submitted.json has to hold."""
+
+
+class JobCancelled(LabError):
+    """The job was cancelled."""
+
+
+class Job:
+    """A run on a cluster. It goes on whether this process is there or not.
+
+    Attributes:
+        folder: the run's, as that of any other run.
+        id: what the cluster calls it.
+    """
+
+    def __init__(self, folder: Path, cluster: Cluster, identity: str):
+        self.folder, self.id = folder, identity
+        self._cluster, self._files = cluster, RunFolder(folder)
+        self._asked_at, self._heard_at, self._said = -ASK_PERIOD_S, time.monotonic(), Standing("pending")
+
+    @property
+    def state(self) -> str:
+        """Where it stands.
+
+        One of "pending", "running", "requeued" (it waits for another attempt), "completed", "failed", "timed out" and
+        "cancelled".
+        """
+        return self._standing().state
+
+    def wait(self) -> None:
+        """Show how it goes until it is over. An interrupt ends the waiting, not the job: that does ``cancel``."""
+        if self._standing().is_over:
+            return
+        display, attempts, outcome = choose_display(), 0, "interrupted"
+        progress = self._progress(display)
+        try:
+            while not (standing := self._standing_as_far_as_known()).is_over:
+                if (begun := self._info().get("attempts", 0)) != attempts:
+                    attempts, progress = begun, self._progress(display)  # another attempt writes other files
+                if standing.state == "running":
+                    progress.update()
+                else:
+                    display.wait(f"{self._program}: {standing}")
+                time.sleep(LOOK_PERIOD_S)
+            outcome = "ok" if standing.state == "completed" else standing.state
+        finally:
+            progress.close(outcome)
+
+    def result(self) -> RunResult:
+        """Wait for the end; the result is that of ``labkit.run``, and so are the failures.
+
+        Raises:
+            RankFailed: a rank failed; this is the first failure, not its echoes.
+            RunTimedOut: the limit passed; holds every rank's stacks.
+            NotAllHosts: the nodes did not find each other; no rank was started.
+            HostLost: a node was lost, and another attempt was not made.
+            JobCancelled: it was cancelled.
+            LabError: the cluster ended it; the message says what is known of why.
+        """
+        self.wait()
+        info = self._info()
+        if info["exit"] != "ok":
+            raise self._error(info)
+        return load(self.folder)
+
+    def cancel(self) -> None:
+        """End it; returns when no process of it is left.
+
+        Raises:
+            LabError: the cluster refuses, or has not ended it within two minutes.
+        """
+        if self._standing().is_over:
+            return
+        self._cluster.cancel(self.id)
+        give_up = time.monotonic() + CANCELLED_WITHIN_S
+        while not self._cluster.standing(self.id).is_over:
+            if time.monotonic() > give_up:
+                raise LabError(f"{self!r}: still not ended {CANCELLED_WITHIN_S:g} s after its cancellation")
+            time.sleep(LOOK_PERIOD_S)
+        self._complete(Standing("cancelled"))
+
+    def __repr__(self) -> str:
+        try:
+            standing = self._standing()
+        except LabError as error:
+            standing = Standing("unknown", str(error))
+        progress = self._progress(Display())
+        progress.update()
+        steps = f", step {progress.state.done_steps} of {progress.state.planned_steps}"
+        done = steps if standing.state == "running" and progress.state.planned_steps else ""
+        return f"{self._program} on {self._cluster.name}, job {self.id}: {standing}{done}; {self.folder}"
+
+    @property
+    def _program(self) -> str:
+        return str(self._info()["program"])
+
+    def _info(self) -> dict[str, Any]:
+        return read_json(self._files.run_json)
+
+    def _progress(self, display: Display) -> Progress:
+        info = self._info()
+        return Progress(self._files, info["program"], range(info["nproc"]), display)
+
+    def _standing(self, old_s: float = 0.0) -> Standing:
+        """As run.json says once it holds an end, else as the cluster said, at most so many seconds ago."""
+        if (end := self._info()["exit"]) in ENDS:
+            return Standing(ENDS[end])
+        if time.monotonic() - self._asked_at >= old_s:
+            self._asked_at = time.monotonic()
+            self._said = self._cluster.standing(self.id)
+            self._heard_at = time.monotonic()
+        return self._complete(self._said) if self._said.is_over else self._said
+
+    def _standing_as_far_as_known(self) -> Standing:
+        """The last that is known, while the cluster does not answer for a while."""
+        try:
+            return self._standing(ASK_PERIOD_S)
+        except LabError:
+            if time.monotonic() - self._heard_at > SILENT_S:
+                raise
+            return self._said
+
+    def _complete(self, said: Standing) -> Standing:
+        """Write into run.json how the job ended, where its agents could not, because they were ended themselves."""
+        info = self._info()  # read again: the end may have been written since
+        if info["exit"] not in ENDS:
+            if info["exit"] != "host lost" or said.state == "cancelled":
+                info["error"] = f"LabError: {self._why(said)}"
+            info["exit"] = said.state if said.state in ENDS else "failed"
+            write_json(self._files.run_json, info)
+        return Standing(ENDS[info["exit"]], said.reason)
+
+    def _why(self, said: Standing) -> str:
+        """What is known of a job that its cluster has ended."""
+        log = failure.tail(self._files.cluster_log)
+        where = f"its log ends:\n{log}" if log else f"it left no log: does every node see {self.folder}?"
+        return f"{self._cluster.name} ended job {self.id}: {said}; {where}"
+
+    def _error(self, info: dict[str, Any]) -> LabError:
+        """The exception that tells how the job ended."""
+        kind, _, message = str(info.get("error", "")).partition(": ")
+        if info["exit"] == "cancelled":
+            return JobCancelled(f"{self._program}: job {self.id} was cancelled; what it left is in {self.folder}")
+        if info["exit"] == "timed out":
+            return failure.timed_out(self._files, info["timeout_s"], info["nproc"])
+        if kind == RankFailed.__name__:
+            return failure.first_failure(self._files, 1)
+        return {each.__name__: each for each in (NotAllHosts, HostLost)}.get(kind, LabError)(message)
+
+
+def job(folder: str | Path) -> Job:
+    """The handle of a job that was submitted from here or anywhere else, by its run's folder.
+
+    Raises:
+        Missing: the folder is not that of a submitted run. It is a FileNotFoundError.
+    """
+    files = RunFolder(Path(folder).resolve())
+    if not files.submitted_json.exists():
+        raise Missing(f"{files.path} holds no {files.submitted_json.name}: give the folder of a run from labkit.submit")
+    handed_over = read_json(files.submitted_json)
+    require(files.submitted_json, handed_over, HANDED_OVER)
+    settings = {name: tuple(each) if isinstance(each, list) else each for name, each in handed_over["settings"].items()}
+    return Job(files.path, CLUSTERS[handed_over["cluster"]](**settings), handed_over["id"])

@@ -1,0 +1,207 @@
+"""One host's part of a run on several hosts: meet the others, run torchrun, end with whoever asked for it.
+
+    python -m labkit_cluster.node        # told over stdin what to do, by hosts.py, through ssh
+
+Over stdin and stdout go lines of JSON, and the files of the run home. When stdin closes, the notebook's process or the
+connection is gone: then everything that this host runs for it ends, as on one host.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from labkit.errors import HostLost, NotAllHosts
+from labkit.launcher import process
+from labkit.runs.folder import RunFolder
+from labkit_cluster.carrying import Growth
+from labkit_cluster.doors import Company
+from labkit_cluster.meeting import Board, Guest, meet, refuse_other_versions, sum_of, versions_of_labkit
+
+POLL_PERIOD_S = 0.1
+BRING_PERIOD_S = 0.2
+ASKS_WITHIN_S = 5.0
+"""So long the ranks of a run that is to end are kept where they are, once their stacks were told."""
+SILENT_S = 60
+"""After so long without a word of the notebook's process, which says one every few seconds, it counts as gone."""
+
+
+class LinesLost(HostLost):
+    """Hosts that this one no longer hears; on which side the fault is, it cannot know."""
+
+    def __init__(self, hosts: list[str]):
+        self.hosts = hosts
+        super().__init__(f"{', '.join(hosts)} no longer answers: is it up, and the network between the hosts?")
+
+
+def main() -> None:
+    """Do this host's part."""
+    request = json.loads(sys.stdin.buffer.readline() or "{}")
+    if request:
+        serve(request, sys.stdin.buffer, sys.stdout.buffer)
+
+
+def run(folder: RunFolder, request: Mapping[str, Any], guest: Guest, board: Board, end: threading.Event) -> int:
+    """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit status.
+
+    Raises:
+        NotAllHosts: they did not meet. No rank was started.
+        LinesLost: some that were met do not answer any more.
+    """
+    running, company = start(folder, request, guest, board)
+    with contextlib.closing(company):
+        while not end.is_set():
+            if lost := company.lost():
+                raise LinesLost(lost)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return running.wait(POLL_PERIOD_S)
+    return 1
+
+
+def start(
+    folder: RunFolder, request: Mapping[str, Any], guest: Guest, board: Board
+) -> tuple[subprocess.Popen[bytes], Company]:
+    """Start torchrun, and meet the other hosts while it imports torch; returns both. Raises NotAllHosts."""
+    teller, told = socket.socketpair()
+    with teller:
+        running = process.start_among_hosts(folder, request, guest, told)
+        meeting = meet(guest, board)
+        process.tell_meeting(teller, guest, meeting)
+    return running, meeting.company
+
+
+def serve(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -> NoReturn:
+    """This host's part of what a notebook's process asks for. Does not return."""
+    os.environ.update(request["environment"])
+    with contextlib.suppress(OSError):  # where it is not, a relative path means nothing anyway
+        os.chdir(request["working_folder"])
+    guest = Guest(**request["guest"])
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="labkit-"), request["name"]))
+    folder.path.mkdir()
+    if request["given"]:
+        folder.give(bytes.fromhex(request["given"]))
+    home = Home(folder, hears, says)
+    home.say({"here": guest.name})
+    status = 1
+    try:
+        refuse_other_versions("the notebook", request["versions"], guest.name, versions_of_labkit())
+        _refuse_other_program(guest.name, request)
+        status = run(folder, request, guest, home, home.end)
+    except NotAllHosts as error:
+        home.say({"failed": str(error)})
+    except LinesLost as error:
+        home.say({"lost": error.hosts})
+    except Exception as error:
+        traceback.print_exc()
+        home.say({"failed": f"{guest.name}: {type(error).__name__}: {error}"})
+    if home.wants_stacks:
+        own, stacks = request["nproc"], process.stacks_of(folder, range(guest.hosts * request["nproc"]))
+        home.say({"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}})
+        home.end_now.wait(ASKS_WITHIN_S)  # a rank that ended would end those of other hosts before they have answered
+    immortal = process.stop(folder.path)
+    home.bring_the_rest()
+    if immortal:
+        home.say({"problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"})
+    home.say({"end": status})
+    _remove(folder)
+    os._exit(0)
+
+
+def _refuse_other_program(name: str, request: Mapping[str, Any]) -> None:
+    """Raise NotAllHosts unless a program that is a file lies here as it lies where the notebook is."""
+    target, theirs = Path(request["target"]), request["sum"]
+    if theirs and not target.is_file():
+        raise NotAllHosts(f"{name} has no {target}: copy it there, or keep it in a folder that all hosts see")
+    if theirs and sum_of(target) != theirs:
+        raise NotAllHosts(f"{name} has another {target} than the notebook: copy it there")
+
+
+def _remove(folder: RunFolder) -> None:
+    shutil.rmtree(folder.path.parent, ignore_errors=True)
+
+
+class Home:
+    """The notebook's process: gives orders, takes files, and is the board on which the hosts leave words.
+
+    Attributes:
+        end: set when it wants the run to end.
+        wants_stacks: and whether it wants to know first where the ranks are.
+        end_now: set when it wants to know nothing more.
+    """
+
+    def __init__(self, folder: RunFolder, hears: BinaryIO, says: BinaryIO):
+        self.end, self.wants_stacks, self.end_now = threading.Event(), False, threading.Event()
+        self._folder, self._hears, self._says = folder, hears, says
+        self._words: dict[str, dict[str, Any]] = {}
+        self._speaking = threading.Lock()
+        self._growth = Growth(folder.path, without={folder.given.name})
+        self._heard_before, self._brought = 0, threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._bringing = threading.Thread(target=self._bring_along, daemon=True)
+        self._bringing.start()
+
+    def put(self, name: str, content: Mapping[str, Any]) -> None:
+        """Leave a word for all hosts: the notebook's process passes it on."""
+        self._words[name] = dict(content)
+        self.say({"put": name, "content": dict(content)})
+
+    def get(self, name: str) -> dict[str, Any]:
+        return self._words.get(name, {})
+
+    def say(self, word: Mapping[str, Any], content: bytes = b"") -> None:
+        """Say a word, with so many bytes behind it."""
+        with self._speaking, contextlib.suppress(OSError):  # who hears nothing will see that nobody is there
+            self._says.write(json.dumps(dict(word)).encode() + b"\n" + content)
+            self._says.flush()
+
+    def bring_the_rest(self) -> None:
+        """Bring everything that is in the folder by now."""
+        self._brought.set()
+        self._bringing.join()
+        self._bring(at_end=True)
+
+    def _bring_along(self) -> None:
+        while not self._brought.wait(BRING_PERIOD_S):
+            self._bring()
+            self._heard_before += 1
+            if self._heard_before * BRING_PERIOD_S > SILENT_S:
+                self._leave_alone()
+
+    def _bring(self, at_end: bool = False) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the program deleted the folder
+            for name, place, part in self._growth.new(at_end):
+                self.say({"file": name, "place": place, "size": len(part)}, part)
+
+    def _listen(self) -> None:
+        """Take words from the other hosts and the order to end; end all when nobody is there any more."""
+        for line in self._hears:
+            told = json.loads(line)
+            self._heard_before = 0
+            if "put" in told:
+                self._words[told["put"]] = told["content"]
+            if "end" in told:
+                self.wants_stacks = self.wants_stacks or told["end"] == "stacks"
+                self._words["failed"] = {"message": "the run was ended before all hosts had met"}
+                self.end.set()
+                if told["end"] == "now":
+                    self.end_now.set()
+        self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        process.stop(self._folder.path)
+        _remove(self._folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

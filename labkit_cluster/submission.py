@@ -1,0 +1,145 @@
+"""Hands a run, or one for each of several values, to a cluster."""
+
+import math
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, overload
+
+from labkit.errors import ParameterError
+from labkit.launcher.run import Plan, combinations, describe, git_revision, new_folder, new_name, plan_of, positive
+from labkit.runs.folder import RunFolder, write_json
+from labkit_cluster.asking import Request
+from labkit_cluster.hosts import Host
+from labkit_cluster.jobs import CLUSTERS, Cluster, Job
+from labkit_cluster.kubernetes import Kubernetes
+from labkit_cluster.slurm import Slurm
+
+STARTS_AND_ENDS_S = 120.0
+"""What the cluster allows beyond the limit, for the agents to meet before and to write down the end after."""
+
+
+@overload
+def submit(
+    program: str | Path,
+    *,
+    cluster: str | Slurm | Kubernetes,
+    nodes: int,
+    nproc: int,
+    timeout_s: float = 300,
+    device: str = "auto",
+    over: None = None,
+    **params: Any,
+) -> Job: ...
+
+
+@overload
+def submit(
+    program: str | Path,
+    *,
+    cluster: str | Slurm | Kubernetes,
+    nodes: int,
+    nproc: int,
+    timeout_s: float = 300,
+    device: str = "auto",
+    over: Mapping[str, Iterable[Any]],
+    **params: Any,
+) -> list[Job]: ...
+
+
+def submit(
+    program: str | Path,
+    *,
+    cluster: str | Slurm | Kubernetes,
+    nodes: int,
+    nproc: int,
+    timeout_s: float = 300,
+    device: str = "auto",
+    over: Mapping[str, Iterable[Any]] | None = None,
+    **params: Any,
+) -> Job | list[Job]:
+    """Hand a rank program to a cluster, ``nproc`` ranks on each of its ``nodes``; returns at once.
+
+    Args:
+        program: a name in launch/, or the path of a .py file that all nodes see.
+        cluster: "slurm"; or ``Slurm`` or ``Kubernetes`` with settings of your own.
+        nodes: how many.
+        nproc: number of ranks on each.
+        timeout_s: each run is stopped so many seconds after its start; the time in the queue does not count.
+        device: "auto" takes GPUs where a node shows one for each of its ranks, else the CPU; "cuda" asks the cluster
+            for them; or "cpu".
+        over: for some parameters, the values to take: one run for every combination, the last one varies fastest. To
+            Slurm they are one array of jobs.
+        **params: parameters of the program, checked against its Config before anything is handed over.
+
+    Returns:
+        The job, with ``state``, ``wait()``, ``cancel()`` and ``result()``, a RunResult as ``labkit.run`` gives it; with
+        ``over`` a list of jobs in the order of the values.
+
+    Raises:
+        ParameterError: a bad argument; nothing was handed over.
+        LabError: this machine has no such cluster, the cluster refuses, or the run's folder cannot be written.
+    """
+    there = chosen(cluster)
+    nodes = positive("nodes", nodes, int, "not a number of nodes: give an int of at least 1")
+    fixed = {"nproc": nproc, "timeout_s": timeout_s, "device": device, **params}
+    varied = [{}] if over is None else combinations(over, {"nodes": nodes, **fixed})
+    if not varied:
+        raise ParameterError(f"over = {over!r} holds no value to take: give some, or leave it out")
+    places = [Host(f"node {index}") for index in range(nodes)]  # which ones they are, the cluster will say
+    plans = [plan_of(program, **fixed, **each, hosts=places, warm=False) for each in varied]
+    if not math.isfinite(plans[0].timeout_s):
+        raise ParameterError(f"timeout_s = {timeout_s!r}: a cluster wants to know a limit, give a number of seconds")
+    there.check()
+    jobs = hand_over(there, plans)
+    return jobs if over is not None else jobs[0]
+
+
+def chosen(cluster: Any) -> Cluster:
+    """The cluster that is meant. Raises ParameterError for none that there is."""
+    if isinstance(cluster, Slurm | Kubernetes):
+        return cluster
+    if cluster == Slurm.name:
+        return Slurm()
+    if cluster == Kubernetes.name:
+        raise ParameterError(
+            "Kubernetes has to know an image and the claim of the runs folder: "
+            "give cluster=labkit_cluster.Kubernetes(image='…', claim='…')"
+        )
+    raise ParameterError(f"cluster = {cluster!r} is none of {', '.join(CLUSTERS)}")
+
+
+def hand_over(cluster: Cluster, plans: list[Plan]) -> list[Job]:
+    """Make a folder for each run, and submit them together. Where the cluster refuses, no folder is left."""
+    name = new_name(plans[0].program)
+    names = [f"{name}_{index}" for index in range(len(plans))] if len(plans) > 1 else [name]
+    revision = git_revision()
+    folders: list[RunFolder] = []
+    try:
+        for each, plan in zip(names, plans, strict=True):
+            folders.append(_folder(plan, each, revision))
+        first = plans[0]
+        limit_s = first.timeout_s + STARTS_AND_ENDS_S
+        request = Request(first.program, len(first.hosts), first.ranks_of_a_host, first.device, limit_s)
+        identities = cluster.submit(request, folders)
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    handed_over = {"cluster": cluster.name, "settings": asdict(cluster)}
+    for folder, identity in zip(folders, identities, strict=True):
+        write_json(folder.submitted_json, handed_over | {"id": identity})
+    return [Job(folder.path, cluster, identity) for folder, identity in zip(folders, identities, strict=True)]
+
+
+def _folder(plan: Plan, name: str, revision: str | None) -> RunFolder:
+    """The run's folder with all that the agents need. It is its owner's alone: job.json holds the run's secret."""
+    info = describe(plan) | {"exit": "submitted", "hosts": [], "git_revision": revision}
+    folder = new_folder(info, b"", name)
+    names = ("target", "arguments", "device", "timeout_s")
+    job = {name: getattr(plan, name) for name in names}
+    job |= {"hosts": len(plan.hosts), "nproc": plan.ranks_of_a_host, "token": secrets.token_hex(16)}
+    write_json(folder.job_json, job)
+    return folder

@@ -1,0 +1,123 @@
+"""Which operators a program runs on one rank, with their operations and bytes: counted on tensors without content.
+
+    with FakeTensorMode(), OperatorCounter() as counted:
+        model(x).sum().backward()
+    counted.operators           # [Operator("addmm", flops=4096.0, moved_bytes=1664, dtype="float32"), ...]
+
+No process group and no memory is needed: the model, its input and its optimizer are made under the same FakeTensorMode.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from labkit_simulate.theory.steptime import Operator
+
+NOTES = ("prim", "profiler")
+"""Namespaces of what computes nothing: a tensor's device, a range of the profiler."""
+MOVES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "_unsafe_view"}
+PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
+"""They read as much as they write, however large what they choose from."""
+OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+"""What they change they do not read."""
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Writes down every operator inside.
+
+    Attributes:
+        operators: in the order in which they ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, and write it down."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace not in NOTES:
+            self.operators.append(operator_of(func, args, kwargs, result))
+        return result
+
+
+def operator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operator:
+    """What a call of an operator computes and moves.
+
+    Bytes are those of all tensors that it reads or writes, as if no cache kept any. A view moves none. Of attention
+    where a token sees only what comes before it, half is computed.
+    """
+    given = given_to(func, args, kwargs)
+    flops = flops_of(func, args, kwargs, result)
+    if any(argument.name == "is_causal" and value for argument, value in given):
+        flops /= 2
+    moved = moved_bytes(func, given, result)
+    numbers = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
+    dtype = str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32"
+    return Operator(func.overloadpacket.__name__, flops, moved, dtype)
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Operations of matrix products, of attention as if every token saw all; 0 for what multiplies no matrices."""
+    packet, name = func.overloadpacket, func.overloadpacket.__name__
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=result))
+    if name == CPU_ATTENTION:
+        return float(sdpa_flop_count(*(each.shape for each in args[:3])))
+    if name == f"{CPU_ATTENTION}_backward":
+        return float(sdpa_backward_flop_count(*(each.shape for each in args[:4])))
+    return 0.0
+
+
+def model_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
+    """The same as model FLOPs are stated: attention's backward pass is twice its forward pass, nothing recomputed."""
+    flops = flops_of(func, args, kwargs, result)
+    name = func.overloadpacket.__name__
+    return flops * 4 / 5 if "attention" in name and name.endswith("_backward") else flops
+
+
+def given_to(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments of an operator's schema that were given, with their values."""
+    arguments = func._schema.arguments
+    return [
+        *zip(arguments, args, strict=False),
+        *((each, kwargs[each.name]) for each in arguments if each.name in kwargs),
+    ]
+
+
+def moved_bytes(func: Any, given: list[tuple[Any, Any]], result: Any) -> int:
+    """Read: all arguments but those that are only written. Written: results, and arguments that are changed."""
+    name = func.overloadpacket.__name__
+    if func.is_view or name in MOVES_NOTHING:
+        return 0
+    fresh = [value for value, returned in _results(result, func._schema.returns) if not returned.alias_info]
+    if name in PICKS:
+        return 2 * _bytes(fresh)
+    if name == "all_gather_copy_in":  # FSDP2's own: a rank's shards into their place among all ranks'
+        return 2 * _bytes(given[0][1])
+    changed = [(argument, value) for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+    unread = [value for argument, value in changed if argument.is_out or name in OVERWRITES]
+    written = [value for _, value in changed]
+    return _bytes([value for _, value in given]) - _bytes(unread) + _bytes(written) + _bytes(fresh)
+
+
+def _results(result: Any, returns: list[Any]) -> list[tuple[Any, Any]]:
+    if not returns:
+        return []
+    return list(zip([result] if len(returns) == 1 else result, returns, strict=True))
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(each.numel() * each.element_size() for each in tree_leaves(tensors) if isinstance(each, Tensor))

@@ -1,0 +1,1 @@
+"""Formulas of the simulator: step time, hardware, calibration, the allocator, published figures."""

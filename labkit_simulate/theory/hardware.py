@@ -1,0 +1,295 @@
+"""What machines can do at best, by data sheet: arithmetic, memory and links, each figure with its source.
+
+    hardware("h100-8x").flops_per_s["bfloat16"]        # 989.4e12, of one GPU, without sparsity
+
+Figures are those of one *device*: a GPU, or a core of a processor. Links are counted in one direction, as a ring uses
+them, and data sheets add both directions up: 900 GB/s of NVLink are 450 here. Arithmetic is dense: where a sheet states
+it with sparsity, it is halved.
+
+Latencies are on no data sheet. Those of GPUs are what NCCL itself reckons with when it chooses an algorithm, for its
+ring and its protocol for large messages.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from labkit.theory.collectives import AlphaBeta
+
+GIGA, TERA, MIB, US = 1e9, 1e12, 2**20, 1e-6
+NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+NCCL = "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
+GAP = "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
+DRIVER = "the driver's own total (nvidia-smi); the sheet says {} GB"
+TITAN = "https://github.com/pytorch/torchtitan/blob/main/"
+H100_TITAN = TITAN + "benchmarks/llama3_h100_202412_torchtitan.md"
+CALIBRATED = "what the first row of labkit_simulate.theory.published.{} implies"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of host, and how such hosts are linked.
+
+    Attributes:
+        name: by which it is asked for.
+        device: what a device is, in words.
+        devices: how many a host has.
+        flops_per_s: operations of a device per second at best, by type of number.
+        memory_bytes: of a device.
+        memory_bytes_per_s: between a device and its memory.
+        inside: the link of a device to the others of its host: latency of a step of a ring, seconds for a byte.
+        between: the link of a network card to those of other hosts.
+        cards: network cards of a host; its devices share them evenly.
+        call_s: what a collective takes before its first byte moves.
+        operator_s: what an operator takes beside its arithmetic and memory traffic.
+        matmul_share: the part of ``flops_per_s`` that operators which multiply matrices reach.
+        shared: whether the ranks of a host share all its devices, as processes share cores, and carry their messages
+            themselves. Otherwise a rank has a device of its own, and messages travel beside its arithmetic.
+        sources: where each figure is from, by its attribute's name.
+    """
+
+    name: str
+    device: str
+    devices: int
+    flops_per_s: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    inside: AlphaBeta
+    between: AlphaBeta
+    cards: int
+    call_s: float
+    operator_s: float
+    matmul_share: float
+    shared: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def for_rank(self, ranks_on_host: int) -> "Hardware":
+        """The same where so many ranks run on a host: what one of them has.
+
+        Cores are shared, down to a part of one, which makes everything slower that a rank does. Issuing operators is
+        no faster with more cores: it is the work of one.
+
+        Raises:
+            ValueError: more ranks than devices that cannot be shared.
+        """
+        if ranks_on_host < 1 or (ranks_on_host > self.devices and not self.shared):
+            rule = f"take 1 to {self.devices} of them, and more hosts"
+            raise ValueError(f"{ranks_on_host} ranks on a host of {self.devices} devices ({self.name}): {rule}")
+        if not self.shared:
+            return self
+        share, slower = self.devices / ranks_on_host, max(1.0, ranks_on_host / self.devices)
+        return replace(
+            self,
+            flops_per_s={dtype: share * rate for dtype, rate in self.flops_per_s.items()},
+            memory_bytes=int(share * self.memory_bytes),
+            memory_bytes_per_s=share * self.memory_bytes_per_s,
+            inside=AlphaBeta(slower * self.inside.alpha_s, slower * self.inside.beta_s_per_byte),
+            call_s=slower * self.call_s,
+            operator_s=slower * self.operator_s,
+        )
+
+    def peak(self, dtype: str) -> float:
+        """Operations of a device per second at best.
+
+        Raises:
+            ValueError: numbers of another type; the message lists those that there are.
+        """
+        if dtype not in self.flops_per_s:
+            raise ValueError(f"no rate for {dtype!r} numbers on {self.name}: it has {', '.join(self.flops_per_s)}")
+        return self.flops_per_s[dtype]
+
+
+def link(gigabytes_per_s: float, latency_us: float) -> AlphaBeta:
+    """A link by what data sheets and drivers say of it."""
+    return AlphaBeta(latency_us * US, 1 / (gigabytes_per_s * GIGA))
+
+
+def hardware(name: str, **changed: Any) -> Hardware:
+    """A kind of host by name, such as "h100-8x".
+
+    Args:
+        name: a key of ``HARDWARE``.
+        **changed: attributes that shall differ, such as ``matmul_share=0.5``.
+
+    Raises:
+        ValueError: another name, or an attribute that there is not; the message lists what there is.
+    """
+    if name not in HARDWARE:
+        raise ValueError(f"hardware {name!r} is none of {', '.join(HARDWARE)}: take one of them, or make a Hardware")
+    unknown = [attribute for attribute in changed if attribute not in Hardware.__dataclass_fields__]
+    if unknown:
+        raise ValueError(f"hardware has no {unknown[0]!r}: it has {', '.join(Hardware.__dataclass_fields__)}")
+    return replace(HARDWARE[name], **changed)
+
+
+def _gpus(
+    name: str,
+    device: str,
+    *,
+    flops: Mapping[str, float],
+    memory_mib: int,
+    memory_gigabytes_per_s: float,
+    nvlink: float,
+    card: float,
+    matmul_share: float,
+    sources: Mapping[str, str],
+) -> Hardware:
+    """A host of eight GPUs on NVLink switches with a network card each: in teraFLOP/s, and GB/s in one direction."""
+    return Hardware(
+        name=name,
+        device=device,
+        devices=8,
+        flops_per_s={dtype: rate * TERA for dtype, rate in flops.items()},
+        memory_bytes=memory_mib * MIB,
+        memory_bytes_per_s=memory_gigabytes_per_s * GIGA,
+        inside=link(nvlink, 3.4),
+        between=link(card, 14.0),
+        cards=8,
+        call_s=8.4 * US,
+        operator_s=1.0 * US,
+        matmul_share=matmul_share,
+        sources={"call_s": NCCL, "operator_s": GAP} | dict(sources),
+    )
+
+
+def _sheet(sheet: str, system: str, matmul_share: str, memory: str, between: str) -> dict[str, str]:
+    """Sources of a host of GPUs: the GPU's data sheet, the whole system's, and what is on neither."""
+    return {
+        "devices": system,
+        "cards": system,
+        "flops_per_s": sheet,
+        "memory_bytes": memory,
+        "memory_bytes_per_s": sheet,
+        "inside": f"bytes: {sheet}; latency: {NCCL}",
+        "between": f"bytes: {between}; latency: {NCCL}",
+        "matmul_share": matmul_share,
+    }
+
+
+_HOPPER = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
+_HOPPER_SHARE, _AMPERE_SHARE = 0.436, 0.651
+_H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture, table 2: https://resources.nvidia.com/en-us-tensor-core"
+_DGX = {
+    name: f"https://docs.nvidia.com/dgx/{name}-user-guide/introduction-to-{name}.html"
+    for name in ("dgxh100", "dgxa100", "dgxb200")
+}
+_CONNECTX = "one card of {} Gb/s a GPU, {}"
+
+HARDWARE: dict[str, Hardware] = {
+    entry.name: entry
+    for entry in (
+        _gpus(
+            "a100-8x",
+            "NVIDIA A100 SXM, 80 GB",
+            flops={"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312},
+            memory_mib=81920,
+            memory_gigabytes_per_s=2039,
+            nvlink=300,
+            card=25,
+            matmul_share=_AMPERE_SHARE,
+            sources=_sheet(
+                NVIDIA + "a100/ (data sheet A100 80GB SXM)",
+                _DGX["dgxa100"],
+                CALIBRATED.format("A100_ROWS"),
+                DRIVER.format(80),
+                _CONNECTX.format(200, _DGX["dgxa100"]),
+            ),
+        ),
+        _gpus(
+            "h100-8x",
+            "NVIDIA H100 SXM, 80 GB",
+            flops=_HOPPER,
+            memory_mib=81559,
+            memory_gigabytes_per_s=3350,
+            nvlink=450,
+            card=50,
+            matmul_share=_HOPPER_SHARE,
+            sources=_sheet(
+                f"{NVIDIA}h100/ (data sheet H100 SXM; to the digit in {_H100_PAPER})",
+                _DGX["dgxh100"],
+                CALIBRATED.format("H100_ROWS") + ", on cards held to 500 of 700 W: cautious",
+                DRIVER.format(80),
+                _CONNECTX.format(400, _DGX["dgxh100"]),
+            ),
+        ),
+        _gpus(
+            "h100-96gb-8x",
+            "NVIDIA H100 SXM, 96 GB of HBM2e, held to 500 W",
+            flops=_HOPPER,
+            memory_mib=95 * 1024,
+            memory_gigabytes_per_s=2400,
+            nvlink=450,
+            card=50,
+            matmul_share=_HOPPER_SHARE,
+            sources=_sheet(
+                f"memory: {H100_TITAN}; the rest: that of the H100 SXM, {_H100_PAPER}",
+                H100_TITAN,
+                CALIBRATED.format("H100_ROWS"),
+                f"96 GB by {H100_TITAN}, of which a driver leaves about 95 GiB",
+                _CONNECTX.format(400, H100_TITAN),
+            ),
+        ),
+        _gpus(
+            "h200-8x",
+            "NVIDIA H200 SXM, 141 GB",
+            flops=_HOPPER,
+            memory_mib=143771,
+            memory_gigabytes_per_s=4800,
+            nvlink=450,
+            card=50,
+            matmul_share=_HOPPER_SHARE,
+            sources=_sheet(
+                NVIDIA + "h200/ (data sheet H200 SXM)",
+                _DGX["dgxh100"],
+                "that of h100-8x: the same chip",
+                DRIVER.format(141),
+                _CONNECTX.format(400, _DGX["dgxh100"]),
+            ),
+        ),
+        _gpus(
+            "b200-8x",
+            "NVIDIA B200 SXM, 180 GB",
+            flops={"float32": 75, "tf32": 1125, "bfloat16": 2250, "float16": 2250, "float8": 4500},
+            memory_mib=183359,
+            memory_gigabytes_per_s=8000,
+            nvlink=900,
+            card=50,
+            matmul_share=_HOPPER_SHARE,
+            sources=_sheet(
+                NVIDIA + "hgx/ (HGX B200, an eighth of the board's)",
+                _DGX["dgxb200"],
+                "that of h100-8x, for want of a measurement",
+                DRIVER.format(180),
+                _CONNECTX.format(400, _DGX["dgxb200"]),
+            ),
+        ),
+        Hardware(
+            name="laptop",
+            device="a core at 3 GHz with AVX2",
+            devices=2,
+            flops_per_s={"float32": 96 * GIGA},
+            memory_bytes=8 * 2**30,
+            memory_bytes_per_s=25.6 * GIGA,
+            inside=link(2.0, 50.0),
+            between=link(0.125, 100.0),
+            cards=1,
+            call_s=200 * US,
+            operator_s=10 * US,
+            matmul_share=0.8,
+            shared=True,
+            sources={
+                "devices": "assumed: as small as the course's machine, two cores and 16 GB",
+                "flops_per_s": "2 FMA units x 8 numbers x 2 operations x 3 GHz: https://www.agner.org/optimize/",
+                "memory_bytes": "assumed, see devices",
+                "memory_bytes_per_s": "two channels of DDR4-3200, half for each core: JEDEC JESD79-4",
+                "inside": "assumed: gloo over loopback; calibrate instead, see labkit_simulate.theory.calibration",
+                "between": "gigabit Ethernet, IEEE 802.3ab; latency assumed",
+                "cards": "assumed",
+                "call_s": "assumed: calibrate instead",
+                "operator_s": "assumed: calibrate instead",
+                "matmul_share": "assumed: calibrate instead",
+            },
+        ),
+    )
+}
+"""By name. A calibrated entry is made by ``labkit_simulate.theory.calibration``."""
