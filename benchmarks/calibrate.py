@@ -27,8 +27,8 @@ import labkit
 from labkit import requirements
 from labkit.models import catalog
 from labkit_simulate.operators import OperatorCounter
-from labkit_simulate.theory.calibration import Calls, Run, errors, fit, predicted_s
-from labkit_simulate.theory.steptime import Operator
+from labkit_simulate.theory.calibration import CalibrationRun, CollectiveCalls, fit_hardware, relative_errors, step_estimate_s
+from labkit_simulate.theory.step_time import Operator
 
 LIMIT = 0.25
 FITTED = {
@@ -55,7 +55,7 @@ class Options:
 def operators_of(model: str, sizes: Sizes) -> list[Operator]:
     """Of one training step of the plain model with Adam, counted without computing it."""
     with torch.device("meta"):
-        lab = catalog.build(model, **sizes)
+        lab = catalog.create_model(model, **sizes)
     with FakeTensorMode(allow_non_fake_inputs=True), OperatorCounter() as counted:
         lab.to_empty(device="cpu")
         optimizer = torch.optim.Adam(lab.parameters(), lr=1e-3, fused=True)
@@ -72,19 +72,19 @@ def cases(chosen: Mapping[str, tuple[Sizes, ...]], models: tuple[str, ...]) -> l
     return [(model, sizes, ranks) for model in models for sizes in chosen[model] for ranks in (1, 2)]
 
 
-def measure(model: str, sizes: Sizes, ranks: int, steps: int) -> Run:
+def measure(model: str, sizes: Sizes, ranks: int, steps: int) -> CalibrationRun:
     """One run: its median step, and what it sent."""
     how: dict[str, Any] = {"model": model, "wrap": "block", "steps": steps, **sizes}
     result = labkit.run("fsdp_wrap", nproc=ranks, device="cpu", **how)
     spans = result.frame.query("kind == 'span' and name == 'step' and step >= 0")
     comm = result.frame.query("kind == 'comm' and rank == 0").groupby("name")[["count", "bytes"]].sum()
-    calls = [Calls(str(name), int(row["count"]), float(row["bytes"])) for name, row in comm.iterrows()]
+    calls = [CollectiveCalls(str(name), int(row["count"]), float(row["bytes"])) for name, row in comm.iterrows()]
     seconds = float(spans.groupby("rank").dur_us.median().max() / 1e6)
     name = f"{model} {' '.join(f'{key} {value}' for key, value in sizes.items())}, {ranks} rank{'s' * (ranks > 1)}"
-    return Run(name, ranks, operators_of(model, sizes), calls, seconds)
+    return CalibrationRun(name, ranks, operators_of(model, sizes), calls, seconds)
 
 
-def quickest(which: list[tuple[str, Sizes, int]], options: Options) -> list[Run]:
+def quickest(which: list[tuple[str, Sizes, int]], options: Options) -> list[CalibrationRun]:
     rounds = [[measure(*case, options.steps) for case in which] for _ in range(options.rounds)]
     return [min(runs, key=lambda run: run.seconds) for runs in zip(*rounds, strict=True)]
 
@@ -96,14 +96,14 @@ def main(options: Options) -> None:
         fitted, held = cases(FITTED, options.models), cases(HELD_OUT, options.models)
         runs = quickest(fitted + held, options)
     known, unknown = runs[: len(fitted)], runs[len(fitted) :]
-    machine = fit(known, len(requirements.cores()))
+    machine = fit_hardware(known, len(requirements.usable_cores()))
     print(f"{'case':<46} {'measured ms':>12} {'predicted ms':>13} {'error %':>8}")
     for title, group in (("fitted", known), ("held out", unknown)):
         print(title)
-        for run, error in zip(group, errors(group, machine).values(), strict=True):
-            milliseconds = 1000 * run.seconds, 1000 * predicted_s(run, machine)
+        for run, error in zip(group, relative_errors(group, machine).values(), strict=True):
+            milliseconds = 1000 * run.seconds, 1000 * step_estimate_s(run, machine)
             print(f"  {run.name:<44} {milliseconds[0]:>12.2f} {milliseconds[1]:>13.2f} {100 * error:>8.1f}")
-    median = statistics.median(map(abs, errors(unknown, machine).values()))
+    median = statistics.median(map(abs, relative_errors(unknown, machine).values()))
     report = {
         "bench": "calibrate",
         "rounds": options.rounds,

@@ -101,7 +101,7 @@ def _toy(preset: str, ranks: int) -> dict[str, float]:
 
 def _two_dim(preset: str, ranks: int, tp: int) -> dict[str, float]:
     config = labkit_config("two_dim", preset)
-    kept = two_dim.resident_bytes(two_dim.mlp_pairs(config.dim), data=ranks // tp, tp=tp)
+    kept = two_dim.mesh_resident_bytes(two_dim.mlp_pairs(config.dim), data=ranks // tp, tp=tp)
     return {name: float(size) for name, size in kept.items() if name in ("end_parameter_bytes", "end_optstate_bytes")}
 
 
@@ -112,7 +112,7 @@ def labkit_config(program: str, preset: str) -> Any:
 
     found = config.read_config(find_program(program)[0])
     assert found is not None
-    return config.make(found, {"preset": preset})
+    return config.build_config(found, {"preset": preset})
 
 
 def run(job: Job, ranks: int, device: str, limit_s: float) -> dict[str, Any]:
@@ -128,13 +128,11 @@ def run(job: Job, ranks: int, device: str, limit_s: float) -> dict[str, Any]:
     except labkit.LabError as error:
         return row | {"ok": False, "error": str(error)[:2000], "seconds": round(time.perf_counter() - begun, 1)}
     row |= {"ok": True, "seconds": round(time.perf_counter() - begun, 1), "backend": result.session["backend"]}
-    values = result._values
+    values = result._value_by_name
     if job.checks:
         names = ("compared", "max_rel_error")
         return row | {name: values[name] for name in names if name in values}
-    steps = {
-        name: round(value, 4) for name, value in values.items() if name in ("step_ms", "forward_ms", "backward_ms")
-    }
+    steps = {name: round(value, 4) for name, value in values.items() if name in ("step_ms", "forward_ms", "backward_ms")}
     memory = {f"{name}_bytes": values[f"{name}_bytes"] for name in MEMORY if f"{name}_bytes" in values}
     return row | steps | memory | {"theory": job.theory}
 
@@ -164,9 +162,7 @@ def draw(rows: list[dict[str, Any]], path: Path, stamp: str) -> None:
     import matplotlib.pyplot as plt
 
     measured = [row for row in rows if "step_ms" in row]
-    labels = [
-        f"{row['lab']}\n{row['params'].get('mode', row['params'].get('strategy', ''))}".strip() for row in measured
-    ]
+    labels = [f"{row['lab']}\n{row['params'].get('mode', row['params'].get('strategy', ''))}".strip() for row in measured]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     bars = left.bar(labels, [row["step_ms"] for row in measured], color="#4477AA")
     left.bar_label(bars, fmt="%.1f")

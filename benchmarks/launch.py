@@ -93,7 +93,7 @@ def with_labkit(warm: bool) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def with_torchrun() -> Iterator[Callable[[], None]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(requirements.cores()) // RANKS))}
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // RANKS))}
 
     def launch() -> None:
         subprocess.run([*command, str(PROGRAM)], check=True, capture_output=True, env=environment)

@@ -2,14 +2,14 @@
 
     python benchmarks/published.py
 
-Rows are those of ``labkit_simulate.theory.published``, each with its configuration; the first of each kind of hardware gave the
+Rows are those of ``labkit_simulate.theory.reference_results``, each with its configuration; the first of each kind of hardware gave the
 share of the peak that matrix products reach, the others are predicted. Nothing runs. Prints a table, and last one JSON
 object: the largest factor between predicted and published, of speed and of memory.
 """
 
 import json
 
-from labkit_simulate.theory.published import A100_ROWS, GIB, H100_ROWS
+from labkit_simulate.theory.reference_results import A100_RESULTS, GIB, H100_RESULTS
 
 LIMIT = 1.5
 
@@ -17,10 +17,10 @@ LIMIT = 1.5
 def main() -> None:
     print(f"{'model, checkpointing':<34} {'GPUs':>4} {'batch':>5} {'tokens/s a GPU':>22} {'memory in GiB':>22}")
     speed, memory = [], []
-    for rows in (H100_ROWS, A100_ROWS):
+    for rows in (H100_RESULTS, A100_RESULTS):
         print(rows[0].hosts)
         for row in rows:
-            step = row.predicted()
+            step = row.estimate_step()
             ratio = step.tokens_per_s / row.tokens_per_s
             how = row.training
             line = f"  {row.name + ', ' + how.checkpointing:<32} {how.ranks:>4} {how.batch:>5}"

@@ -3,7 +3,7 @@
     python benchmarks/soak.py                   # 200 runs, ten rounds of twenty: some minutes on two cores
     python benchmarks/soak.py --rounds 1        # a round of each kind
 
-A round has warm and cold runs and runs on two hosts (those of labkit_cluster.local), and faults among them: a rank that
+A round has warm and cold runs and runs on two hosts (those of labkit_cluster.local_hosts), and faults among them: a rank that
 raises, one that is killed, ranks that wait for each other, a host that dies. Each good run trains the same network and
 must end with the losses of the first; each fault must be told by its own error and rank. After each run none of its
 processes may be left. Prints a line a round, and last one JSON object: open files and resident memory of this process
@@ -29,8 +29,8 @@ import tyro
 
 import labkit
 from labkit.errors import HostLost, LabError, RankFailed, RunTimedOut
-from labkit.runs.folder import VARIABLE
-from labkit_cluster.local import HostsHere, hosts_on_this_machine
+from labkit.runs.folder import ENV_RUN_FOLDER
+from labkit_cluster.local_hosts import LocalHosts, start_local_hosts
 
 MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
 TRAINING: dict[str, Any] = {"model": "mlp_stack", "wrap": "block", "steps": 2, "device": "cpu"}
@@ -65,14 +65,14 @@ def misbehave(wanted: type[LabError], rank: int | None = None, **how: Any) -> bo
     return False
 
 
-def host_dies(hosts: HostsHere, runs: Path) -> bool:
+def host_dies(hosts: LocalHosts, runs: Path) -> bool:
     """Whether a host that dies while all ranks wait is named."""
     noted = runs / f"pids_{time.time_ns()}"
 
     def kill() -> None:
         while not noted.exists() or len(noted.read_text().split()) < 4:  # on each host torchrun and a rank
             time.sleep(0.05)
-        hosts.kill("beta")
+        hosts.kill_host("beta")
 
     threading.Thread(target=kill, daemon=True).start()
     try:
@@ -82,7 +82,7 @@ def host_dies(hosts: HostsHere, runs: Path) -> bool:
     return False
 
 
-def cases(hosts: HostsHere, runs: Path, right: list[float]) -> Iterator[tuple[str, Callable[[], bool]]]:
+def cases(hosts: LocalHosts, runs: Path, right: list[float]) -> Iterator[tuple[str, Callable[[], bool]]]:
     """One round, by name: each says whether it went as it must."""
 
     def good(**how: Any) -> Callable[[], bool]:
@@ -114,7 +114,7 @@ def left(runs: Path) -> list[int]:
 
 def _is_of(process: psutil.Process, runs: Path) -> bool:
     with contextlib.suppress(psutil.Error, OSError):
-        return process.status() != psutil.STATUS_ZOMBIE and str(runs) in process.environ().get(VARIABLE, "")
+        return process.status() != psutil.STATUS_ZOMBIE and str(runs) in process.environ().get(ENV_RUN_FOLDER, "")
     return False
 
 
@@ -134,7 +134,7 @@ def main(options: Options) -> None:
     seen: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
     orphans, weights, begun = 0, [], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, hosts_on_this_machine(2) as hosts:
+    with tempfile.TemporaryDirectory() as folder, start_local_hosts(2) as hosts:
         runs = Path(folder)
         os.environ["LABKIT_RUNS"] = folder
         right = train(nproc=4, warm=True)

@@ -32,15 +32,15 @@ from typing import TYPE_CHECKING, Any
 from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError, RankFailed, RecordError, RunTimedOut
 from labkit.launcher.progress import in_kernel
 from labkit.launcher.run import run, sweep
-from labkit.launcher.warm import keeper
+from labkit.launcher.warm_start import fork_server_manager
 from labkit.runs.result import RunResult, load
 
 if TYPE_CHECKING:
     from labkit_cluster.hosts import Host
     from labkit_cluster.submission import submit
-    from labkit_simulate.candidates import Plan
-    from labkit_simulate.plan import plan
-    from labkit_simulate.start import simulate
+    from labkit_simulate.planner import plan
+    from labkit_simulate.run_simulation import simulate
+    from labkit_simulate.search_result import SearchResult
 
 __all__ = [
     "Host",
@@ -48,7 +48,7 @@ __all__ = [
     "LabError",
     "NotAllHosts",
     "ParameterError",
-    "Plan",
+    "SearchResult",
     "RankFailed",
     "RecordError",
     "RunResult",
@@ -64,9 +64,9 @@ __all__ = [
 # Found when they are first asked for, so that the core imports neither of the packages that stand beside it.
 _ELSEWHERE = {
     "Host": "labkit_cluster.hosts",
-    "Plan": "labkit_simulate.candidates",
-    "plan": "labkit_simulate.plan",
-    "simulate": "labkit_simulate.start",
+    "Plan": "labkit_simulate.search_result",
+    "plan": "labkit_simulate.planner",
+    "simulate": "labkit_simulate.run_simulation",
     "submit": "labkit_cluster.submission",
 }
 
@@ -82,13 +82,13 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the cell magic ``%%torchrun`` (``%load_ext labkit``); importing labkit in a kernel does it."""
-    from labkit.launcher.magic import Torchrun
+    from labkit.launcher.magic import TorchrunMagics
 
-    shell.register_magics(Torchrun)
+    shell.register_magics(TorchrunMagics)
 
 
 if in_kernel():
     from IPython import get_ipython
 
     load_ipython_extension(get_ipython())
-    keeper.begin()
+    fork_server_manager.start_in_background()

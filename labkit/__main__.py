@@ -40,7 +40,7 @@ import tyro
 import labkit
 from labkit import config, doctor
 from labkit.course.commands import COMMANDS
-from labkit.launcher.progress import to_nobody
+from labkit.launcher.progress import redirect_to_devnull
 from labkit.launcher.run import find_program
 from labkit.runs import history
 from labkit.runs.folder import runs_folder
@@ -48,7 +48,7 @@ from labkit.theory.sizes import readable_bytes
 
 
 @dataclass
-class Run:
+class RunCommand:
     """Launch a rank program and show its summary. After its name come options, those of the program among them.
 
     ``run PROGRAM --help`` lists the parameters of a program.
@@ -65,7 +65,7 @@ class Run:
 
 
 @dataclass
-class Simulate:
+class SimulateCommand:
     """Simulate one rank of many, or several, and show its summary: memory and communication, no values.
 
     With a hardware its step's time is reckoned; no time is measured.
@@ -88,7 +88,7 @@ class Simulate:
 
 
 @dataclass
-class Plan:
+class PlanCommand:
     """Simulate all combinations of some values, and show those that fit, the fastest first.
 
     ``plan PROGRAM --help`` lists the parameters of a program; each takes one value or several.
@@ -115,22 +115,26 @@ class Plan:
 
 
 PROG = "python -m labkit"
-Launch = Run | Simulate | Plan
-ABOUT: dict[type[Launch], str] = {Run: "Launch", Simulate: "Simulate", Plan: "Simulate candidates of"}
-LISTED = 10  # of the runs that are to be removed
+LaunchCommand = RunCommand | SimulateCommand | PlanCommand
+COMMAND_VERBS: dict[type[LaunchCommand], str] = {
+    RunCommand: "Launch",
+    SimulateCommand: "Simulate",
+    PlanCommand: "Simulate candidates of",
+}
+PRUNE_PREVIEW_ROWS = 10  # of the runs that are to be removed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the arguments say; returns the exit status. Leaves where tyro says what is wrong with them."""
     try:
-        status = _do(sys.argv[1:] if arguments is None else list(arguments))
+        status = _dispatch_command(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()  # here a reader that has gone is still an error to be met
         return status
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)  # a plan says where it is kept
         return 130
     except BrokenPipeError:  # as in `... | head`
-        to_nobody(sys.stdout)
+        redirect_to_devnull(sys.stdout)
         return 1
     except labkit.ParameterError as error:
         print(error, file=sys.stderr)
@@ -140,19 +144,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _do(words: list[str]) -> int:
-    kinds: dict[str, type[Launch]] = {"run": Run, "simulate": Simulate, "plan": Plan}
+def _dispatch_command(words: list[str]) -> int:
+    kinds: dict[str, type[LaunchCommand]] = {"run": RunCommand, "simulate": SimulateCommand, "plan": PlanCommand}
     if words[:1] and words[0] in kinds and words[1:] and not words[1].startswith("-"):
-        return launch(*read_run(words[1], words[2:], kinds[words[0]]))
+        return execute_command(*parse_run_command(words[1], words[2:], kinds[words[0]]))
     if words[:1] == ["runs"]:
-        return of_runs(words[1:])
-    commands: dict[str, Callable[..., Any]] = {"run": Run, "show": show, "doctor": examine, "runs": list_runs}
-    every = commands | {"simulate": Simulate, "plan": Plan} | COMMANDS
+        return run_history_command(words[1:])
+    commands: dict[str, Callable[..., Any]] = {
+        "run": RunCommand,
+        "show": show_run_summary,
+        "doctor": print_diagnosis,
+        "runs": list_runs,
+    }
+    every = commands | {"simulate": SimulateCommand, "plan": PlanCommand} | COMMANDS
     done = tyro.extras.subcommand_cli_from_dict(every, prog=PROG, args=words)
-    return launch(done, {}) if isinstance(done, Launch) else done
+    return execute_command(done, {}) if isinstance(done, LaunchCommand) else done
 
 
-def read_run(program: str, words: Sequence[str], kind: type[Launch] = Run) -> tuple[Launch, dict[str, Any]]:
+def parse_run_command(
+    program: str, words: Sequence[str], kind: type[LaunchCommand] = RunCommand
+) -> tuple[LaunchCommand, dict[str, Any]]:
     """Read the options of ``run``, ``simulate`` or ``plan`` and those of the program, by its Config.
 
     The parameters are those that differ; for ``plan``, those that are given, each with its values in a list.
@@ -165,15 +176,13 @@ def read_run(program: str, words: Sequence[str], kind: type[Launch] = Run) -> tu
     config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
-        command, unknown = tyro.cli(
-            kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True
-        )
+        command, unknown = tyro.cli(kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True)
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = config.options(config_class, words, without=[each.name for each in fields(kind)])
-    if kind is Plan:
-        options = config.lists_of(options)
+    options = config.cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
+    if kind is PlanCommand:
+        options = config.cli_list_dataclass(options)
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     combined = make_dataclass(
         kind.__name__,
@@ -183,30 +192,30 @@ def read_run(program: str, words: Sequence[str], kind: type[Launch] = Run) -> tu
         ],
         bases=(kind,),
     )
-    about = f"{ABOUT[kind]} {program} and show {'those that fit' if kind is Plan else 'its summary'}."
+    about = f"{COMMAND_VERBS[kind]} {program} and show {'those that fit' if kind is PlanCommand else 'its summary'}."
     command = tyro.cli(combined, prog=f"{prog} {program}", description=about, args=words)
-    defaults, values = config.values_of(options()), config.values_of(command.parameters)
+    defaults, values = config.cli_values(options()), config.cli_values(command.parameters)
     return command, {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def launch(command: Launch, parameters: dict[str, Any]) -> int:
+def execute_command(command: LaunchCommand, parameters: dict[str, Any]) -> int:
     """Launch or simulate the program, print its summary; or the table of a plan."""
-    kind = next(each for each in ABOUT if isinstance(command, each))
+    kind = next(each for each in COMMAND_VERBS if isinstance(command, each))
     how = {each.name: getattr(command, each.name) for each in fields(kind)}
     program = how.pop("program")
-    if isinstance(command, Plan):
+    if isinstance(command, PlanCommand):
         lists = {name: list(each) for name, each in (how | parameters).items() if isinstance(each, tuple) and each}
         found = labkit.plan(program, **(how | lists))
         print(f"{found}\nrecorded in {found.folder}")
         return 0
-    start = labkit.run if isinstance(command, Run) else labkit.simulate
+    start = labkit.run if isinstance(command, RunCommand) else labkit.simulate
     result = start(program, **how, **parameters)
     print(result.summary().to_string())
     print(f"recorded in {result.folder}")
     return 0
 
 
-def show(folder: tyro.conf.Positional[Path]) -> int:
+def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:
     """Show the summary of an earlier run.
 
     Args:
@@ -216,7 +225,7 @@ def show(folder: tyro.conf.Positional[Path]) -> int:
     return 0
 
 
-def of_runs(words: Sequence[str]) -> int:
+def run_history_command(words: Sequence[str]) -> int:
     """Do what follows ``runs``: list, show, compare or prune; list, where nothing does."""
     commands: dict[str, Callable[..., Any]] = {"list": list_runs, "show": show_run, "compare": compare_runs}
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
@@ -231,10 +240,10 @@ def list_runs(program: str | None = None, limit: int = 20) -> int:
         program: Only runs of this program.
         limit: How many, at most; 0 lists all.
     """
-    found = history.runs(program=program)
+    found = history.find_runs(program=program)
     shown = found[: limit or None]
     if shown:
-        print(history.table(shown))
+        print(history.format_table(shown))
     print(f"{len(shown):,} of {len(found):,} runs in {runs_folder()}")
     return 0
 
@@ -245,7 +254,7 @@ def show_run(run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RU
     Args:
         run: The name of its folder, the end of that, or a path.
     """
-    result = labkit.load(history.find(run))
+    result = labkit.load(history.find_run_folder(run))
     print(f"{result.folder}\n{result}")
     return 0
 
@@ -256,14 +265,12 @@ def compare_runs(runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.con
     Args:
         runs: Two or more, each by the name of its folder, the end of that, or a path.
     """
-    compared = history.compare(labkit.load(history.find(run)) for run in runs)
+    compared = history.compare(labkit.load(history.find_run_folder(run)) for run in runs)
     print(compared.map(lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)).to_string())
     return 0
 
 
-def prune_runs(
-    keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False
-) -> int:
+def prune_runs(keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False) -> int:
     """Remove old runs, after asking. What is no run of labkit's, or may still go on, stays.
 
     Args:
@@ -272,13 +279,15 @@ def prune_runs(
         program: Only runs of this program.
         yes: Do not ask.
     """
-    old = history.outdated(keep=keep, older_than_days=older_than, program=program)
+    old = history.find_prunable_runs(keep=keep, older_than_days=older_than, program=program)
     if not old:
         print("nothing to remove")
         return 0
-    size = readable_bytes(history.size_of(old))
-    print(f"{history.table(old[:LISTED])}\n{len(old):,} runs, {size}, in {runs_folder()}; the newest of them are above")
-    if not yes and not _agrees():
+    size = readable_bytes(history.total_bytes(old))
+    print(
+        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in {runs_folder()}; the newest of them are above"
+    )
+    if not yes and not _confirm_removal():
         print("nothing was removed")
         return 0
     left = history.prune(old)
@@ -286,7 +295,7 @@ def prune_runs(
     return 1 if left else 0
 
 
-def _agrees() -> bool:
+def _confirm_removal() -> bool:
     """Whether whoever sits here says yes. Raises ParameterError where nobody does."""
     if not sys.stdin.isatty():
         raise labkit.ParameterError("nobody can be asked here: --yes removes them without asking")
@@ -296,13 +305,13 @@ def _agrees() -> bool:
         return False
 
 
-def examine(json: bool = False) -> int:
+def print_diagnosis(json: bool = False) -> int:
     """Say what this machine can do and how to mend what it cannot; 1 when a lab cannot run here.
 
     Args:
         json: Print one JSON object instead of text.
     """
-    report = doctor.examine()
+    report = doctor.run_checks()
     print(dumps(report.as_dict(), indent=2) if json else report)
     return 0 if report.ok else 1
 

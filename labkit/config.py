@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 from labkit.errors import LabError, ParameterError
 
-READABLE = (
+IMPORTABLE_MODULES = (
     "labkit.config",
     "labkit.errors",
     "labkit.models.catalog",
@@ -49,17 +49,17 @@ READABLE = (
 )
 """What a Config can use of labkit, with all that lies below: it imports no torch."""
 PLAIN_TYPES = (int, float, bool, str, types.NoneType)
-NUMBERS: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
-BOOL: Any = bool  # a number to Python, not to a learner
-LARGEST = 2**63 - 1
+NUMBER_TYPES: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
+BOOL_TYPE: Any = bool  # a number to Python, not to a learner
+MAX_INT64 = 2**63 - 1
 """The largest whole number that a tensor can hold."""
-SHOWN = 200
+MAX_SHOWN_CHARACTERS = 200
 """Characters of a refused value that a message shows."""
-LONGEST_WORD = 2**17 - 1
+MAX_ARGUMENT_BYTES = 2**17 - 1
 """Bytes of a word of a command line, on Linux."""
-GUARDED = re.compile(r"-|\\|None$")
+ESCAPE_PATTERN = re.compile(r"-|\\|None$")
 """How a text begins that a command line would take for something else: for an option, or for None."""
-READ_ALONE = (
+CONFIG_IMPORT_RULE = (
     "it is read without running the program: it may use the standard library, labkit.theory and constants; "
     "import what else validate needs inside validate"
 )
@@ -76,7 +76,7 @@ class Limits:
     below: float = math.inf
     multiple_of: int = 0
 
-    def hold(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Whether the value is within."""
         divides = not self.multiple_of or value % self.multiple_of == 0
         return divides and value >= self.at_least and self.above < value < self.below
@@ -99,24 +99,22 @@ def read_replaceable(program: Path) -> dict[str, inspect.Signature]:
     Raises:
         ParameterError: the program is not Python.
     """
-    functions = [node for node in _parse(program).body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in _parse_program(program).body if isinstance(node, ast.FunctionDef)]
     return {
-        function.name: _signature(function.args)
+        function.name: _argument_signature(function.args)
         for function in functions
         if any(ast.unparse(decorator).split(".")[-1] == "replaceable" for decorator in function.decorator_list)
     }
 
 
-def _signature(arguments: ast.arguments) -> inspect.Signature:
+def _argument_signature(arguments: ast.arguments) -> inspect.Signature:
     """The names of a function's arguments, without types and defaults."""
     kinds = {
         inspect.Parameter.POSITIONAL_ONLY: arguments.posonlyargs,
         inspect.Parameter.POSITIONAL_OR_KEYWORD: arguments.args,
         inspect.Parameter.KEYWORD_ONLY: arguments.kwonlyargs,
     }
-    return inspect.Signature(
-        [inspect.Parameter(each.arg, kind) for kind, each_one in kinds.items() for each in each_one]
-    )
+    return inspect.Signature([inspect.Parameter(each.arg, kind) for kind, each_one in kinds.items() for each in each_one])
 
 
 def read_config(program: Path) -> type[Any] | None:
@@ -128,20 +126,20 @@ def read_config(program: Path) -> type[Any] | None:
     Raises:
         ParameterError: the program is not Python, or its Config needs something else.
     """
-    tree = _parse(program)
+    tree = _parse_program(program)
     definition = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"), None)
     if definition is None:
         return None
-    with _explained(str(program), definition.lineno, "class Config", "fields need plain defaults that cannot fail"):
-        config_class = _execute(program, tree.body[: tree.body.index(definition)], definition)
+    with _raise_parameter_errors(str(program), definition.lineno, "class Config", "fields need plain defaults that cannot fail"):
+        config_class = _execute_config_class(program, tree.body[: tree.body.index(definition)], definition)
     for field in definition.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             _check_field(config_class, field.target.id, f"{program}:{field.lineno}: class Config")
-    config_class.program_file, config_class.field_docs = str(program), _docs_in(definition)
+    config_class.program_file, config_class.field_docs = str(program), _docs_below_fields(definition)
     return config_class
 
 
-def _parse(program: Path) -> ast.Module:
+def _parse_program(program: Path) -> ast.Module:
     try:
         return ast.parse(program.read_bytes(), str(program))
     except OSError as error:
@@ -152,7 +150,7 @@ def _parse(program: Path) -> ast.Module:
         raise ParameterError(f"{program}: not valid Python: {error or type(error).__name__}") from None
 
 
-def make(config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None) -> ConfigType:
+def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None) -> ConfigType:
     """A Config with these parameters, over the preset's values, over the defaults.
 
     Args:
@@ -164,18 +162,18 @@ def make(config_class: type[ConfigType], parameters: Mapping[str, Any], world_si
         ParameterError: an unknown name, a value of the wrong type, outside its limits or its choices, or a refusal of
             ``Config.validate``.
     """
-    known = _fields(config_class)
+    known = _init_fields(config_class)
     for name in parameters:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ParameterError(f"no parameter is called {name!r}{hint} Allowed:\n{describe(config_class)}")
+            raise ParameterError(f"no parameter is called {name!r}{hint} Allowed:\n{describe_fields(config_class)}")
     try:
-        converted = {name: _checked(name, value, known[name].type) for name, value in parameters.items()}
+        converted = {name: _convert_parameter(name, value, known[name].type) for name, value in parameters.items()}
     except ParameterError as error:
-        raise ParameterError(f"{error}. Allowed:\n{describe(config_class)}") from None
+        raise ParameterError(f"{error}. Allowed:\n{describe_fields(config_class)}") from None
     preset = converted.get("preset", known["preset"].default if "preset" in known else None)
-    with _refusing(config_class, "__post_init__"):
+    with _convert_refusals(config_class, "__post_init__"):
         config = config_class(**(preset_values(config_class, preset) | converted))
     if world_size is not None:
         validate(config, world_size)
@@ -188,12 +186,12 @@ def validate(config: Any, world_size: int) -> None:
     Raises:
         ParameterError: what is refused.
     """
-    for name, field in _fields(type(config)).items():
+    for name, field in _init_fields(type(config)).items():
         value = getattr(config, name)
-        if value != _default(field):
-            _checked(name, value, field.type)
+        if value != _default_value(field):
+            _convert_parameter(name, value, field.type)
     if hasattr(config, "validate"):
-        with _refusing(type(config), "validate"):
+        with _convert_refusals(type(config), "validate"):
             config.validate(world_size)
 
 
@@ -214,7 +212,7 @@ def require(name: str, value: Any, kind: type = int, *, because: str, **limits: 
     try:
         convert(value, wanted)
     except ValueError:
-        rule = f"{name} = {_shown(value)}, but must be {_type_name(wanted)}"
+        rule = f"{name} = {_short_repr(value)}, but must be {_type_name(wanted)}"
         raise ParameterError(f"{rule}: {because}. Change it in the cell of parameters.") from None
 
 
@@ -234,14 +232,14 @@ def to_argv(config: Any) -> list[str]:
     """
     implied = preset_values(type(config), getattr(config, "preset", None))
     words: list[str] = []
-    for name, field in _fields(type(config)).items():
+    for name, field in _init_fields(type(config)).items():
         value = getattr(config, name)
-        if name in implied or value != _default(field):
+        if name in implied or value != _default_value(field):
             option = f"--{name.replace('_', '-')}"
-            if _needs_guard(field.type):
-                value = _guarded(value)
+            if _needs_escape(field.type):
+                value = _escape_text(value)
             items = list(map(str, value)) if isinstance(value, tuple | list) else [str(value)]
-            _refuse_what_no_command_line_holds(name, items)
+            _refuse_unsafe_arguments(name, items)
             if field.type is bool:
                 words.append(option if value else option.replace("--", "--no-", 1))
             elif len(items) == 1:
@@ -264,18 +262,18 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str] | None = None
     argv = sys.argv[1:] if argv is None else list(argv)
     generated = f"{config_class.__name__}("  # what @dataclass writes where there is no docstring
     about = "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
-    parsed = tyro.cli(options(config_class, argv), args=argv, description=about)
-    with _refusing(config_class, "__post_init__"):
-        return config_class(**values_of(parsed))
+    parsed = tyro.cli(cli_dataclass(config_class, argv), args=argv, description=about)
+    with _convert_refusals(config_class, "__post_init__"):
+        return config_class(**cli_values(parsed))
 
 
-def values_of(parsed: Any) -> dict[str, Any]:
+def cli_values(parsed: Any) -> dict[str, Any]:
     """The values of ``options`` that were read from a command line, by name, without the backslashes of ``to_argv``."""
-    guarded = {name for name, field in _fields(type(parsed)).items() if _needs_guard(field.type)}
-    return {name: _unguarded(value) if name in guarded else value for name, value in vars(parsed).items()}
+    guarded = {name for name, field in _init_fields(type(parsed)).items() if _needs_escape(field.type)}
+    return {name: _unescape_text(value) if name in guarded else value for name, value in vars(parsed).items()}
 
 
-def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()) -> type[Any]:
+def cli_dataclass(config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()) -> type[Any]:
     """The fields as a dataclass for tyro: docstrings and limits are the help, the values of argv's preset the defaults.
 
     Args:
@@ -288,20 +286,20 @@ def options(config_class: type[Any], argv: Sequence[str], without: Sequence[str]
     presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     presets.add_argument("--preset", nargs="?")
     chosen = preset_values(config_class, presets.parse_known_args(argv)[0].preset)
-    docs = _docs_of(config_class)
+    docs = _field_docs(config_class)
     fields: list[tuple[str, Any, dataclasses.Field[Any]]] = []
-    for name, field in _fields(config_class).items():
+    for name, field in _init_fields(config_class).items():
         if name not in without:
             limits = [f"({_type_name(field.type)})"] if "Limits(" in str(field.type) else []
             about = tyro.conf.arg(help=" ".join([*docs.get(name, "").split(), *limits]) or None)
-            value = chosen.get(name, _default(field))
-            value = _guarded(value) if _needs_guard(field.type) else value
+            value = chosen.get(name, _default_value(field))
+            value = _escape_text(value) if _needs_escape(field.type) else value
             default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
             fields.append((name, Annotated[field.type, about], default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
 
 
-def lists_of(read: type[Any]) -> type[Any]:
+def cli_list_dataclass(read: type[Any]) -> type[Any]:
     """What ``options`` gives, each field with any number of values, none by default; without those of tuples."""
     fields: list[Any] = []
     wanted: Any
@@ -312,17 +310,17 @@ def lists_of(read: type[Any]) -> type[Any]:
     return dataclasses.make_dataclass(read.__name__, fields)
 
 
-def describe(config_class: type[Any]) -> str:
+def describe_fields(config_class: type[Any]) -> str:
     """One line a field: name, type, default and the first line of its docstring."""
-    docs = {name: f"  # {text.splitlines()[0]}" for name, text in _docs_of(config_class).items()}
+    docs = {name: f"  # {text.splitlines()[0]}" for name, text in _field_docs(config_class).items()}
     return "\n".join(
-        f"  {name}: {_type_name(field.type)} = {_default(field)!r}{docs.get(name, '')}"
-        for name, field in _fields(config_class).items()
+        f"  {name}: {_type_name(field.type)} = {_default_value(field)!r}{docs.get(name, '')}"
+        for name, field in _init_fields(config_class).items()
     )
 
 
 @contextlib.contextmanager
-def _explained(file: str, line: int, what: str, rule: str) -> Iterator[None]:
+def _raise_parameter_errors(file: str, line: int, what: str, rule: str) -> Iterator[None]:
     """Turn whatever a program's own code raises in here into a ParameterError with file:line and the rule."""
     try:
         yield
@@ -331,70 +329,68 @@ def _explained(file: str, line: int, what: str, rule: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         lines = [at for frame, at in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
         place, reason = f"{file}:{lines[-1] if lines else line}", f"{type(error).__name__}: {error}"
-        rule = READ_ALONE if isinstance(error, NameError) else rule
+        rule = CONFIG_IMPORT_RULE if isinstance(error, NameError) else rule
         raise ParameterError(f"{place}: {what}: {reason}; {rule}") from error
 
 
 @contextlib.contextmanager
-def _refusing(config_class: type[Any], method: str) -> Iterator[None]:
+def _convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
     """A ValueError in here is a refusal, and its text the message; all else is a mistake in the Config's method."""
     module = sys.modules.get(config_class.__module__)
     file = getattr(config_class, "program_file", getattr(module, "__file__", None))
     code = getattr(getattr(config_class, method, None), "__code__", None)
     rule = "to refuse a value, raise ValueError with the reason; nothing else may fail"
-    with _explained(str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule):
+    with _raise_parameter_errors(str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule):
         try:
             yield
         except ValueError as error:
             raise ParameterError(str(error)) from error
 
 
-def _needs_guard(wanted: Any) -> bool:
+def _needs_escape(wanted: Any) -> bool:
     """Whether a field of this type takes any text, and several of them, or None."""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
-        return _needs_guard(arguments[0])
-    return origin in (Union, types.UnionType, tuple) and any(part is str or _needs_guard(part) for part in arguments)
+        return _needs_escape(arguments[0])
+    return origin in (Union, types.UnionType, tuple) and any(part is str or _needs_escape(part) for part in arguments)
 
 
-def _guarded(value: Any) -> Any:
+def _escape_text(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return tuple(map(_guarded, value))
-    return f"\\{value}" if isinstance(value, str) and GUARDED.match(value) else value
+        return tuple(map(_escape_text, value))
+    return f"\\{value}" if isinstance(value, str) and ESCAPE_PATTERN.match(value) else value
 
 
-def _unguarded(value: Any) -> Any:
+def _unescape_text(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_unguarded, value))
-    return value[1:] if isinstance(value, str) and value[:1] == "\\" and GUARDED.match(value[1:]) else value
+        return tuple(map(_unescape_text, value))
+    return value[1:] if isinstance(value, str) and value[:1] == "\\" and ESCAPE_PATTERN.match(value[1:]) else value
 
 
-def _refuse_what_no_command_line_holds(name: str, items: Sequence[str]) -> None:
+def _refuse_unsafe_arguments(name: str, items: Sequence[str]) -> None:
     for item in items:
         try:
             if "\0" in item:
-                raise ParameterError(f"{name} = {_shown(item)}: a command line cannot hold the character '\\x00'")
-            if len(os.fsencode(item)) + len(name) > LONGEST_WORD - len("--="):
-                most = f"{LONGEST_WORD:,} bytes are the limit; write it to a file, and give its path"
-                raise ParameterError(f"{name} = {_shown(item)}: a command line cannot hold so long a text: {most}")
+                raise ParameterError(f"{name} = {_short_repr(item)}: a command line cannot hold the character '\\x00'")
+            if len(os.fsencode(item)) + len(name) > MAX_ARGUMENT_BYTES - len("--="):
+                most = f"{MAX_ARGUMENT_BYTES:,} bytes are the limit; write it to a file, and give its path"
+                raise ParameterError(f"{name} = {_short_repr(item)}: a command line cannot hold so long a text: {most}")
         except UnicodeEncodeError as error:
             character = repr(item[error.start])
-            raise ParameterError(
-                f"{name} = {_shown(item)}: a command line cannot hold the character {character}"
-            ) from None
+            raise ParameterError(f"{name} = {_short_repr(item)}: a command line cannot hold the character {character}") from None
 
 
-def _readable_part(node: ast.stmt) -> ast.stmt | None:
+def _safe_part(node: ast.stmt) -> ast.stmt | None:
     """The statement, or the part of it, that may be run without running the program; None for nothing of it."""
     if not isinstance(node, ast.Import | ast.ImportFrom):
         return node if _is_constant(node) else None
     above = f"{'.' * node.level}{node.module}." if isinstance(node, ast.ImportFrom) else ""
-    node.names = [alias for alias in node.names if _is_readable(f"{above}{alias.name}")]
+    node.names = [alias for alias in node.names if _is_importable(f"{above}{alias.name}")]
     return node if node.names else None
 
 
-def _is_readable(name: str) -> bool:
-    allowed = tuple(f"{readable}." for readable in READABLE)
+def _is_importable(name: str) -> bool:
+    allowed = tuple(f"{readable}." for readable in IMPORTABLE_MODULES)
     return name.partition(".")[0] in sys.stdlib_module_names or f"{name}.".startswith(allowed)
 
 
@@ -405,13 +401,13 @@ def _is_constant(node: ast.stmt) -> bool:
     return not any(isinstance(part, ast.Call | ast.Await | ast.NamedExpr) for part in ast.walk(node.value))
 
 
-def _execute(program: Path, above: list[ast.stmt], definition: ast.ClassDef) -> type[Any]:
+def _execute_config_class(program: Path, above: list[ast.stmt], definition: ast.ClassDef) -> type[Any]:
     number = next(_module_numbers)  # others may be read in other threads
     module = types.ModuleType(f"config of {program.name}, {number}")
     sys.modules[module.__name__] = module  # dataclass() looks there for the names in annotations
     try:
         for node in above:
-            if part := _readable_part(node):
+            if part := _safe_part(node):
                 try:
                     _execute_statement(program, part, module)
                 except Exception:
@@ -436,13 +432,11 @@ def _execute_statement(program: Path, node: ast.stmt, module: types.ModuleType) 
 
 def _check_field(config_class: type[Any], name: str, place: str) -> None:
     """ParameterError for a field without default, or of a type that no command line could give."""
-    field = _fields(config_class).get(name)
+    field = _init_fields(config_class).get(name)
     if field is None:
         return
-    if _default(field) is dataclasses.MISSING:
-        raise ParameterError(
-            f"{place}: no default for {name}; every field needs one, so that the program runs without arguments"
-        )
+    if _default_value(field) is dataclasses.MISSING:
+        raise ParameterError(f"{place}: no default for {name}; every field needs one, so that the program runs without arguments")
     if not _is_allowed(field.type):
         raise ParameterError(
             f"{place}: field {name} is {_type_name(field.type)}; a field is int, float, bool, str, Literal, a tuple of "
@@ -459,16 +453,16 @@ def _is_allowed(wanted: Any) -> bool:
     return origin is Literal or wanted in PLAIN_TYPES
 
 
-def _docs_of(config_class: type[Any]) -> dict[str, str]:
+def _field_docs(config_class: type[Any]) -> dict[str, str]:
     """The fields' docstrings: of a class that was read, or of one that runs, from its source where there is one."""
     if not hasattr(config_class, "field_docs"):
         config_class.field_docs = {}
         with contextlib.suppress(OSError, TypeError, SyntaxError):
-            config_class.field_docs = _docs_in(ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0])
+            config_class.field_docs = _docs_below_fields(ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0])
     return dict(config_class.field_docs)
 
 
-def _docs_in(definition: ast.stmt) -> dict[str, str]:
+def _docs_below_fields(definition: ast.stmt) -> dict[str, str]:
     return {
         field.target.id: text
         for field, below in itertools.pairwise(getattr(definition, "body", []))
@@ -477,7 +471,7 @@ def _docs_in(definition: ast.stmt) -> dict[str, str]:
     }
 
 
-def _fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+def _init_fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     """The fields that can be given, by name, each with its type read where it was a string."""
     wanted = typing.get_type_hints(config_class, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
@@ -486,24 +480,24 @@ def _fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return fields
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default_value(field: dataclasses.Field[Any]) -> Any:
     """A field's default, or dataclasses.MISSING."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _checked(name: str, value: Any, wanted: Any) -> Any:
+def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
     try:
         return convert(value, wanted)
     except ValueError:
-        raise ParameterError(f"{name} = {_shown(value)} is not {_type_name(wanted)}") from None
+        raise ParameterError(f"{name} = {_short_repr(value)} is not {_type_name(wanted)}") from None
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
     except Exception as error:  # of a number with too many digits, or of an object that cannot be shown
         text = f"<{type(value).__name__}, {error}>"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
 
 
 def convert(value: Any, wanted: Any) -> Any:
@@ -517,7 +511,7 @@ def convert(value: Any, wanted: Any) -> Any:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         value = convert(value, arguments[0])
-        if all(limits.hold(value) for limits in arguments[1:] if isinstance(limits, Limits)):
+        if all(limits.contains(value) for limits in arguments[1:] if isinstance(limits, Limits)):
             return value
     elif origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
@@ -531,13 +525,13 @@ def convert(value: Any, wanted: Any) -> Any:
             items = arguments[:1] * len(value) if Ellipsis in arguments else arguments
             if len(value) == len(items):
                 return tuple(map(convert, value, items))
-    elif wanted in NUMBERS:
-        too_large = isinstance(value, int) and abs(value) > LARGEST
-        if isinstance(value, NUMBERS[wanted]) and not isinstance(value, BOOL) and not too_large:
+    elif wanted in NUMBER_TYPES:
+        too_large = isinstance(value, int) and abs(value) > MAX_INT64
+        if isinstance(value, NUMBER_TYPES[wanted]) and not isinstance(value, BOOL_TYPE) and not too_large:
             return wanted(value)
     elif isinstance(value, wanted):
         return value
-    raise ValueError(f"{_shown(value)} is not {_type_name(wanted)}")
+    raise ValueError(f"{_short_repr(value)} is not {_type_name(wanted)}")
 
 
 def _type_name(wanted: Any) -> str:

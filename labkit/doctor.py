@@ -23,8 +23,8 @@ from typing import Literal
 import psutil
 
 from labkit import requirements
-from labkit.requirements import release
-from labkit.runs import private
+from labkit.requirements import parse_version
+from labkit.runs import private_files
 from labkit.runs.folder import runs_folder
 
 GIB = 1024**3
@@ -57,7 +57,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """All findings; a table in a notebook, lines of text elsewhere."""
 
     findings: Sequence[Finding]
@@ -89,8 +89,8 @@ class Report:
 
 def check_python() -> Finding:
     """The interpreter's version."""
-    detail = f"{platform.python_version()} at {short(sys.executable)}"
-    if release(platform.python_version()) < (3, 11):
+    detail = f"{platform.python_version()} at {display_path(sys.executable)}"
+    if parse_version(platform.python_version()) < (3, 11):
         return Finding("FAIL", "Python", detail, "install Python 3.11 or newer", EVERY_LAB)
     return Finding("OK", "Python", detail)
 
@@ -103,7 +103,7 @@ def check_torch() -> Finding:
         return Finding("FAIL", "PyTorch", f"not importable: {error}", "pip install 'torch>=2.11'", EVERY_LAB)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     detail = f"{torch.__version__}, built for {build}"
-    if release(torch.__version__) < (2, 11):
+    if parse_version(torch.__version__) < (2, 11):
         return Finding("FAIL", "PyTorch", detail, "pip install 'torch>=2.11'", EVERY_LAB)
     if not torch.distributed.is_available():
         detail += ", without torch.distributed"
@@ -111,7 +111,7 @@ def check_torch() -> Finding:
     return Finding("OK", "PyTorch", detail)
 
 
-def short(path: str | Path) -> str:
+def display_path(path: str | Path) -> str:
     """A path as seen from labkit's checkout where it lies inside, so that a saved notebook names no private folder."""
     path, checkout = Path(path), Path(__file__).parents[1]
     return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else str(path)
@@ -121,7 +121,7 @@ def check_sharded_convolution() -> Finding:
     """PyTorch's own DTensor convolution on images sharded in space: silently wrong on every version measured so far."""
     import torch
 
-    version = release(torch.__version__)
+    version = parse_version(torch.__version__)
     is_measured = version in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}
     seen = "wrong" if is_measured else "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
     detail = f"{seen} on torch {torch.__version__}"
@@ -130,9 +130,9 @@ def check_sharded_convolution() -> Finding:
     return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, "lab 1, strategy native")
 
 
-def check_differences() -> Finding:
+def check_torch_features() -> Finding:
     """What this torch cannot do and a later one can. No lab needs it; tests of it are skipped."""
-    found = [text for text in map(requirements.missing, requirements.DIFFERENCES) if text]
+    found = [text for text in map(requirements.feature_problem, requirements.TORCH_FEATURES) if text]
     if found:
         return Finding("NOTE", "Older PyTorch", "; ".join(found), labs="no lab, tests of it are skipped")
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
@@ -142,15 +142,13 @@ def check_compiler() -> Finding:
     """A C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
         return Finding("FAIL", "C++ compiler", seen, requirements.COMPILER_FIX, "lab 4 (torch.compile)")
-    answer = subprocess.run(
-        [requirements.compiler_wanted(), "--version"], capture_output=True, text=True, timeout=30, check=False
-    )
-    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [requirements.compiler_wanted()])[0])
+    answer = subprocess.run([requirements.compiler_name(), "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [requirements.compiler_name()])[0])
 
 
 def check_cores() -> Finding:
     """The cores that this process may use, which can be fewer than the machine has."""
-    cores = len(requirements.cores())
+    cores = len(requirements.usable_cores())
     if cores < 2:
         return Finding("NOTE", "Cores", "1", "none needed: ranks take turns, so timings show mechanism, not speed")
     return Finding("OK", "Cores", f"{cores}; more ranks than that show mechanism, not speed")
@@ -221,16 +219,16 @@ def check_runs_folder() -> Finding:
     """Where runs are recorded: $LABKIT_RUNS, else runs/ in labkit's checkout, else runs/ in the current folder."""
     folder = runs_folder()
     try:
-        private.make_folder(folder)
+        private_files.make_private_folder(folder)
         with tempfile.NamedTemporaryFile(dir=folder):
             free_gib = shutil.disk_usage(folder).free / GIB
     except OSError as error:
         fix = "set LABKIT_RUNS to a folder that you may write to"
         return Finding("FAIL", "Runs folder", f"{folder}: {error.strerror or error}", fix, EVERY_LAB)
-    return Finding("OK", "Runs folder", f"{short(folder)}, {free_gib:.0f} GiB free")
+    return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 
-TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (check_sharded_convolution, check_differences, check_gpus)
+TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (check_sharded_convolution, check_torch_features, check_gpus)
 OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
     check_compiler,
     check_cores,
@@ -242,17 +240,17 @@ OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def examine() -> Report:
+def run_checks() -> Diagnosis:
     """Make every check that can be made. Takes about as long as importing torch."""
     findings = [check_python(), check_torch()]
     if findings[-1].status != "FAIL":
         findings += [check() for check in TORCH_CHECKS]
-    return Report(findings + [check() for check in OTHER_CHECKS])
+    return Diagnosis(findings + [check() for check in OTHER_CHECKS])
 
 
 def show() -> None:
     """Show the report: a table in a notebook, text elsewhere."""
-    report = examine()
+    report = run_checks()
     if "IPython" in sys.modules:
         from IPython.display import display
 

@@ -7,10 +7,10 @@ the caller can mend are ValueErrors as well.
 from collections.abc import Mapping
 from pathlib import Path
 
-LONGEST_TEXT = 20_000
+MAX_TEXT_CHARACTERS = 20_000
 
 
-def shorten(text: str, limit: int = LONGEST_TEXT) -> str:
+def shorten(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
     """A text of at most ``limit`` characters and a remark: of a longer one, the beginning and the end."""
     if len(text) <= limit:
         return text

@@ -32,12 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Function = Callable[..., Any]
-_FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_FSDP_PARAM_GROUP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
-def reduce_scatter_with_assert(
-    original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any
-) -> Any:
+def reduce_scatter_with_assert(original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any) -> Any:
     """Check the output buffer of a reduce-scatter, then run it. For ``patch_reduce_scatter``, with functools.partial.
 
     Args:
@@ -56,17 +54,17 @@ def reduce_scatter_with_assert(
     return original(*args, **kwargs)
 
 
-def fsdp_internals(name: str) -> Any:
+def get_fsdp_class(name: str) -> Any:
     """A class of torch's own that FSDP2 is made of.
 
     Raises:
         RuntimeError: this version of torch has no such class there.
     """
     try:
-        return getattr(importlib.import_module(_FSDP_MODULE), name)
+        return getattr(importlib.import_module(_FSDP_PARAM_GROUP_MODULE), name)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"torch {torch.__version__} has no {_FSDP_MODULE}.{name}: it is private and has moved; "
+            f"torch {torch.__version__} has no {_FSDP_PARAM_GROUP_MODULE}.{name}: it is private and has moved; "
             f"labkit.instrument knows torch 2.11 to 2.13"
         ) from error
 
@@ -120,7 +118,7 @@ class DummyDDP(nn.Module):
         self.process_group = process_group or DummyProcessGroup(0, 1)
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._reduce)
+                parameter.register_post_accumulate_grad_hook(self._count_all_reduce)
 
     @property
     def all_reduces(self) -> int:
@@ -130,49 +128,49 @@ class DummyDDP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def _reduce(self, parameter: Tensor) -> None:
+    def _count_all_reduce(self, parameter: Tensor) -> None:
         self.process_group.allreduce([parameter.grad])
 
 
 @contextlib.contextmanager
-def _replaced(owner_name: str, names: Sequence[str], new: Function) -> Iterator[Function]:
+def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> Iterator[Function]:
     """Let ``names`` of a class of FSDP2's, or of torch.distributed, be ``new``, and give the first original."""
-    owner = fsdp_internals(owner_name) if owner_name else dist
+    owner = get_fsdp_class(owner_name) if owner_name else dist
     # as they are stored: a staticmethod stays one
     originals = {name: vars(owner)[name] for name in names if name in vars(owner)}
     if not originals:
         raise RuntimeError(f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}")
     original: Function = getattr(owner, next(iter(originals)))
-    _meet()  # else a rank that is a thread could read another's replacement as the original
+    _barrier_if_distributed()  # else a rank that is a thread could read another's replacement as the original
     for name, stored in originals.items():
         setattr(owner, name, staticmethod(new) if isinstance(stored, staticmethod) else new)
     try:
         yield original
-        _meet()
+        _barrier_if_distributed()
     finally:
         for name, stored in originals.items():
             setattr(owner, name, stored)
 
 
-def _meet() -> None:
+def _barrier_if_distributed() -> None:
     """Wait for all ranks, if there are any."""
     if dist.is_initialized():
         dist.barrier()
 
 
-patch_all_gather = partial(_replaced, "", ("all_gather_single", "all_gather_into_tensor"))
+patch_all_gather = partial(_patch_functions, "", ("all_gather_single", "all_gather_into_tensor"))
 """FSDP2's all-gather, by its name in torch 2.13 and in 2.11: ``new(output, shard, group=…, async_op=…)``."""
-patch_reduce_scatter = partial(_replaced, "", ("reduce_scatter_single", "reduce_scatter_tensor"))
+patch_reduce_scatter = partial(_patch_functions, "", ("reduce_scatter_single", "reduce_scatter_tensor"))
 """The reduce-scatter of FSDP2's gradients, likewise: ``new(output=…, input=…, op=…, group=…, async_op=…)``."""
-patch_all_reduce = partial(_replaced, "", ("all_reduce",))
+patch_all_reduce = partial(_patch_functions, "", ("all_reduce",))
 """``torch.distributed.all_reduce``: ``new(tensor, op, group, async_op)``."""
-patch_unshard = partial(_replaced, "FSDPParamGroup", ("unshard",))
+patch_unshard = partial(_patch_functions, "FSDPParamGroup", ("unshard",))
 """What gathers a unit of FSDP2: ``new(unit, async_op=False)``."""
-patch_reshard = partial(_replaced, "FSDPParamGroup", ("reshard",))
+patch_reshard = partial(_patch_functions, "FSDPParamGroup", ("reshard",))
 """What frees a gathered unit of FSDP2: ``new(unit)``."""
-patch_post_backward = partial(_replaced, "FSDPParamGroup", ("post_backward",))
+patch_post_backward = partial(_patch_functions, "FSDPParamGroup", ("post_backward",))
 """What reduces a unit's gradients after its backward pass: ``new(unit, *unused)``."""
-patch_register_post_backward_hook_backward = partial(_replaced, "RegisterPostBackwardFunction", ("backward",))
+patch_register_post_backward_hook_backward = partial(_patch_functions, "RegisterPostBackwardFunction", ("backward",))
 """The node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``, ``ctx.param_group`` is the unit.
 
 A unit whose inputs need no gradient, such as the first, has no such node.

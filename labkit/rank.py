@@ -3,7 +3,7 @@
 The session itself lives in labkit/session; this module is the short name that rank programs and cells import.
 """
 
-from labkit.session.given import give, is_given, replaceable
-from labkit.session.session import Here, Measure, refuse, session, start
+from labkit.session.payload import is_replaced, replaceable, report
+from labkit.session.session import Session, StepLoop, exit_with_reason, run_main, session
 
-__all__ = ["Here", "Measure", "give", "is_given", "refuse", "replaceable", "session", "start"]
+__all__ = ["Session", "StepLoop", "report", "is_replaced", "exit_with_reason", "replaceable", "session", "run_main"]

@@ -18,30 +18,30 @@ LOOPBACK_FIX = "ip link set lo up, and a line `127.0.0.1 localhost` in /etc/host
 COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda install cxx-compiler"
 
 
-class Difference(NamedTuple):
+class TorchFeature(NamedTuple):
     """What torch can do from some version on. Tests of it are skipped before that, and the doctor says so."""
 
     since: tuple[int, int]
-    what: str
+    description: str
     issue: str
     """Upstream."""
 
 
-UNEVEN_SEQUENCE = Difference(
+UNEVEN_SEQUENCE = TorchFeature(
     (2, 13), "sequence parallelism over a sequence that the ranks cannot share evenly", "pytorch/pytorch#143748"
 )
-DIFFERENCES = (UNEVEN_SEQUENCE,)
+TORCH_FEATURES = (UNEVEN_SEQUENCE,)
 
 
-def missing(difference: Difference, version: tuple[int, int] | None = None) -> str:
+def feature_problem(difference: TorchFeature, version: tuple[int, int] | None = None) -> str:
     """Why the installed torch cannot do this, or "" where it can."""
     if (version or torch_version()) >= difference.since:
         return ""
     major, minor = difference.since
-    return f"{difference.what} needs torch {major}.{minor} ({difference.issue})"
+    return f"{difference.description} needs torch {major}.{minor} ({difference.issue})"
 
 
-def cores() -> list[int]:
+def usable_cores() -> list[int]:
     """The CPU cores that this process may use, which can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -62,11 +62,11 @@ def loopback_problem() -> str:
 
 def torch_version() -> tuple[int, int]:
     """Major and minor version of the installed torch."""
-    major, minor, *_ = release(metadata.version("torch"))
+    major, minor, *_ = parse_version(metadata.version("torch"))
     return major, minor
 
 
-def release(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """The numbers of a version, such as (2, 13, 0) for ``2.13.0+cpu`` or (2, 14, 0) for ``2.14.0a0+git``."""
     return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split(".")[:3])
 
@@ -89,25 +89,25 @@ def native_convolution_problem(version: tuple[int, int] | None = None) -> str:
     )
 
 
-def refuse_if_broken(strategy: str) -> None:
+def refuse_native_strategy(strategy: str) -> None:
     """Raises ValueError for the strategy ``native``: DTensor's own spatially sharded convolution is wrong."""
     if strategy == "native":
         raise ValueError(native_convolution_problem())
 
 
-def compiler_wanted() -> str:
+def compiler_name() -> str:
     """The program that inductor calls: $CXX, else g++, on a Mac clang++ (``cpp.cxx`` in torch/_inductor/config.py)."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def compiler_problem() -> str:
     """What is missing, or "" where the compiler is there."""
-    if shutil.which(compiler_wanted()):
+    if shutil.which(compiler_name()):
         return ""
     if "CXX" in os.environ:
-        return f"CXX is {compiler_wanted()!r}, which is no program"
+        return f"CXX is {compiler_name()!r}, which is no program"
     other = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
-    return f"no {compiler_wanted()}" + (f"; set CXX={other} to use the compiler that is here" if other else "")
+    return f"no {compiler_name()}" + (f"; set CXX={other} to use the compiler that is here" if other else "")
 
 
 def refuse_without_compiler() -> None:

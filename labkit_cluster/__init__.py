@@ -9,9 +9,9 @@
 The runs folder ($LABKIT_RUNS, else runs/ in the checkout) must be on a disk that the notebook and all nodes see.
 """
 
-from labkit_cluster.jobs import Job, JobCancelled, job
+from labkit_cluster.jobs import Job, JobCancelled, load_job
 from labkit_cluster.kubernetes import Kubernetes
 from labkit_cluster.slurm import Slurm
 from labkit_cluster.submission import submit
 
-__all__ = ["Job", "JobCancelled", "Kubernetes", "Slurm", "job", "submit"]
+__all__ = ["Job", "JobCancelled", "Kubernetes", "Slurm", "load_job", "submit"]

@@ -17,21 +17,21 @@ from typing import Any, NoReturn
 
 from labkit.errors import HostLost, NotAllHosts, RunTimedOut
 from labkit.launcher import failure, process
-from labkit.launcher.run import FAILURE_GRACE_S, outcome_of, this_moment, write_end
+from labkit.launcher.run import FAILURE_GRACE_S, exit_label, timestamp_now, write_run_end
 from labkit.runs.folder import RunFolder, read_json, write_json
-from labkit_cluster import node
-from labkit_cluster.doors import Company
-from labkit_cluster.meeting import COMES_WITHIN_S, POLL_PERIOD_S, FolderBoard, Guest
+from labkit_cluster import host_agent
+from labkit_cluster.host_rendezvous import JOIN_TIMEOUT_S, POLL_PERIOD_S, FolderMailbox, RendezvousMember
+from labkit_cluster.listeners import Heartbeats
 
-LOOK_PERIOD_S = 0.5
+FAILURE_POLL_PERIOD_S = 0.5
 """How often a host looks whether another one has failed."""
 STACKS_GRACE_S = 2.0
 """How long a host out of time leaves its ranks alone, until the others, with clocks of their own, have their stacks."""
-SAID_WITHIN_S = 8.0
+HOST_EXIT_TIMEOUT_S = 8.0
 """How long host 0 waits for the others to say how they ended; one that says nothing is lost."""
-FAILED, NO_MEETING, HOST_LOST, OUT_OF_TIME = 1, 3, 75, 124
+EXIT_FAILED, EXIT_NO_RENDEZVOUS, EXIT_HOST_LOST, EXIT_TIMED_OUT = 1, 3, 75, 124
 """Exit statuses. With "host lost" in run.json, the job's template asks for another attempt."""
-RECORDS = ("rank_*", "session.json", "exit*.json", "torchrun*", "meeting_*")
+ATTEMPT_FILE_PATTERNS = ("rank_*", "session.json", "exit*.json", "torchrun*", "meeting_*")
 """What an attempt leaves in the folder."""
 
 
@@ -40,82 +40,84 @@ def main() -> NoReturn:
     folder = RunFolder(Path(sys.argv[1]))
     if not folder.job_json.is_file():
         fix = "set LABKIT_RUNS to a folder on a disk that the notebook and all nodes share, and submit again"
-        sys.exit(f"{name_of_this_host()} does not see {folder.job_json}: {fix}")
-    signal.signal(signal.SIGTERM, _interrupt)
-    agent = Agent(folder)
-    sys.exit(agent.lead() if agent.guest.index == 0 else agent.follow())
+        sys.exit(f"{this_host_name()} does not see {folder.job_json}: {fix}")
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    agent = JobAgent(folder)
+    sys.exit(agent.run_leader() if agent.guest.index == 0 else agent.run_follower())
 
 
-def _interrupt(*_: object) -> NoReturn:
+def _raise_interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt("the cluster ended it: it was cancelled, preempted or out of time")
 
 
-class Agent:
+class JobAgent:
     """One host in one attempt at a job."""
 
     def __init__(self, folder: RunFolder):
         self._folder, self._job = folder, read_json(folder.job_json)
         hosts, token = self._job["hosts"], self._job["token"]
-        self.guest = Guest(index_of_this_host(), hosts, name_of_this_host(), token)
-        self._place = folder.path / f"meeting_{attempt()}"
+        self.guest = RendezvousMember(this_host_index(), hosts, this_host_name(), token)
+        self._place = folder.path / f"meeting_{attempt_id()}"
         self._place.mkdir(exist_ok=True)
-        self._board = FolderBoard(self._place)
+        self._board = FolderMailbox(self._place)
 
-    def follow(self) -> int:
+    def run_follower(self) -> int:
         """Take part as any host but the first; returns this process's exit status."""
-        self._word("begun", COMES_WITHIN_S)  # by then host 0 has put aside what an earlier attempt had left
+        self._wait_for_message("begun", JOIN_TIMEOUT_S)  # by then host 0 has put aside what an earlier attempt had left
         try:
-            return self._take_part()
+            return self._run_this_host()
         except NotAllHosts as error:
             print(error, file=sys.stderr)
-            return NO_MEETING
+            return EXIT_NO_RENDEZVOUS
         finally:
-            self._word("over", SAID_WITHIN_S + STACKS_GRACE_S)  # with the first that leaves, the cluster may end all
+            self._wait_for_message(
+                "over", HOST_EXIT_TIMEOUT_S + STACKS_GRACE_S
+            )  # with the first that leaves, the cluster may end all
 
-    def lead(self) -> int:
+    def run_leader(self) -> int:
         """Take part as host 0, and write into run.json how it ended for all; returns this process's exit status."""
-        info = self._begin()
+        info = self._begin_attempt()
         started, status = time.monotonic(), 0
         try:
-            self._judge(self._take_part())
+            self._raise_run_failure(self._run_this_host())
             info["exit"] = "ok"
         except BaseException as error:
-            info |= {"exit": outcome_of(error), "error": f"{type(error).__name__}: {error}"}
-            statuses = {NotAllHosts: NO_MEETING, HostLost: HOST_LOST, RunTimedOut: OUT_OF_TIME}
-            status = statuses.get(type(error), FAILED)
-            if status == HOST_LOST:
+            info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
+            statuses = {NotAllHosts: EXIT_NO_RENDEZVOUS, HostLost: EXIT_HOST_LOST, RunTimedOut: EXIT_TIMED_OUT}
+            status = statuses.get(type(error), EXIT_FAILED)
+            if status == EXIT_HOST_LOST:
                 info["exit"] = "host lost"  # there may be another attempt
             print(info["error"], file=sys.stderr)
         names = [self._board.get(f"host_{index}").get("name", "") for index in range(self.guest.hosts)]
-        write_end(info | {"hosts": names}, self._folder, started)
+        write_run_end(info | {"hosts": names}, self._folder, started)
         self._board.put("over", {"exit": info["exit"]})
         return status
 
-    def _begin(self) -> dict[str, Any]:
+    def _begin_attempt(self) -> dict[str, Any]:
         """Put aside what an earlier attempt has left, and say in run.json that this one runs."""
-        kept = keep_aside(self._folder, self._place)
-        info = read_json(self._folder.run_json) | {"exit": "running", "start": this_moment(), "attempts": kept + 1}
+        kept = archive_attempt(self._folder, self._place)
+        info = read_json(self._folder.run_json) | {"exit": "running", "start": timestamp_now(), "attempts": kept + 1}
         info.pop("error", None)
         write_json(self._folder.run_json, info)
         self._board.put("begun", {"attempt": kept})
         return info
 
-    def _take_part(self) -> int:
+    def _run_this_host(self) -> int:
         """Meet the others, run torchrun, tell how it ended; returns its status, or OUT_OF_TIME."""
-        self._refuse_a_missing_program()
-        running, company = node.start(self._folder, self._job, self.guest, self._board)
+        self._refuse_missing_program()
+        running, company = host_agent.start_and_rendezvous(self._folder, self._job, self.guest, self._board)
         try:
             with contextlib.closing(company):
-                status = self._watch(running, company)
+                status = self._watch_torchrun(running, company)
         finally:
-            process.stop(self._folder.path, running.pid, str(self.guest.index))
-            self._folder.remove_torchruns_files(self.guest.index)
+            process.kill_run_processes(self._folder.path, running.pid, str(self.guest.index))
+            self._folder.remove_torchrun_files(self.guest.index)
         self._board.put(f"end_{self.guest.index}", {"status": status})
         if status:
             self._board.put("stop", {"because": f"{self.guest.name} ended with status {status}"})
         return status
 
-    def _refuse_a_missing_program(self) -> None:
+    def _refuse_missing_program(self) -> None:
         """Let nobody start unless all see the program."""
         program = self._job["target"]
         if program.endswith(".py") and not Path(program).is_file():
@@ -123,7 +125,7 @@ class Agent:
             self._board.put("failed", {"message": missing})
             raise NotAllHosts(missing)
 
-    def _watch(self, running: process.Running, company: Company) -> int:
+    def _watch_torchrun(self, running: process.TorchrunProcess, company: Heartbeats) -> int:
         """Wait for torchrun's end, for the limit, or for a failure elsewhere that it does not notice."""
         limit = time.monotonic() + self._job["timeout_s"]
         look_at, failed_at = 0.0, 0.0
@@ -132,31 +134,31 @@ class Agent:
                 return running.wait(POLL_PERIOD_S)
             now = time.monotonic()
             if now > limit:
-                process.stacks_of(self._folder, range(self._job["hosts"] * self._job["nproc"]), self.guest.name)
+                process.collect_stacks(self._folder, range(self._job["hosts"] * self._job["nproc"]), self.guest.name)
                 time.sleep(STACKS_GRACE_S)
-                return OUT_OF_TIME
-            is_alone = bool(company.lost())
+                return EXIT_TIMED_OUT
+            is_alone = bool(company.unreachable_peers())
             if not failed_at and (is_alone or now > look_at):
-                look_at = now + LOOK_PERIOD_S
-                failed_at = now if is_alone or failure.errors_of(self._folder) or self._board.get("stop") else 0.0
+                look_at = now + FAILURE_POLL_PERIOD_S
+                failed_at = now if is_alone or failure.read_rank_errors(self._folder) or self._board.get("stop") else 0.0
             if failed_at and now - failed_at > FAILURE_GRACE_S:
-                return FAILED
+                return EXIT_FAILED
 
-    def _judge(self, status: int) -> None:
+    def _raise_run_failure(self, status: int) -> None:
         """Raise the run's failure, if it has failed on any host."""
-        give_up = time.monotonic() + SAID_WITHIN_S
+        give_up = time.monotonic() + HOST_EXIT_TIMEOUT_S
         ends = {0: status}
         for index in range(1, self.guest.hosts):
-            ends[index] = self._word(f"end_{index}", give_up - time.monotonic()).get("status", HOST_LOST)
-        lost = [self._board.get(f"host_{index}")["name"] for index, end in ends.items() if end == HOST_LOST]
-        if OUT_OF_TIME in ends.values():
-            raise failure.timed_out(self._folder, self._job["timeout_s"], self._job["hosts"] * self._job["nproc"])
-        if lost and all(error["echo"] for error in failure.errors_of(self._folder)):
+            ends[index] = self._wait_for_message(f"end_{index}", give_up - time.monotonic()).get("status", EXIT_HOST_LOST)
+        lost = [self._board.get(f"host_{index}")["name"] for index, end in ends.items() if end == EXIT_HOST_LOST]
+        if EXIT_TIMED_OUT in ends.values():
+            raise failure.timeout_failure(self._folder, self._job["timeout_s"], self._job["hosts"] * self._job["nproc"])
+        if lost and all(error["echo"] for error in failure.read_rank_errors(self._folder)):
             raise HostLost(f"{' and '.join(lost)} was lost in mid-run: the others' ranks were stopped")
         if any(ends.values()):
             raise failure.first_failure(self._folder, next(end for end in ends.values() if end))
 
-    def _word(self, name: str, within_s: float) -> dict[str, Any]:
+    def _wait_for_message(self, name: str, within_s: float) -> dict[str, Any]:
         """A word on the board, {} where nobody leaves it in time."""
         give_up = time.monotonic() + within_s
         while not (found := self._board.get(name)) and time.monotonic() < give_up:
@@ -164,13 +166,13 @@ class Agent:
         return found
 
 
-def keep_aside(folder: RunFolder, current: Path) -> int:
+def archive_attempt(folder: RunFolder, current: Path) -> int:
     """Move what an earlier attempt has left into attempt_0, the next one's into attempt_1; returns how many there are.
 
     Each is a run's folder of its own, which ``labkit.load`` reads.
     """
     kept = len(list(folder.path.glob("attempt_*")))
-    left = [path for pattern in RECORDS for path in folder.path.glob(pattern) if path != current]
+    left = [path for pattern in ATTEMPT_FILE_PATTERNS for path in folder.path.glob(pattern) if path != current]
     if not left:
         return kept
     aside = RunFolder(folder.path / f"attempt_{kept}")
@@ -185,13 +187,13 @@ def keep_aside(folder: RunFolder, current: Path) -> int:
     return kept + 1
 
 
-def attempt() -> str:
+def attempt_id() -> str:
     """What tells this attempt from earlier ones in the same folder."""
     job, restarts = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return f"{job}_{os.environ.get('JOBSET_RESTART_ATTEMPT', restarts)}"
 
 
-def index_of_this_host() -> int:
+def this_host_index() -> int:
     """Which of a job's hosts this is, from 0, as its cluster says.
 
     Raises:
@@ -203,7 +205,7 @@ def index_of_this_host() -> int:
     raise NotAllHosts("neither Slurm nor Kubernetes says which host this is: start it through labkit.submit")
 
 
-def name_of_this_host() -> str:
+def this_host_name() -> str:
     """What the cluster calls this host, else its own name."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 

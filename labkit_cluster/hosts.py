@@ -22,19 +22,19 @@ from typing import Any
 
 from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError
 from labkit.runs.folder import ROOT, RunFolder
-from labkit_cluster.connection import Connection
-from labkit_cluster.meeting import Guest, sum_of, versions_of_labkit
+from labkit_cluster.agent_link import AgentLink
+from labkit_cluster.host_rendezvous import RendezvousMember, files_digest, labkit_versions
 
-SSH = "LABKIT_SSH"
+ENV_SSH = "LABKIT_SSH"
 """Environment variable: the ssh command, such as ``ssh -F my_config``; by default ``ssh``."""
-TRAVEL = ("NCCL_", "GLOO_", "TORCH_")
+ENV_PREFIXES_TO_FORWARD = ("NCCL_", "GLOO_", "TORCH_")
 """How the names of environment variables begin that other hosts get, too."""
-LOST_AFTER_S = 10
+SSH_TIMEOUT_S = 10
 """How long ssh waits for a connection, and later for a sign of life from the other side."""
-ENDS_WITHIN_S = 5.0
-OTHERS_END_WITHIN_S = 3.0
+END_TIMEOUT_S = 5.0
+PEER_END_TIMEOUT_S = 3.0
 """How long after a failure on one host the others are left alone."""
-REPORTS_WITHIN_S = 1.5
+PEER_LOSS_TIMEOUT_S = 1.5
 """How long after one host has lost another the rest have to say whom they have lost."""
 
 
@@ -58,16 +58,16 @@ class Host:
         if not isinstance(self.name, str) or not self.name or self.name.startswith("-") or not self.name.isprintable():
             raise ParameterError(f"host {self.name!r} is no name that ssh could reach: give one as in `ssh NAME true`")
 
-    def words(self) -> list[str]:
+    def agent_command(self) -> list[str]:
         """The command that starts the agent there. ssh hands its words to a shell, so they are quoted for it."""
-        agent = ["env", f"PYTHONPATH={ROOT}", self._python, "-P", "-m", "labkit_cluster.node"]
+        agent = ["env", f"PYTHONPATH={ROOT}", self._python_path, "-P", "-m", "labkit_cluster.host_agent"]
         if self.command is not None:
             return [*self.command, *agent]
-        options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={LOST_AFTER_S}"]
-        options += ["-o", f"ServerAliveInterval={LOST_AFTER_S // 2}", "-o", "ServerAliveCountMax=2"]
-        return [*_ssh(), *options, "--", self.name, shlex.join(agent)]
+        options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}"]
+        options += ["-o", f"ServerAliveInterval={SSH_TIMEOUT_S // 2}", "-o", "ServerAliveCountMax=2"]
+        return [*_ssh_command(), *options, "--", self.name, shlex.join(agent)]
 
-    def why_gone(self, status: int | None, said: str) -> str:
+    def loss_reason(self, status: int | None, said: str) -> str:
         """What happened to its agent, which left without an end, and what to do.
 
         Args:
@@ -76,33 +76,33 @@ class Host:
         """
         last = (said.strip().splitlines() or [""])[-1]
         if self.command is None and status == 255:
-            return f"{self.name} cannot be reached by ssh any more, or never could ({last}): mend `{self._by_hand}`"
+            return f"{self.name} cannot be reached by ssh any more, or never could ({last}): mend `{self._ssh_test_command}`"
         if "Unknown option: -P" in said:
-            return f"{self.name} has a Python before 3.11 as {self._python}: give Host({self.name!r}, python='…')"
+            return f"{self.name} has a Python before 3.11 as {self._python_path}: give Host({self.name!r}, python='…')"
         if status in (126, 127):
-            return f"{self.name} has no Python at {self._python} ({last}): give Host({self.name!r}, python='…')"
+            return f"{self.name} has no Python at {self._python_path} ({last}): give Host({self.name!r}, python='…')"
         if "No module named" in said:
             return f"labkit cannot start on {self.name} ({last}): install there what is installed here, at {ROOT}"
         how = f"with {last!r}" if last else "without a word"
         return f"{self.name} was lost: its part of the run ended {how}. Is it up? Then run again"
 
     @property
-    def _python(self) -> str:
+    def _python_path(self) -> str:
         return self.python or sys.executable
 
     @property
-    def _by_hand(self) -> str:
-        return shlex.join([*_ssh(), self.name, "true"])
+    def _ssh_test_command(self) -> str:
+        return shlex.join([*_ssh_command(), self.name, "true"])
 
 
-def _ssh() -> list[str]:
+def _ssh_command() -> list[str]:
     try:
-        return shlex.split(os.environ.get(SSH, "")) or ["ssh"]
+        return shlex.split(os.environ.get(ENV_SSH, "")) or ["ssh"]
     except ValueError as error:
-        raise ParameterError(f"{SSH}={os.environ[SSH]!r} is no command: {error}") from None
+        raise ParameterError(f"{ENV_SSH}={os.environ[ENV_SSH]!r} is no command: {error}") from None
 
 
-def checked(hosts: Any) -> list[Host]:
+def parse_hosts(hosts: Any) -> list[Host]:
     """The hosts of a run as ``Host``. Raises ParameterError for anything else than names and Hosts, each once."""
     if isinstance(hosts, str | Host) or not isinstance(hosts, Sequence) or not hosts:
         raise ParameterError(f"hosts = {hosts!r} is no list of hosts: give their names, such as ['alpha', 'beta']")
@@ -113,7 +113,7 @@ def checked(hosts: Any) -> list[Host]:
     return found
 
 
-class Hosts:
+class MultiHostTorchrun:
     """The torchruns of several hosts.
 
     Args:
@@ -126,7 +126,7 @@ class Hosts:
         self._folder, self._request = folder, request
         self._change = threading.Condition()
         self._agents = {
-            host: Connection(host.words(), folder, index, self._change, self._pass_on)
+            host: AgentLink(host.agent_command(), folder, index, self._change, self._broadcast_message)
             for index, host in enumerate(hosts)
         }
         self._failed_at, self._has_ended = math.inf, False
@@ -139,20 +139,20 @@ class Hosts:
             **self._request,
             "name": self._folder.path.name,
             "working_folder": os.getcwd(),
-            "given": self._folder.given.read_bytes().hex() if self._folder.given.exists() else "",
-            "versions": versions_of_labkit(),
-            "sum": sum_of(program) if program.suffix == ".py" else "",
-            "environment": {name: text for name, text in os.environ.items() if name.startswith(TRAVEL)},
+            "given": self._folder.payload.read_bytes().hex() if self._folder.payload.exists() else "",
+            "versions": labkit_versions(),
+            "sum": files_digest(program) if program.suffix == ".py" else "",
+            "environment": {name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIXES_TO_FORWARD)},
         }
         for index, (host, agent) in enumerate(self._agents.items()):
-            guest = Guest(index, len(names), host.name, token, host.address, names)
-            agent.tell({**asked, "guest": asdict(guest)})
+            guest = RendezvousMember(index, len(names), host.name, token, host.address, names)
+            agent.send_message({**asked, "guest": asdict(guest)})
         for agent in self._agents.values():  # only now: what the first says is for all
             agent.start()
 
-    def _pass_on(self, word: Mapping[str, Any]) -> None:
+    def _broadcast_message(self, word: Mapping[str, Any]) -> None:
         for agent in self._agents.values():
-            agent.tell(word)
+            agent.send_message(word)
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status once all hosts have ended. Raises subprocess.TimeoutExpired after ``timeout`` seconds.
@@ -167,28 +167,28 @@ class Hosts:
         agents, give_up = self._agents.values(), math.inf if timeout is None else time.monotonic() + timeout
         with self._change:
             while True:
-                self._raise_what_went_wrong()
+                self._raise_failure()
                 if all(agent.status is not None for agent in agents):
                     return max(agent.status or 0 for agent in agents)
                 now = time.monotonic()
                 if any(agent.status for agent in agents):
                     self._failed_at = min(self._failed_at, now)
-                if now > self._failed_at + OTHERS_END_WITHIN_S:
-                    self.end()
+                if now > self._failed_at + PEER_END_TIMEOUT_S:
+                    self.end_ranks()
                 if now > give_up:
                     raise subprocess.TimeoutExpired("torchrun", timeout or 0)
-                self._change.wait(min(give_up - now, OTHERS_END_WITHIN_S))
+                self._change.wait(min(give_up - now, PEER_END_TIMEOUT_S))
 
-    def _raise_what_went_wrong(self) -> None:
+    def _raise_failure(self) -> None:
         agents = self._agents.values()
-        if reason := next((agent.failed for agent in agents if agent.failed), ""):
+        if reason := next((agent.start_failure for agent in agents if agent.start_failure), ""):
             raise NotAllHosts(reason)
-        if any(agent.lost for agent in agents):  # perhaps because its agent has ended, which says more
-            self._change.wait_for(self._left_without_an_end, REPORTS_WITHIN_S)
-        for host in self._left_without_an_end():
-            raise HostLost(host.why_gone(*self._agents[host].last_words()))
-        if any(agent.lost for agent in agents):
-            raise HostLost(_who_is_lost({host.name: agent.lost for host, agent in self._agents.items()}))
+        if any(agent.unreachable_peers for agent in agents):  # perhaps because its agent has ended, which says more
+            self._change.wait_for(self._hosts_without_status, PEER_LOSS_TIMEOUT_S)
+        for host in self._hosts_without_status():
+            raise HostLost(host.loss_reason(*self._agents[host].exit_status_and_stderr()))
+        if any(agent.unreachable_peers for agent in agents):
+            raise HostLost(_link_loss_text({host.name: agent.unreachable_peers for host, agent in self._agents.items()}))
         for host, agent in self._agents.items():
             if agent.status and agent.status < 0:
                 name = signal.Signals(-agent.status).name
@@ -196,36 +196,36 @@ class Hosts:
             if agent.problem:
                 raise LabError(f"{host.name}: {agent.problem}")
 
-    def _left_without_an_end(self) -> list[Host]:
-        return [host for host, agent in self._agents.items() if agent.gone and agent.status is None]
+    def _hosts_without_status(self) -> list[Host]:
+        return [host for host, agent in self._agents.items() if agent.is_closed and agent.status is None]
 
-    def stacks(self) -> dict[int, str]:
+    def collect_stacks(self) -> dict[int, str]:
         """Where every rank is at this moment, for those whose hosts answer. Ranks stay where they are until ``end``."""
         agents = self._agents.values()
-        self._pass_on({"end": "stacks"})
+        self._broadcast_message({"end": "stacks"})
         with self._change:
-            self._change.wait_for(lambda: all(agent.stacks or agent.has_ended for agent in agents), ENDS_WITHIN_S)
+            self._change.wait_for(lambda: all(agent.stacks or agent.has_ended for agent in agents), END_TIMEOUT_S)
         return {rank: stack for agent in agents for rank, stack in agent.stacks.items()}
 
-    def end(self) -> None:
+    def end_ranks(self) -> None:
         """Let every host stop its ranks and bring what is left of its files."""
         if not self._has_ended:
             self._has_ended = True
-            self._pass_on({"end": "now"})
+            self._broadcast_message({"end": "now"})
 
     def close(self) -> None:
         """End all that is left, here and there."""
-        self.end()
+        self.end_ranks()
         agents = self._agents.values()
         with self._change:
-            self._change.wait_for(lambda: all(agent.has_ended for agent in agents), ENDS_WITHIN_S)
+            self._change.wait_for(lambda: all(agent.has_ended for agent in agents), END_TIMEOUT_S)
         for agent in agents:
-            agent.hang_up()
+            agent.close_stdin()
         for agent in agents:
             agent.close()
 
 
-def _who_is_lost(lost: Mapping[str, Sequence[str]]) -> str:
+def _link_loss_text(lost: Mapping[str, Sequence[str]]) -> str:
     """What to say of hosts that no longer hear those named here. The first has a line to each, the others one to it."""
     first, *others = lost
     unheard = lost[first] or [name for name in others if lost[name]]

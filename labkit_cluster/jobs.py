@@ -6,24 +6,24 @@ from typing import Any
 
 from labkit.errors import HostLost, LabError, NotAllHosts, RankFailed
 from labkit.launcher import failure
-from labkit.launcher.progress import Display, Progress, choose_display
-from labkit.runs.folder import RunFolder, read_json, require, write_json
-from labkit.runs.result import Missing, RunResult, load
-from labkit_cluster.asking import Standing
+from labkit.launcher.progress import Display, RunMonitor, choose_display
+from labkit.runs.folder import RunFolder, read_json, require_fields, write_json
+from labkit.runs.result import RunFileNotFound, RunResult, load
+from labkit_cluster.cluster_command import JobStatus
 from labkit_cluster.kubernetes import Kubernetes
 from labkit_cluster.slurm import Slurm
 
 Cluster = Slurm | Kubernetes
 CLUSTERS: dict[str, Any] = {each.name: each for each in (Slurm, Kubernetes)}
-LOOK_PERIOD_S = 0.25
-ASK_PERIOD_S = 2.0
+JOB_POLL_PERIOD_S = 0.25
+STATUS_QUERY_PERIOD_S = 2.0
 """How often the cluster is asked: its controller serves others, too."""
-SILENT_S = 600.0
+CLUSTER_SILENCE_LIMIT_S = 600.0
 """How long waiting goes on although the cluster does not answer: its controller may be starting anew."""
-CANCELLED_WITHIN_S = 120.0
-ENDS = {"ok": "completed", "failed": "failed", "timed out": "timed out", "cancelled": "cancelled"}
+CANCEL_TIMEOUT_S = 120.0
+STATE_BY_EXIT = {"ok": "completed", "failed": "failed", "timed out": "timed out", "cancelled": "cancelled"}
 """What run.json says of a run that is over, as states. After any other word there may be another attempt."""
-HANDED_OVER = {"cluster": str, "settings": dict, "id": str}
+SUBMISSION_TYPES = {"cluster": str, "settings": dict, "id": str}
 """What submitted.json has to hold."""
 
 
@@ -42,7 +42,7 @@ class Job:
     def __init__(self, folder: Path, cluster: Cluster, identity: str):
         self.folder, self.id = folder, identity
         self._cluster, self._files = cluster, RunFolder(folder)
-        self._asked_at, self._heard_at, self._said = -ASK_PERIOD_S, time.monotonic(), Standing("pending")
+        self._asked_at, self._heard_at, self._said = -STATUS_QUERY_PERIOD_S, time.monotonic(), JobStatus("pending")
 
     @property
     def state(self) -> str:
@@ -51,23 +51,23 @@ class Job:
         One of "pending", "running", "requeued" (it waits for another attempt), "completed", "failed", "timed out" and
         "cancelled".
         """
-        return self._standing().state
+        return self._query_status().state
 
     def wait(self) -> None:
         """Show how it goes until it is over. An interrupt ends the waiting, not the job: that does ``cancel``."""
-        if self._standing().is_over:
+        if self._query_status().is_over:
             return
         display, attempts, outcome = choose_display(), 0, "interrupted"
-        progress = self._progress(display)
+        progress = self._make_monitor(display)
         try:
-            while not (standing := self._standing_as_far_as_known()).is_over:
-                if (begun := self._info().get("attempts", 0)) != attempts:
-                    attempts, progress = begun, self._progress(display)  # another attempt writes other files
+            while not (standing := self._last_known_status()).is_over:
+                if (begun := self._read_run_info().get("attempts", 0)) != attempts:
+                    attempts, progress = begun, self._make_monitor(display)  # another attempt writes other files
                 if standing.state == "running":
                     progress.update()
                 else:
-                    display.wait(f"{self._program}: {standing}")
-                time.sleep(LOOK_PERIOD_S)
+                    display.show_wait_reason(f"{self._program_name}: {standing}")
+                time.sleep(JOB_POLL_PERIOD_S)
             outcome = "ok" if standing.state == "completed" else standing.state
         finally:
             progress.close(outcome)
@@ -84,9 +84,9 @@ class Job:
             LabError: the cluster ended it; the message says what is known of why.
         """
         self.wait()
-        info = self._info()
+        info = self._read_run_info()
         if info["exit"] != "ok":
-            raise self._error(info)
+            raise self._failure_error(info)
         return load(self.folder)
 
     def cancel(self) -> None:
@@ -95,86 +95,86 @@ class Job:
         Raises:
             LabError: the cluster refuses, or has not ended it within two minutes.
         """
-        if self._standing().is_over:
+        if self._query_status().is_over:
             return
         self._cluster.cancel(self.id)
-        give_up = time.monotonic() + CANCELLED_WITHIN_S
-        while not self._cluster.standing(self.id).is_over:
+        give_up = time.monotonic() + CANCEL_TIMEOUT_S
+        while not self._cluster.query_status(self.id).is_over:
             if time.monotonic() > give_up:
-                raise LabError(f"{self!r}: still not ended {CANCELLED_WITHIN_S:g} s after its cancellation")
-            time.sleep(LOOK_PERIOD_S)
-        self._complete(Standing("cancelled"))
+                raise LabError(f"{self!r}: still not ended {CANCEL_TIMEOUT_S:g} s after its cancellation")
+            time.sleep(JOB_POLL_PERIOD_S)
+        self._write_final_state(JobStatus("cancelled"))
 
     def __repr__(self) -> str:
         try:
-            standing = self._standing()
+            standing = self._query_status()
         except LabError as error:
-            standing = Standing("unknown", str(error))
-        progress = self._progress(Display())
+            standing = JobStatus("unknown", str(error))
+        progress = self._make_monitor(Display())
         progress.update()
         steps = f", step {progress.state.done_steps} of {progress.state.planned_steps}"
         done = steps if standing.state == "running" and progress.state.planned_steps else ""
-        return f"{self._program} on {self._cluster.name}, job {self.id}: {standing}{done}; {self.folder}"
+        return f"{self._program_name} on {self._cluster.name}, job {self.id}: {standing}{done}; {self.folder}"
 
     @property
-    def _program(self) -> str:
-        return str(self._info()["program"])
+    def _program_name(self) -> str:
+        return str(self._read_run_info()["program"])
 
-    def _info(self) -> dict[str, Any]:
+    def _read_run_info(self) -> dict[str, Any]:
         return read_json(self._files.run_json)
 
-    def _progress(self, display: Display) -> Progress:
-        info = self._info()
-        return Progress(self._files, info["program"], range(info["nproc"]), display)
+    def _make_monitor(self, display: Display) -> RunMonitor:
+        info = self._read_run_info()
+        return RunMonitor(self._files, info["program"], range(info["nproc"]), display)
 
-    def _standing(self, old_s: float = 0.0) -> Standing:
+    def _query_status(self, old_s: float = 0.0) -> JobStatus:
         """As run.json says once it holds an end, else as the cluster said, at most so many seconds ago."""
-        if (end := self._info()["exit"]) in ENDS:
-            return Standing(ENDS[end])
+        if (end := self._read_run_info()["exit"]) in STATE_BY_EXIT:
+            return JobStatus(STATE_BY_EXIT[end])
         if time.monotonic() - self._asked_at >= old_s:
             self._asked_at = time.monotonic()
-            self._said = self._cluster.standing(self.id)
+            self._said = self._cluster.query_status(self.id)
             self._heard_at = time.monotonic()
-        return self._complete(self._said) if self._said.is_over else self._said
+        return self._write_final_state(self._said) if self._said.is_over else self._said
 
-    def _standing_as_far_as_known(self) -> Standing:
+    def _last_known_status(self) -> JobStatus:
         """The last that is known, while the cluster does not answer for a while."""
         try:
-            return self._standing(ASK_PERIOD_S)
+            return self._query_status(STATUS_QUERY_PERIOD_S)
         except LabError:
-            if time.monotonic() - self._heard_at > SILENT_S:
+            if time.monotonic() - self._heard_at > CLUSTER_SILENCE_LIMIT_S:
                 raise
             return self._said
 
-    def _complete(self, said: Standing) -> Standing:
+    def _write_final_state(self, said: JobStatus) -> JobStatus:
         """Write into run.json how the job ended, where its agents could not, because they were ended themselves."""
-        info = self._info()  # read again: the end may have been written since
-        if info["exit"] not in ENDS:
+        info = self._read_run_info()  # read again: the end may have been written since
+        if info["exit"] not in STATE_BY_EXIT:
             if info["exit"] != "host lost" or said.state == "cancelled":
-                info["error"] = f"LabError: {self._why(said)}"
-            info["exit"] = said.state if said.state in ENDS else "failed"
+                info["error"] = f"LabError: {self._end_reason(said)}"
+            info["exit"] = said.state if said.state in STATE_BY_EXIT else "failed"
             write_json(self._files.run_json, info)
-        return Standing(ENDS[info["exit"]], said.reason)
+        return JobStatus(STATE_BY_EXIT[info["exit"]], said.reason)
 
-    def _why(self, said: Standing) -> str:
+    def _end_reason(self, said: JobStatus) -> str:
         """What is known of a job that its cluster has ended."""
-        log = failure.tail(self._files.cluster_log)
+        log = failure.read_tail(self._files.cluster_log)
         where = f"its log ends:\n{log}" if log else f"it left no log: does every node see {self.folder}?"
         return f"{self._cluster.name} ended job {self.id}: {said}; {where}"
 
-    def _error(self, info: dict[str, Any]) -> LabError:
+    def _failure_error(self, info: dict[str, Any]) -> LabError:
         """The exception that tells how the job ended."""
         kind, _, message = str(info.get("error", "")).partition(": ")
         if info["exit"] == "cancelled":
-            return JobCancelled(f"{self._program}: job {self.id} was cancelled; what it left is in {self.folder}")
+            return JobCancelled(f"{self._program_name}: job {self.id} was cancelled; what it left is in {self.folder}")
         if info["exit"] == "timed out":
-            return failure.timed_out(self._files, info["timeout_s"], info["nproc"])
+            return failure.timeout_failure(self._files, info["timeout_s"], info["nproc"])
         if kind == RankFailed.__name__:
             return failure.first_failure(self._files, 1)
         return {each.__name__: each for each in (NotAllHosts, HostLost)}.get(kind, LabError)(message)
 
 
-def job(folder: str | Path) -> Job:
+def load_job(folder: str | Path) -> Job:
     """The handle of a job that was submitted from here or anywhere else, by its run's folder.
 
     Raises:
@@ -182,8 +182,8 @@ def job(folder: str | Path) -> Job:
     """
     files = RunFolder(Path(folder).resolve())
     if not files.submitted_json.exists():
-        raise Missing(f"{files.path} holds no {files.submitted_json.name}: give the folder of a run from labkit.submit")
+        raise RunFileNotFound(f"{files.path} holds no {files.submitted_json.name}: give the folder of a run from labkit.submit")
     handed_over = read_json(files.submitted_json)
-    require(files.submitted_json, handed_over, HANDED_OVER)
+    require_fields(files.submitted_json, handed_over, SUBMISSION_TYPES)
     settings = {name: tuple(each) if isinstance(each, list) else each for name, each in handed_over["settings"].items()}
     return Job(files.path, CLUSTERS[handed_over["cluster"]](**settings), handed_over["id"])

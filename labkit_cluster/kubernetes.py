@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from labkit.errors import ParameterError
 from labkit.runs.folder import RunFolder, runs_folder
-from labkit_cluster.asking import TEMPLATES, Request, Standing, ask
+from labkit_cluster.cluster_command import TEMPLATES, JobRequest, JobStatus, run_cluster_command
 
 MANIFEST = TEMPLATES / "kubernetes.yaml"
-KIND = "trainjobs.trainer.kubeflow.org"
+TRAINJOB_KIND = "trainjobs.trainer.kubeflow.org"
 DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 """What Kubernetes takes as a name."""
 
@@ -45,30 +45,30 @@ class Kubernetes:
         if self.namespace and not re.fullmatch(DNS_LABEL, self.namespace):
             raise ParameterError(f"namespace = {self.namespace!r} is no name that Kubernetes takes")
 
-    def check(self) -> None:
+    def check_available(self) -> None:
         """Whether Kubeflow Trainer is there, and this user may hand jobs to it."""
-        self._ask("auth", "can-i", "create", KIND)
+        self._run_kubectl("auth", "can-i", "create", TRAINJOB_KIND)
 
-    def submit(self, request: Request, folders: Sequence[RunFolder]) -> list[str]:
+    def submit(self, request: JobRequest, folders: Sequence[RunFolder]) -> list[str]:
         """One TrainJob for each folder."""
         handed_over: list[str] = []
         try:
             for folder in folders:
-                self._ask("create", "--filename=-", given=self.manifest(request, folder))
-                handed_over.append(name_of(folder))
+                self._run_kubectl("create", "--filename=-", given=self.fill_manifest(request, folder))
+                handed_over.append(train_job_name(folder))
         except BaseException:
             for name in handed_over:
                 self.cancel(name)
             raise
         return handed_over
 
-    def manifest(self, request: Request, folder: RunFolder) -> str:
+    def fill_manifest(self, request: JobRequest, folder: RunFolder) -> str:
         """The filled template. Every value is written as JSON, which YAML reads: none can mean anything else."""
         resources: dict[str, Any] = {"requests": {"cpu": str(request.nproc)}}
         if request.device == "cuda":
             resources["limits"] = {"nvidia.com/gpu": str(request.nproc)}
         values = {
-            "name": name_of(folder),
+            "name": train_job_name(folder),
             "limit_s": math.ceil(request.limit_s),
             "runtime": self.runtime,
             "image": self.image,
@@ -81,33 +81,33 @@ class Kubernetes:
         written = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
         return Template(MANIFEST.read_text()).substitute(written)
 
-    def standing(self, identity: str) -> Standing:
+    def query_status(self, identity: str) -> JobStatus:
         """As the conditions of the TrainJob tell it."""
-        answer = self._ask("get", KIND, identity, "--output=json", "--ignore-not-found")
-        return standing_of(json.loads(answer).get("status", {})) if answer else Standing("unknown", "it is not there")
+        answer = self._run_kubectl("get", TRAINJOB_KIND, identity, "--output=json", "--ignore-not-found")
+        return train_job_status(json.loads(answer).get("status", {})) if answer else JobStatus("unknown", "it is not there")
 
     def cancel(self, identity: str) -> None:
-        self._ask("delete", KIND, identity, "--ignore-not-found")
+        self._run_kubectl("delete", TRAINJOB_KIND, identity, "--ignore-not-found")
 
-    def _ask(self, *words: str, given: str = "") -> str:
+    def _run_kubectl(self, *words: str, given: str = "") -> str:
         where = [f"--namespace={self.namespace}"] if self.namespace else []
-        return ask("kubectl", *where, *words, given=given)
+        return run_cluster_command("kubectl", *where, *words, given=given)
 
 
-def standing_of(status: Mapping[str, Any]) -> Standing:
+def train_job_status(status: Mapping[str, Any]) -> JobStatus:
     """Where a TrainJob stands: by its conditions, else by whether its pods are ready."""
     holds = {each["type"]: each for each in status.get("conditions", []) if each["status"] == "True"}
     if "Complete" in holds:
-        return Standing("completed")
+        return JobStatus("completed")
     if failed := holds.get("Failed"):
         state = "timed out" if failed["reason"] == "DeadlineExceeded" else "failed"
-        return Standing(state, f"{failed['reason']}: {failed['message']}")
+        return JobStatus(state, f"{failed['reason']}: {failed['message']}")
     ready = any(each["ready"] for each in status.get("jobsStatus", []))
     waits = holds.get("Suspended", {}).get("message", "its pods are not ready")
-    return Standing("running") if ready else Standing("pending", waits)
+    return JobStatus("running") if ready else JobStatus("pending", waits)
 
 
-def name_of(folder: RunFolder) -> str:
+def train_job_name(folder: RunFolder) -> str:
     """What Kubernetes calls the run of a folder: short, since the names of its pods begin so."""
     day, second, *_, last = folder.path.name.split("-")
     return f"labkit-{day}-{second}-{last}".replace("_", "-")

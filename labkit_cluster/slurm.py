@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from labkit.errors import ParameterError
-from labkit.runs.folder import ROOT, VARIABLE, RunFolder
-from labkit_cluster.asking import TEMPLATES, Refused, Request, Standing, ask
+from labkit.runs.folder import ENV_RUN_FOLDER, ROOT, RunFolder
+from labkit_cluster.cluster_command import TEMPLATES, ClusterCommandError, JobRequest, JobStatus, run_cluster_command
 
-SCRIPT = TEMPLATES / "slurm.sh"
-OF_A_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
+BATCH_SCRIPT = TEMPLATES / "slurm.sh"
+CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Variables that say which cluster; the others are those of a job, and a notebook may run in one of its own."""
-STATES = {
+STATE_BY_SLURM_STATE = {
     "PENDING": "pending",
     "COMPLETED": "completed",
     "CANCELLED": "cancelled",
@@ -46,54 +46,54 @@ class Slurm:
         if not fits:
             raise ParameterError(f"options = {self.options!r} are no words for sbatch, such as ('--account=physics',)")
 
-    def check(self) -> None:
+    def check_available(self) -> None:
         """Whether Slurm is there, and knows the partition."""
-        known = _ask("sinfo", "--all", "--noheader", "--format=%R").split()
+        known = _run_slurm_command("sinfo", "--all", "--noheader", "--format=%R").split()
         if self.partition and self.partition not in known:
             raise ParameterError(f"Slurm has no partition {self.partition!r}, it has {', '.join(known) or 'none'}")
 
-    def submit(self, request: Request, folders: Sequence[RunFolder]) -> list[str]:
+    def submit(self, request: JobRequest, folders: Sequence[RunFolder]) -> list[str]:
         """Several runs are one array of jobs; the names of their folders differ in their last number, from 0."""
         first = str(folders[0].path)
         array = [f"--array=0-{len(folders) - 1}"] if len(folders) > 1 else []
-        stem, output = first, _escaped(first)
+        stem, output = first, _escape_output_path(first)
         if array:
             stem = first.removesuffix("_0")
-            output = f"{_escaped(stem)}_%a"
-        words = [*_options(request), *array, f"--output={output}/{folders[0].cluster_log.name}", *self._own()]
-        answer = _ask("sbatch", "--parsable", *words, str(SCRIPT), sys.executable, stem)
+            output = f"{_escape_output_path(stem)}_%a"
+        words = [*_sbatch_options(request), *array, f"--output={output}/{folders[0].cluster_log.name}", *self._user_options()]
+        answer = _run_slurm_command("sbatch", "--parsable", *words, str(BATCH_SCRIPT), sys.executable, stem)
         identity = answer.partition(";")[0]
         return [f"{identity}_{index}" for index in range(len(folders))] if array else [identity]
 
-    def _own(self) -> list[str]:
+    def _user_options(self) -> list[str]:
         return [*([f"--partition={self.partition}"] if self.partition else []), *self.options]
 
-    def standing(self, identity: str) -> Standing:
+    def query_status(self, identity: str) -> JobStatus:
         """As squeue tells it, which forgets a job some minutes after its end."""
         form = "--Format=State:.30,RestartCnt:.12,Reason:.200"
         try:
-            answer = _ask("squeue", "--noheader", "--states=all", f"--jobs={identity}", form)
-        except Refused as error:
+            answer = _run_slurm_command("squeue", "--noheader", "--states=all", f"--jobs={identity}", form)
+        except ClusterCommandError as error:
             if "Invalid job id" not in str(error):
                 raise
             answer = ""
         if not (words := answer.split(maxsplit=2)):
-            return Standing("unknown", "Slurm no longer knows this job")
+            return JobStatus("unknown", "Slurm no longer knows this job")
         state, restarts, reason = words
-        named = STATES.get(state, "running")
+        named = STATE_BY_SLURM_STATE.get(state, "running")
         if named == "pending" and restarts != "0":
             named = "requeued"
-        return Standing(named, "" if reason == "None" else reason)
+        return JobStatus(named, "" if reason == "None" else reason)
 
     def cancel(self, identity: str) -> None:
-        _ask("scancel", identity)
+        _run_slurm_command("scancel", identity)
 
 
 def _is_option(word: Any) -> bool:
     return isinstance(word, str) and word.isprintable() and bool(re.match("--[a-z]", word))
 
 
-def _options(request: Request) -> list[str]:
+def _sbatch_options(request: JobRequest) -> list[str]:
     """What each job is to be given. The limit of time is the last resort: the agents have a clock of their own."""
     minutes = math.ceil(request.limit_s / 60)
     options = [f"--job-name={request.program}", f"--nodes={request.nodes}", f"--cpus-per-task={request.nproc}"]
@@ -101,22 +101,22 @@ def _options(request: Request) -> list[str]:
     return [*options, f"--gpus-per-node={request.nproc}"] if request.device == "cuda" else options
 
 
-def _escaped(path: str) -> str:
+def _escape_output_path(path: str) -> str:
     """A path in the words of --output, which replaces %j and the like; after a backslash nothing, so none is taken."""
     if "\\" in path:
         raise ParameterError(f"Slurm takes no backslash in the path {path}: set LABKIT_RUNS to a folder without one")
     return path.replace("%", "%%")
 
 
-def _ask(*words: str) -> str:
-    return ask(*words, environment=_environment())
+def _run_slurm_command(*words: str) -> str:
+    return run_cluster_command(*words, environment=_slurm_environment())
 
 
-def _environment() -> Mapping[str, str]:
+def _slurm_environment() -> Mapping[str, str]:
     """That of this process, with labkit's place, and without what belongs to a job in which this process may run."""
     own = {
         name: text
         for name, text in os.environ.items()
-        if (not name.startswith("SLURM_") or name in OF_A_CLUSTER) and name not in (VARIABLE, "MPLBACKEND")
+        if (not name.startswith("SLURM_") or name in CLUSTER_VARIABLES) and name not in (ENV_RUN_FOLDER, "MPLBACKEND")
     }
     return own | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), own.get("PYTHONPATH")]))}

@@ -9,15 +9,24 @@ from pathlib import Path
 from typing import Any, overload
 
 from labkit.errors import ParameterError
-from labkit.launcher.run import Plan, combinations, describe, git_revision, new_folder, new_name, plan_of, positive
+from labkit.launcher.run import (
+    RunRequest,
+    argument_combinations,
+    git_revision,
+    initial_run_info,
+    make_run_folder,
+    make_run_name,
+    make_run_request,
+    require_positive,
+)
 from labkit.runs.folder import RunFolder, write_json
-from labkit_cluster.asking import Request
+from labkit_cluster.cluster_command import JobRequest
 from labkit_cluster.hosts import Host
 from labkit_cluster.jobs import CLUSTERS, Cluster, Job
 from labkit_cluster.kubernetes import Kubernetes
 from labkit_cluster.slurm import Slurm
 
-STARTS_AND_ENDS_S = 120.0
+STARTUP_MARGIN_S = 120.0
 """What the cluster allows beyond the limit, for the agents to meet before and to write down the end after."""
 
 
@@ -82,22 +91,22 @@ def submit(
         ParameterError: a bad argument; nothing was handed over.
         LabError: this machine has no such cluster, the cluster refuses, or the run's folder cannot be written.
     """
-    there = chosen(cluster)
-    nodes = positive("nodes", nodes, int, "not a number of nodes: give an int of at least 1")
+    there = resolve_cluster(cluster)
+    nodes = require_positive("nodes", nodes, int, "not a number of nodes: give an int of at least 1")
     fixed = {"nproc": nproc, "timeout_s": timeout_s, "device": device, **params}
-    varied = [{}] if over is None else combinations(over, {"nodes": nodes, **fixed})
+    varied = [{}] if over is None else argument_combinations(over, {"nodes": nodes, **fixed})
     if not varied:
         raise ParameterError(f"over = {over!r} holds no value to take: give some, or leave it out")
     places = [Host(f"node {index}") for index in range(nodes)]  # which ones they are, the cluster will say
-    plans = [plan_of(program, **fixed, **each, hosts=places, warm=False) for each in varied]
+    plans = [make_run_request(program, **fixed, **each, hosts=places, warm=False) for each in varied]
     if not math.isfinite(plans[0].timeout_s):
         raise ParameterError(f"timeout_s = {timeout_s!r}: a cluster wants to know a limit, give a number of seconds")
-    there.check()
-    jobs = hand_over(there, plans)
+    there.check_available()
+    jobs = submit_requests(there, plans)
     return jobs if over is not None else jobs[0]
 
 
-def chosen(cluster: Any) -> Cluster:
+def resolve_cluster(cluster: Any) -> Cluster:
     """The cluster that is meant. Raises ParameterError for none that there is."""
     if isinstance(cluster, Slurm | Kubernetes):
         return cluster
@@ -111,18 +120,18 @@ def chosen(cluster: Any) -> Cluster:
     raise ParameterError(f"cluster = {cluster!r} is none of {', '.join(CLUSTERS)}")
 
 
-def hand_over(cluster: Cluster, plans: list[Plan]) -> list[Job]:
+def submit_requests(cluster: Cluster, plans: list[RunRequest]) -> list[Job]:
     """Make a folder for each run, and submit them together. Where the cluster refuses, no folder is left."""
-    name = new_name(plans[0].program)
+    name = make_run_name(plans[0].program)
     names = [f"{name}_{index}" for index in range(len(plans))] if len(plans) > 1 else [name]
     revision = git_revision()
     folders: list[RunFolder] = []
     try:
         for each, plan in zip(names, plans, strict=True):
-            folders.append(_folder(plan, each, revision))
+            folders.append(_make_job_folder(plan, each, revision))
         first = plans[0]
-        limit_s = first.timeout_s + STARTS_AND_ENDS_S
-        request = Request(first.program, len(first.hosts), first.ranks_of_a_host, first.device, limit_s)
+        limit_s = first.timeout_s + STARTUP_MARGIN_S
+        request = JobRequest(first.program, len(first.hosts), first.local_world_size, first.device, limit_s)
         identities = cluster.submit(request, folders)
     except BaseException:
         for folder in folders:
@@ -134,12 +143,12 @@ def hand_over(cluster: Cluster, plans: list[Plan]) -> list[Job]:
     return [Job(folder.path, cluster, identity) for folder, identity in zip(folders, identities, strict=True)]
 
 
-def _folder(plan: Plan, name: str, revision: str | None) -> RunFolder:
+def _make_job_folder(plan: RunRequest, name: str, revision: str | None) -> RunFolder:
     """The run's folder with all that the agents need. It is its owner's alone: job.json holds the run's secret."""
-    info = describe(plan) | {"exit": "submitted", "hosts": [], "git_revision": revision}
-    folder = new_folder(info, b"", name)
+    info = initial_run_info(plan) | {"exit": "submitted", "hosts": [], "git_revision": revision}
+    folder = make_run_folder(info, b"", name)
     names = ("target", "arguments", "device", "timeout_s")
     job = {name: getattr(plan, name) for name in names}
-    job |= {"hosts": len(plan.hosts), "nproc": plan.ranks_of_a_host, "token": secrets.token_hex(16)}
+    job |= {"hosts": len(plan.hosts), "nproc": plan.local_world_size, "token": secrets.token_hex(16)}
     write_json(folder.job_json, job)
     return folder

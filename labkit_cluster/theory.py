@@ -3,12 +3,12 @@
 import math
 
 
-def place_of(rank: int, nproc: int) -> tuple[int, int]:
+def host_and_local_rank(rank: int, nproc: int) -> tuple[int, int]:
     """The index of a rank's host and its local rank there, where torchrun starts ``nproc`` ranks on each host."""
     return divmod(rank, nproc)
 
 
-def leaves_a_host_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid: bool) -> float:
+def host_egress_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid: bool) -> float:
     """Bytes on the wire that leave one host in a training step under FSDP, with each unit gathered twice.
 
     Rings go through the ranks in their order, so each of them leaves a host once. Sharded over all ranks, one ring does
@@ -39,6 +39,6 @@ def checkpoint_interval_s(save_s: float, between_failures_s: float) -> float:
     return math.sqrt(2 * save_s * between_failures_s)
 
 
-def lost_share(interval_s: float, save_s: float, between_failures_s: float) -> float:
+def checkpoint_overhead_share(interval_s: float, save_s: float, between_failures_s: float) -> float:
     """The part of the time that saves and repeated steps take: one save an interval, half an interval a failure."""
     return save_s / interval_s + interval_s / 2 / between_failures_s

@@ -13,6 +13,6 @@ whether it fits. ``plan`` asks for many, ``search`` simulates them side by side,
 model's blocks, ``candidates`` is what came of it.
 """
 
-from labkit_simulate.start import simulate
+from labkit_simulate.run_simulation import simulate
 
 __all__ = ["simulate"]

@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from labkit_simulate.theory.steptime import Operator
+from labkit_simulate.theory.step_time import Operator
 
-NOTES = ("prim", "profiler")
+NON_COMPUTE_NAMESPACES = ("prim", "profiler")
 """Namespaces of what computes nothing: a tensor's device, a range of the profiler."""
-MOVES_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "_unsafe_view"}
-PICKS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
+ZERO_TRAFFIC_OPS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "_unsafe_view"}
+SELECTION_OPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
 """They read as much as they write, however large what they choose from."""
-OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+OVERWRITE_OPS = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
 """What they change they do not read."""
-CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+CPU_ATTENTION_OP = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -48,47 +48,47 @@ class OperatorCounter(TorchDispatchMode):
         """Run the operator, and write it down."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace not in NOTES:
-            self.operators.append(operator_of(func, args, kwargs, result))
+        if func.namespace not in NON_COMPUTE_NAMESPACES:
+            self.operators.append(make_operator(func, args, kwargs, result))
         return result
 
 
-def operator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operator:
+def make_operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operator:
     """What a call of an operator computes and moves.
 
     Bytes are those of all tensors that it reads or writes, as if no cache kept any. A view moves none. Of attention
     where a token sees only what comes before it, half is computed.
     """
-    given = given_to(func, args, kwargs)
-    flops = flops_of(func, args, kwargs, result)
+    given = bind_arguments(func, args, kwargs)
+    flops = operator_flops(func, args, kwargs, result)
     if any(argument.name == "is_causal" and value for argument, value in given):
         flops /= 2
-    moved = moved_bytes(func, given, result)
+    moved = operator_memory_bytes(func, given, result)
     numbers = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
     dtype = str(numbers[0].dtype).removeprefix("torch.") if numbers else "float32"
     return Operator(func.overloadpacket.__name__, flops, moved, dtype)
 
 
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
+def operator_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
     """Operations of matrix products, of attention as if every token saw all; 0 for what multiplies no matrices."""
     packet, name = func.overloadpacket, func.overloadpacket.__name__
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))
-    if name == CPU_ATTENTION:
+    if name == CPU_ATTENTION_OP:
         return float(sdpa_flop_count(*(each.shape for each in args[:3])))
-    if name == f"{CPU_ATTENTION}_backward":
+    if name == f"{CPU_ATTENTION_OP}_backward":
         return float(sdpa_backward_flop_count(*(each.shape for each in args[:4])))
     return 0.0
 
 
-def model_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
+def operator_model_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
     """The same as model FLOPs are stated: attention's backward pass is twice its forward pass, nothing recomputed."""
-    flops = flops_of(func, args, kwargs, result)
+    flops = operator_flops(func, args, kwargs, result)
     name = func.overloadpacket.__name__
     return flops * 4 / 5 if "attention" in name and name.endswith("_backward") else flops
 
 
-def given_to(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """The arguments of an operator's schema that were given, with their values."""
     arguments = func._schema.arguments
     return [
@@ -97,27 +97,27 @@ def given_to(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     ]
 
 
-def moved_bytes(func: Any, given: list[tuple[Any, Any]], result: Any) -> int:
+def operator_memory_bytes(func: Any, given: list[tuple[Any, Any]], result: Any) -> int:
     """Read: all arguments but those that are only written. Written: results, and arguments that are changed."""
     name = func.overloadpacket.__name__
-    if func.is_view or name in MOVES_NOTHING:
+    if func.is_view or name in ZERO_TRAFFIC_OPS:
         return 0
-    fresh = [value for value, returned in _results(result, func._schema.returns) if not returned.alias_info]
-    if name in PICKS:
-        return 2 * _bytes(fresh)
+    fresh = [value for value, returned in _match_returns(result, func._schema.returns) if not returned.alias_info]
+    if name in SELECTION_OPS:
+        return 2 * _tensor_bytes(fresh)
     if name == "all_gather_copy_in":  # FSDP2's own: a rank's shards into their place among all ranks'
-        return 2 * _bytes(given[0][1])
+        return 2 * _tensor_bytes(given[0][1])
     changed = [(argument, value) for argument, value in given if argument.alias_info and argument.alias_info.is_write]
-    unread = [value for argument, value in changed if argument.is_out or name in OVERWRITES]
+    unread = [value for argument, value in changed if argument.is_out or name in OVERWRITE_OPS]
     written = [value for _, value in changed]
-    return _bytes([value for _, value in given]) - _bytes(unread) + _bytes(written) + _bytes(fresh)
+    return _tensor_bytes([value for _, value in given]) - _tensor_bytes(unread) + _tensor_bytes(written) + _tensor_bytes(fresh)
 
 
-def _results(result: Any, returns: list[Any]) -> list[tuple[Any, Any]]:
+def _match_returns(result: Any, returns: list[Any]) -> list[tuple[Any, Any]]:
     if not returns:
         return []
     return list(zip([result] if len(returns) == 1 else result, returns, strict=True))
 
 
-def _bytes(tensors: Any) -> int:
+def _tensor_bytes(tensors: Any) -> int:
     return sum(each.numel() * each.element_size() for each in tree_leaves(tensors) if isinstance(each, Tensor))

@@ -13,20 +13,20 @@ from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import readable_bytes
 from labkit.widgets.explorer import Control, Explorer
-from labkit_simulate import fits, reckoned
-from labkit_simulate.plots import candidates
+from labkit_simulate import estimate, memory_fit
+from labkit_simulate.plots import candidate_scatter
 
-KEPT = Path(__file__).with_name("plans")
+DEFAULT_FOLDER = Path(__file__).with_name("plans")
 """With the plan that is shown where no other is given: benchmarks/plan.py makes it."""
-BUDGETS = (16, 24, 40, 80, 140, 180)
-PRICES = {"not said": None, "1": 1.0, "2": 2.0, "3": 3.0, "5": 5.0, "8": 8.0}
-PLACES = ("1st", "2nd", "3rd", "4th", "5th", "6th")
-LETTERS = "abcdef"
-CONTINUED = " (continued from fewer blocks, reserved memory estimated)"
-UNBEATEN = "nothing is both faster and smaller than"
+BUDGETS_GIB = (16, 24, 40, 80, 140, 180)
+GPU_HOUR_PRICES = {"not said": None, "1": 1.0, "2": 2.0, "3": 3.0, "5": 5.0, "8": 8.0}
+PLACE_LABELS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
+CANDIDATE_LETTERS = "abcdef"
+EXTRAPOLATION_NOTE = " (continued from fewer blocks, reserved memory estimated)"
+PARETO_TITLE = "nothing is both faster and smaller than"
 
 
-class Candidates(Explorer):
+class CandidateExplorer(Explorer):
     """All that was simulated for a plan, Llama 2 7B's by default. Nothing is simulated anew until ``run it``.
 
     Args:
@@ -35,42 +35,42 @@ class Candidates(Explorer):
 
     title = "Which way to train fits, and which is fast?"
     controls: ClassVar = {}
-    formulas = (fits.fits, reckoned.reckon)
+    formulas = (memory_fit.memory_fit, estimate.estimate_rank_step)
     size = (8.5, 4.2)
 
-    def __init__(self, plan: labkit.Plan | None = None):
-        self.plan = plan or kept()
-        self.controls = controls_of(self.plan)  # type: ignore[misc]  # of this plan
+    def __init__(self, plan: labkit.SearchResult | None = None):
+        self.plan = plan or load_default_search()
+        self.controls = search_controls(self.plan)  # type: ignore[misc]  # of this plan
         super().__init__()
 
-    def rows(self, **chosen: Any) -> pandas.DataFrame:
+    def candidate_rows(self, **chosen: Any) -> pandas.DataFrame:
         """The candidates that are drawn: those of these hosts, ranked as chosen.
 
         Raises:
             ValueError: none of them fits.
         """
-        frame = self.plan.having(budget_gib=chosen["budget_gib"], dollars_per_hour=chosen["price"]).frame
+        frame = self.plan.with_limits(budget_gib=chosen["budget_gib"], dollars_per_hour=chosen["price"]).frame
         rows = frame[(frame["hardware"] == chosen["hardware"]) & (frame["world_size"].isin(chosen["ranks"]))]
         rows = rows.sort_values(["fits", chosen["by"]], ascending=[False, True], kind="stable")
         if not rows["fits"].any():
-            least = rows["needed_bytes"].min() / fits.GIB
+            least = rows["needed_bytes"].min() / memory_fit.GIB
             raise ValueError(f"none fits in {chosen['budget_gib']} GiB: the least that is needed is {least:.3g} GiB")
         return rows
 
-    def row(self, **chosen: Any) -> dict[str, Any]:
+    def current_row(self, **chosen: Any) -> dict[str, Any]:
         """The candidate with the ring.
 
         Raises:
             ValueError: there are not so many that fit.
         """
-        fitting = self.rows(**chosen).query("fits")
+        fitting = self.candidate_rows(**chosen).query("fits")
         if chosen["place"] >= len(fitting):
             raise ValueError(f"only {len(fitting)} fit: take a lower place, or a larger budget")
         found: dict[str, Any] = fitting.iloc[chosen["place"]].to_dict()
         return found
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        row = self.row(**chosen)
+        row = self.current_row(**chosen)
         return {
             "peak_total_bytes": row["peak_bytes"],
             "gpu_reserved_bytes": row["reserved_bytes"],
@@ -79,31 +79,31 @@ class Candidates(Explorer):
         }
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
-        rows, row = self.rows(**chosen), self.row(**chosen)
+        rows, row = self.candidate_rows(**chosen), self.current_row(**chosen)
         ax = figure.add_axes((0.09, 0.13, 0.6, 0.72))
         fitting = rows[rows["fits"]]
-        named = unbeaten(fitting).to_dict("records")
-        words = {each["candidate"]: letter for letter, each in zip(LETTERS, named, strict=False)}
-        lines = [f"{words[each['candidate']]}  {self._words(each, chosen)}" for each in named]
-        figure.text(0.71, 0.82, "\n".join([UNBEATEN, *lines]), fontsize=8, va="top", linespacing=1.6)
-        budget = chosen["budget_gib"] * fits.GIB
-        candidates(rows, budget, marks=self._marks(), words=words, chosen=row["candidate"], ax=ax)
-        ax.set_xlim(right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / fits.GIB)
-        cost = f", {style.digits(1e3 * row['dollars_per_step'])} dollars for 1,000 steps" if chosen["price"] else ""
+        named = pareto_front(fitting).to_dict("records")
+        words = {each["candidate"]: letter for letter, each in zip(CANDIDATE_LETTERS, named, strict=False)}
+        lines = [f"{words[each['candidate']]}  {self._candidate_text(each, chosen)}" for each in named]
+        figure.text(0.71, 0.82, "\n".join([PARETO_TITLE, *lines]), fontsize=8, va="top", linespacing=1.6)
+        budget = chosen["budget_gib"] * memory_fit.GIB
+        candidate_scatter(rows, budget, marks=self._marker_column(), words=words, chosen=row["candidate"], ax=ax)
+        ax.set_xlim(right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / memory_fit.GIB)
+        cost = f", {style.short_number_text(1e3 * row['dollars_per_step'])} dollars for 1,000 steps" if chosen["price"] else ""
         return (
-            f"{len(fitting)} of {len(rows)} fit in {chosen['budget_gib']} GiB; the {PLACES[chosen['place']]} "
-            f"({self._words(row, chosen)}) takes {style.duration(row['step_s'])} a step{cost}, with "
-            f"{readable_bytes(row['margin_bytes'], base=1024)} left over{'' if row['whole'] else CONTINUED}"
+            f"{len(fitting)} of {len(rows)} fit in {chosen['budget_gib']} GiB; the {PLACE_LABELS[chosen['place']]} "
+            f"({self._candidate_text(row, chosen)}) takes {style.duration_text(row['step_s'])} a step{cost}, with "
+            f"{readable_bytes(row['margin_bytes'], base=1024)} left over{'' if row['whole'] else EXTRAPOLATION_NOTE}"
         )
 
     def launch(self, **chosen: Any) -> RunResult:
-        row = self.row(**chosen)
-        return labkit.simulate(self.plan.program, hardware=row["hardware"], **self.plan.arguments(row["candidate"]))
+        row = self.current_row(**chosen)
+        return labkit.simulate(self.plan.program, hardware=row["hardware"], **self.plan.simulate_arguments(row["candidate"]))
 
-    def _marks(self) -> str:
+    def _marker_column(self) -> str:
         return "checkpointing" if "checkpointing" in self.plan.varied else next(iter(self.plan.varied), "world_size")
 
-    def _words(self, row: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
+    def _candidate_text(self, row: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
         """What is particular to a candidate, in a few words."""
         several = [f"{row['world_size']} GPUs"] if len(chosen["ranks"]) > 1 else []
         varied = [f"{name} {row[name]}" for name in self.plan.varied if row[name] not in (None, False)]
@@ -111,29 +111,29 @@ class Candidates(Explorer):
 
 
 @cache
-def kept() -> labkit.Plan:
+def load_default_search() -> labkit.SearchResult:
     """The plan that comes with labkit."""
-    return labkit.Plan.load(KEPT)
+    return labkit.SearchResult.load(DEFAULT_FOLDER)
 
 
-def controls_of(plan: labkit.Plan) -> dict[str, Control]:
+def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
     """What can be asked of a plan."""
     rows = plan.frame[plan.frame["step_s"].notna()]
-    hosts, counts = plan.machines, sorted({*rows["world_size"]})
+    hosts, counts = plan.hardware_names, sorted({*rows["world_size"]})
     ranks = {str(count): (count,) for count in counts} | ({"all": tuple(counts)} if len(counts) > 1 else {})
     orders = {"time": "step_s", "cost": "device_s"}
     return {
         "hardware": Control("hosts", hosts, hosts[0]),
         "ranks": Control("GPUs", ranks, tuple(counts)),
-        "budget_gib": Control("budget of a GPU, GiB", BUDGETS, 80),
-        "price": Control("dollars for a GPU hour", PRICES, None, only_drawn=True),
+        "budget_gib": Control("budget of a GPU, GiB", BUDGETS_GIB, 80),
+        "price": Control("dollars for a GPU hour", GPU_HOUR_PRICES, None, only_drawn=True),
         "by": Control("ranked by", orders, "step_s"),
-        "place": Control("chosen", dict(zip(PLACES, range(len(PLACES)), strict=True)), 0),
+        "place": Control("chosen", dict(zip(PLACE_LABELS, range(len(PLACE_LABELS)), strict=True)), 0),
     }
 
 
-def unbeaten(rows: pandas.DataFrame) -> pandas.DataFrame:
+def pareto_front(rows: pandas.DataFrame) -> pandas.DataFrame:
     """Those that none beats in both time and memory, the fastest first; the first few of them."""
     by_time = rows.sort_values(["step_s", "needed_bytes"])
     least = by_time["needed_bytes"].cummin().shift()  # of all that are faster
-    return by_time[least.isna() | (by_time["needed_bytes"] < least)].head(len(LETTERS))
+    return by_time[least.isna() | (by_time["needed_bytes"] < least)].head(len(CANDIDATE_LETTERS))

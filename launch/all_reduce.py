@@ -19,8 +19,8 @@ import torch.distributed as dist
 from labkit import rank
 from labkit.config import PositiveInt
 
-FLOAT = 4  # bytes of a float32
-Messages = Mapping[str, Sequence[torch.Tensor]]
+FLOAT32_BYTES = 4  # bytes of a float32
+TensorsByName = Mapping[str, Sequence[torch.Tensor]]
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Config:
         if len(set(self.message_bytes)) < 2:
             raise ValueError(f"message_bytes {self.message_bytes}: take at least 2 sizes")
         for size in (*self.message_bytes, self.total_bytes):
-            if size % FLOAT:
-                raise ValueError(f"{size} bytes are no whole number of float32: take a multiple of {FLOAT}")
+            if size % FLOAT32_BYTES:
+                raise ValueError(f"{size} bytes are no whole number of float32: take a multiple of {FLOAT32_BYTES}")
         for count in self.pieces:
-            if self.total_bytes % (FLOAT * count):
+            if self.total_bytes % (FLOAT32_BYTES * count):
                 raise ValueError(
                     f"{self.total_bytes} bytes cannot be cut into {count} equal messages of float32: "
-                    f"take pieces that divide {self.total_bytes // FLOAT}"
+                    f"take pieces that divide {self.total_bytes // FLOAT32_BYTES}"
                 )
 
 
@@ -61,15 +61,15 @@ def main(config: Config) -> None:
     """Send every message in every round."""
     with rank.session() as here:
         zeros = partial(torch.zeros, device=here.device)  # so that adding up over and over changes nothing
-        single = {f"message_{size}": [zeros(size // FLOAT)] for size in config.message_bytes}
-        cut = {f"pieces_{count}": list(zeros(config.total_bytes // FLOAT).chunk(count)) for count in config.pieces}
+        single = {f"message_{size}": [zeros(size // FLOAT32_BYTES)] for size in config.message_bytes}
+        cut = {f"pieces_{count}": list(zeros(config.total_bytes // FLOAT32_BYTES).chunk(count)) for count in config.pieces}
         if config.check == "parity":
             check_sums(here, single | cut)
         else:
-            measure(config, here, single | cut)
+            time_collectives(config, here, single | cut)
 
 
-def measure(config: Config, here: rank.Here, messages: Messages) -> None:
+def time_collectives(config: Config, here: rank.Session, messages: TensorsByName) -> None:
     """Time each entry as one span a round."""
     for step in here.steps(config.repeats):
         for name, tensors in messages.items():
@@ -83,7 +83,7 @@ def measure(config: Config, here: rank.Here, messages: Messages) -> None:
                         dist.all_reduce(tensor)
 
 
-def check_sums(here: rank.Here, messages: Messages) -> None:
+def check_sums(here: rank.Session, messages: TensorsByName) -> None:
     """Rank r sends r + 1 in every place of every message; one device adds them up."""
     expected, wrong, compared = here.world_size * (here.world_size + 1) // 2, 0, 0
     for tensor in chain.from_iterable(messages.values()):
@@ -91,8 +91,8 @@ def check_sums(here: rank.Here, messages: Messages) -> None:
         dist.all_reduce(tensor)
         wrong += int((tensor != expected).sum())
         compared += tensor.numel()
-    here.verdict(check="parity", compared=compared, wrong=wrong, ok=compared > 0 and wrong == 0)
+    here.finish_check(check="parity", compared=compared, wrong=wrong, ok=compared > 0 and wrong == 0)
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

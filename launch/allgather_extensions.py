@@ -22,23 +22,23 @@ from torch.optim.lr_scheduler import LinearLR
 
 from labkit import rank, requirements
 from labkit.config import NonNegativeFloat, PositiveInt
-from labkit.models.tiles import tile_network, tiles
+from labkit.models.tile_network import tile_batch, tile_network
 from labkit.parallel.compiling import apply_compile
-from labkit.parallel.extensions import Gather, apply_extension
+from labkit.parallel.extensions import ExtensionChoice, apply_extension
 from labkit.parity import extensions as parity
-from labkit.parity import seed_of
+from labkit.parity import sample_seed
 from labkit.tensors import (
     EXTENSIONS,
     Extension,
-    gathered_errors,
-    held_bytes,
+    gather_errors,
+    gather_memory_bytes,
+    make_quantised_extension,
+    make_two_tensor,
     plain_tensors,
-    quantised,
     refuse_leak,
-    twice,
 )
-from labkit.tensors.cost import gather_ms
-from labkit.theory.extensions import FINAL_STEPS, SCALES
+from labkit.tensors.gather_time import gather_ms
+from labkit.theory.extensions import FINAL_STEPS, SCALE_GRANULARITY
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,9 +47,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Config:
     """What is sent, and what is looked at."""
 
-    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"] = (
-        "two_tensor"
-    )
+    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"] = "two_tensor"
     """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this type, what encode of
     use= makes of them, or what the type sends that parameter of use= gives it."""
     scales: Literal["", "shard", "row", "group"] = ""
@@ -82,8 +80,8 @@ class Config:
             raise ValueError(f"check {self.check} trains models that are not compiled: leave compile out")
         if self.compile:
             requirements.refuse_without_compiler()
-        if self.scales and self.extension not in SCALES:
-            raise ValueError(f"extension {self.extension} has no scales to choose: take {' or '.join(SCALES)}")
+        if self.scales and self.extension not in SCALE_GRANULARITY:
+            raise ValueError(f"extension {self.extension} has no scales to choose: take {' or '.join(SCALE_GRANULARITY)}")
         if self.weights and not Path(self.weights).is_file():
             raise ValueError(f"weights {self.weights!r} is no file: give what torch.save wrote")
         if self.check == "parity" and self.extension in ("bf16", "float8", "int8", "int4"):
@@ -113,13 +111,13 @@ def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 @rank.replaceable
 def parameter(weight: Tensor) -> Tensor:
     """What a weight becomes before it is sharded: a tensor of its shape, of a type that has FSDP2's two hooks."""
-    return twice(weight)
+    return make_two_tensor(weight)
 
 
-def chosen(extension: str, scales: str = "") -> Gather:
+def resolve_extension(extension: str, scales: str = "") -> ExtensionChoice:
     """What names of Config stand for. Each tensor that a function encode gives is sent."""
     if scales or extension == "int4":
-        return quantised(extension, scales)
+        return make_quantised_extension(extension, scales)
     if extension == "yours":
         return Extension(tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))), encode, decode)
     return parameter if extension == "your_type" else EXTENSIONS.get(extension, extension)
@@ -129,34 +127,34 @@ def main(config: Config) -> None:
     """Train and measure, or check."""
     with rank.session() as here:
         mesh = here.mesh(data=here.world_size)
-        network = partial(build, config, here, mesh)
+        network = partial(build_sharded_network, config, here, mesh)
         if config.check == "none":
             model = network(config.extension)
             train(config, here, model, here.steps)
-            look(config, here, model)
+            record_gather_costs(config, here, model)
         elif config.check == "wire":
-            step = partial(backward, config, here, 0)
-            here.verdict(**parity.compare_bytes(mesh, network, step, config.reshard_after_forward))
+            step = partial(forward_backward, config, here, 0)
+            here.finish_check(**parity.compare_bytes(mesh, network, step, config.reshard_after_forward))
         elif config.check == "loss":
             losses = partial(train, config, here, measure=here.plain_steps)
-            here.verdict(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
+            here.finish_check(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
         else:
-            compare = {"parity": parity.compare_training, "meta": parity.train_from_meta_device}[config.check]
-            here.verdict(**compare(mesh, here.device, chosen(config.extension, config.scales), config.steps))
+            compare = {"parity": parity.compare_extension_training, "meta": parity.train_from_meta_device}[config.check]
+            here.finish_check(**compare(mesh, here.device, resolve_extension(config.extension, config.scales), config.steps))
 
 
-def build(config: Config, here: rank.Here, mesh: DeviceMesh, extension: str) -> nn.Sequential:
+def build_sharded_network(config: Config, here: rank.Session, mesh: DeviceMesh, extension: str) -> nn.Sequential:
     """A network that says from which region of the photo a tile was cut; starts equal whatever the extension."""
-    model = whole_network(config, here.device)
+    model = build_whole_network(config, here.device)
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
     reshard = config.reshard_after_forward
     scales = config.scales if extension == config.extension else ""
-    return apply_extension(model, mesh, chosen(extension, scales), reshard_after_forward=reshard, mp_policy=policy)
+    return apply_extension(model, mesh, resolve_extension(extension, scales), reshard_after_forward=reshard, mp_policy=policy)
 
 
-def whole_network(config: Config, device: torch.device) -> nn.Sequential:
+def build_whole_network(config: Config, device: torch.device) -> nn.Sequential:
     """The same before it is sharded."""
     torch.manual_seed(0)
     model = tile_network(config.dim)
@@ -165,20 +163,20 @@ def whole_network(config: Config, device: torch.device) -> nn.Sequential:
     return model.to(device)
 
 
-def backward(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
+def forward_backward(config: Config, here: rank.Session, index: int, model: nn.Module) -> Tensor:
     """Forward and backward pass on this rank's tiles of one step; the loss."""
-    loss = loss_of(config, here, index, model)
+    loss = tile_loss(config, here, index, model)
     loss.backward()
     return plain_tensors(loss.detach())[0]
 
 
-def loss_of(config: Config, here: rank.Here, index: int, model: nn.Module) -> Tensor:
+def tile_loss(config: Config, here: rank.Session, index: int, model: nn.Module) -> Tensor:
     """The loss of this rank's tiles of one step."""
-    images, labels = tiles(config.batch, seed_of(index, here.rank))
+    images, labels = tile_batch(config.batch, sample_seed(index, here.rank))
     return cross_entropy(model(images.to(here.device)).float(), labels.to(here.device))
 
 
-def train(config: Config, here: rank.Here, model: nn.Module, measure: rank.Measure) -> list[Tensor]:
+def train(config: Config, here: rank.Session, model: nn.Module, measure: rank.StepLoop) -> list[Tensor]:
     """Train on the photo; record losses, traffic, and the error of what was gathered. This rank's losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, foreach=True)
     slower = LinearLR(optimizer, 1.0, 0.0, total_iters=config.steps)  # else the end is where the last steps threw it
@@ -186,34 +184,34 @@ def train(config: Config, here: rank.Here, model: nn.Module, measure: rank.Measu
     for index, step in enumerate(measure(config.steps)):
         optimizer.zero_grad()
         with step.span("forward_backward"):
-            losses.append(backward(config, here, index, model))
+            losses.append(forward_backward(config, here, index, model))
         with step.span("optimizer"):
             optimizer.step()
         slower.step()
-        step.scalar("loss", losses[-1])
+        step.record_scalar("loss", losses[-1])
     refuse_leak(model)
     return losses
 
 
 @torch.no_grad()
-def look(config: Config, here: rank.Here, model: nn.Module) -> None:
+def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) -> None:
     """Record what gathering costs: in error, in the loss, in memory and in time. A collective."""
     if here.simulated:
-        here.scalar("held_bytes", held_bytes(model))
+        here.record_scalar("held_bytes", gather_memory_bytes(model))
         return
-    errors = gathered_errors(model)
-    here.scalar("weight_error", errors.largest)
-    here.scalar("weight_rms_error", errors.rms)
-    exact = whole_network(config, here.device)
+    errors = gather_errors(model)
+    here.record_scalar("weight_error", errors.largest)
+    here.record_scalar("weight_rms_error", errors.rms)
+    exact = build_whole_network(config, here.device)
     for own, each in zip(exact.parameters(), model.parameters(), strict=True):
         own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
-    rounded, right = (plain_tensors(loss_of(config, here, config.steps, each))[0] for each in (model, exact))
-    here.scalar("loss_change", float(rounded / right - 1))
-    here.scalar("held_bytes", held_bytes(model))
+    rounded, right = (plain_tensors(tile_loss(config, here, config.steps, each))[0] for each in (model, exact))
+    here.record_scalar("loss_change", float(rounded / right - 1))
+    here.record_scalar("held_bytes", gather_memory_bytes(model))
     taken, within_hooks = gather_ms(model)
-    here.scalar("gather_ms", taken)
-    here.scalar("hooks_ms", within_hooks)
+    here.record_scalar("gather_ms", taken)
+    here.record_scalar("hooks_ms", within_hooks)
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -18,9 +18,9 @@ from labkit import parity, rank, requirements
 from labkit.config import Limits, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from labkit.models import photo
 from labkit.models.convnext import ConvNeXt
-from labkit.parallel.halo import Strip, send_home, with_halo
+from labkit.parallel.halo import Strip, pad_with_halo, return_halo_gradients
 from labkit.parallel.spatial import apply_spatial, own_samples, shard_batch
-from labkit.parity.spatial import compare_training_step
+from labkit.parity.spatial import compare_spatial_step
 from labkit.theory import sizes, spatial
 
 
@@ -76,8 +76,8 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        requirements.refuse_if_broken(self.strategy)
-        ranks = sizes.named_axes(self.mesh, world_size)
+        requirements.refuse_native_strategy(self.strategy)
+        ranks = sizes.parse_mesh_axes(self.mesh, world_size)
         if self.strategy == "plain" and world_size > 1:
             raise ValueError(f"strategy plain is one device's training: it takes 1 rank, not {world_size}")
         if self.strategy == "yours" and (self.tensor_dim != 3 or ranks["space"] != world_size):
@@ -90,20 +90,20 @@ class Config:
 
     def different_ranks(self, world_size: int) -> set[int]:
         """In a line along the image: its ends, which have one neighbour, and one between them."""
-        line = sizes.named_axes(self.mesh, world_size)["space"]
+        line = sizes.parse_mesh_axes(self.mesh, world_size)["space"]
         return {0, line // 2, line - 1}
 
 
 @rank.replaceable
 def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
     """A strip [N, C, H, W] with ``halo`` columns of each neighbour at its ends; zeros at the image's border."""
-    return with_halo(strip, halo, Strip(3, None, rank, ranks))
+    return pad_with_halo(strip, halo, Strip(3, None, rank, ranks))
 
 
 @rank.replaceable
 def return_gradients(grad: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
     """The strip's gradient from that of the padded strip: each halo's part goes to the rank that owns the columns."""
-    return send_home(grad, halo, Strip(3, None, rank, ranks))()
+    return return_halo_gradients(grad, halo, Strip(3, None, rank, ranks))()
 
 
 @rank.replaceable
@@ -124,23 +124,21 @@ class _HaloExchange(torch.autograd.Function):
         return return_gradients(grads[0], *ctx.place), None, None, None
 
 
-def pad_your_way(strip: Tensor, halo: int, place: Strip) -> Tensor:
+def pad_with_answer(strip: Tensor, halo: int, place: Strip) -> Tensor:
     """The strategy yours: what ``use=`` replaces pads a strip."""
     return padded_strip(strip, halo, place.rank, place.ranks)
 
 
 def main(config: Config) -> None:
     """Train and measure, or compare one step with one device's."""
-    with rank.session() as here, here.memory_cap(config.memory_cap_mib):
-        mesh = here.mesh(**sizes.named_axes(config.mesh, here.world_size))
-        model = build(config, here.device)
-        images, labels = photo.batch(
-            config.data, config.batch, config.height, config.width, config.num_classes, config.seed
-        )
+    with rank.session() as here, here.cap_memory(config.memory_cap_mib):
+        mesh = here.mesh(**sizes.parse_mesh_axes(config.mesh, here.world_size))
+        model = build_model(config, here.device)
+        images, labels = photo.image_batch(config.data, config.batch, config.height, config.width, config.num_classes, config.seed)
         batch = whole = images.to(here.device), labels.to(here.device)  # [N, 3, H, W], [N], equal on all ranks
-        reference = parity.seeded_copy(model, config.seed) if config.check == "parity" else model
+        reference = parity.seed_and_copy(model, config.seed) if config.check == "parity" else model
         if config.strategy != "plain":
-            pad = pad_your_way if config.strategy == "yours" else None
+            pad = pad_with_answer if config.strategy == "yours" else None
             strategy = "local" if config.strategy == "yours" else config.strategy
             apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=spatial.total_stride(config.depths))
@@ -149,10 +147,10 @@ def main(config: Config) -> None:
         if config.check == "parity":
             expected = train(config, one_step, reference, *whole)[own_samples(mesh, config.batch)]
             drops = config.drop_path_rate > 0
-            here.verdict(**compare_training_step(model, logits, reference, expected, drops_samples=drops))
+            here.finish_check(**compare_spatial_step(model, logits, reference, expected, drops_samples=drops))
 
 
-def build(config: Config, device: torch.device) -> ConvNeXt:
+def build_model(config: Config, device: torch.device) -> ConvNeXt:
     """The model of one device, equal on all ranks."""
     torch.manual_seed(config.seed)
     layers = config.depths, config.dims, config.drop_path_rate, config.layer_scale_init_value
@@ -160,7 +158,7 @@ def build(config: Config, device: torch.device) -> ConvNeXt:
     return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def train(config: Config, measure: rank.Measure, model: ConvNeXt, images: Tensor, labels: Tensor) -> Tensor:
+def train(config: Config, measure: rank.StepLoop, model: ConvNeXt, images: Tensor, labels: Tensor) -> Tensor:
     """Forward, backward and update in every measured step; the last logits [N, num_classes] of this rank's samples."""
     torch.manual_seed(config.seed)  # whoever trains drops the same samples
     epsilon = 1e-8 if config.check == "none" else 1e-3  # Adam's first step is a sign: rounding decides that of 0
@@ -174,9 +172,9 @@ def train(config: Config, measure: rank.Measure, model: ConvNeXt, images: Tensor
             loss.backward()
         with step.span("optimizer"):
             optimizer.step()
-        step.scalar("loss", loss)
+        step.record_scalar("loss", loss)
     return logits
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -20,13 +20,13 @@ from labkit import rank, requirements
 from labkit.config import PositiveFloat, PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
-from labkit.parallel.buckets import GradientBuckets, closed_when_full
-from labkit.parity import samples_and_seed
-from labkit.parity.ddp import chain, compare_buckets, compare_techniques
+from labkit.parallel.buckets import GradientBuckets, assign_buckets
+from labkit.parity import draw_samples
+from labkit.parity.ddp import build_chain, compare_buckets, compare_techniques
 from labkit.session.meter import Step
-from labkit.session.traffic import Wire
+from labkit.session.traffic import BucketRecorder
 
-PIECES = (1, 64)
+PIECE_COUNTS = (1, 64)
 """Into how many messages the gradients' bytes are cut, to tell latency from bytes."""
 
 
@@ -90,19 +90,17 @@ class Config:
 @rank.replaceable
 def bounded_buckets(sizes: list[int], limit: int) -> list[list[int]]:
     """Which gradients travel together, as indices into their sizes in bytes, in the order of the backward pass."""
-    return closed_when_full(sizes, limit)
+    return assign_buckets(sizes, limit)
 
 
 @rank.replaceable
 def data_parallel(model: nn.Module, bucket_bytes: int) -> None:
     """Let every backward pass leave the mean over all ranks in each parameter's ``grad``. The model is equal on all."""
     device = next(model.parameters()).device.type
-    GradientBuckets(
-        model.parameters(), init_device_mesh(device, (dist.get_world_size(),)), bucket_bytes, bounded_buckets
-    )
+    GradientBuckets(model.parameters(), init_device_mesh(device, (dist.get_world_size(),)), bucket_bytes, bounded_buckets)
 
 
-def apply_yours(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.Module:
+def apply_answer(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.Module:
     """``data_parallel`` as the other techniques are called."""
     data_parallel(model, round(bucket_mb * 2**20))
     return model
@@ -110,7 +108,7 @@ def apply_yours(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.M
 
 def main(config: Config) -> None:
     """Train and measure, or check."""
-    case = ddp.CASES[config.case]
+    case = ddp.DDP_CASES[config.case]
     sizes = {name: getattr(config, name) for name in ("dim", "batch", "layers")}
     how = {name: getattr(config, name) for name in ("bucket_mb", "fuse", "inductor", "late_waits")}
     with rank.session() as here:
@@ -119,23 +117,23 @@ def main(config: Config) -> None:
         mesh = here.mesh(data=here.world_size)
         if config.check != "none":
             if config.mode == "yours":
-                how |= {"modes": ("yours",), "yours": apply_yours}
+                how |= {"modes": ("yours",), "yours": apply_answer}
             check = compare_techniques if config.check == "parity" else compare_buckets
-            here.verdict(**check(mesh, here.device, case, **sizes, **how), case=config.case)
+            here.finish_check(**check(mesh, here.device, case, **sizes, **how), case=config.case)
         else:
-            lab = chain(case=case, device=here.device, **sizes)
-            with ddp.applied(lab, mesh, config.mode, case, yours=apply_yours, **how) as (model, programs):
+            lab = build_chain(case=case, device=here.device, **sizes)
+            with ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how) as (model, programs):
                 if config.race:
-                    other = chain(case=case, device=here.device, **sizes)
+                    other = build_chain(case=case, device=here.device, **sizes)
                     rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-                    return race(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
+                    return race_techniques(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
                 train(config, here, lab, model, mesh)
             sending = [program for program in programs if "_c10d_functional" in program]  # backward passes
             if sending:
-                here.keep("code", sending[-1])
+                here.save_artifact("code", sending[-1])
 
 
-def race(config: Config, here: rank.Here, racers: Mapping[str, tuple[LinearChain, Any]]) -> None:
+def race_techniques(config: Config, here: rank.Session, racers: Mapping[str, tuple[LinearChain, Any]]) -> None:
     """Whole steps of all techniques in turn, each a span of its name, so that what disturbs one disturbs all."""
     optimizers = {name: torch.optim.SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()}
     for index, step in enumerate(here.steps(config.steps, warmup=2)):
@@ -143,62 +141,62 @@ def race(config: Config, here: rank.Here, racers: Mapping[str, tuple[LinearChain
             dist.barrier()
             with step.span(name):
                 optimizers[name].zero_grad()
-                backward(config, here, *racers[name], index, next(here.plain_steps(1)))
+                forward_backward(config, here, *racers[name], index, next(here.plain_steps(1)))
                 optimizers[name].step()
 
 
-def train(config: Config, here: rank.Here, lab: LinearChain, model: Any, mesh: DeviceMesh) -> None:
+def train(config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh: DeviceMesh) -> None:
     """Measured steps, and one more to see what travels together."""
     if config.costs:
         other = copy.deepcopy(lab)
         silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-        silent.register_comm_hook(None, lambda _, bucket: nothing_sent(bucket))
+        silent.register_comm_hook(None, lambda _, bucket: skip_all_reduce(bucket))
     optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
         if config.costs and index < 2 + config.steps:  # and not in the step in which messages are counted
-            time_costs(here, step, other, silent)
+            time_backward_and_pieces(here, step, other, silent)
         optimizer.zero_grad()
-        step.scalar("loss", backward(config, here, lab, model, index, step))
+        step.record_scalar("loss", forward_backward(config, here, lab, model, index, step))
         with step.span("optimizer"):
             optimizer.step()
     if here.simulated:
         return  # which gradients a bucket brought is told by their numbers
     lab.zero_grad()
-    with Wire() as wire:
-        backward(config, here, lab, model, 0, next(here.plain_steps(1)))
+    with BucketRecorder() as wire:
+        forward_backward(config, here, lab, model, 0, next(here.plain_steps(1)))
     for index, gradients in enumerate(wire.buckets(lab.named_parameters())):
-        here.bucket(index, gradients)
+        here.record_bucket(index, gradients)
 
 
-def time_costs(here: rank.Here, step: Step, lab: LinearChain, silent: Any) -> None:
+def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, silent: Any) -> None:
     """Spans of what a step is made of: ``alone``, a backward pass of DDP's that sends nothing, and ``pieces_n``."""
     lab.zero_grad()
-    inputs = samples_and_seed(lab, here.device, 0, here.rank)
+    inputs = draw_samples(lab, here.device, 0, here.rank)
     loss = lab.get_loss(inputs, silent(*inputs))
     dist.barrier()
     with step.span("alone"):
         loss.backward()
     row = torch.zeros(sum(parameter.numel() for parameter in lab.parameters()), device=here.device)
-    for count in PIECES:
+    for count in PIECE_COUNTS:
         dist.barrier()
         with step.span(f"pieces_{count}"):
             for handle in [dist.all_reduce(piece, async_op=True) for piece in row.chunk(count)]:
                 handle.wait()
 
 
-def nothing_sent(bucket: Any) -> torch.futures.Future[Tensor]:
+def skip_all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
     """A communication hook that leaves each rank its own gradients."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def backward(config: Config, here: rank.Here, lab: LinearChain, model: Any, index: int, step: Step) -> Tensor:
+def forward_backward(config: Config, here: rank.Session, lab: LinearChain, model: Any, index: int, step: Step) -> Tensor:
     """Forward and backward pass of each batch of a step; the last loss."""
-    batches = ddp.CASES[config.case].batches
+    batches = ddp.DDP_CASES[config.case].batches
     for batch, synced in enumerate(batches):
-        inputs = samples_and_seed(lab, here.device, index, here.rank, batch, len(batches))
+        inputs = draw_samples(lab, here.device, index, here.rank, batch, len(batches))
         with ddp.gradient_sync(model, synced):
             with step.span("forward"):
                 loss = lab.get_loss(inputs, model(*inputs))
@@ -208,4 +206,4 @@ def backward(config: Config, here: rank.Here, lab: LinearChain, model: Any, inde
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -26,12 +26,12 @@ from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import Precision, apply_fsdp
 from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit.parallel.units import Units
-from labkit.parity.fsdp import Trained, compare_training
+from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
 from labkit.theory.sizes import even_share
-from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, LLAMA_3_70B, TINY, Decoder
+from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, LLAMA_3_70B, TINY_DECODER, DecoderShape
 
 SHAPES = {
-    "tiny": (TINY, 16),
+    "tiny": (TINY_DECODER, 16),
     "llama_2_7b": (LLAMA_2_7B, 4096),
     "llama_2_13b": (LLAMA_2_13B, 4096),
     "llama_3_8b": (LLAMA_3_8B, 8192),
@@ -97,7 +97,7 @@ class Config:
                 f"hybrid = {self.hybrid}: it must divide them"
             )
         for what in ("kv_heads", "feedforward", "vocab"):
-            even_share(getattr(self.shape(), what), self.tp, f"{what} =")
+            even_share(getattr(self.decoder_shape(), what), self.tp, f"{what} =")
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
         if self.seq:
@@ -105,7 +105,7 @@ class Config:
         if self.wrap == "none" and (self.tp > 1 or self.hybrid or self.precision != "float32"):
             raise ValueError("wrap none replicates plain float32 parameters: use wrap block for tp, hybrid and bf16")
 
-    def shape(self) -> Decoder:
+    def decoder_shape(self) -> DecoderShape:
         """The model's sizes."""
         whole = SHAPES[self.model][0]
         return replace(whole, layers=self.layers or whole.layers)
@@ -116,29 +116,29 @@ class Config:
 
     def blocks(self) -> int:
         """Of the model, all alike: as many as ``ALIKE`` says, or the shape."""
-        return self.shape().layers
+        return self.decoder_shape().layers
 
 
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
     with rank.session() as here:
-        mesh = mesh_of(config, here)
-        lab = build(config, here.device)
-        model, units = apply(config, mesh, lab)
+        mesh = make_mesh(config, here)
+        lab = build_model(config, here.device)
+        model, units = parallelize_model(config, mesh, lab)
         if config.check == "none":
             measure = partial(here.steps, units=units if config.timeline else None, mesh=mesh)
-            train(config, here, lab, model, adam_of(model), measure)
+            train(config, here, lab, model, make_adam(model), measure)
             return
         # rounding decides from the second step on
         steps = config.steps if config.precision == "float32" else 1
-        trained = train(config, here, lab, model, parity.optimizer_of(model), partial(here.plain_steps, most=steps))
+        trained = train(config, here, lab, model, parity.make_sgd(model), partial(here.plain_steps, most=steps))
         dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
         lines = here.world_size // config.tp
-        one_device = parity.OneDevice(lambda index: build(config, here.device), lines, dtype, here.device)
-        here.verdict(**compare_training(one_device, model, trained, rank=line_of(config, here), steps=steps))
+        one_device = parity.OneDevice(lambda index: build_model(config, here.device), lines, dtype, here.device)
+        here.finish_check(**compare_fsdp_training(one_device, model, trained, rank=tp_line_index(config, here), steps=steps))
 
 
-def mesh_of(config: Config, here: rank.Here) -> DeviceMesh:
+def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
     """Axes ``data`` and ``tp``, and ``replicate`` before them where groups of ranks replicate each other."""
     lines = here.world_size // config.tp
     if config.hybrid is None:
@@ -146,18 +146,18 @@ def mesh_of(config: Config, here: rank.Here) -> DeviceMesh:
     return here.mesh(replicate=lines // config.hybrid, data=config.hybrid, tp=config.tp)
 
 
-def line_of(config: Config, here: rank.Here) -> int:
+def tp_line_index(config: Config, here: rank.Session) -> int:
     """Which of the lines of ``tp``, each with samples of its own, this rank is in."""
     return here.rank // config.tp
 
 
-def build(config: Config, device: torch.device) -> DecoderModel:
+def build_model(config: Config, device: torch.device) -> DecoderModel:
     """The model, equal on all ranks."""
     torch.manual_seed(0)
-    return DecoderModel(**asdict(config.shape()), sequence=config.tokens(), batch=config.batch).to(device)
+    return DecoderModel(**asdict(config.decoder_shape()), sequence=config.tokens(), batch=config.batch).to(device)
 
 
-def apply(config: Config, mesh: DeviceMesh, lab: DecoderModel) -> tuple[nn.Module, Units]:
+def parallelize_model(config: Config, mesh: DeviceMesh, lab: DecoderModel) -> tuple[nn.Module, Units]:
     """The model on the mesh, and its units."""
     if config.tp > 1:
         apply_decoder_tensor_parallel(lab, mesh, sequence_parallel=config.seq)
@@ -167,7 +167,7 @@ def apply(config: Config, mesh: DeviceMesh, lab: DecoderModel) -> tuple[nn.Modul
     return apply_fsdp(lab, mesh, wrap=config.wrap, precision=precision, reshard_after_forward=config.reshard)
 
 
-def adam_of(model: nn.Module) -> Optimizer:
+def make_adam(model: nn.Module) -> Optimizer:
     """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensor is slow with many."""
     together: dict[Any, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -178,16 +178,16 @@ def adam_of(model: nn.Module) -> Optimizer:
 
 def train(
     config: Config,
-    here: rank.Here,
+    here: rank.Session,
     lab: DecoderModel,
     model: nn.Module,
     optimizer: Optimizer,
-    measure: rank.Measure,
-) -> list[Trained]:
+    measure: rank.StepLoop,
+) -> list[StepOutcome]:
     """Forward, backward and update in every measured step; what each left behind."""
-    trained: list[Trained] = []
+    trained: list[StepOutcome] = []
     for index, step in enumerate(measure(config.steps, track=[model, optimizer])):
-        inputs = parity.samples_and_seed(lab, here.device, index, line_of(config, here))
+        inputs = parity.draw_samples(lab, here.device, index, tp_line_index(config, here))
         optimizer.zero_grad()
         with loss_parallel() if config.tp > 1 else contextlib.nullcontext():
             with step.span("forward"):
@@ -200,10 +200,10 @@ def train(
                 loss.backward()
         with step.span("optimizer"):
             optimizer.step()
-        step.scalar("loss", loss.to_local() if isinstance(loss, DTensor) else loss)
-        trained.append(Trained(loss.detach(), kept, inputs))
+        step.record_scalar("loss", loss.to_local() if isinstance(loss, DTensor) else loss)
+        trained.append(StepOutcome(loss.detach(), kept, inputs))
     return trained
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

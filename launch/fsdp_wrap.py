@@ -28,25 +28,25 @@ from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posit
 from labkit.models import catalog
 from labkit.models.delay import delay_compute
 from labkit.models.protocol import LabModel
-from labkit.parallel.checkpointing import apply_activation_checkpointing, blocks_of, freeze_blocks
-from labkit.parallel.compiling import apply_compile, graphs_compiled
-from labkit.parallel.fsdp import apply_fsdp, drawn_block, sharding_mesh
-from labkit.parallel.saving import Checkpoints, load_training, save_training
+from labkit.parallel.checkpointing import apply_activation_checkpointing, find_blocks, freeze_blocks
+from labkit.parallel.compiling import apply_compile, count_compiled_graphs
+from labkit.parallel.fsdp import apply_fsdp, random_block_index, sharding_mesh
+from labkit.parallel.saving import CheckpointFolder, load_training, save_training
 from labkit.parallel.small_fsdp import FlatShards, shard_unit
 from labkit.parallel.units import Units, fsdp_units, layer_types
-from labkit.parity.fsdp import Trained, compare_training
-from labkit.parity.one_device import Rounding, to_dtype, with_gradients
+from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
+from labkit.parity.one_device import Rounding, cast_floats, require_gradients
 from labkit.session.meter import Step
 
-BOTH = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch", "ignore")
-OURS = (
+COMMON_OPTIONS = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch", "ignore")
+NOT_IN_SMALL_FSDP = (
     *("skip", "forget", "precision", "offload", "reshard_after_forward", "prefetch", "ignore", "freeze", "hybrid"),
     *("checkpointing", "compile", "accumulate", "timeline", "save", "load", "checkpoints"),
 )
 """Options that a small FSDP of one's own does not have."""
-NOT_OURS = {"model": "moe", "wrap": "none"}
-FSDP1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
-SIZES = (
+VALUES_NOT_IN_SMALL_FSDP = {"model": "moe", "wrap": "none"}
+FSDP1_OPTIONS = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+SIZE_OPTIONS = (
     "hidden",
     "narrow",
     "dim",
@@ -57,7 +57,7 @@ SIZES = (
     "delay_before_reduction_ms",
     "delay_before_free_ms",
 )
-PRECISIONS: dict[str, tuple[torch.dtype, Rounding]] = {
+PRECISION_DTYPES: dict[str, tuple[torch.dtype, Rounding]] = {
     "fp32": (torch.float32, "parameters"),
     "bf16": (torch.bfloat16, "parameters"),
     "fp16": (torch.float16, "parameters"),
@@ -179,39 +179,33 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        entry = catalog.check(self.model, self.blocks, self.sizes(), skip=self.skip, freeze=self.freeze)
-        catalog.check(self.model, (*self.ignore, *self.compile_only))
+        entry = catalog.check_model(self.model, self.blocks, self.model_sizes(), skip=self.skip, freeze=self.freeze)
+        catalog.check_model(self.model, (*self.ignore, *self.compile_only))
         if self.wrap == "none" and (self.precision in ("bf16", "fp16") or self.offload or self.hybrid):
             raise ValueError(
-                "wrap none has no unit that could gather in a short type, be offloaded or be hybrid: "
-                "use wrap root or block"
+                "wrap none has no unit that could gather in a short type, be offloaded or be hybrid: use wrap root or block"
             )
         if (self.skip or self.forget is not None) and self.wrap != "block":
             name = "skip" if self.skip else "forget"
             left_out = f"{name} {getattr(self, name)} leaves out blocks"
             raise ValueError(f"{left_out}, but wrap is {self.wrap!r}: use wrap block")
         if self.hybrid and world_size % self.hybrid:
-            raise ValueError(
-                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must divide them"
-            )
-        own = [name for name in FSDP1 if getattr(self, name) != getattr(Config, name)]
+            raise ValueError(f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must divide them")
+        own = [name for name in FSDP1_OPTIONS if getattr(self, name) != getattr(Config, name)]
         if own and self.fsdp != 1:
             raise ValueError(f"{own[0]} is an option of FSDP1: use fsdp 1, or leave it out")
-        changed = [name for name in OURS if getattr(self, name) != getattr(Config, name)]
-        changed += [f"{name} {value}" for name, value in NOT_OURS.items() if getattr(self, name) == value]
+        changed = [name for name in NOT_IN_SMALL_FSDP if getattr(self, name) != getattr(Config, name)]
+        changed += [f"{name} {value}" for name, value in VALUES_NOT_IN_SMALL_FSDP.items() if getattr(self, name) == value]
         if self.fsdp == "yours" and changed:
             raise ValueError(
                 f"{changed[0]} is not for fsdp yours, which shards units of shared parameters, "
                 "trained in float32: use fsdp 2, or leave it out"
             )
         if self.fsdp == 1 and not self.use_orig_params and self.freeze:
-            raise ValueError(
-                "a flat parameter is trained or not as a whole: leave out freeze, or use_orig_params False"
-            )
+            raise ValueError("a flat parameter is trained or not as a whole: leave out freeze, or use_orig_params False")
         if self.input_grad and (not entry.takes_numbers or self.scaler):
             raise ValueError(
-                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use another model, "
-                "or no scaler"
+                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use another model, or no scaler"
             )
         if self.compile_only and not self.compile:
             raise ValueError(f"compile_only {self.compile_only} says what compile compiles: set compile")
@@ -232,10 +226,10 @@ class Config:
         if self.load and not Path(self.load).exists():
             raise ValueError(f"load {self.load!r} is not there: give what save wrote")
 
-    def sizes(self) -> dict[str, int]:
+    def model_sizes(self) -> dict[str, int]:
         """Those that were asked for; the model knows the rest."""
         paper = catalog.MODELS[self.model].paper if self.preset == "paper" else {}
-        asked = {name: getattr(self, name) for name in SIZES}
+        asked = {name: getattr(self, name) for name in SIZE_OPTIONS}
         return {**paper, **{name: size for name, size in asked.items() if size is not None}}
 
 
@@ -253,32 +247,32 @@ def small_fsdp(unit: nn.Module) -> nn.Parameter:
 
 def main(config: Config) -> None:
     """Train and measure, or compare every step with one device's."""
-    with rank.session() as here, here.memory_cap(config.memory_cap_mib):
-        run(config, here)
+    with rank.session() as here, here.cap_memory(config.memory_cap_mib):
+        run_session(config, here)
 
 
-def run(config: Config, here: rank.Here) -> None:
+def run_session(config: Config, here: rank.Session) -> None:
     """The same within a session."""
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of a unit, which nobody changes in place
     warnings.filterwarnings("ignore", message=".*(into_tensor|scatter_tensor)` is deprecated")  # 2.13 has other names
     warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper")  # a tracker on p.grad = None
-    lab = build(config, here.device, here.rank)
-    for block in blocks_of(lab, config.blocks or lab.block_types):
+    lab = build_model(config, here.device, here.rank)
+    for block in find_blocks(lab, config.blocks or lab.block_types):
         delay_compute(block, config.delay_ms)
-    mesh = mesh_of(config, here)
-    model, units = apply(config, mesh, lab)
-    scaler = scaler_of(config, here.device)
-    training = Training(config, here, lab, model, scaler)
+    mesh = make_mesh(config, here)
+    model, units = parallelize_model(config, mesh, lab)
+    scaler = make_grad_scaler(config, here.device)
+    training = TrainingLoop(config, here, lab, model, scaler)
     if config.check == "none":
         lines = sharding_mesh(mesh) if config.hybrid else None
         measure = partial(here.steps, units=units if config.timeline else None, mesh=lines)
-        training.run(adam_of(model), measure)
+        training.run(make_adam(model), measure)
         return
-    dtype, rounding = PRECISIONS[config.precision]
+    dtype, rounding = PRECISION_DTYPES[config.precision]
     steps = config.steps if dtype == torch.float32 else min(config.steps, 1)  # from the second on rounding decides
-    trained = training.run(parity.optimizer_of(model), partial(here.plain_steps, most=steps))
+    trained = training.run(parity.make_sgd(model), partial(here.plain_steps, most=steps))
     one_device = parity.OneDevice(
-        partial(build, config, here.device),
+        partial(build_model, config, here.device),
         here.world_size,
         dtype,
         here.device,
@@ -288,30 +282,30 @@ def run(config: Config, here: rank.Here) -> None:
         local_types=config.ignore,
         input_gradients=config.input_grad,
     )
-    whole = model.whole() if isinstance(model, FlatShards) else model
-    verdict = compare_training(one_device, whole, trained, rank=here.rank, steps=steps)
+    whole = model.unshard_model() if isinstance(model, FlatShards) else model
+    verdict = compare_fsdp_training(one_device, whole, trained, rank=here.rank, steps=steps)
     if config.scaler:
         verdict |= {"scale": scaler.get_scale(), "ok": verdict["ok"] and scaler.get_scale() > 1}
     if config.compile:
-        verdict |= {"compiled_graphs": graphs_compiled(), "ok": verdict["ok"] and graphs_compiled() > 0}
-    here.verdict(**verdict)
+        verdict |= {"compiled_graphs": count_compiled_graphs(), "ok": verdict["ok"] and count_compiled_graphs() > 0}
+    here.finish_check(**verdict)
 
 
-def mesh_of(config: Config, here: rank.Here) -> DeviceMesh:
+def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
     """Axes ``data`` and ``alone``, and ``replicate`` before them where groups of ranks replicate each other."""
     if config.hybrid is None:
         return here.mesh(data=here.world_size, alone=1)
     return here.mesh(replicate=here.world_size // config.hybrid, data=config.hybrid, alone=1)
 
 
-def build(config: Config, device: torch.device, index: int) -> LabModel:
+def build_model(config: Config, device: torch.device, index: int) -> LabModel:
     """The model as rank ``index`` starts with it; only experts differ from rank to rank."""
-    lab = catalog.build(config.model, seed=0, expert_seed=index, **config.sizes()).to(device)
+    lab = catalog.create_model(config.model, seed=0, expert_seed=index, **config.model_sizes()).to(device)
     freeze_blocks(lab, config.blocks or lab.block_types, config.freeze)
     return lab
 
 
-def apply(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, Units]:
+def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, Units]:
     """The model on the mesh, and its units."""
     blocks = config.blocks or lab.block_types
     if config.precision == "pure_fp16":
@@ -324,20 +318,20 @@ def apply(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, U
         types = is_unit if config.wrap == "yours" else {"block": blocks, "layer": layer_types(lab)}.get(config.wrap, ())
         units = fsdp_units(lab, types) or {"": [lab]}
         return FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp), units
-    own = {name: getattr(config, name) for name in (FSDP1 if config.fsdp == 1 else ())}
-    how = {name: getattr(config, name) for name in BOTH}
+    own = {name: getattr(config, name) for name in (FSDP1_OPTIONS if config.fsdp == 1 else ())}
+    how = {name: getattr(config, name) for name in COMMON_OPTIONS}
     if config.forget is not None:
-        how["skip"] = (*config.skip, drawn_block(config.forget, len(blocks_of(lab, blocks))))
+        how["skip"] = (*config.skip, random_block_index(config.forget, len(find_blocks(lab, blocks))))
     return apply_fsdp(lab, mesh, is_unit=is_unit, min_numbers=config.min_numbers, **how, **own)
 
 
-def scaler_of(config: Config, device: torch.device) -> ShardedGradScaler:
+def make_grad_scaler(config: Config, device: torch.device) -> ShardedGradScaler:
     """What scales the loss, on all ranks alike; without ``config.scaler`` by 1."""
     scale, steps = config.scaler_init, config.scaler_growth
     return ShardedGradScaler(device.type, enabled=config.scaler, init_scale=scale, growth_interval=steps)
 
 
-def adam_of(model: nn.Module) -> Optimizer:
+def make_adam(model: nn.Module) -> Optimizer:
     """Adam in one kernel for all shards, and one for what is no shard: it takes no mixture."""
     trained = [p for p in model.parameters() if p.requires_grad]
     shards = [p for p in trained if isinstance(p, DTensor)]
@@ -346,55 +340,55 @@ def adam_of(model: nn.Module) -> Optimizer:
 
 
 @dataclass
-class Training:
+class TrainingLoop:
     """What trains, and how."""
 
     config: Config
-    here: rank.Here
+    session: rank.Session
     lab: LabModel
     model: nn.Module
     scaler: ShardedGradScaler
 
-    def run(self, optimizer: Optimizer, measure: rank.Measure) -> list[Trained]:
+    def run(self, optimizer: Optimizer, measure: rank.StepLoop) -> list[StepOutcome]:
         """Forward, backward and update in every measured step; what each left behind."""
         config = self.config
-        before, steps, save = self.go_on(optimizer)
+        before, steps, save = self.resume_training(optimizer)
         # FSDP1's views elude a tracker
         tracked = [self.model, optimizer] if config.fsdp != 1 or config.wrap == "none" else []
-        trained: list[Trained] = []
+        trained: list[StepOutcome] = []
         measured = measure(steps, track=tracked, after=lambda: save(before + len(trained)))
         for index, step in enumerate(measured, start=before):
             optimizer.zero_grad(set_to_none=config.accumulate == 1 or bool(index % 2))
-            batches = [self.batch(index, batch, step) for batch in range(config.accumulate)]
+            batches = [self.run_batch(index, batch, step) for batch in range(config.accumulate)]
             with step.span("optimizer"):
                 self.scaler.step(optimizer)
                 self.scaler.update()
-            step.scalar("loss", torch.stack([batch.loss.detach() for batch in batches]).mean(), before=before)
+            step.record_scalar("loss", torch.stack([batch.loss.detach() for batch in batches]).mean(), before=before)
             trained.append(batches[-1])
         if config.compile:
-            self.here.scalar("compiled_graphs", graphs_compiled())
+            self.session.record_scalar("compiled_graphs", count_compiled_graphs())
         if config.save:
             save_training(Path(config.save), self.model, optimizer, before + len(trained))
         return trained
 
-    def go_on(self, optimizer: Optimizer) -> tuple[int, int, Callable[[int], None]]:
+    def resume_training(self, optimizer: Optimizer) -> tuple[int, int, Callable[[int], None]]:
         """Load what this run goes on with: the steps trained so far, those to measure, and what saves after each."""
         config = self.config
         if not config.checkpoints:
             done = load_training(Path(config.load), self.model, optimizer) if config.load else 0
             return done, config.steps, lambda step: None
-        checkpoints = Checkpoints(Path(config.checkpoints))
+        checkpoints = CheckpointFolder(Path(config.checkpoints))
         done = checkpoints.load(self.model, optimizer)
         return done, max(0, config.steps - done), partial(checkpoints.save, self.model, optimizer)
 
-    def batch(self, index: int, batch: int, step: Step) -> Trained:
+    def run_batch(self, index: int, batch: int, step: Step) -> StepOutcome:
         """Forward and backward pass of one of a step's batches."""
-        config, here = self.config, self.here
-        inputs = parity.samples_and_seed(self.lab, here.device, index, here.rank, batch, config.accumulate)
+        config, here = self.config, self.session
+        inputs = parity.draw_samples(self.lab, here.device, index, here.rank, batch, config.accumulate)
         if config.precision == "pure_fp16":
-            inputs = tuple(to_dtype(each, torch.float16) for each in inputs)
+            inputs = tuple(cast_floats(each, torch.float16) for each in inputs)
         if config.input_grad:
-            inputs = with_gradients(inputs)
+            inputs = require_gradients(inputs)
         autocast = torch.autocast(here.device.type, torch.bfloat16, enabled=config.precision == "autocast")
         with step.span("forward"), autocast:
             output = self.model(*inputs)
@@ -404,8 +398,8 @@ class Training:
         del output
         with step.span("backward"):
             self.lab.run_backward(self.scaler.scale(loss / config.accumulate))
-        return Trained(loss, *kept)
+        return StepOutcome(loss, *kept)
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

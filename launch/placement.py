@@ -18,9 +18,9 @@ from labkit import rank
 from labkit.config import PositiveInt
 from labkit.models import photo
 from labkit.theory.placements import local_piece
-from labkit.theory.sizes import named_axes
+from labkit.theory.sizes import parse_mesh_axes
 
-PLACEMENTS: dict[str, Placement] = {
+PLACEMENT_BY_NAME: dict[str, Placement] = {
     "Shard(0)": Shard(0),
     "Shard(1)": Shard(1),
     "Replicate()": Replicate(),
@@ -43,37 +43,35 @@ class Config:
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        local_piece((1, 1), list(named_axes(self.mesh, world_size).values()), self.placements, rank=0)
+        local_piece((1, 1), list(parse_mesh_axes(self.mesh, world_size).values()), self.placements, rank=0)
 
 
 def main(config: Config) -> None:
     """Place the photo, and make the whole of it again."""
     with rank.session() as here:
-        axes = named_axes(config.mesh, here.world_size)
+        axes = parse_mesh_axes(config.mesh, here.world_size)
         mesh = here.mesh(**axes)
-        picture = photo.photo()[:: config.every, :: config.every].astype("float32")  # [rows, columns, 3]
+        picture = photo.load_photo()[:: config.every, :: config.every].astype("float32")  # [rows, columns, 3]
         whole = torch.from_numpy(picture).to(here.device)
         piece = local_piece(picture.shape, list(axes.values()), config.placements, here.rank)
-        mine = torch.from_numpy(photo.term(picture, piece.term, piece.terms)).to(here.device)
-        placements = [PLACEMENTS[name] for name in config.placements]
+        mine = torch.from_numpy(photo.brightness_term(picture, piece.term, piece.terms)).to(here.device)
+        placements = [PLACEMENT_BY_NAME[name] for name in config.placements]
         cut = [Replicate() if placement.is_partial() else placement for placement in placements]
-        local = distribute_tensor(
-            mine, mesh, cut, src_data_rank=None
-        ).to_local()  # all ranks have the photo: no message
+        local = distribute_tensor(mine, mesh, cut, src_data_rank=None).to_local()  # all ranks have the photo: no message
         placed = DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
         if config.check == "parity":
             wrong = int((placed.full_tensor() != whole).sum())
-            here.verdict(check="parity", compared=whole.numel(), wrong=wrong, ok=wrong == 0)
+            here.finish_check(check="parity", compared=whole.numel(), wrong=wrong, ok=wrong == 0)
             return
         rows, columns, _ = local.shape
         print(f"rank {here.rank} holds {rows} x {columns}")
         for name, amount in {"rows": rows, "columns": columns, "bytes": local.numel() * local.element_size()}.items():
-            here.scalar(f"rank {here.rank} {name}", amount)
+            here.record_scalar(f"rank {here.rank} {name}", amount)
         for step in here.steps(1):
             with step.span("full_tensor"):
                 again = placed.full_tensor()
-            step.scalar("values that differ", (again != whole).sum())
+            step.record_scalar("values that differ", (again != whole).sum())
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

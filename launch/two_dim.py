@@ -28,15 +28,15 @@ from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
-from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel, SharedPairs, share_pairs
-from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel, stack_plan
-from labkit.parity import samples_and_seed
-from labkit.parity.two_dim import compare_training
+from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel, TensorParallelPairs, share_pairs
+from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel, mlp_stack_plan
+from labkit.parity import draw_samples
+from labkit.parity.two_dim import compare_mesh_training
 from labkit.session.meter import Step
 from labkit.theory.sizes import even_share
 from labkit.theory.two_dim import mlp_pairs
 
-MESSAGES, TIMES = (2**12, 2**20), 4
+COLLECTIVE_BYTES, COLLECTIVE_REPEATS = (2**12, 2**20), 4
 """Bytes of two all-reduces, to tell latency from bytes, and how often each is sent before a step."""
 
 
@@ -84,13 +84,13 @@ class Config:
         if self.costs and (self.plan != "fsdp_tp" or self.layers != "dtensor" or self.seq or self.check != "none"):
             raise ValueError("costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check none")
         if self.layers == "yours":
-            self._check_own_layers()
+            self._check_answer_layers()
         even_share(self.batch, world_size // self.tp, "a batch of")
         even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")  # DDP cuts nothing
         if self.check == "parity" and self.compile:
             requirements.refuse_without_compiler()
 
-    def _check_own_layers(self) -> None:
+    def _check_answer_layers(self) -> None:
         """Refuse what layers of one's own do not do."""
         if self.plan != "fsdp_tp" or self.seq or self.tp == 1:
             raise ValueError("layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or more")
@@ -113,7 +113,7 @@ def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
 @rank.replaceable
 def tensor_parallel_plan(model: MLPStack) -> dict[str, ParallelStyle]:
     """How the ranks along tp share a stack of MLPs: ColwiseParallel(), RowwiseParallel() … by names of its modules."""
-    return stack_plan(model, sequence_parallel=False)
+    return mlp_stack_plan(model, sequence_parallel=False)
 
 
 def main(config: Config) -> None:
@@ -123,23 +123,23 @@ def main(config: Config) -> None:
         if config.check == "none":
             train(config, here, mesh)
         else:
-            here.verdict(**compare(config, mesh, here.device))
+            here.finish_check(**check_parity(config, mesh, here.device))
 
 
-def compare(config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+def check_parity(config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     """The verdict of ``--check parity``. A collective."""
-    how = partial(build, config, mesh, device), partial(apply, config, mesh)
-    return compare_training(*how, mesh, device, config.steps, compile=config.compile)
+    how = partial(build_model, config, mesh, device), partial(parallelize_model, config, mesh)
+    return compare_mesh_training(*how, mesh, device, config.steps, compile=config.compile)
 
 
-def build(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPStack | LinearChain:
+def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPStack | LinearChain:
     """The model, equal on all ranks."""
     torch.manual_seed(0)
     model = MLPStack if config.plan == "fsdp_tp" else LinearChain
     return model(config.dim, batch=config.batch // mesh["data"].size()).to(device)
 
 
-def apply(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False) -> nn.Module:
+def parallelize_model(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False) -> nn.Module:
     """The model on the mesh. DDP's all-reduces are compiled with the model, so there the compiler comes last."""
     if isinstance(lab, LinearChain):
         model = apply_plain_tensor_parallel(lab, mesh)
@@ -150,7 +150,7 @@ def apply(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, comp
     if config.layers == "yours":
         share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
     else:
-        plan = tensor_parallel_plan(lab) if rank.is_given(tensor_parallel_plan) else None
+        plan = tensor_parallel_plan(lab) if rank.is_replaced(tensor_parallel_plan) else None
         apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
@@ -158,23 +158,23 @@ def apply(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, comp
         apply_compile(lab, lab.block_types)
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
-    return SharedPairs(lab, mesh["tp"]) if config.layers == "yours" else lab
+    return TensorParallelPairs(lab, mesh["tp"]) if config.layers == "yours" else lab
 
 
-def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
+def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
     """Forward, backward and update in every measured step."""
-    lab = build(config, mesh, here.device)
-    model = apply(config, mesh, lab)
+    lab = build_model(config, mesh, here.device)
+    model = parallelize_model(config, mesh, lab)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     tracked = (
         [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
     )  # a tracker wants parameters that are leaves
-    alone = share_by_itself(config, here, mesh) if config.costs else None
+    alone = build_rank_share(config, here, mesh) if config.costs else None
     line = mesh["data"].get_local_rank()  # not in the step: a mesh is made of tensors, which its memory would show
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
-        inputs = samples_and_seed(lab, here.device, index, line)
+        inputs = draw_samples(lab, here.device, index, line)
         if alone and index < 1 + config.steps:  # and not in the step in which messages are counted
-            time_costs(step, mesh, alone, inputs)
+            time_share_and_collectives(step, mesh, alone, inputs)
         optimizer.zero_grad()
         with step.span("passes") if alone else nullcontext():
             with step.span("forward"):
@@ -183,20 +183,20 @@ def train(config: Config, here: rank.Here, mesh: DeviceMesh) -> None:
                 loss.backward()
         with step.span("optimizer"):
             optimizer.step()
-        step.scalar("loss", loss)
+        step.record_scalar("loss", loss)
 
 
-def share_by_itself(config: Config, here: rank.Here, mesh: DeviceMesh) -> MLPStack:
+def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> MLPStack:
     """A rank's share of every matrix, wrapped as the model is, on meshes of one rank: all of its work, no messages."""
     own = here.mesh(apart=here.world_size, data=1, tp=1)
-    lab = build(config, mesh, here.device)
+    lab = build_model(config, mesh, here.device)
     assert isinstance(lab, MLPStack), "the program refuses other plans"
     for block, (width, inner) in zip(lab.layers, mlp_pairs(config.dim), strict=True):
         share = inner // config.tp
         block.in_proj, block.out_proj = nn.Linear(width, share), nn.Linear(share, width)
     lab.to(here.device)
     if config.tp > 1:
-        parallelize_module(lab, own["tp"], stack_plan(lab, sequence_parallel=False))
+        parallelize_module(lab, own["tp"], mlp_stack_plan(lab, sequence_parallel=False))
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
     if mesh["data"].size() > 1:
@@ -204,21 +204,21 @@ def share_by_itself(config: Config, here: rank.Here, mesh: DeviceMesh) -> MLPSta
     return lab
 
 
-def time_costs(step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]) -> None:
+def time_share_and_collectives(step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]) -> None:
     """Spans ``alone``, passes of a rank's share, and ``tp_4096`` …, all-reduces along an axis by their bytes."""
     alone.zero_grad()
     dist.barrier()
     with step.span("alone"):
         alone.get_loss(inputs, alone(*inputs)).backward()
     for axis in ("data", "tp"):
-        for size in MESSAGES if mesh[axis].size() > 1 else ():
+        for size in COLLECTIVE_BYTES if mesh[axis].size() > 1 else ():
             message = torch.zeros(size // 4, device=inputs[0].device)
             dist.barrier()
             with step.span(f"{axis}_{size}"):
-                for _ in range(TIMES):
+                for _ in range(COLLECTIVE_REPEATS):
                     dist.all_reduce(message, group=mesh.get_group(axis))
     dist.barrier()
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

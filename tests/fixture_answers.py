@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import labkit
-from labkit.checks.ranks import answers
+from labkit.checks.ranks import answer_program
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def ranks_at_hand(rank_pool, monkeypatch):
 
 def be_a_rank(folder, digest, lab, setup):
     """What the program of the checks does in its session; the type and message of what it raises."""
-    allclose, answers.PATIENCE_S = torch.allclose, 0  # these processes stay anyway
+    allclose, answer_program.PEER_WAIT_S = torch.allclose, 0  # these processes stay anyway
     try:
-        answers.feed_and_send(Path(folder), digest, lab, json.loads(setup))
+        answer_program.save_answer_output(Path(folder), digest, lab, json.loads(setup))
     except Exception as error:
         return type(error).__name__, str(error)
     finally:

@@ -35,17 +35,17 @@ def drawn(explorer: Explorer, result: RunResult | None = None, **chosen: Any) ->
 def sentence(explorer: Explorer, **chosen: Any) -> str:
     """What is said of these values, beside those that are chosen already."""
     explorer.chosen |= chosen
-    return explorer.draw(Figure(), explorer.predicted, explorer.result, **explorer.chosen)
+    return explorer.draw(Figure(), explorer.prediction, explorer.result, **explorer.chosen)
 
 
 def held_against_time(explorer: Explorer, time: str, most: float) -> None:
     """Launch until the named time is within this factor of what was predicted, three times at most; sizes are equal."""
     ratios = []
     for _ in range(3):  # what disturbs a machine for a moment can only spoil a time
-        result = explorer.run_it()
+        result = explorer.run_current()
         for name, said in explorer.predict(**explorer.chosen).items():
             assert result.value(name) == said
-        ratios.append(explorer.predicted[time] / result.value(time))
+        ratios.append(explorer.prediction[time] / result.value(time))
         if 1 / most < ratios[-1] < most:
             break
     else:

@@ -38,10 +38,10 @@ import torch
 import torch.distributed as dist
 
 from labkit import requirements
-from labkit.launcher import parent
+from labkit.launcher import fork_server
 from labkit.launcher.process import loopback_interface
 
-IMPORTED = ("numpy", "labkit.launcher.parent", *parent.IMPORTED)
+IMPORTED = ("numpy", "labkit.launcher.fork_server", *fork_server.MODULES_TO_PRELOAD)
 """What the processes need; one process imports it and forks them all, as a warm parent does for real ranks."""
 TIMEOUT_S = 60.0
 START_LIMIT_S = 90.0  # importing torch, on a busy machine
@@ -209,7 +209,7 @@ def serve(pipe: connection.Connection, stack: Path) -> None:
 def answer_of(rank: int, count: int, rendezvous: Path, module: str, name: str, args: bytes, limit_s: float) -> Answer:
     """Run a body as this rank of a new gloo group."""
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{count}", "LOCAL_WORLD_SIZE": f"{count}"}
-    torch.set_num_threads(max(1, len(requirements.cores()) // count))
+    torch.set_num_threads(max(1, len(requirements.usable_cores()) // count))
     torch.manual_seed(0)
     try:
         body = operator.attrgetter(name)(importlib.import_module(module))
@@ -224,9 +224,7 @@ def answer_of(rank: int, count: int, rendezvous: Path, module: str, name: str, a
 def failed(error: BaseException) -> Answer:
     """The answer of a rank whose body raised this."""
     frames = error.__traceback__ and error.__traceback__.tb_next  # the first is this file's
-    return Answer(
-        ok=False, text="".join(traceback.format_exception(error.with_traceback(frames))), moment=time.monotonic()
-    )
+    return Answer(ok=False, text="".join(traceback.format_exception(error.with_traceback(frames))), moment=time.monotonic())
 
 
 def refuse_unless_importable(body: Callable[..., Any]) -> None:
@@ -243,9 +241,7 @@ def refuse_unless_importable(body: Callable[..., Any]) -> None:
         )
 
 
-def raise_first_failure(
-    answers: dict[int, Answer], ranks: Sequence[int], limit_s: float, stack: Callable[[int], str]
-) -> None:
+def raise_first_failure(answers: dict[int, Answer], ranks: Sequence[int], limit_s: float, stack: Callable[[int], str]) -> None:
     """Raises RankFailure for the rank that failed first, or else for one that has not ended."""
     __tracebackhide__ = True
     failures = {rank: answer for rank, answer in answers.items() if not answer.ok}

@@ -428,7 +428,7 @@ MUTANTS = [
     Mutant(
         "S4 train parity",
         "what is gathered is 1 millionth too large",
-        "labkit/tensors/quantised.py",
+        "labkit/tensors/quantisation.py",
         '"fp32": Extension(("numbers",), lambda shard: (shard.float(),), _decode_plain)',
         '"fp32": Extension(("numbers",), lambda shard: (shard.float() * 1.000001,), _decode_plain)',
         "tests/test_allgather_extensions.py::test_ten_steps_are_exactly_those_of_plain_training",
@@ -444,7 +444,7 @@ MUTANTS = [
     Mutant(
         "S4 monkey patch",
         "bf16 is sent in float32",
-        "labkit/tensors/quantised.py",
+        "labkit/tensors/quantisation.py",
         "lambda shard: (shard.bfloat16(),)",
         "lambda shard: (shard.bfloat16().float(),)",
         "tests/test_allgather_extensions.py::test_the_bytes_on_the_wire_are_those_of_theory",
@@ -452,7 +452,7 @@ MUTANTS = [
     Mutant(
         "S4 beyond",
         "int8 is scaled by 1 % too much",
-        "labkit/tensors/quantised.py",
+        "labkit/tensors/quantisation.py",
         "return (flat * _spread(chosen, flat, scales)).view(whole.shape).to(dtype)",
         "return (flat * _spread(chosen, flat, scales) * 1.01).view(whole.shape).to(dtype)",
         "tests/test_tensors.py::test_what_arrives_is_as_exact_as_theory_says_and_as_large",
@@ -668,7 +668,7 @@ MUTANTS = [
     Mutant(
         "S6 input gradient and memory cap",
         "the cap caps nothing",
-        "labkit/session/cap.py",
+        "labkit/session/memory_cap.py",
         "(_writable_bytes() + mib * MIB, before[1])",
         "before",
         "tests/test_cap.py",

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import labkit
 from labkit.errors import ParameterError
-from labkit.parallel.ring import ring_steps
+from labkit.parallel.ring import ring_all_reduce_steps
 from labkit.session.traffic import CommunicationCounter
-from labkit.theory.collectives import ON_THE_WIRE, AlphaBeta, fit, wire_bytes
+from labkit.theory.collectives import WIRE_FRACTIONS, AlphaBeta, collective_wire_bytes, fit_alpha_beta
 
 MESSAGES = {"message_bytes": (64, 4096), "total_bytes": 4096, "pieces": (1, 4)}
 
@@ -48,18 +48,18 @@ def test_bytes_handed_to_the_calls_and_on_the_wire_of_three_ranks_differ():
 
 def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather_on_the_wire():
     whole, ranks = 1200, 4
-    cost = {name: wire_bytes(name, whole, ranks) for name in ON_THE_WIRE} | {
-        "all_gather": wire_bytes("all_gather", whole / ranks, ranks)  # which takes a part
+    cost = {name: collective_wire_bytes(name, whole, ranks) for name in WIRE_FRACTIONS} | {
+        "all_gather": collective_wire_bytes("all_gather", whole / ranks, ranks)  # which takes a part
     }
     assert cost["all_reduce"] == cost["reduce_scatter"] + cost["all_gather"] == 2 * cost["all_to_all"] == 1800
     assert (cost["broadcast"], cost["send"], cost["recv"]) == (900, 1200, 0)
-    assert wire_bytes("all_reduce", whole, 1) == 0, "alone there is nobody to send to"
+    assert collective_wire_bytes("all_reduce", whole, 1) == 0, "alone there is nobody to send to"
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("gossip", 4), ("all_reduce", 0)])
 def test_the_wire_of_an_unknown_collective_or_of_no_rank_is_refused(name, ranks):
     with pytest.raises(ValueError, match="take 1 rank or more, and one of all_reduce, reduce_scatter"):
-        wire_bytes(name, 8, ranks)
+        collective_wire_bytes(name, 8, ranks)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused_before_a_launch(nproc, parameters, message)
 def around_the_ring(length):
     mine = torch.arange(float(length)) + dist.get_rank()
     with CommunicationCounter() as traffic:
-        held = list(ring_steps(mine))
+        held = list(ring_all_reduce_steps(mine))
     dist.all_reduce(mine)
     return held, mine, traffic.bytes["send"]
 
@@ -93,7 +93,7 @@ def test_a_ring_ends_with_the_sum_and_sends_what_theory_says(ranks, ranks_, leng
         done = (held[ranks_ - 2] == total).sum()
         assert done >= length // ranks_, "after a reduce-scatter a rank has a part of the sum"
         sent.append(size)
-    assert sum(sent) == ranks_ * wire_bytes("all_reduce", 4 * length, ranks_)
+    assert sum(sent) == ranks_ * collective_wire_bytes("all_reduce", 4 * length, ranks_)
 
 
 def test_messages_cost_a_latency_each_and_their_bytes_once():
@@ -107,7 +107,7 @@ def test_messages_cost_a_latency_each_and_their_bytes_once():
 
 def test_a_fit_finds_what_made_the_times():
     network = AlphaBeta(80e-6, 0.7e-9)
-    found = fit({size: network.seconds(size) for size in (1024, 65536, 2**20, 2**22)})
+    found = fit_alpha_beta({size: network.seconds(size) for size in (1024, 65536, 2**20, 2**22)})
     assert found.alpha_s == pytest.approx(network.alpha_s)
     assert found.beta_s_per_byte == pytest.approx(network.beta_s_per_byte)
 
@@ -116,7 +116,7 @@ def test_a_fit_heeds_small_messages_as_much_as_large_ones():
     network = AlphaBeta(80e-6, 0.7e-9)
     times = {size: network.seconds(size) for size in (1024, 4096, 16384, 65536, 2**20, 2**22)}
     times[2**22] *= 1.2  # by absolute error this alone would decide, and alpha would be off by half and more
-    found = fit(times)
+    found = fit_alpha_beta(times)
     assert found.alpha_s == pytest.approx(network.alpha_s, rel=0.1)
 
 
@@ -125,7 +125,7 @@ def test_a_fit_heeds_small_messages_as_much_as_large_ones():
     [({10: 1e-6, 1000: 2e-4}, (0, None)), ({10: 1e-3, 1000: 0.9e-3}, (None, 0))],
 )
 def test_neither_number_is_negative(times, expected):
-    found = fit(times)
+    found = fit_alpha_beta(times)
     for value, wanted in zip((found.alpha_s, found.beta_s_per_byte), expected, strict=True):
         assert value == wanted if wanted is not None else value > 0
 
@@ -140,4 +140,4 @@ def test_neither_number_is_negative(times, expected):
 )
 def test_a_fit_refuses_what_it_cannot_use(times, message):
     with pytest.raises(ValueError, match=message):
-        fit(times)
+        fit_alpha_beta(times)

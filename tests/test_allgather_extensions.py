@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import labkit
 from labkit import requirements
 from labkit.errors import ParameterError
-from labkit.models.protocol import seeded_normal
+from labkit.models.protocol import random_normal
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import apply_extension
 from labkit.parity import extensions as parity
@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(bool(requirements.compiler_problem()), reaso
 
 
 def compare(extension, steps):
-    return parity.compare_training(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, steps)
+    return parity.compare_extension_training(init_device_mesh("cpu", (dist.get_world_size(),)), CPU, extension, steps)
 
 
 def from_meta(extension):
@@ -60,12 +60,12 @@ def test_a_model_built_without_memory_is_set_and_trained_in_bfloat16(ranks, exte
 
 def forget_one(extension):
     forgotten = []
-    initialise = parity._initialise
-    parity._initialise = lambda parameter: initialise(parameter) if forgotten else forgotten.append(parameter)
+    initialise = parity._initialise_shard
+    parity._initialise_shard = lambda parameter: initialise(parameter) if forgotten else forgotten.append(parameter)
     try:
         return from_meta(extension)
     finally:
-        parity._initialise = initialise
+        parity._initialise_shard = initialise
 
 
 def test_a_parameter_that_was_never_set_is_found(ranks):
@@ -97,8 +97,8 @@ def wire(runs):
 
 def test_the_bytes_on_the_wire_are_those_of_theory(wire):
     dim = 128
-    expected = {name: theory.step_bytes(shapes_of(dim), 2, name) for name in theory.BYTES}
-    assert wire == {"check": "wire", "compared": len(theory.BYTES), **expected, "theory": expected, "ok": True}
+    expected = {name: theory.step_gather_bytes(shapes_of(dim), 2, name) for name in theory.EXTENSION_BYTES}
+    assert wire == {"check": "wire", "compared": len(theory.EXTENSION_BYTES), **expected, "theory": expected, "ok": True}
 
 
 def shapes_of(dim):
@@ -108,10 +108,10 @@ def shapes_of(dim):
 def test_a_policy_halves_the_bytes_and_what_is_held_and_reduces_in_float32(runs):
     plain, policy, both = (runs[name] for name in ("none", "policy", "both"))
     for run, sent, compute_bytes in ((plain, "fp32", 4), (policy, "bf16", 2), (both, "int8", 2)):
-        assert run.value("all_gather_bytes") == theory.step_bytes(shapes_of(128), 2, sent)
+        assert run.value("all_gather_bytes") == theory.step_gather_bytes(shapes_of(128), 2, sent)
         held = [theory.held_bytes(shape, 2, sent, compute_bytes=compute_bytes) for shape in shapes_of(128)]
         assert run.value("held_bytes") == sum(held)
-        assert run.value("reduce_scatter_bytes") == theory.step_bytes(shapes_of(128), 2, "fp32")
+        assert run.value("reduce_scatter_bytes") == theory.step_gather_bytes(shapes_of(128), 2, "fp32")
     assert plain.value("hooks_ms") == policy.value("hooks_ms") == 0
     assert 0 < both.value("hooks_ms") < both.value("gather_ms")
 
@@ -125,8 +125,8 @@ def test_what_rounding_does_to_the_loss_is_measured_with_equal_weights_and_sampl
 
 def wire_against_a_wrong_theory():
     """Whether bytes pass that are not those of theory."""
-    original = theory.step_bytes
-    theory.step_bytes = lambda *args, **how: original(*args, **how) + 1
+    original = theory.step_gather_bytes
+    theory.step_gather_bytes = lambda *args, **how: original(*args, **how) + 1
     try:
         mesh = init_device_mesh("cpu", (2,))
 
@@ -135,14 +135,14 @@ def wire_against_a_wrong_theory():
 
         return parity.compare_bytes(mesh, build, lambda model: model(torch.ones(1, 8)), False)
     finally:
-        theory.step_bytes = original
+        theory.step_gather_bytes = original
 
 
 def test_a_byte_that_theory_does_not_know_is_seen(ranks):
     for verdict in ranks(2)(wire_against_a_wrong_theory):
         assert not verdict["ok"]
         assert {name: size - 1 for name, size in verdict["theory"].items()} == {
-            name: verdict[name] for name in theory.BYTES
+            name: verdict[name] for name in theory.EXTENSION_BYTES
         }
 
 
@@ -159,9 +159,7 @@ def loss_limits(limits):
     ends = {"fp32": 0.5} | {name: 0.5 * (1 + part) for name, part in limits.items()}
     # a rank's own losses: high before the end, and apart from each other, so that only their mean is right
     apart = 0.1 * (2 * dist.get_rank() - 1)
-    verdict = parity.compare_final_losses(
-        mesh, lambda name: [torch.tensor(9.0)] + [torch.tensor(ends[name] + apart)] * 10
-    )
+    verdict = parity.compare_final_losses(mesh, lambda name: [torch.tensor(9.0)] + [torch.tensor(ends[name] + apart)] * 10)
     return verdict["ok"], verdict["fp32"]
 
 
@@ -204,7 +202,7 @@ def compiled_and_not():
         apply_extension(model, mesh, "two_tensor")
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
         for step in range(3):
-            loss = (model(seeded_normal(2, 8, device=CPU, seed=step)) - 1).square().mean()
+            loss = (model(random_normal(2, 8, device=CPU, seed=step)) - 1).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -269,6 +267,6 @@ def test_theory_pads_the_last_shard():
     assert theory.gather_bytes((10, 128), 4, "bf16") == 3 * 128 * 2
     assert theory.gather_bytes((10, 128), 4, "float8") == 3 * 128 + 4
     assert theory.gather_bytes((10, 128), 4, "int8") == 3 * 128 + 3 * 4
-    assert theory.step_bytes([(10, 128)], 4, "fp32", reshard=False) == 3 * 128 * 4
+    assert theory.step_gather_bytes([(10, 128)], 4, "fp32", reshard=False) == 3 * 128 * 4
     with pytest.raises(ValueError, match="'int3' is none of fp32"):
         theory.gather_bytes((10, 128), 4, "int3")

@@ -93,6 +93,6 @@ def test_the_published_benchmark_holds_the_formulas_against_what_others_measured
 def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_path, capsys):
     bench("plan").main(["--layers", "1", "--world-size", "8", "--checkpointing", "full", "--keep", str(tmp_path)])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    kept = labkit.Plan.load(tmp_path)
-    assert said["simulated"] == len(kept.fitting) / len(kept.machines) == 5 and said["of_forty_s"] > said["took_s"] > 0
+    kept = labkit.SearchResult.load(tmp_path)
+    assert said["simulated"] == len(kept.fitting_rows) / len(kept.hardware_names) == 5 and said["of_forty_s"] > said["took_s"] > 0
     assert not any(candidate.folder for candidate in kept.candidates), "no paths of this machine"

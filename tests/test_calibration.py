@@ -15,11 +15,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.theory.collectives import AlphaBeta
 from labkit_simulate.operators import OperatorCounter
-from labkit_simulate.theory.calibration import Calls, Run, errors, fit, nonnegative_least_squares, predicted_s
-from labkit_simulate.theory.hardware import hardware
-from labkit_simulate.theory.steptime import Operator
+from labkit_simulate.theory.calibration import (
+    CalibrationRun,
+    CollectiveCalls,
+    fit_hardware,
+    nonnegative_least_squares,
+    relative_errors,
+    step_estimate_s,
+)
+from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.step_time import Operator
 
-TRUE = hardware(
+TRUE = get_hardware(
     "laptop",
     matmul_share=1.0,
     call_s=0.0,
@@ -35,9 +42,12 @@ def run_of(width, layers, ranks, noise=1.0):
     product = Operator("mm", 2 * 64 * width**2, 4 * (width**2 + 128 * width))
     operators = [product, Operator("relu", 0, 8 * 64 * width), Operator("adam", 0, 28 * width**2 / ranks)]
     size = 4.0 * width**2
-    calls = [Calls("all_gather", 2 * layers, 2 * layers * size / ranks), Calls("reduce_scatter", layers, layers * size)]
-    found = Run(f"{width} x {layers} on {ranks}", ranks, operators * 3 * layers, calls if ranks > 1 else ())
-    return Run(found.name, ranks, found.operators, found.calls, noise * predicted_s(found, TRUE))
+    calls = [
+        CollectiveCalls("all_gather", 2 * layers, 2 * layers * size / ranks),
+        CollectiveCalls("reduce_scatter", layers, layers * size),
+    ]
+    found = CalibrationRun(f"{width} x {layers} on {ranks}", ranks, operators * 3 * layers, calls if ranks > 1 else ())
+    return CalibrationRun(found.name, ranks, found.operators, found.calls, noise * step_estimate_s(found, TRUE))
 
 
 def runs(sizes, ranks, noise=0.0, seed=0):
@@ -49,7 +59,7 @@ SMALL = [(64, 4), (256, 8), (512, 2), (1024, 4)]
 
 
 def test_a_machine_is_found_again():
-    found = fit(runs(SMALL, (1, 2)), TRUE.devices)
+    found = fit_hardware(runs(SMALL, (1, 2)), TRUE.devices)
     assert found.flops_per_s["float32"] == pytest.approx(4e10, rel=1e-3)
     assert found.memory_bytes_per_s == pytest.approx(6e9, rel=1e-3)
     assert found.operator_s == pytest.approx(1.2e-5, rel=1e-3)
@@ -59,8 +69,8 @@ def test_a_machine_is_found_again():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_noise_it_predicts_other_sizes_and_numbers_of_ranks(seed):
-    found = fit(runs(SMALL, (1, 2), noise=0.15, seed=seed), TRUE.devices)
-    off = errors(runs([(128, 6), (384, 8), (768, 4)], (1, 2, 4)), found)
+    found = fit_hardware(runs(SMALL, (1, 2), noise=0.15, seed=seed), TRUE.devices)
+    off = relative_errors(runs([(128, 6), (384, 8), (768, 4)], (1, 2, 4)), found)
     assert statistics.median(map(abs, off.values())) < 0.15 and len(off) == 9
     assert max(map(abs, off.values())) < 0.5
 
@@ -77,11 +87,11 @@ def test_no_coefficient_is_negative_and_none_is_better():
 
 def test_too_little_to_fit_is_refused():
     with pytest.raises(ValueError, match="4 runs cannot tell five figures"):
-        fit(runs(SMALL, (2,)), 2)
+        fit_hardware(runs(SMALL, (2,)), 2)
     with pytest.raises(ValueError, match="all runs have 1 rank"):
-        fit(runs([*SMALL, (96, 4)], (1,)), 2)
+        fit_hardware(runs([*SMALL, (96, 4)], (1,)), 2)
     with pytest.raises(ValueError, match=r"took 0\.0 s"):
-        fit([*runs(SMALL, (1, 2)), Run("none", 1, [])], 2)
+        fit_hardware([*runs(SMALL, (1, 2)), CalibrationRun("none", 1, [])], 2)
 
 
 def test_operators_are_counted_on_tensors_without_content():

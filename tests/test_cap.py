@@ -1,4 +1,4 @@
-"""labkit.session.cap: what fits under a cap runs, what does not says so, and the cap ends with its block."""
+"""labkit.session.memory_cap: what fits under a cap runs, what does not says so, and the cap ends with its block."""
 
 import resource
 import sys
@@ -8,7 +8,7 @@ import torch
 
 import labkit
 from labkit.errors import MemoryCapExceeded
-from labkit.session.cap import memory_cap
+from labkit.session.memory_cap import cap_memory
 
 CPU, MIB = torch.device("cpu"), 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a cap on CPU memory needs Linux")
@@ -21,12 +21,10 @@ def held(mib):
 @linux
 def test_what_fits_is_allocated_and_what_does_not_is_refused():
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with memory_cap(300, CPU):
+    with cap_memory(300, CPU):
         assert held(200).sum() == 0
-    refused = pytest.raises(
-        MemoryCapExceeded, match=r"more than its cap of 100 MiB was needed .*: shard over more ranks"
-    )
-    with refused, memory_cap(100, CPU):
+    refused = pytest.raises(MemoryCapExceeded, match=r"more than its cap of 100 MiB was needed .*: shard over more ranks")
+    with refused, cap_memory(100, CPU):
         held(200)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
     assert held(200).sum() == 0
@@ -34,15 +32,15 @@ def test_what_fits_is_allocated_and_what_does_not_is_refused():
 
 @linux
 def test_other_errors_pass_and_no_cap_caps_nothing():
-    with pytest.raises(RuntimeError, match="mine"), memory_cap(100, CPU):
+    with pytest.raises(RuntimeError, match="mine"), cap_memory(100, CPU):
         raise RuntimeError("mine")
-    with memory_cap(None, CPU):
+    with cap_memory(None, CPU):
         assert held(200).sum() == 0
 
 
 def test_another_system_says_that_it_cannot(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(ValueError, match="needs a GPU or Linux"), memory_cap(100, CPU):
+    with pytest.raises(ValueError, match="needs a GPU or Linux"), cap_memory(100, CPU):
         pass
 
 

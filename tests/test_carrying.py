@@ -2,8 +2,8 @@
 
 import pytest
 
-from labkit_cluster import carrying
-from labkit_cluster.carrying import Arrivals, Growth
+from labkit_cluster import file_sync
+from labkit_cluster.file_sync import FileChanges, FileReceiver
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def bring(growth, arrivals, at_end=False):
 
 
 def test_files_come_as_they_grow_and_others_at_the_end(there, home, monkeypatch):
-    monkeypatch.setattr(carrying, "PART_BYTES", 4)
-    growth, arrivals = Growth(there, {"given.pickle"}), Arrivals(home)
+    monkeypatch.setattr(file_sync, "CHUNK_BYTES", 4)
+    growth, arrivals = FileChanges(there, {"given.pickle"}), FileReceiver(home)
     for name in ("rank_00000.log", "given.pickle", ".session.json.7.tmp", "rank_00000.trace.json.gz"):
         (there / name).write_bytes(b"abcdef")
     (there / "rank_00000.stack").touch()
@@ -48,7 +48,7 @@ def test_files_come_as_they_grow_and_others_at_the_end(there, home, monkeypatch)
 
 
 def test_a_file_that_was_replaced_comes_anew(there, home):
-    growth, arrivals = Growth(there, set()), Arrivals(home)
+    growth, arrivals = FileChanges(there, set()), FileReceiver(home)
     (there / "exit.json").write_text("a long text")
     bring(growth, arrivals)
     (there / "new").write_text("short")
@@ -59,10 +59,10 @@ def test_a_file_that_was_replaced_comes_anew(there, home):
 
 def test_no_host_writes_over_what_is_not_its_own(there, home):
     (home / "run.json").write_text("of the notebook")
-    first, second = Arrivals(home), Arrivals(home)
+    first, second = FileReceiver(home), FileReceiver(home)
     for arrivals, text in ((first, b"first"), (second, b"second")):
         for name in ("run.json", "notes.txt", "../outside.txt", ".hidden"):
-            arrivals.put(name, 0, text)
+            arrivals.write_chunk(name, 0, text)
     assert (home / "run.json").read_text() == "of the notebook"
     assert (home / "notes.txt").read_text() == (home / "outside.txt").read_text() == "first"
     assert sorted(path.name for path in home.iterdir()) == ["notes.txt", "outside.txt", "run.json"]

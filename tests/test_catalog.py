@@ -31,61 +31,61 @@ def test_the_names_are_those_of_the_course():
 
 @pytest.mark.parametrize("name", ALL)
 def test_an_entry_says_what_is_in_the_model(name):
-    entry, model = catalog.MODELS[name], catalog.build(name)
+    entry, model = catalog.MODELS[name], catalog.create_model(name)
     assert isinstance(model, LabModel)
     assert type(model).__name__ == entry.class_name
     assert model.block_types == entry.block_types
     inside = Counter(type(module).__name__ for module in model.modules() if module is not model)
-    assert list(entry.classes.items()) == sorted(inside.items())
-    catalog.check(name, entry.block_types)
+    assert list(entry.class_counts.items()) == sorted(inside.items())
+    catalog.check_model(name, entry.block_types)
 
 
 def test_a_small_model_is_built_unless_sizes_are_given():
-    assert catalog.build("toy").net[0].out_features == 256
-    assert catalog.build("toy", hidden=32).net[0].out_features == 32
-    assert catalog.build("toy", hidden=32, narrow=8).net[-1].in_features == 8
+    assert catalog.create_model("toy").net[0].out_features == 256
+    assert catalog.create_model("toy", hidden=32).net[0].out_features == 32
+    assert catalog.create_model("toy", hidden=32, narrow=8).net[-1].in_features == 8
 
 
 def test_the_expert_seed_reaches_the_expert():
     def expert(seed):
         torch.manual_seed(0)
-        return catalog.build("moe", expert_seed=seed).local_modules()[0].weight
+        return catalog.create_model("moe", expert_seed=seed).local_modules()[0].weight
 
     assert torch.equal(expert(1), expert(1))
     assert not torch.equal(expert(1), expert(2))
-    catalog.build("nested", expert_seed=3)  # others have no use for it
+    catalog.create_model("nested", expert_seed=3)  # others have no use for it
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: catalog.check("resnet"),
+            lambda: catalog.check_model("resnet"),
             "model 'resnet' is none of toy, hf_bert, hf_t5, transformer, nested, nonuniform, delay, moe, mlp_stack, "
             "double_linear, unused_linear, skip",
         ),
         (
-            lambda: catalog.check("nested", ["NestedBlock", "MLP", "T5Block"]),
+            lambda: catalog.check_model("nested", ["NestedBlock", "MLP", "T5Block"]),
             "model nested has no block of type MLP, T5Block: it has Linear, NestedBlock, Sequential",
         ),
         (
-            lambda: catalog.build("mlp_stack", width=3),
+            lambda: catalog.create_model("mlp_stack", width=3),
             "model mlp_stack has no size width: it has dim, batch, layers",
         ),
         (
-            lambda: catalog.check("hf_t5", sizes={"hidden": 33}),
+            lambda: catalog.check_model("hf_t5", sizes={"hidden": 33}),
             "hidden 33 is no multiple of model hf_t5's 2 heads: 1 over",
         ),
         (
-            lambda: catalog.check("delay", sizes={"delay_after_loss_ms": -1}),
+            lambda: catalog.check_model("delay", sizes={"delay_after_loss_ms": -1}),
             "delay_after_loss_ms -1 must be at least 0",
         ),
         (
-            lambda: catalog.check("toy", skip=(0, 8), freeze=(9,)),
+            lambda: catalog.check_model("toy", skip=(0, 8), freeze=(9,)),
             "freeze (9,) counts blocks that are not there: model toy has 9 blocks, from 0 to 8",
         ),
         (
-            lambda: catalog.check("moe", ["Expert", "Shared"], skip=(2,)),
+            lambda: catalog.check_model("moe", ["Expert", "Shared"], skip=(2,)),
             "skip (2,) counts blocks that are not there: model moe has 2 blocks, from 0 to 1",
         ),
     ],
@@ -97,7 +97,7 @@ def test_what_cannot_be_built_is_refused_in_one_line(call, message):
 
 
 @pytest.mark.parametrize("name", ["hf_bert", "hf_t5"])
-@pytest.mark.parametrize("function", [catalog.check, catalog.build])
+@pytest.mark.parametrize("function", [catalog.check_model, catalog.create_model])
 def test_a_missing_extra_is_named_with_the_models_that_do_without(monkeypatch, name, function):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == "transformers" else found(wanted))
@@ -108,7 +108,7 @@ def test_a_missing_extra_is_named_with_the_models_that_do_without(monkeypatch, n
         "without it: toy, transformer, nested, nonuniform, delay, moe, mlp_stack, double_linear, unused_linear, skip"
     )
     for other in WITHOUT_EXTRA:
-        catalog.check(other)
+        catalog.check_model(other)
 
 
 def test_the_catalog_is_read_and_checked_without_torch_or_transformers():

@@ -1,4 +1,4 @@
-"""labkit.checks.ask: whatever an answer is and does, its check ends in a verdict."""
+"""labkit.checks.judge: whatever an answer is and does, its check ends in a verdict."""
 
 import functools
 from fractions import Fraction
@@ -10,7 +10,7 @@ import pytest
 import torch
 from IPython.core.autocall import ExitAutocall
 
-from labkit.checks import ask, collectives, ddp, extensions, fsdp, spatial, two_dim
+from labkit.checks import collectives, ddp, extensions, fsdp, judge, spatial, two_dim
 from labkit.runs.result import RunResult
 
 IMPORTS = "import sys\nimport torch\n\n\n"
@@ -26,9 +26,9 @@ IN_THE_NOTEBOOK = [
     (fsdp.zero_bytes, ()),
     (fsdp.all_gathers, ()),
     (fsdp.memory_plan, (1, 1)),
-    (fsdp.forgotten_block, "forgetful"),
+    (fsdp.missing_block, "forgetful"),
     (fsdp.tied_unit, ()),
-    (extensions.uneven_bytes, ()),
+    (extensions.gather_bytes, ()),
     (extensions.new_two, ()),
     (extensions.dispatch, ()),
     (extensions.pre_all_gather, ()),
@@ -53,7 +53,7 @@ ODD += [numpy.float64(7.5), torch.arange(3), [torch.arange(3)], {"tp/all_reduce"
 
 
 @pytest.fixture
-def judge(tmp_path, nothing_starts):
+def judge_check(tmp_path, nothing_starts):
     """Ask a check that runs no ranks."""
 
     def judged(check, more, answer):
@@ -77,8 +77,8 @@ def judge(tmp_path, nothing_starts):
     ],
 )
 @pytest.mark.parametrize(("check", "more"), IN_THE_NOTEBOOK, ids=lambda each: getattr(each, "__name__", ""))
-def test_an_answer_that_would_end_the_kernel_is_wrong(check, more, body, said, judge, answer_to):
-    verdict = judge(check, more, answer_to("def leave(*args, **kwargs):", body, IMPORTS))
+def test_an_answer_that_would_end_the_kernel_is_wrong(check, more, body, said, judge_check, answer_to):
+    verdict = judge_check(check, more, answer_to("def leave(*args, **kwargs):", body, IMPORTS))
     assert verdict.state == "wrong"
     assert "leave" in verdict.detail and said in verdict.detail
 
@@ -89,8 +89,8 @@ def test_an_answer_that_would_end_the_kernel_is_wrong(check, more, body, said, j
     ODD,
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_an_answer_gives_there_is_a_verdict(check, more, value, judge):
-    verdict = judge(check, more, lambda *args, **kwargs: value)
+def test_whatever_an_answer_gives_there_is_a_verdict(check, more, value, judge_check):
+    verdict = judge_check(check, more, lambda *args, **kwargs: value)
     assert verdict.state == "wrong"
     assert verdict.detail
     assert len(verdict.detail) < 800
@@ -165,28 +165,28 @@ def test_an_answer_may_be_any_function(answer, verdict):
 
 @pytest.mark.parametrize("body", ["...", "pass", "'''Not yet.'''", "'''Not yet.'''\n...", "return None", "1"])
 def test_a_body_that_does_nothing_is_empty(body, answer_to):
-    with pytest.raises(ask.NotAttempted):
-        ask.refuse_unless_attempted(answer_to("def nothing(width: int) -> int:", body))
+    with pytest.raises(judge.NotAttempted):
+        judge.raise_if_not_attempted(answer_to("def nothing(width: int) -> int:", body))
 
 
 @pytest.mark.parametrize("body", ["return ...", "width", "size = 4", "return 0", "return 'many'", "print()", "yield"])
 def test_a_body_with_anything_in_it_is_not_empty(body, answer_to):
-    ask.refuse_unless_attempted(answer_to("def something(width: int) -> int:", body))
+    judge.raise_if_not_attempted(answer_to("def something(width: int) -> int:", body))
 
 
 def test_verdicts_show_themselves():
-    assert repr(ask.passed("4 cases agree")) == "passed: 4 cases agree"
-    verdict = ask.Verdict("wrong", "f(1) gave <1>", "expected 4", "Count again.")
+    assert repr(judge.passing_verdict("4 cases agree")) == "passed: 4 cases agree"
+    verdict = judge.Verdict("wrong", "f(1) gave <1>", "expected 4", "Count again.")
     assert repr(verdict) == "wrong: f(1) gave <1>, expected 4. Count again."
-    assert repr(ask.Verdict("wrong", "f(1) gave 1")) == "wrong: f(1) gave 1"
-    colours = {ask.Verdict(state)._repr_html_().split("color:")[1][:7] for state in ask.COLOURS}
+    assert repr(judge.Verdict("wrong", "f(1) gave 1")) == "wrong: f(1) gave 1"
+    colours = {judge.Verdict(state)._repr_html_().split("color:")[1][:7] for state in judge.COLOURS}
     assert len(colours) == 3
 
 
 def test_a_notebook_shows_the_symptom_first_and_opens_hint_and_value_on_request():
-    @ask.exercise
+    @judge.exercise
     def double(answer):
-        return ask.check_values(answer, lambda number: 2 * number, [(2,)], "Twice <as> much.")
+        return judge.judge_values(answer, lambda number: 2 * number, [(2,)], "Twice <as> much.")
 
     shown = double(lambda number: number + 1)._repr_html_()
     symptom, hint, expected = shown.split("<details>")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from labkit.checks import collectives as checks
-from labkit.checks.ranks.collectives import LEARNING_RATE, STEPS, batches_of, model_of, trained
+from labkit.checks.ranks.collectives import LEARNING_RATE, STEPS, make_rank_model, rank_batches, train_all_ranks
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
 RING = "def ring(mine, rank, ranks):"
@@ -68,9 +68,7 @@ def test_another_right_way_passes(name, answer_to):
 
 
 def test_ranks_that_all_receive_first_are_stopped_and_told_why(answer_to):
-    body = (
-        "arrived = torch.empty_like(mine)\ndist.recv(arrived, (rank - 1) % ranks)\ndist.send(mine, (rank + 1) % ranks)"
-    )
+    body = "arrived = torch.empty_like(mine)\ndist.recv(arrived, (rank - 1) % ranks)\ndist.send(mine, (rank + 1) % ranks)"
     verdict = checks.shift(answer_to("def shift(mine, rank, ranks):", body, IMPORTS), timeout_s=5)
     assert verdict.state == "wrong"
     assert "the ranks waited for each other" in repr(verdict)
@@ -78,20 +76,20 @@ def test_ranks_that_all_receive_first_are_stopped_and_told_why(answer_to):
 
 
 def test_the_reference_of_training_is_one_device_with_all_samples():
-    model = model_of(0)
+    model = make_rank_model(0)
     for step in range(STEPS):
         model.zero_grad()
-        batches = [batches_of(rank)[step] for rank in range(4)]
+        batches = [rank_batches(rank)[step] for rank in range(4)]
         inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
         nn.functional.mse_loss(model(inputs), targets).backward()
         for parameter in model.parameters():
             parameter.data -= LEARNING_RATE * parameter.grad
-    for parameters in trained(4):
+    for parameters in train_all_ranks(4):
         for found, expected in zip(parameters, model.parameters(), strict=True):
             assert torch.allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("change", [{"together": False}, {"factor": 4.0}, {"same_start": False}, {"forget": False}])
 def test_each_likely_mistake_ends_with_other_weights(change):
-    right, wrong = trained(4), trained(4, **change)
+    right, wrong = train_all_ranks(4), train_all_ranks(4, **change)
     assert any(not torch.allclose(a, b, atol=1e-4) for a, b in zip(right[1], wrong[1], strict=True))

@@ -109,7 +109,7 @@ def solved(answer_to):
 @pytest.mark.parametrize("program", ["ddp_coalesced", "ddp_concat", "ddp_coalesced_again", "ddp_concat_again"])
 def test_the_reader_of_exercise_9_finds_each_missing_wait_in_programs_of_the_compiler(program, solved):
     early_uses, code = solved("early_uses"), (DATA / f"{program}.py.txt").read_text()
-    lines = inductor.read(code)
+    lines = inductor.parse_lines(code)
     waits = [line for line in lines if line.kind == "wait"]
     assert early_uses(lines) == [] == inductor.missing_waits(code)
     assert waits

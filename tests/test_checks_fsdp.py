@@ -8,8 +8,8 @@ from fixture_long import long_but
 
 import labkit
 from labkit.checks import fsdp as checks
-from labkit.checks.fsdp import IDENTITY, tied_cases
-from labkit.parallel.units import tied_to
+from labkit.checks.fsdp import IDENTITY_HINT, tying_cases
+from labkit.parallel.units import modules_sharing_weights
 from labkit.theory import fsdp as theory
 
 IMPORTS = "import torch\nfrom torch import distributed as dist\nfrom torch import nn\n\n\n"
@@ -124,7 +124,7 @@ WRONG_ANSWERS = {
             "(model, 'output'), where three modules share its weight, left out 'heads.0'. Look at every module",
         ),
         (changed("tied_unit", "return [block] +", "return"), "where nothing is tied, left out 'blocks.0'"),
-        (changed("tied_unit", "id(p) in own", "p in list(block.parameters())"), IDENTITY),
+        (changed("tied_unit", "id(p) in own", "p in list(block.parameters())"), IDENTITY_HINT),
         ("return block", "gave Sequential("),
         ("return ['output']", "gave ['output']: return a list of modules of the model"),
         ("return [nn.Linear(2, 2)]", "return a list of modules of the model"),
@@ -157,13 +157,13 @@ def test_a_wrong_answer_fails_with_the_reason_and_launches_nothing(check, body, 
 def test_all_gathers_of_the_exercise_are_those_of_the_theory(layers, wrap, reshard, answer):
     row = layers(wrap, *([32, 16] if layers is theory.toy_layers else [16]))
     units = {layer.unit for layer in row}
-    counted = theory.collectives(row, 2, reshard_after_forward=reshard)["all_gather_count"]
+    counted = theory.step_collectives(row, 2, reshard_after_forward=reshard)["all_gather_count"]
     assert answer("all_gathers", SOLUTIONS["all_gathers"])(len(units), reshard, "root" in units) == counted
 
 
 def test_tied_cases_expect_what_the_wrapping_does():
-    for case in tied_cases():
-        assert case.together == {case.block, *tied_to(case.model, case.block)}
+    for case in tying_cases():
+        assert case.together == {case.block, *modules_sharing_weights(case.model, case.block)}
 
 
 def test_a_plan_is_launched_and_passes_within_its_limits(answer):
@@ -225,14 +225,14 @@ def test_a_plan_that_does_not_run_to_its_end_is_wrong(error, said, answer, monke
     ],
 )  # fmt: skip
 def test_the_forgotten_block_is_that_of_the_run(body, expected, answer, forgetful):
-    assert repr(checks.forgotten_block(answer("forgotten_block", body), forgetful)).startswith(expected)
+    assert repr(checks.missing_block(answer("forgotten_block", body), forgetful)).startswith(expected)
 
 
 def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
     """What the hint says is enough to find it."""
     sizes = {"hidden": 256, "narrow": 64}
     gathered = [
-        theory.collectives(theory.toy_layers("block", **sizes, skip=skip), 2)["all_gather_bytes"]
+        theory.step_collectives(theory.toy_layers("block", **sizes, skip=skip), 2)["all_gather_bytes"]
         for skip in ((), (0,), (1,), (2,))
     ]
     assert [index for index, each in enumerate(gathered) if each == forgetful.value("all_gather_bytes")] == [2]
@@ -240,17 +240,14 @@ def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
 
 def test_a_run_that_forgot_nothing_has_no_forgotten_block(answer, planned):
     with pytest.raises(ValueError, match=r"skip = \(\): this check takes a run that forgot one block"):
-        checks.forgotten_block(answer("forgotten_block", "return 1"), planned)
+        checks.missing_block(answer("forgotten_block", "return 1"), planned)
 
 
 def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forgetful):
     whole, partial = checks.every_block_wrapped(planned, 3), checks.every_block_wrapped(forgetful, 9)
-    assert repr(whole) == (
-        "passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block"
-    )
+    assert repr(whole) == ("passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block")
     assert repr(partial) == (
-        "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9. "
-        "One block stayed with the root."
+        "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9. One block stayed with the root."
     )
     assert checks.every_block_wrapped(planned, 5).hint == "2 blocks stayed with the root."
     assert checks.every_block_wrapped(planned, 2).hint == "More than the blocks was wrapped."
@@ -398,9 +395,7 @@ def test_an_answer_on_two_ranks_is_judged_by_what_it_does(name, answer):
 
 def test_the_right_answer_passes_on_ranks(answer):
     verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
-    assert (
-        repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
-    )
+    assert repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
 
 
 @pytest.mark.parametrize("name", long_but(["first_missing", "one_more"], UNEQUAL))

@@ -10,8 +10,8 @@ import torch
 
 import labkit
 from labkit.checks import extensions, fsdp, on_ranks, spatial, two_dim
-from labkit.checks.ranks import answers
-from labkit.launcher import packet
+from labkit.checks.ranks import answer_program
+from labkit.launcher import payload_pickling
 
 IMPORTS = "import os\nimport sys\nimport time\nimport torch\nfrom torch import distributed as dist\n\n\n"
 ON_RANKS = {
@@ -73,7 +73,7 @@ def test_the_word_of_a_single_rank_is_missed(verdict_on, ranks_at_hand, monkeypa
 
     def forgetful(path, *, folder, **parameters):
         run(path, folder=folder, **parameters)
-        answers.sent_by(on_ranks.Path(folder), 3).unlink()
+        answer_program.output_path(on_ranks.Path(folder), 3).unlink()
 
     monkeypatch.setattr(labkit, "run", forgetful)
     assert "rank 3 ended before" in verdict_on("halo_exchange", "return strip.new_zeros(2, 3, 5, 14)").detail
@@ -151,7 +151,7 @@ def test_an_answer_of_a_module_that_a_rank_cannot_import_travels_whole(tmp_path,
 
     (tmp_path / "only_here.py").unlink()
     assert fsdp.expert_gradients(only_here.average).ok
-    assert "only_here" not in packet.cloudpickle.list_registry_pickle_by_value()
+    assert "only_here" not in payload_pickling.cloudpickle.list_registry_pickle_by_value()
 
 
 @pytest.mark.usefixtures("ranks_at_hand")
@@ -264,7 +264,7 @@ def test_the_stacks_of_a_run_without_an_end_say_why(line, inner, said, answer_to
         ("(this rank had not started its program yet)", False),
         ('Current thread 0x1 (most recent call first):\n  File "/torch/__init__.py", line 3 in <module>\n', False),
         ("(this rank had ended already)", True),
-        ('Thread 0x1 (most recent call first):\n  File "/answers.py", line 3 in feed_and_send\n', True),
+        ('Thread 0x1 (most recent call first):\n  File "/answer_program.py", line 3 in feed_and_send\n', True),
     ],
 )
 def test_an_answer_on_a_machine_that_is_too_busy_is_not_called_wrong(stack, judged, answer_to, monkeypatch):
@@ -281,7 +281,7 @@ def test_an_answer_on_a_machine_that_is_too_busy_is_not_called_wrong(stack, judg
 
 def test_what_is_sent_home_needs_no_code_of_a_rank(tmp_path):
     values = {"a": torch.nn.Parameter(torch.ones(2)), "b": [None, 3, "x"], "c": (torch.arange(6).view(2, 3).T,)}
-    sent = answers.sendable(values)
+    sent = answer_program.plain_cpu_copy(values)
     torch.save(sent, tmp_path / "sent")
     read = torch.load(tmp_path / "sent", weights_only=True)
     assert type(read["a"]) is torch.Tensor and not read["a"].requires_grad

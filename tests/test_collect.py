@@ -7,12 +7,12 @@ import re
 import pytest
 
 from labkit.__main__ import main
-from labkit.course import catalog, collect, verdicts
-from labkit.course.verdicts import Kept
+from labkit.course import exports, lab_catalog, verdict_store
+from labkit.course.verdict_store import ExerciseProgress
 from labkit.errors import LabError
 
-NAMES = [each.name for each in catalog.find("fsdp").exercises]
-PASSED, WRONG = Kept("passed", "2026-01-02", 1, "2026-01-02"), Kept("wrong", "2026-01-02", 3)
+NAMES = [each.name for each in lab_catalog.find_lab("fsdp").exercises]
+PASSED, WRONG = ExerciseProgress("passed", "2026-01-02", 1, "2026-01-02"), ExerciseProgress("wrong", "2026-01-02", 3)
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def thirty(tmp_path):
     for number in range(30):
         passed = number % len(NAMES)
         states = dict.fromkeys(NAMES[:passed], PASSED) | {NAMES[passed]: WRONG}
-        collect.write(tmp_path / f"{number:02d}.json", f"learner {number:02d}", {"fsdp": states})
+        exports.write_export(tmp_path / f"{number:02d}.json", f"learner {number:02d}", {"fsdp": states})
     return sorted(tmp_path.glob("*.json"))
 
 
@@ -40,7 +40,7 @@ def test_thirty_files_become_one_table(thirty, tmp_path, capsys):
             "wrong",
             *[""] * (len(NAMES) - passed - 1),
         ]
-    assert {f"{lab.exercises[0].number}" for lab in catalog.labs()} <= set(rows[0]), "every lab has its columns"
+    assert {f"{lab.exercises[0].number}" for lab in lab_catalog.all_labs()} <= set(rows[0]), "every lab has its columns"
     text = page.read_text()
     assert text.count("<tr") == 31 and "learner 29" in text and "http" not in text
 
@@ -72,16 +72,16 @@ def test_what_cannot_be_collected_is_named_and_does_not_stop_the_others(thirty, 
 
 
 def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
-    collect.write(tmp_path / "a.json", '=HYPERLINK("x")', {})
-    collect.write(tmp_path / "b.json", "<script>alert(1)</script>", {"later": {"<b>": PASSED}})
+    exports.write_export(tmp_path / "a.json", '=HYPERLINK("x")', {})
+    exports.write_export(tmp_path / "b.json", "<script>alert(1)</script>", {"later": {"<b>": PASSED}})
     content = json.loads((tmp_path / "b.json").read_text())
     content["verdicts"]["=1"] = content["verdicts"]["later"]
     (tmp_path / "b.json").write_text(json.dumps(content | {"labkit": "=2"}))
-    exports, problems = collect.collect([tmp_path / "a.json", tmp_path / "b.json"])
+    found, problems = exports.newest_exports([tmp_path / "a.json", tmp_path / "b.json"])
     assert not problems
-    frame = collect.table(exports)
-    collect.write_csv(frame, tmp_path / "table.csv")
-    collect.write_html(frame, tmp_path / "table.html")
+    frame = exports.progress_frame(exports)
+    exports.write_csv(frame, tmp_path / "table.csv")
+    exports.write_html(frame, tmp_path / "table.html")
     assert [row["name"][:2] for row in csv.DictReader((tmp_path / "table.csv").open())] == ["<s", "'="]
     cells = [cell for row in csv.reader((tmp_path / "table.csv").open()) for cell in row]
     assert "'=2" in cells and "'=1.<b>" in cells and not any(cell.startswith("=") for cell in cells)
@@ -91,15 +91,15 @@ def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
 
 
 def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys, monkeypatch):
-    (tmp_path / "progress.json").write_text(json.dumps(verdicts.as_json({"fsdp": {"zero_bytes": PASSED}})))
+    (tmp_path / "progress.json").write_text(json.dumps(verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": PASSED}})))
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--name", "Ada B. / Lovelace", "--folder", str(tmp_path)]) == 0
     assert "wrote labkit-Ada_B____Lovelace.json" in capsys.readouterr().out
-    found = collect.read(tmp_path / "labkit-Ada_B____Lovelace.json")
+    found = exports.read_export(tmp_path / "labkit-Ada_B____Lovelace.json")
     assert (found.name, found.labkit) == ("Ada B. / Lovelace", "0.1.0")
     assert found.verdicts == {"fsdp": {"zero_bytes": PASSED}}
     assert main(["export", "mine.json", "--folder", str(tmp_path)]) == 0, "without a terminal: the account's name"
-    assert collect.read(tmp_path / "mine.json").name
+    assert exports.read_export(tmp_path / "mine.json").name
     assert main(["export", "mine.json", "--name", "  ", "--folder", str(tmp_path)]) == 1
     assert "needs a name" in capsys.readouterr().err
 
@@ -107,7 +107,7 @@ def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys,
 def test_export_writes_over_no_other_file(tmp_path):
     (tmp_path / "thesis.json").write_text('{"years": 4}')
     with pytest.raises(LabError, match=r"thesis.json: not made by"):
-        collect.write(tmp_path / "thesis.json", "me", {})
-    collect.write(tmp_path / "me.json", "me", {})
-    collect.write(tmp_path / "me.json", "me", {"fsdp": {"zero_bytes": PASSED}})
-    assert collect.read(tmp_path / "me.json").verdicts
+        exports.write_export(tmp_path / "thesis.json", "me", {})
+    exports.write_export(tmp_path / "me.json", "me", {})
+    exports.write_export(tmp_path / "me.json", "me", {"fsdp": {"zero_bytes": PASSED}})
+    assert exports.read_export(tmp_path / "me.json").verdicts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.checks.commit import STRICT, claim, commit
+from labkit.checks.commit import ENV_STRICT_CLAIMS, claim, commit
 
 
 def empty(rows):
@@ -40,7 +40,7 @@ def test_a_wrong_call_of_an_answer_is_not_hidden():
 
 
 def test_a_claim_is_silent_where_it_holds_and_told_where_not(capsys, monkeypatch):
-    monkeypatch.delenv(STRICT, raising=False)
+    monkeypatch.delenv(ENV_STRICT_CLAIMS, raising=False)
     claim("2 ranks are faster", True)
     assert capsys.readouterr().out == ""
     claim("2 ranks are faster", False)
@@ -48,7 +48,7 @@ def test_a_claim_is_silent_where_it_holds_and_told_where_not(capsys, monkeypatch
 
 
 def test_a_claim_that_does_not_hold_is_an_error_in_tests(monkeypatch):
-    monkeypatch.setenv(STRICT, "1")
+    monkeypatch.setenv(ENV_STRICT_CLAIMS, "1")
     claim("2 ranks are faster", True)
     with pytest.raises(AssertionError, match="the claim does not hold: 2 ranks are faster"):
         claim("2 ranks are faster", False)

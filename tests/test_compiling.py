@@ -9,7 +9,7 @@ from labkit.models.chain import LinearChain
 from labkit.models.decoder import DecoderModel
 from labkit.models.mlp import MLPStack
 from labkit.models.nested import NestedWrappedModule
-from labkit.parallel.checkpointing import apply_activation_checkpointing, checkpointed
+from labkit.parallel.checkpointing import apply_activation_checkpointing, checkpoint_wrappers
 from labkit.parallel.compiling import apply_compile
 from launch import decoder, fsdp_wrap, two_dim
 
@@ -62,7 +62,7 @@ def test_what_is_compiled_of_a_checkpointed_block_is_all_of_it(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **how: compiled.append(function) or function)
     apply_activation_checkpointing(model, ("MLP",))
     apply_compile(model, ("MLP",))
-    assert [function.__self__ for function in compiled] == list(checkpointed(model).values())
+    assert [function.__self__ for function in compiled] == list(checkpoint_wrappers(model).values())
 
 
 def test_a_block_inside_a_block_is_part_of_it():
@@ -108,21 +108,21 @@ def applied(monkeypatch):
 
 
 def test_every_program_applies_techniques_in_one_order(applied):
-    fsdp_wrap.apply(fsdp_wrap.Config(checkpointing=True, compile=True), Mesh(), MLPStack(8))
+    fsdp_wrap.parallelize_model(fsdp_wrap.Config(checkpointing=True, compile=True), Mesh(), MLPStack(8))
     assert applied == ["activation_checkpointing", "compile", "fsdp"]
     applied.clear()
-    two_dim.apply(two_dim.Config(checkpointing=True), Mesh(), MLPStack(8), compile=True)
+    two_dim.parallelize_model(two_dim.Config(checkpointing=True), Mesh(), MLPStack(8), compile=True)
     assert applied == ["tensor_parallel", "activation_checkpointing", "compile", "fsdp2"]
     applied.clear()
-    two_dim.apply(two_dim.Config(plan="ddp_tp"), Mesh(), LinearChain(8), compile=True)
+    two_dim.parallelize_model(two_dim.Config(plan="ddp_tp"), Mesh(), LinearChain(8), compile=True)
     assert applied == ["plain_tensor_parallel", "replicate", "compile"], "what DDP sends is compiled, too"
     applied.clear()
-    decoder.apply(decoder.Config(tp=2, checkpointing="full"), Mesh(), DecoderModel())
+    decoder.parallelize_model(decoder.Config(tp=2, checkpointing="full"), Mesh(), DecoderModel())
     assert applied == ["decoder_tensor_parallel", "activation_checkpointing", "fsdp"]
 
 
 def test_only_what_was_asked_for_is_applied(applied):
-    fsdp_wrap.apply(fsdp_wrap.Config(), Mesh(), MLPStack(8))
-    two_dim.apply(two_dim.Config(), Mesh(), MLPStack(8))
-    decoder.apply(decoder.Config(), Mesh(), DecoderModel())
+    fsdp_wrap.parallelize_model(fsdp_wrap.Config(), Mesh(), MLPStack(8))
+    two_dim.parallelize_model(two_dim.Config(), Mesh(), MLPStack(8))
+    decoder.parallelize_model(decoder.Config(), Mesh(), DecoderModel())
     assert applied == ["fsdp", "tensor_parallel", "fsdp2", "fsdp"]

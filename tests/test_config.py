@@ -137,10 +137,10 @@ def test_a_config_that_cannot_be_read(tmp_path, source, message):
 
 
 def test_defaults_presets_and_given_values(config_class):
-    assert config.make(config_class, {}).width == 512
-    paper = config.make(config_class, {"preset": "paper"})
+    assert config.build_config(config_class, {}).width == 512
+    paper = config.build_config(config_class, {"preset": "paper"})
     assert (paper.width, paper.dims, paper.save) == (1024, (256, 512), True)
-    assert config.make(config_class, {"preset": "paper", "width": 64}).width == 64
+    assert config.build_config(config_class, {"preset": "paper", "width": 64}).width == 64
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_defaults_presets_and_given_values(config_class):
     ],
 )
 def test_a_good_value_is_kept_as_its_type(config_class, name, given, kept):
-    value = getattr(config.make(config_class, {name: given}), name)
+    value = getattr(config.build_config(config_class, {name: given}), name)
     assert value == kept
     assert type(value) is type(kept)
 
@@ -210,7 +210,7 @@ def test_a_good_value_is_kept_as_its_type(config_class, name, given, kept):
 )
 def test_a_bad_value_is_refused_with_what_is_allowed(config_class, name, value):
     with pytest.raises(ParameterError) as caught:
-        config.make(config_class, {name: value})
+        config.build_config(config_class, {name: value})
     message = str(caught.value)
     assert message.startswith(f"{name} = {value!r} is not ")
     assert "\n  width: int = 512  # Image width in pixels; a rank\n" in message
@@ -221,20 +221,20 @@ def test_a_bad_value_is_refused_with_what_is_allowed(config_class, name, value):
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one(config_class):
     with pytest.raises(ParameterError, match="no parameter is called 'widht'; did you mean 'width'") as caught:
-        config.make(config_class, {"widht": 3})
+        config.build_config(config_class, {"widht": 3})
     assert "  dims: tuple[int, ...] = (32, 64)" in str(caught.value)
     assert "PRESETS" not in str(caught.value)
 
 
 def test_the_programs_own_check(config_class):
     with pytest.raises(ParameterError, match="3 ranks cannot share width 512"):
-        config.make(config_class, {}, world_size=3)
-    assert config.make(config_class, {}, world_size=4).width == 512
+        config.build_config(config_class, {}, world_size=3)
+    assert config.build_config(config_class, {}, world_size=4).width == 512
 
 
 def test_a_value_too_long_to_read_is_cut(config_class):
     with pytest.raises(ParameterError) as caught:
-        config.make(config_class, {"width": "w" * 10**6})
+        config.build_config(config_class, {"width": "w" * 10**6})
     assert len(str(caught.value).splitlines()[0]) < 250
 
 
@@ -307,7 +307,7 @@ HOLD = "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width:
 def test_a_mistake_in_a_method_is_told_with_its_line(tmp_path, method, message):
     config_class = read(tmp_path, HOLD + method)
     with pytest.raises(ParameterError) as caught:
-        config.make(config_class, {}, world_size=2)
+        config.build_config(config_class, {}, world_size=2)
     assert message in str(caught.value)
 
 
@@ -323,7 +323,7 @@ from labkit.models import catalog, mlp
         raise ValueError(f"{{rank_layers.__name__}} {{fit.__name__}} {{len(catalog.MODELS)}}")
 """
     with pytest.raises(ParameterError, match=r"^rank_layers AlphaBeta 12$"):
-        config.make(read(tmp_path, program), {}, world_size=1)
+        config.build_config(read(tmp_path, program), {}, world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_threads_read_at_the_same_time(program):
     ],
 )
 def test_the_command_line_is_read_back_as_the_same_config(config_class, given):
-    made = config.make(config_class, given)
+    made = config.build_config(config_class, given)
     argv = config.to_argv(made)
     assert config.parse_argv(config_class, argv) == made
     assert bool(argv) == bool(given)

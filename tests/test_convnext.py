@@ -128,7 +128,7 @@ def test_ranks_with_other_samples_go_on_in_the_same_stream():
         if shard:
             layer.shard, layer.shards = shard - 1, 2
     for _ in range(3):  # the streams must stay together over steps
-        assert torch.equal(whole.keep(64), torch.cat([half.keep(32) for half in halves]))
+        assert torch.equal(whole.keep_factors(64), torch.cat([half.keep_factors(32) for half in halves]))
 
 
 def test_two_runs_with_dropped_samples_are_alike_only_in_eval_mode():

@@ -12,10 +12,10 @@ import nbformat
 import pytest
 
 from labkit.__main__ import main
-from labkit.course import catalog, copies, jupyter
-from labkit.course.merge import merge
+from labkit.course import copies, jupyter, lab_catalog
+from labkit.course.merge import merge_notebooks
 from labkit.errors import LabError, ParameterError
-from labkit.runs.folder import home
+from labkit.runs.folder import workspace_folder
 from notebooks.tools import source
 
 BEFORE = """\
@@ -77,12 +77,12 @@ def course(tmp_path, monkeypatch):
         path = folder / "src" / f"{name}.py"
         path.write_text(text)
         (folder / f"{name}.ipynb").write_text(source.as_text(source.learner_notebook(path)))
-        catalog._labs.cache_clear()
+        lab_catalog._load_labs.cache_clear()
         return folder / f"{name}.ipynb"
 
-    monkeypatch.setattr(catalog, "FOLDER", folder)
+    monkeypatch.setattr(lab_catalog, "NOTEBOOK_FOLDER", folder)
     yield build
-    catalog._labs.cache_clear()
+    lab_catalog._load_labs.cache_clear()
 
 
 def answer(path, begins, text, output=None):
@@ -98,17 +98,17 @@ def answer(path, begins, text, output=None):
 def test_every_lab_gets_a_copy_and_what_is_there_is_left_alone(course, tmp_path):
     course(BEFORE)
     mine = tmp_path / "my"
-    assert [lab.name for lab in copies.make(mine)] == ["02_sample"]
+    assert [lab.name for lab in copies.make_copies(mine)] == ["02_sample"]
     (mine / "02_sample.ipynb").write_text("mine")
     course(BEFORE, "03_another")
-    assert [lab.name for lab in copies.make(mine)] == ["03_another"]
+    assert [lab.name for lab in copies.make_copies(mine)] == ["03_another"]
     assert (mine / "02_sample.ipynb").read_text() == "mine"
     assert sorted(path.name for path in mine.iterdir()) == [".labkit", "02_sample.ipynb", "03_another.ipynb"]
 
 
 def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     copy = mine / path.name
     written = "def all_gathers(units):\n    return 2 * units  # I think"
     answer(copy, "def all_gathers", written, "my output")
@@ -118,7 +118,7 @@ def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
     nbformat.write(notebook, copy)
 
     course(AFTER)
-    ((said,), problems) = copies.update(mine)
+    ((said,), problems) = copies.update_copies(mine)
     assert not problems
     updated = nbformat.read(copy, as_version=4)
     nbformat.validate(updated)
@@ -139,9 +139,9 @@ def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
     assert "1 left as you have them" in said
     assert (mine / ".labkit" / "earlier" / path.name).exists()
 
-    assert copies.update(mine) == (["02_sample: nothing new"], [])
+    assert copies.update_copies(mine) == (["02_sample: nothing new"], [])
     course(AFTER.replace("# # A lab", "# # The lab"))
-    copies.update(mine)
+    copies.update_copies(mine)
     again = texts(nbformat.read(copy, as_version=4))
     assert written in again and "# The lab" in again, "the answer is found again by the id of its exercise"
     assert len(again) == len(now)
@@ -149,37 +149,37 @@ def test_an_update_keeps_answers_and_brings_the_new_text(course, tmp_path):
 
 def test_an_update_that_was_cut_off_is_done_again_without_doubles(course, tmp_path, monkeypatch):
     path, mine = course(BEFORE), tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     answer(mine / path.name, "def all_gathers", "def all_gathers(units):\n    return 7")
     course(AFTER)
     before = (mine / ".labkit" / "pristine" / path.name).read_text()
-    copies.update(mine)
+    copies.update_copies(mine)
     done = (mine / path.name).read_text()
     (mine / ".labkit" / "pristine" / path.name).write_text(before)  # the last of its files was not written
-    copies.update(mine)
+    copies.update_copies(mine)
     assert texts(nbformat.read(mine / path.name, as_version=4)) == texts(nbformat.reads(done, as_version=4))
 
 
 def test_a_cell_that_the_learner_removed_stays_away(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     notebook = nbformat.read(mine / path.name, as_version=4)
     notebook.cells = [cell for cell in notebook.cells if not cell.source.startswith("Some words")]
     nbformat.write(notebook, mine / path.name)
     course(AFTER)
-    (said,), _ = copies.update(mine)
+    (said,), _ = copies.update_copies(mine)
     assert "which are right now" not in "".join(texts(nbformat.read(mine / path.name, as_version=4)))
     assert "but you removed it" in said
 
 
 def test_notes_of_the_learners_in_a_cell_of_text_outlive_every_change_of_it(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     noted = "Some words about sharding, which are not quite right yet. I do not think so."
     answer(mine / path.name, "Some words", noted)
     for change in ("right now", "right at last", "right for ever"):
         course(BEFORE.replace("not quite right yet", change))
-        (said,), _ = copies.update(mine)
+        (said,), _ = copies.update_copies(mine)
         assert "but you changed yours" in said and f"+Some words about sharding, which are {change}." in said
     now = texts(nbformat.read(mine / path.name, as_version=4))
     assert now.count(noted) == 1 and len(now) == len(texts(nbformat.read(path, as_version=4)))
@@ -188,13 +188,13 @@ def test_notes_of_the_learners_in_a_cell_of_text_outlive_every_change_of_it(cour
 @pytest.mark.filterwarnings("ignore:.*Non-unique cell id")
 def test_a_cell_that_was_copied_with_its_id_is_kept_twice(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     notebook = json.loads((mine / path.name).read_text())
     place = next(number for number, cell in enumerate(notebook["cells"]) if cell["id"] == "answer-zero_bytes")
     notebook["cells"].insert(place + 1, {**notebook["cells"][place], "source": "again = 1"})
     (mine / path.name).write_text(json.dumps(notebook))
     course(AFTER)
-    copies.update(mine)
+    copies.update_copies(mine)
     merged = nbformat.read(mine / path.name, as_version=4)
     nbformat.validate(merged)
     assert "again = 1" in texts(merged) and len({cell.id for cell in merged.cells}) == len(merged.cells)
@@ -204,7 +204,7 @@ def test_an_id_of_the_learners_that_a_new_cell_has_is_changed():
     def notebook(**sources):
         return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text, id=id) for id, text in sources.items()])
 
-    merged = merge(
+    merged = merge_notebooks(
         notebook(old="a = b + c"), notebook(new="a = b + d"), notebook(old="a = b + c + 1", new="my own")
     ).notebook
     assert texts(merged) == ["a = b + c + 1", "my own"]
@@ -213,7 +213,7 @@ def test_an_id_of_the_learners_that_a_new_cell_has_is_changed():
 
 def test_cells_without_ids_are_found_by_their_text(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     notebook = json.loads((mine / path.name).read_text())
     notebook["nbformat_minor"] = 4
     for cell in notebook["cells"]:
@@ -221,7 +221,7 @@ def test_cells_without_ids_are_found_by_their_text(course, tmp_path):
     notebook["cells"].append({**notebook["cells"][-2], "source": "of_my_own = 1"})
     (mine / path.name).write_text(json.dumps(notebook))
     course(AFTER)
-    copies.update(mine)
+    copies.update_copies(mine)
     merged = nbformat.read(mine / path.name, as_version=4)
     nbformat.validate(merged)
     assert sorted(texts(merged)) == sorted([*texts(nbformat.read(path, as_version=4)), "of_my_own = 1"])
@@ -232,11 +232,11 @@ def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tm
     course(BEFORE, "01_first")
     course(BEFORE, "02_sample")
     mine = tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     (mine / "01_first.ipynb").write_text('{"cells": [')
     course(AFTER, "01_first")
     course(AFTER, "02_sample")
-    (second,), (first,) = copies.update(mine)
+    (second,), (first,) = copies.update_copies(mine)
     assert "01_first.ipynb is no notebook" in first and "python -m labkit reset 01_first" in first
     assert (mine / "01_first.ipynb").read_text() == '{"cells": ['
     assert "cells with a new text" in second
@@ -244,20 +244,20 @@ def test_a_broken_copy_is_named_with_a_fix_and_the_others_are_updated(course, tm
 
 def test_a_copy_of_unknown_origin_is_left_alone(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
-    copies.make(mine)
+    copies.make_copies(mine)
     (mine / ".labkit" / "pristine" / path.name).unlink()
-    _, (said,) = copies.update(mine)
+    _, (said,) = copies.update_copies(mine)
     assert "02_sample.ipynb was made from" in said and "reset 02_sample" in said
 
 
 def test_a_reset_keeps_the_earlier_copy_beside_each_time(course, tmp_path):
     path, mine = course(BEFORE), tmp_path / "my"
-    lab = catalog.find("02_sample")
-    assert copies.reset(lab, mine) is None
+    lab = lab_catalog.find_lab("02_sample")
+    assert copies.reset_copy(lab, mine) is None
     kept = []
     for text in ("first", "second"):
         (mine / path.name).write_text(text)
-        kept.append(copies.reset(lab, mine))
+        kept.append(copies.reset_copy(lab, mine))
     assert [path.read_text() for path in kept] == ["first", "second"]
     assert all(re.fullmatch(r"02_sample\.\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d)?\.ipynb", path.name) for path in kept)
     assert (mine / path.name).read_text() == path.read_text()
@@ -267,7 +267,7 @@ def test_a_folder_that_cannot_be_written_in_is_an_error_with_a_fix(course, tmp_p
     course(BEFORE)
     (tmp_path / "my").write_text("a file")
     with pytest.raises(LabError, match=r"my: no copies can be written there \(.*--folder"):
-        copies.make(tmp_path / "my")
+        copies.make_copies(tmp_path / "my")
 
 
 def test_nothing_that_a_learner_wrote_is_ever_lost(course):
@@ -281,7 +281,7 @@ def test_nothing_that_a_learner_wrote_is_ever_lost(course):
         wrote = {text for text in texts(mine) if text not in texts(base)}
         for release in ("new", "newer"):
             new = edited(known, chance, release)
-            mine = merge(known, new, mine).notebook
+            mine = merge_notebooks(known, new, mine).notebook
             nbformat.validate(mine)
             now = texts(mine)
             assert wrote <= set(now), f"seed {seed}: lost {difflib.context_diff(sorted(wrote), sorted(now))}"
@@ -308,13 +308,13 @@ def edited(notebook, chance, mark):
 
 @pytest.mark.parametrize("name", ["02_fsdp_wrapping", "2", "02", "fsdp", "02_fsdp_wrapping.ipynb"])
 def test_a_lab_is_found_by_its_name_its_number_or_its_short_name(name):
-    assert catalog.find(name).name == "02_fsdp_wrapping"
+    assert lab_catalog.find_lab(name).name == "02_fsdp_wrapping"
 
 
 @pytest.mark.parametrize("name", ["9", "fsd", "", "../02_fsdp_wrapping"])
 def test_an_unknown_lab_lists_those_that_exist(name):
     with pytest.raises(ParameterError, match=r"no lab is called .* one of: 00_ranks, 01_spatial_sharding, "):
-        catalog.find(name)
+        lab_catalog.find_lab(name)
 
 
 def test_jupyterlab_gets_the_copies_alone_and_no_settings_of_the_user_change(tmp_path, monkeypatch):
@@ -322,26 +322,24 @@ def test_jupyterlab_gets_the_copies_alone_and_no_settings_of_the_user_change(tmp
     settings.mkdir()
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(settings))
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/somewhere/else")
-    environment = jupyter.prepare(tmp_path / "my")
+    environment = jupyter.prepare_environment(tmp_path / "my")
     ours = tmp_path / "my" / ".labkit" / "jupyter"
     assert environment["JUPYTER_CONFIG_PATH"].split(os.pathsep) == [str(ours), "/somewhere/else"]
     assert environment["LABKIT_RUNS"] == os.environ["LABKIT_RUNS"]
     page = json.loads((ours / "labconfig" / "page_config.json").read_text())
-    assert page == {"disabledExtensions": {jupyter.ANNOUNCEMENTS: True}}
-    words = jupyter.command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--port=9",))
-    assert (
-        f"--ServerApp.root_dir={tmp_path / 'my'}" in words and "--LabApp.default_url=/lab/tree/00_ranks.ipynb" in words
-    )
+    assert page == {"disabledExtensions": {jupyter.ANNOUNCEMENTS_PLUGIN: True}}
+    words = jupyter.jupyter_command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--port=9",))
+    assert f"--ServerApp.root_dir={tmp_path / 'my'}" in words and "--LabApp.default_url=/lab/tree/00_ranks.ipynb" in words
     assert "--no-browser" in words and words[-1] == "--port=9"
     assert "--ServerApp.ip=127.0.0.1" in words
-    words = jupyter.command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--ip=0.0.0.0",))
+    words = jupyter.jupyter_command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--ip=0.0.0.0",))
     assert [word for word in words if "ip=" in word] == ["--ip=0.0.0.0"], "JupyterLab takes one"
     assert list(settings.iterdir()) == []
 
 
 def test_in_a_checkout_copies_lie_in_it_wherever_one_works(repository, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert copies.my_folder() == repository / "my" and home() == repository
+    assert copies.default_copies_folder() == repository / "my" and workspace_folder() == repository
 
 
 def test_copies_are_ignored_by_git(repository):
@@ -370,7 +368,7 @@ def test_commands_say_what_they_did(course, tmp_path, capsys):
 
 def test_the_command_that_opens_the_lab_says_what_is_new(course, tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(jupyter, "start", lambda *arguments, **options: started.append((arguments, options)))
+    monkeypatch.setattr(jupyter, "exec_jupyter", lambda *arguments, **options: started.append((arguments, options)))
     mine = tmp_path / "my"
     for text, said in ((BEFORE, "made "), (BEFORE, ""), (AFTER, "There is something new in 02_sample: `python -m")):
         course(text)

@@ -16,7 +16,7 @@ from labkit import inductor
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
 from labkit.parity import ddp as parity
-from labkit.session.traffic import CommunicationCounter, Wire, gradients_in
+from labkit.session.traffic import BucketRecorder, CommunicationCounter, match_gradients
 from labkit.theory.ddp import chain_buckets, chain_gradients
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def mesh():
 
 
 def compare(case, inductor):
-    return parity.compare_techniques(mesh(), CPU, ddp.CASES[case], dim=DIM, bucket_mb=BUCKET_MB, inductor=inductor)
+    return parity.compare_techniques(mesh(), CPU, ddp.DDP_CASES[case], dim=DIM, bucket_mb=BUCKET_MB, inductor=inductor)
 
 
 @pytest.mark.timeout(200)
@@ -37,7 +37,7 @@ def compare(case, inductor):
     ("case", "inductor"),
     long_but(
         [("cpu", True), ("fp16", True), ("cpu", False)],
-        [(name, True) for name in ddp.CASES if name != "gpu"] + [("cpu", False), ("fp16", False)],
+        [(name, True) for name in ddp.DDP_CASES if name != "gpu"] + [("cpu", False), ("fp16", False)],
     ),
 )
 def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor):
@@ -49,7 +49,7 @@ def test_every_technique_gives_the_gradients_of_one_device(ranks, case, inductor
         assert verdict["limit"] == {"bf16": 2e-2, "fp16": 2e-3}.get(case, 1e-5)
         assert verdict["gradients_alive"] and verdict["sent_without_sync"] == 0
         once = 4 * 4 * (DIM * DIM + DIM) // ON_THE_WIRE.get(case, 1)
-        assert verdict["sent_bytes"] == dict.fromkeys(parity.MODES, 2 * once)
+        assert verdict["sent_bytes"] == dict.fromkeys(parity.COMPARISON_MODES, 2 * once)
         compiled = [count > 0 for count in verdict["compiled_backwards"].values()]
         assert compiled == [False, False, True, True]
 
@@ -59,7 +59,7 @@ def unaveraged():
     original = ddp.gradient_sync
     ddp.gradient_sync = lambda model, enabled: original(model, False)
     try:
-        return parity.compare_techniques(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=False)
+        return parity.compare_techniques(mesh(), CPU, ddp.DDP_CASES["cpu"], dim=8, steps=1, inductor=False)
     finally:
         ddp.gradient_sync = original
 
@@ -71,12 +71,12 @@ def eager_backward(*, inductor):
 
 def uncompiled(inductor):
     """Forget to compile the backward pass."""
-    original = ddp.compiled_backward
-    ddp.compiled_backward = eager_backward
+    original = ddp.compile_backward
+    ddp.compile_backward = eager_backward
     try:
-        return parity.compare_techniques(mesh(), CPU, ddp.CASES["cpu"], dim=8, steps=1, inductor=inductor)
+        return parity.compare_techniques(mesh(), CPU, ddp.DDP_CASES["cpu"], dim=8, steps=1, inductor=inductor)
     finally:
-        ddp.compiled_backward = original
+        ddp.compile_backward = original
 
 
 @pytest.mark.parametrize("inductor", [True, False])
@@ -88,12 +88,12 @@ def test_the_comparison_sees_that_nothing_was_compiled(ranks, inductor):
 
 def early_waits():
     """Forget to move the waits."""
-    original = ddp.fused
-    ddp.fused = lambda mode, bucket_mb, late_waits: original(mode, bucket_mb, late_waits=False)
+    original = ddp.fuse_all_reduces
+    ddp.fuse_all_reduces = lambda mode, bucket_mb, late_waits: original(mode, bucket_mb, late_waits=False)
     try:
-        return parity.compare_buckets(mesh(), CPU, ddp.CASES["cpu"], dim=DIM, bucket_mb=BUCKET_MB, fuse="coalesced")
+        return parity.compare_buckets(mesh(), CPU, ddp.DDP_CASES["cpu"], dim=DIM, bucket_mb=BUCKET_MB, fuse="coalesced")
     finally:
-        ddp.fused = original
+        ddp.fuse_all_reduces = original
 
 
 def test_the_check_of_buckets_sees_waits_that_come_too_early(ranks):
@@ -110,15 +110,15 @@ def test_the_comparison_sees_gradients_that_were_not_averaged(ranks):
 
 def eager_buckets(mode, case, bucket_mb):
     """What a rank sends in two backward passes."""
-    lab = parity.chain(DIM, ddp.CASES[case], CPU, batch=1)
-    with ddp.applied(lab, mesh(), mode, ddp.CASES[case], bucket_mb=bucket_mb) as (model, _):
+    lab = parity.build_chain(DIM, ddp.DDP_CASES[case], CPU, batch=1)
+    with ddp.apply_technique(lab, mesh(), mode, ddp.DDP_CASES[case], bucket_mb=bucket_mb) as (model, _):
         return [watch(lab, model, step) for step in range(2)]
 
 
 def watch(lab, model, step):
     """The buckets of one step, as (name, bytes) in order."""
     lab.zero_grad()
-    with Wire() as wire:
+    with BucketRecorder() as wire:
         inputs = lab.get_input(CPU, seed=2 * step + dist.get_rank())
         lab.get_loss(inputs, model(*inputs)).backward()
     return [list(bucket.items()) for bucket in wire.buckets(lab.named_parameters())]
@@ -144,11 +144,11 @@ def test_gradients_become_ready_as_theory_says():
 
 def compiled_wire(fuse, late_waits, case):
     """What a compiled step sends, how often it was counted, and its program."""
-    case = ddp.CASES[case]
-    lab, how = parity.chain(DIM, case, CPU, batch=1), {"fuse": fuse, "bucket_mb": BUCKET_MB, "late_waits": late_waits}
-    with ddp.applied(lab, mesh(), "compiled", case, **how) as (model, programs):
-        seen, counted = watch(lab, model, 0), ddp.buckets_counted()
-        assert ddp.buckets_counted() == 0, "asked twice"
+    case = ddp.DDP_CASES[case]
+    lab, how = parity.build_chain(DIM, case, CPU, batch=1), {"fuse": fuse, "bucket_mb": BUCKET_MB, "late_waits": late_waits}
+    with ddp.apply_technique(lab, mesh(), "compiled", case, **how) as (model, programs):
+        seen, counted = watch(lab, model, 0), ddp.pop_bucket_count()
+        assert ddp.pop_bucket_count() == 0, "asked twice"
     return seen, counted, programs[-1]
 
 
@@ -158,7 +158,7 @@ def test_unfused_gradients_travel_alone_and_waits_move(ranks, late_waits):
     for seen, counted, program in ranks(2)(compiled_wire, "none", late_waits, "cpu"):
         assert seen == [list(bucket.items()) for bucket in chain_buckets(DIM, way="compiled", fuse=False)]
         assert counted == 0
-        kinds = [line.kind for line in inductor.read(program) if line.kind in ("collective", "wait")]
+        kinds = [line.kind for line in inductor.parse_lines(program) if line.kind in ("collective", "wait")]
         runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
         assert runs == ([("collective", 8), ("wait", 8)] if late_waits else [("collective", 1), ("wait", 1)] * 8)
 
@@ -192,7 +192,7 @@ def settings_around(fails):
     before, inside = settings(), ()
     try:
         lab = LinearChain(4)
-        with ddp.applied(lab, mesh(), "compiled_ddp", ddp.CASES["cpu"], bucket_mb=3.0):
+        with ddp.apply_technique(lab, mesh(), "compiled_ddp", ddp.DDP_CASES["cpu"], bucket_mb=3.0):
             inside = settings()
             if fails:
                 raise RuntimeError("on purpose")
@@ -227,7 +227,7 @@ def test_communication_is_on_again_after_a_failure(ranks):
 
 def test_a_bucket_that_brings_something_else_is_an_error():
     gradients = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
-    assert gradients_in([torch.tensor([3.0, 1.0, 2.0])], dict(gradients), "bucket 0") == {"b": 4, "a": 8}
-    assert gradients_in([torch.tensor([1.0, 2.0], dtype=torch.bfloat16)], dict(gradients), "bucket 0") == {"a": 4}
+    assert match_gradients([torch.tensor([3.0, 1.0, 2.0])], dict(gradients), "bucket 0") == {"b": 4, "a": 8}
+    assert match_gradients([torch.tensor([1.0, 2.0], dtype=torch.bfloat16)], dict(gradients), "bucket 0") == {"a": 4}
     with pytest.raises(ValueError, match="bucket 1 brought 8 bytes that are in no gradient of a, b"):
-        gradients_in([torch.tensor([3.0, 5.0])], {**gradients, "b": torch.tensor([4.0])}, "bucket 1")
+        match_gradients([torch.tensor([3.0, 5.0])], {**gradients, "b": torch.tensor([4.0])}, "bucket 1")

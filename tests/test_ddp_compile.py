@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
 from labkit import doctor, inductor, requirements
-from labkit.config import make, read_config
+from labkit.config import build_config, read_config
 from labkit.errors import ParameterError
 from labkit.launcher.run import find_program
 from labkit.parallel import ddp
@@ -34,7 +34,7 @@ def last_line(result):
 def look(dim, bucket_mb, fuse, case="cpu"):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     how = {"dim": dim, "bucket_mb": bucket_mb, "fuse": fuse}
-    return parity.compare_buckets(mesh, torch.device("cpu"), ddp.CASES[case], **how)
+    return parity.compare_buckets(mesh, torch.device("cpu"), ddp.DDP_CASES[case], **how)
 
 
 @pytest.mark.timeout(200)
@@ -64,12 +64,12 @@ def test_buckets_are_as_predicted_without_gradients_and_on_top_of_them(ranks, di
 
 def look_with_a_wrong_size():
     """Let inductor fuse in another size than theory is asked about."""
-    fused = ddp.fused
-    ddp.fused = lambda mode, bucket_mb, **how: fused(mode, 100.0, **how)
+    fused = ddp.fuse_all_reduces
+    ddp.fuse_all_reduces = lambda mode, bucket_mb, **how: fused(mode, 100.0, **how)
     try:
         return look(512, 1.6, "coalesced")
     finally:
-        ddp.fused = fused
+        ddp.fuse_all_reduces = fused
 
 
 def test_a_size_that_is_not_kept_is_seen(ranks):
@@ -147,7 +147,7 @@ def test_a_measured_run_records_buckets_times_and_the_program(runs, mode, case):
     assert result.value("all_reduce_bytes") == sum(sum(bucket.values()) for bucket in theory)
     assert all(result.value(f"{part}_ms") > 0 for part in ("forward", "backward", "optimizer", "step"))
     if mode == "compiled":
-        assert repr(inductor.Listing(result.ranks[0].kept("code"))).count(" collective ") == 3
+        assert repr(inductor.ProgramListing(result.ranks[0].kept("code"))).count(" collective ") == 3
     else:
         with pytest.raises(FileNotFoundError):
             result.ranks[0].kept("code")
@@ -220,4 +220,4 @@ def test_what_compiles_nothing_needs_no_compiler(no_compiler):
     config_class = read_config(find_program("ddp_compile")[0])
     assert config_class is not None
     for parameters in ({"mode": "ddp"}, {"inductor": False}):
-        assert make(config_class, parameters, world_size=2)
+        assert build_config(config_class, parameters, world_size=2)

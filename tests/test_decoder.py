@@ -12,8 +12,8 @@ from torch.nn import functional
 import labkit
 from labkit import config
 from labkit.launcher.run import find_program
-from labkit.models.decoder import DecoderModel, rotate, rotations_of
-from labkit.parallel.checkpointing import KeepDear, apply_activation_checkpointing
+from labkit.models.decoder import DecoderModel, apply_rotary, rotary_cos_sin
+from labkit.parallel.checkpointing import SelectiveCheckpointPolicy, apply_activation_checkpointing
 from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit_simulate.operators import OperatorCounter
 from labkit_simulate.theory import transformer as theory
@@ -61,7 +61,7 @@ def test_ranks_compute_what_one_device_computes(verdicts, ranks, name):
 @pytest.mark.parametrize("name", decoder.SHAPES)
 def test_it_has_as_many_parameters_as_theory_says(name):
     with torch.device("meta"):
-        model = decoder.build(decoder.Config(model=name, sequence=8), torch.device("meta"))
+        model = decoder.build_model(decoder.Config(model=name, sequence=8), torch.device("meta"))
     assert sum(parameter.numel() for parameter in model.parameters()) == decoder.SHAPES[name][0].parameters
 
 
@@ -76,8 +76,8 @@ def test_a_token_sees_only_those_before_it():
 
 def test_what_two_rotated_tokens_have_in_common_depends_on_how_far_apart_they_are():
     torch.manual_seed(0)
-    rotations = torch.view_as_complex(rotations_of(8, 4))
-    query, key = (rotate(torch.randn(4).expand(1, 8, 1, 4), rotations)[0, :, 0] for _ in range(2))  # at 8 places
+    rotations = torch.view_as_complex(rotary_cos_sin(8, 4))
+    query, key = (apply_rotary(torch.randn(4).expand(1, 8, 1, 4), rotations)[0, :, 0] for _ in range(2))  # at 8 places
     scores = query @ key.T
     for distance in range(-7, 8):
         diagonal = scores.diagonal(distance)
@@ -88,7 +88,7 @@ def test_what_two_rotated_tokens_have_in_common_depends_on_how_far_apart_they_ar
 def test_heads_share_keys_and_values():
     torch.manual_seed(0)
     attention = DecoderModel().blocks[0].attention
-    rotations, every = torch.view_as_complex(rotations_of(16, 8)), DecoderModel(kv_heads=4).blocks[0].attention
+    rotations, every = torch.view_as_complex(rotary_cos_sin(16, 8)), DecoderModel(kv_heads=4).blocks[0].attention
     with torch.no_grad():
         for mine, theirs in ((attention.query, every.query), (attention.output, every.output)):
             theirs.weight.copy_(mine.weight)
@@ -105,7 +105,7 @@ def test_the_loss_is_that_of_the_next_token():
     assert model.get_loss((tokens,), certain) < 1e-6 < model.get_loss((tokens,), certain.flip(1))
 
 
-PRODUCTS = theory.TINY.products
+PRODUCTS = theory.TINY_DECODER.matmul_weights
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_as_much_is_computed_again_as_theory_says(checkpointing, again):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_of_a_blocks_products_the_first_and_every_other_one_is_kept(again):
-    keep, context = KeepDear(), SimpleNamespace(is_recompute=again)
+    keep, context = SelectiveCheckpointPolicy(), SimpleNamespace(is_recompute=again)
     assert [keep(context, torch.ops.aten.mm.default).name for _ in range(3)] == [
         *("MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"),
     ]
@@ -182,7 +182,7 @@ def fake_group():
 )
 def test_what_cannot_work_is_refused_with_the_arithmetic(ranks, parameters, message):
     with pytest.raises(labkit.ParameterError) as refused:
-        config.make(config.read_config(find_program("decoder")[0]), parameters, ranks)
+        config.build_config(config.read_config(find_program("decoder")[0]), parameters, ranks)
     assert message in str(refused.value)
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_work_is_refused_with_the_arithmetic(ranks, parameters, mess
 def test_of_a_thousand_ranks_each_holds_its_share_of_seventy_billion(mesh, sharers):
     params = {"model": "llama_3_70b", "layers": 2, "batch": 1, "precision": "bf16", "checkpointing": "full"} | mesh
     result = labkit.simulate("decoder", world_size=1024, steps=2, **params)
-    numbers = decoder.Config(**params).shape().parameters
+    numbers = decoder.Config(**params).decoder_shape().parameters
     assert result.value("peak_parameter_bytes") == pytest.approx(4 * numbers / sharers, rel=0.01)
     assert ("replicate/all_reduce_count" in result.summary()) == ("hybrid" in mesh)
     assert ("tp/all_reduce_count" in result.summary()) == ("tp" in mesh)
@@ -198,6 +198,4 @@ def test_of_a_thousand_ranks_each_holds_its_share_of_seventy_billion(mesh, share
         # in a block two sums in the forward pass, of which one is done again, and two in the backward pass
         sums, tokens, width = 2 * (2 + 1 + 2), 8192, 8192
         behind_the_blocks = 1 * 2 * tokens * width + 3 * 4 * tokens  # and of the loss three numbers a token
-        assert result.value("tp/all_reduce_bytes") == pytest.approx(
-            sums * 2 * tokens * width + behind_the_blocks, abs=16
-        )
+        assert result.value("tp/all_reduce_bytes") == pytest.approx(sums * 2 * tokens * width + behind_the_blocks, abs=16)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from labkit.models import delay
-from labkit.models.delay import ModuleWithDelay, NestedWithDelay, delay_compute, delay_reduction, pause
+from labkit.models.delay import ModuleWithDelay, NestedWithDelay, delay_compute, delay_reduction, pause_device
 from labkit.models.mlp import MLP, MLPStack
 from labkit.models.moe import MixtureOfExperts
 from labkit.models.transformer import TransformerWithSharedParams
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def events(monkeypatch):
     """What happens in a step, in order: pauses are noted, not waited for."""
     noted = []
-    monkeypatch.setattr(delay, "pause", lambda ms, device: noted.append(f"pause {ms}") if ms > 0 else None)
+    monkeypatch.setattr(delay, "pause_device", lambda ms, device: noted.append(f"pause {ms}") if ms > 0 else None)
     return noted
 
 
@@ -32,19 +32,19 @@ def watch(block, name, events):
 
 def test_a_pause_lasts_as_long_as_it_says():
     start = time.perf_counter()
-    pause(20, CPU)
+    pause_device(20, CPU)
     assert 0.02 <= time.perf_counter() - start < 0.2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_pause_on_a_gpu_occupies_its_stream_and_not_the_host():
     device = torch.device("cuda", torch.cuda.current_device())
-    pause(1, device)
+    pause_device(1, device)
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before = time.perf_counter()
     start.record()
-    pause(50, device)
+    pause_device(50, device)
     end.record()
     assert time.perf_counter() - before < 0.02
     torch.cuda.synchronize()

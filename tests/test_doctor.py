@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from labkit import doctor, requirements
-from labkit.doctor import Finding, Report
+from labkit.doctor import Diagnosis, Finding
 
 
 def test_every_finding_of_this_machine_is_complete():
-    report = doctor.examine()
+    report = doctor.run_checks()
     assert len(report.findings) == 2 + len(doctor.TORCH_CHECKS) + len(doctor.OTHER_CHECKS)
     for finding in report.findings:
         assert finding.what and finding.detail
@@ -23,9 +23,7 @@ def test_every_finding_of_this_machine_is_complete():
 
 def test_command_line_gives_text_and_json():
     text = subprocess.run([sys.executable, "-m", "labkit", "doctor"], capture_output=True, text=True, timeout=100)
-    data = subprocess.run(
-        [sys.executable, "-m", "labkit", "doctor", "--json"], capture_output=True, text=True, timeout=100
-    )
+    data = subprocess.run([sys.executable, "-m", "labkit", "doctor", "--json"], capture_output=True, text=True, timeout=100)
     assert f"PyTorch: {torch.__version__}" in text.stdout, text
     assert [line[:1] for line in text.stdout.splitlines()[:2]] == ["[", "["]
     report = json.loads(data.stdout)
@@ -37,7 +35,7 @@ def test_command_line_gives_text_and_json():
     [("2.13.0+cpu", (2, 13, 0)), ("2.14.0a0+git12ab", (2, 14, 0)), ("2.12.0.dev20261120", (2, 12, 0)), ("3.1", (3, 1))],
 )
 def test_release_reads_any_build(version, numbers):
-    assert requirements.release(version) == numbers
+    assert requirements.parse_version(version) == numbers
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_broken_convolution_is_known_by_version(monkeypatch, version, says):
 @pytest.mark.parametrize(("version", "status"), [((2, 11), "NOTE"), ((2, 12), "NOTE"), ((2, 13), "OK")])
 def test_what_an_older_torch_cannot_do_is_listed_with_its_issue(monkeypatch, version, status):
     monkeypatch.setattr(requirements, "torch_version", lambda: version)
-    finding = doctor.check_differences()
+    finding = doctor.check_torch_features()
     assert finding.status == status
     assert ("needs torch 2.13 (pytorch/pytorch#143748)" in finding.detail) == (status == "NOTE")
 
@@ -78,7 +76,7 @@ def test_old_python_fails(monkeypatch, version, status):
 
 def test_without_torch_the_rest_is_still_examined(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # makes `import torch` fail
-    report = doctor.examine()
+    report = doctor.run_checks()
     assert not report.ok
     assert [finding.status for finding in report.findings if finding.what == "PyTorch"] == ["FAIL"]
     assert len(report.findings) == 2 + len(doctor.OTHER_CHECKS)
@@ -139,12 +137,12 @@ def test_unwritable_runs_folder_fails_and_names_the_variable(monkeypatch, tmp_pa
 
 
 def test_one_core_is_noted(monkeypatch):
-    monkeypatch.setattr(doctor.requirements, "cores", lambda: [0])
+    monkeypatch.setattr(doctor.requirements, "usable_cores", lambda: [0])
     assert doctor.check_cores().status == "NOTE"
 
 
 def test_report_says_fix_and_labs_as_text_and_as_table():
-    report = Report([Finding("OK", "Cores", "2"), Finding("FAIL", "GPU <x>", "gone", "mend & go", "lab 7")])
+    report = Diagnosis([Finding("OK", "Cores", "2"), Finding("FAIL", "GPU <x>", "gone", "mend & go", "lab 7")])
     assert not report.ok
     assert str(report).splitlines() == [
         "[OK]   Cores: 2",
@@ -157,7 +155,7 @@ def test_report_says_fix_and_labs_as_text_and_as_table():
 
 
 def test_a_note_alone_does_not_fail():
-    assert Report([Finding("NOTE", "Cores", "1")]).ok
+    assert Diagnosis([Finding("NOTE", "Cores", "1")]).ok
 
 
 def test_show_prints_text_outside_a_notebook(capsys):

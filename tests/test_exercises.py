@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.course import catalog
+from labkit.course import lab_catalog
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "exercises.md"
@@ -88,10 +88,10 @@ def test_there_are_three_wrong_answers_to_each_with_three_messages():
 
 
 def test_the_notebooks_name_the_same_exercises():
-    marked = {lab.key: [each.number for each in lab.exercises] for lab in catalog.labs()}
+    marked = {lab.key: [each.number for each in lab.exercises] for lab in lab_catalog.all_labs()}
     assert marked == {lab: numbers_of(lab) for lab in LABS.values()}
     functions = {(each.number, each.function) for each in EXERCISES}
-    for exercise in (each for lab in catalog.labs() for each in lab.exercises):
+    for exercise in (each for lab in lab_catalog.all_labs() for each in lab.exercises):
         # an exercise with two functions counts under the first, which its wrong answers may leave alone
         names = {exercise.name, exercise.name.replace("encode", "decode")}
         assert any((exercise.number, name) in functions for name in names), exercise

@@ -22,10 +22,10 @@ from fixture_processes import wait_for
 
 import labkit
 from labkit.errors import LabError, RankFailed, RecordError
-from labkit.launcher import process, shortage
-from labkit.launcher.progress import Text
+from labkit.launcher import process, resource_limits
+from labkit.launcher.progress import TextDisplay
 from labkit.runs import history
-from labkit.runs.records import Writer, path_of
+from labkit.runs.records import RecordWriter, record_path
 
 TESTS = Path(__file__).resolve().parent
 PROGRAMS = TESTS / "programs"
@@ -114,7 +114,7 @@ def test_too_few_processes_may_be_started(place):
     said, status = run_as(other, SMALL)
     assert status == 1
     assert "no more processes or threads may be started here: take fewer ranks" in said
-    assert not process.processes_of(next(place.iterdir()))
+    assert not process.find_run_processes(next(place.iterdir()))
 
 
 def all_of(capability):
@@ -132,7 +132,7 @@ class NoThread(threading.Thread):
 def test_the_processes_of_a_run_are_ended_also_where_no_thread_may_be_started(monkeypatch):
     monkeypatch.setattr(sys.modules["labkit.launcher.run"], "threading", types.SimpleNamespace(Thread=NoThread))
     ended = []
-    monkeypatch.setattr(process, "stop", lambda folder, pid: ended.append(folder) or [])
+    monkeypatch.setattr(process, "kill_run_processes", lambda folder, pid: ended.append(folder) or [])
     with pytest.raises(RankFailed) as caught:
         labkit.run(PROGRAMS / "misbehave.py", how="exit")
     assert ended == [caught.value.log.parent]
@@ -155,7 +155,7 @@ def test_the_processes_of_a_run_are_ended_also_where_no_thread_may_be_started(mo
     ],
 )
 def test_a_shortage_is_known_by_its_words(text, says):
-    found = shortage.remedy(text)
+    found = resource_limits.shortage_fix(text)
     assert says in found
     assert bool(found) == bool(says)
 
@@ -277,8 +277,8 @@ def test_paths_and_parameters_may_hold_anything(tmp_path, monkeypatch):
     given = {"text": f"--text={odd}", "names": ("-a", "--text", "", odd, "None", "\\")}
     result = labkit.run(program, nproc=1, **given)
     assert result.ranks[0].log() == f"Config(text={given['text']!r}, names={given['names']!r})\n"
-    assert labkit.load(history.find(result.folder.name)).params["text"] == given["text"]
-    assert len(history.table(history.runs()).splitlines()) == 1
+    assert labkit.load(history.find_run_folder(result.folder.name)).params["text"] == given["text"]
+    assert len(history.format_table(history.find_runs()).splitlines()) == 1
 
 
 FILLS_THE_DISK = f"""
@@ -314,14 +314,12 @@ def test_a_second_process_may_not_write_into_a_runs_records(tmp_path):
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "holds\n"
         fix = "give each run a folder of its own, or unset LABKIT_RUN_FOLDER"
-        with pytest.raises(
-            RecordError, match=f"^{path_of(tmp_path, 0)}: another process is writing records here: {fix}"
-        ):
-            Writer(tmp_path, 0)
-        Writer(tmp_path, 1).close()
+        with pytest.raises(RecordError, match=f"^{record_path(tmp_path, 0)}: another process is writing records here: {fix}"):
+            RecordWriter(tmp_path, 0)
+        RecordWriter(tmp_path, 1).close()
         other.kill()
         other.communicate()
-    Writer(tmp_path, 0).close()
+    RecordWriter(tmp_path, 0).close()
 
 
 WORDY = """
@@ -372,11 +370,11 @@ def test_of_very_much_that_is_unsaid_the_end_is_kept(monkeypatch):
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file, os.fdopen(reading) as reader:
         monkeypatch.setattr(sys, "stderr", file)
-        text = Text()
+        text = TextDisplay()
         begun = time.monotonic()
-        text._say(*(f"{line:07}" for line in range(100_000)))
+        text._print_lines(*(f"{line:07}" for line in range(100_000)))
         assert time.monotonic() - begun < 5
-        threading.Thread(target=text._say, args=["the end"], kwargs={"whoever_reads": True}).start()
+        threading.Thread(target=text._print_lines, args=["the end"], kwargs={"whoever_reads": True}).start()
         lines = [line.rstrip() for line in iter(reader.readline, "the end\n")]
     (remark,) = [line for line in lines if not line.isdecimal()]
     shown = [line for line in lines if line != remark]

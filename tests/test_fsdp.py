@@ -22,7 +22,7 @@ from labkit.models.skip import SkipModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing, freeze_blocks
 from labkit.parallel.fsdp import apply_fsdp1, init_model
 from labkit.parallel.units import fsdp_units, inner_first, layer_types
-from labkit.parity.fsdp import Trained, compare_training
+from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
 from labkit.theory import fsdp as theory
 from tests.programs import fsdp_grid
 
@@ -46,9 +46,7 @@ GRADIENTS = {
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "autocast": 2e-2, "fp16": 2e-3, "pure_fp16": 2e-3}
 
 
-@pytest.fixture(
-    scope="module", params=[*(pytest.param((fsdp, 1), marks=pytest.mark.long) for fsdp in (1, 2)), (2, 5)], ids=str
-)
+@pytest.fixture(scope="module", params=[*(pytest.param((fsdp, 1), marks=pytest.mark.long) for fsdp in (1, 2)), (2, 5)], ids=str)
 def verdicts(request):
     """The FSDP version, one in how many cells was run, and what the parity check said of each."""
     fsdp, every = request.param
@@ -91,21 +89,21 @@ def test_gradients_that_are_one_percent_off_are_seen_in_every_model(verdicts):
 
 def test_the_comparison_sees_outputs_of_another_structure_and_leaves_that_differ():
     found, x = parity.Parity(), torch.ones(2)
-    found.add_leaves("output", {"a": (x, x), "b": [x]}, {"a": (x, x), "b": [x]})
+    found.compare_leaves("output", {"a": (x, x), "b": [x]}, {"a": (x, x), "b": [x]})
     assert (found.compared, found.max_rel_error) == (3, 0)
-    found.add_leaves("output", (x, 1.5 * x), (x, x))
+    found.compare_leaves("output", (x, 1.5 * x), (x, x))
     assert found.max_rel_error == 0.5 and found.worst == "output[1]"
     with pytest.raises(ValueError, match="output: structure"):
-        found.add_leaves("output", (x,), [x])
+        found.compare_leaves("output", (x,), [x])
     with pytest.raises(ValueError, match="output holds no tensor"):
-        found.add_leaves("output", (), ())
+        found.compare_leaves("output", (), ())
 
 
 @pytest.mark.parametrize("model", list(catalog.MODELS))
 def test_the_reference_has_gradients_that_are_alive(model):
-    one_device = parity.OneDevice(lambda index: catalog.build(model, seed=0, expert_seed=index), 2)
+    one_device = parity.OneDevice(lambda index: catalog.create_model(model, seed=0, expert_seed=index), 2)
     for step in range(3):
-        one_device.step(step)
+        one_device.train_step(step)
     reference = one_device.copies[1]
     unused = {id(p) for module in reference.unused_modules() for p in module.parameters()}
     gradients = [p.grad for p in reference.parameters() if p.requires_grad and id(p) not in unused]
@@ -114,8 +112,8 @@ def test_the_reference_has_gradients_that_are_alive(model):
 
 
 def test_experts_differ_and_the_shared_part_does_not():
-    one_device = parity.OneDevice(lambda index: catalog.build("moe", seed=0, expert_seed=index), 2)
-    one_device.step(0)
+    one_device = parity.OneDevice(lambda index: catalog.create_model("moe", seed=0, expert_seed=index), 2)
+    one_device.train_step(0)
     first, second = one_device.copies
     local = {id(p) for module in first.local_modules() for p in module.parameters()}
     same = [torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
@@ -169,9 +167,9 @@ def test_traffic_and_memory_are_what_theory_says(runs, model, wrap, sizes, ranks
     how = {"reshard_after_forward": reshard, "checkpointing": checkpointing}
     result = runs[model, wrap, ranks, reshard, checkpointing]
     layers, samples = layers_of(model, wrap, sizes)
-    exact = theory.collectives(layers, ranks, reshard_after_forward=reshard) | theory.resident_bytes(layers, ranks)
+    exact = theory.step_collectives(layers, ranks, reshard_after_forward=reshard) | theory.resident_bytes(layers, ranks)
     assert {name: result.value(name) for name in exact} == exact
-    peak = theory.step_peak(layers, samples, ranks, **how)
+    peak = theory.fsdp_step_peak(layers, samples, ranks, **how)
     assert result.value("peak_total_bytes") == pytest.approx(peak["total"], rel=0.05)
     parts = sum(result.value(f"peak_{name}_bytes") for name in ("parameter", "optstate"))
     assert parts == peak["parameter"] + peak["optstate"]
@@ -179,8 +177,8 @@ def test_traffic_and_memory_are_what_theory_says(runs, model, wrap, sizes, ranks
 
 def test_a_skipped_block_costs_one_gather_less(runs):
     result = runs["skipped"]
-    wrong = theory.collectives(theory.toy_layers("block", 256, 64, skip=(3,)), 2)
-    right = theory.collectives(theory.toy_layers("block", 256, 64), 2)
+    wrong = theory.step_collectives(theory.toy_layers("block", 256, 64, skip=(3,)), 2)
+    right = theory.step_collectives(theory.toy_layers("block", 256, 64), 2)
     assert {name: result.value(name) for name in wrong} == wrong
     assert wrong["reduce_scatter_count"] == right["reduce_scatter_count"] - 1
 
@@ -229,16 +227,16 @@ def test_frozen_blocks_have_neither_gradient_nor_optimizer_state(runs):
 def init_modes(fsdp_init, cuda_init, fsdp):
     """One training step in these modes: how many tensors equal one device's, and how many units there are."""
     device, mesh = torch.device("cpu"), init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
-    model = catalog.build("mlp_stack", seed=0)
+    model = catalog.create_model("mlp_stack", seed=0)
     wrapped, units = init_model(model, mesh, device, fsdp_init=fsdp_init, cuda_init=cuda_init, fsdp=fsdp)
-    one_device = parity.OneDevice(lambda index: catalog.build("mlp_stack", seed=0), 2)
-    optimizer, mine = parity.optimizer_of(wrapped), dist.get_rank()
-    inputs = parity.samples_and_seed(model, device, 0, mine)
+    one_device = parity.OneDevice(lambda index: catalog.create_model("mlp_stack", seed=0), 2)
+    optimizer, mine = parity.make_sgd(wrapped), dist.get_rank()
+    inputs = parity.draw_samples(model, device, 0, mine)
     output = wrapped(*inputs)
     loss = model.get_loss(inputs, output)
     model.run_backward(loss)
     optimizer.step()
-    verdict = compare_training(one_device, wrapped, [Trained(loss, output, inputs)], rank=mine, steps=1)
+    verdict = compare_fsdp_training(one_device, wrapped, [StepOutcome(loss, output, inputs)], rank=mine, steps=1)
     return verdict["ok"], verdict["compared"], len(units)
 
 
@@ -259,8 +257,8 @@ def test_zero_stages_of_a_small_case_by_hand(stage):
 
 def test_an_uneven_parameter_is_padded_to_whole_rows_of_every_rank():
     assert theory.shard_elements((5, 3), 2) == 9
-    layer = theory.Layer(inputs=3, outputs=5, unit="root")
-    assert theory.units_of([layer], 2) == {"root": (4 * (9 + 3), 2 * 4 * (9 + 3))}
+    layer = theory.LinearLayer(inputs=3, outputs=5, unit="root")
+    assert theory.unit_bytes([layer], 2) == {"root": (4 * (9 + 3), 2 * 4 * (9 + 3))}
 
 
 REFUSED = [
@@ -297,7 +295,7 @@ def test_a_missing_extra_is_named_before_a_launch():
 
 
 def test_units_of_tied_modules_are_joined():
-    bert = catalog.build("hf_bert", seed=0)
+    bert = catalog.create_model("hf_bert", seed=0)
     units = fsdp_units(bert, bert.block_types)
     joined = [modules for modules in units.values() if len(modules) > 1]
     assert [type(module).__name__ for module in joined[0]] == ["BertLMPredictionHead", "Embedding"]
@@ -306,7 +304,7 @@ def test_units_of_tied_modules_are_joined():
 
 @pytest.mark.parametrize("model", list(catalog.MODELS))
 def test_every_parameter_is_in_one_unit_or_the_root(model):
-    lab = catalog.build(model, seed=0)
+    lab = catalog.create_model(model, seed=0)
     units = fsdp_units(lab, layer_types(lab), lab.local_modules())
     holders = [(name, id(p)) for name, group in units.items() for m in group for p in m.parameters(recurse=False)]
     for parameter in {number for _, number in holders}:

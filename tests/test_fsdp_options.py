@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
 from labkit import parity
-from labkit.config import make, read_config
+from labkit.config import build_config, read_config
 from labkit.launcher.run import find_program
 from labkit.models import catalog
 from labkit.models.mlp import MLPStack, UnusedLinear
@@ -58,9 +58,9 @@ def test_gathers_stay_in_a_group_and_sums_of_shards_cross_groups(hybrid, name):
 def test_a_group_of_all_ranks_sends_what_plain_sharding_sends():
     layers = theory.toy_layers("block", 256, 64)
     alone = theory.hybrid_collectives(layers, group=4)
-    plain = theory.collectives(layers, 4)
+    plain = theory.step_collectives(layers, 4)
     assert {name.removeprefix("data/"): value for name, value in alone.items() if name.startswith("data/")} == plain
-    assert alone["replicate/all_reduce_bytes"] == sum(shard for shard, _ in theory.units_of(layers, 4).values())
+    assert alone["replicate/all_reduce_bytes"] == sum(shard for shard, _ in theory.unit_bytes(layers, 4).values())
 
 
 SLOW = {"model": "mlp_stack", "dim": 256, "batch": 2, "delay_ms": 10.0, "timeline": True, "steps": 1, "fsdp": 1}
@@ -91,10 +91,7 @@ def gathers_before(events, *wanted):
 
 def test_fsdp1_gathers_ahead_in_the_backward_pass_as_it_is_told(timelines):
     computes, reduces = ("compute", "layers.2", "backward"), ("communication", "layers.2", "reduce_scatter")
-    seen = {
-        name: [gathers_before(timelines[name], *event) for event in (computes, reduces)]
-        for name in ("pre", "post", "none")
-    }
+    seen = {name: [gathers_before(timelines[name], *event) for event in (computes, reduces)] for name in ("pre", "post", "none")}
     assert seen["pre"] == [2, 2], "its own and the next unit's, before it computes"
     assert seen["post"] == [1, 2], "the next unit's once it has computed"
     assert seen["none"] == [1, 1], "the next unit's when that needs it"
@@ -112,16 +109,16 @@ def test_fsdp1_gathers_ahead_in_the_forward_pass_if_it_is_told(timelines):
 def overflow(version, enabled):
     """Two steps, of which rank 1 spoils the second: scale, parameters trained here, and how many changed, by step."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
-    lab = catalog.build("nonuniform", seed=0)
+    lab = catalog.create_model("nonuniform", seed=0)
     model, _ = fsdp.apply_fsdp(lab, mesh, fsdp=version)
     config = fsdp_wrap.Config(scaler=enabled, scaler_init=1024.0, scaler_growth=1)
-    scaler = fsdp_wrap.scaler_of(config, torch.device("cpu"))
-    optimizer, told = parity.optimizer_of(model), []
+    scaler = fsdp_wrap.make_grad_scaler(config, torch.device("cpu"))
+    optimizer, told = parity.make_sgd(model), []
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters() if p.requires_grad]
     for step in range(2):
         before = [p.detach().clone() for p in local]
         optimizer.zero_grad()
-        inputs = parity.samples_and_seed(lab, torch.device("cpu"), step, dist.get_rank())
+        inputs = parity.draw_samples(lab, torch.device("cpu"), step, dist.get_rank())
         loss = lab.get_loss(inputs, model(*inputs))
         scaler.scale(loss * (float("inf") if step == dist.get_rank() == 1 else 1.0)).backward()
         scaler.step(optimizer)
@@ -146,15 +143,15 @@ def test_without_the_scaler_the_same_step_spoils_the_parameters(ranks):
 
 
 def test_policies_choose_units_from_the_inside_out():
-    model = catalog.build("nested", seed=0)
+    model = catalog.create_model("nested", seed=0)
     names = {module: name for name, module in model.named_modules()}
-    every = {names[module] for module in units.every_module(model)}
+    every = {names[module] for module in units.modules_with_parameters(model)}
     assert every == {"net", "net.0", "net.1", "net.1.0", "net.1.0.0", "net.1.1", "net.2", "net.2.0", "net.3"}
     # 36, (80, 272), 68 and 40 numbers
-    assert {names[module] for module in units.larger_than(model, 80)} == {"net.1.0.0", "net.1.1", "net"}
-    assert units.larger_than(model, 1000) == ()
-    tied = catalog.build("hf_bert", seed=0)
-    assert "model.bert" not in {name for name, module in tied.named_modules() if module in units.every_module(tied)}
+    assert {names[module] for module in units.large_modules(model, 80)} == {"net.1.0.0", "net.1.1", "net"}
+    assert units.large_modules(model, 1000) == ()
+    tied = catalog.create_model("hf_bert", seed=0)
+    assert "model.bert" not in {name for name, module in tied.named_modules() if module in units.modules_with_parameters(tied)}
 
 
 def test_a_module_can_be_marked_where_it_is_written():
@@ -163,7 +160,7 @@ def test_a_module_can_be_marked_where_it_is_written():
 
 
 def test_blocks_that_are_all_ignored_leave_nothing_to_wrap():
-    model = catalog.build("nested", seed=0)
+    model = catalog.create_model("nested", seed=0)
     ignored = [module for module in model.modules() if type(module).__name__ == "NestedBlock"]
     with pytest.raises(ValueError, match=r"all blocks of NestedWrappedModule \(NestedBlock\) are ignored or local"):
         units.fsdp_units(model, ("NestedBlock",), ignored)
@@ -181,9 +178,7 @@ def average_without_the_second_layer():
 
 def test_averaging_says_which_parameters_the_model_does_not_use(ranks):
     for said in ranks(2)(average_without_the_second_layer):
-        assert said.startswith(
-            "the backward pass gave no gradient to parameters of shape (4,), (4, 4), so their bucket"
-        )
+        assert said.startswith("the backward pass gave no gradient to parameters of shape (4,), (4, 4), so their bucket")
 
 
 MOMENTS = {
@@ -242,14 +237,14 @@ SIZES = {
 def test_the_papers_preset_or_a_default_has_its_values(program):
     kind = read_config(find_program(program)[0])
     preset = {"preset": "paper"} if hasattr(kind, "PRESETS") else {}
-    chosen = vars(make(kind, preset, 4))
+    chosen = vars(build_config(kind, preset, 4))
     assert {name: chosen[name] for name in PAPER[program]} == PAPER[program]
 
 
 def test_the_extensions_are_compared_on_the_papers_network():
     mlps = extensions.three_mlps("cpu")
     assert [(mlp.in_proj.weight.shape, mlp.in_proj.bias) for mlp in mlps] == [((32, 8), None)] * 3
-    optimizer = extensions.adam(mlps.parameters())
+    optimizer = extensions.make_foreach_adam(mlps.parameters())
     assert (extensions.BATCH, optimizer.defaults["lr"], optimizer.defaults["foreach"]) == (2, 1e-2, True)
 
 
@@ -257,7 +252,7 @@ def test_the_extensions_are_compared_on_the_papers_network():
 def test_every_model_of_the_fsdp_lab_has_the_papers_sizes(model):
     config = read_config(find_program("fsdp_wrap")[0])
     assert config(preset="paper", model=model).sizes() == SIZES.get(model, {})
-    catalog.check(model, sizes=SIZES.get(model, {}))
+    catalog.check_model(model, sizes=SIZES.get(model, {}))
 
 
 @pytest.mark.long  # two processes that import torch; test_spatial.py and test_two_dim.py start such, too

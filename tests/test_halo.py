@@ -8,8 +8,8 @@ from programs.halo_cases import CASES
 from torch import nn
 
 import labkit
-from labkit.parallel.buckets import closed_when_full, in_buckets
-from labkit.parallel.halo import ConvolutionSettings, Strip, halo_conv2d, halo_of, with_halo
+from labkit.parallel.buckets import assign_buckets, bucket_parameters
+from labkit.parallel.halo import ConvolutionSettings, Strip, halo_conv2d, halo_size, pad_with_halo
 
 ROUNDING = 1e-12  # float64
 
@@ -40,7 +40,7 @@ def test_buckets_leave_the_mean_gradient_on_every_rank(four_ranks, axes):
 def test_one_rank_alone_needs_no_process_group():
     strip = Strip(dim=3, group=None, rank=0, ranks=1)
     x = torch.randn(1, 2, 3, 4)
-    assert torch.equal(with_halo(x, 2, strip), nn.functional.pad(x, (2, 2)))
+    assert torch.equal(pad_with_halo(x, 2, strip), nn.functional.pad(x, (2, 2)))
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(3, (1, 2, 9, 2)), (2, (1, 2, 2, 9))])
@@ -48,7 +48,7 @@ def test_a_strip_narrower_than_its_halo_is_refused_before_any_communication(dim,
     strip = Strip(dim=dim, group=None, rank=1, ranks=4)  # there is no process group to talk to
     message = f"rank 1 of 4 holds 2 along dim {dim}, less than the halo of 3: use fewer ranks or a larger image"
     conv = nn.Conv2d(2, 2, 7, padding=3)
-    settings = ConvolutionSettings.of(conv, dim)
+    settings = ConvolutionSettings.from_conv(conv, dim)
     with pytest.raises(ValueError, match=message):
         halo_conv2d(torch.zeros(shape), conv.weight, conv.bias, halo=3, strip=strip, settings=settings)
 
@@ -66,12 +66,12 @@ def test_a_strip_narrower_than_its_halo_is_refused_before_any_communication(dim,
 )
 @pytest.mark.parametrize("dim", [2, 3])
 def test_halo_of_a_convolution(settings, halo, dim):
-    assert halo_of(nn.Conv2d(1, 1, **settings), dim) == halo
+    assert halo_size(nn.Conv2d(1, 1, **settings), dim) == halo
 
 
 def test_halo_of_height_and_width_differ_where_the_kernel_does():
     conv = nn.Conv2d(1, 1, kernel_size=(3, 7), padding=(1, 3))
-    assert (halo_of(conv, 2), halo_of(conv, 3)) == (1, 3)
+    assert (halo_size(conv, 2), halo_size(conv, 3)) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_halo_of_height_and_width_differ_where_the_kernel_does():
 @pytest.mark.parametrize("dim", [2, 3])
 def test_a_convolution_that_cannot_be_cut_is_refused(settings, message, dim):
     with pytest.raises(ValueError, match=message):
-        halo_of(nn.Conv2d(1, 1, **settings), dim)
+        halo_size(nn.Conv2d(1, 1, **settings), dim)
 
 
 def test_buckets_close_once_they_are_full():
     parameters = [nn.Parameter(torch.zeros(size)) for size in (10, 20, 30, 40)]
-    sizes = [[p.numel() for p in bucket] for bucket in in_buckets(parameters, 4 * 45, closed_when_full)]
+    sizes = [[p.numel() for p in bucket] for bucket in bucket_parameters(parameters, 4 * 45, assign_buckets)]
     assert sizes == [[40, 30], [20, 10]]  # the backward pass's order; the second one stays below the limit
-    assert in_buckets(parameters, 4 * 1000, closed_when_full) == [parameters[::-1]]
-    assert in_buckets([], 100, closed_when_full) == []
+    assert bucket_parameters(parameters, 4 * 1000, assign_buckets) == [parameters[::-1]]
+    assert bucket_parameters([], 100, assign_buckets) == []

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from labkit_simulate.theory.hardware import HARDWARE, Hardware, hardware
+from labkit_simulate.theory.hardware import HARDWARE, Hardware, get_hardware
 
 FIGURES = {field.name for field in dataclasses.fields(Hardware)} - {"name", "device", "shared", "sources"}
 
 
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_figure_has_its_source_and_is_positive(name):
-    entry = hardware(name)
+    entry = get_hardware(name)
     assert set(entry.sources) == FIGURES and all(entry.sources.values())
     assert all("{" not in source for source in entry.sources.values())
     numbers = [entry.devices, entry.cards, entry.memory_bytes, entry.memory_bytes_per_s, *entry.flops_per_s.values()]
@@ -22,28 +22,28 @@ def test_every_figure_has_its_source_and_is_positive(name):
 
 
 def test_links_are_counted_in_one_direction_and_arithmetic_without_sparsity():
-    entry = hardware("h100-8x")
+    entry = get_hardware("h100-8x")
     assert 1 / entry.inside.beta_s_per_byte == pytest.approx(450e9)  # the sheet's 900 GB/s are both directions
     assert 1 / entry.between.beta_s_per_byte == pytest.approx(400e9 / 8)
-    assert entry.peak("bfloat16") == pytest.approx(989.4e12)
+    assert entry.peak_flops_per_s("bfloat16") == pytest.approx(989.4e12)
 
 
 def test_unknown_names_list_what_there_is():
     with pytest.raises(ValueError, match=r"'h900-8x' is none of a100-8x, h100-8x.*laptop"):
-        hardware("h900-8x")
+        get_hardware("h900-8x")
     with pytest.raises(ValueError, match=r"'float4' numbers on a100-8x: it has float32, tf32, bfloat16"):
-        hardware("a100-8x").peak("float4")
+        get_hardware("a100-8x").peak_flops_per_s("float4")
     with pytest.raises(ValueError, match=r"no 'gpus': it has name, device, devices"):
-        hardware("a100-8x", gpus=4)
-    assert hardware("a100-8x", devices=4).devices == 4 and HARDWARE["a100-8x"].devices == 8
+        get_hardware("a100-8x", gpus=4)
+    assert get_hardware("a100-8x", devices=4).devices == 4 and HARDWARE["a100-8x"].devices == 8
 
 
 def test_ranks_have_a_gpu_each_and_share_cores():
-    gpus, laptop = hardware("h100-8x"), hardware("laptop")
+    gpus, laptop = get_hardware("h100-8x"), get_hardware("laptop")
     assert gpus.for_rank(3) is gpus
     with pytest.raises(ValueError, match=r"9 ranks on a host of 8 devices \(h100-8x\): take 1 to 8"):
         gpus.for_rank(9)
     alone, crowded = laptop.for_rank(1), laptop.for_rank(4)
-    assert alone.peak("float32") == 4 * crowded.peak("float32") == 2 * laptop.peak("float32")
+    assert alone.peak_flops_per_s("float32") == 4 * crowded.peak_flops_per_s("float32") == 2 * laptop.peak_flops_per_s("float32")
     assert alone.operator_s == laptop.for_rank(2).operator_s == crowded.operator_s / 2
     assert crowded.inside.beta_s_per_byte == 2 * laptop.inside.beta_s_per_byte

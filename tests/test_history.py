@@ -16,8 +16,8 @@ from labkit import __main__ as command_line
 from labkit.__main__ import main
 from labkit.errors import ParameterError
 from labkit.runs import history
-from labkit.runs.records import Writer
-from labkit.runs.result import Missing
+from labkit.runs.records import RecordWriter
+from labkit.runs.result import RunFileNotFound
 
 NOW = datetime.now().astimezone()
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "2.13.0", "note": ""}
@@ -63,8 +63,8 @@ def test_runs_are_listed_the_newest_first_whatever_their_folders_are_called(plac
     new = recorded(place, 1, days=1)
     renamed = recorded(place, 0, days=5, name="my best run")
     other = recorded(place, 2, days=2, program="two_dim")
-    assert names(history.runs()) == names(map(history.Entry, [new, other, renamed, old], [{}] * 4))
-    assert names(history.runs(program="strips", limit=2)) == [new.name, renamed.name]
+    assert names(history.find_runs()) == names(map(history.HistoryEntry, [new, other, renamed, old], [{}] * 4))
+    assert names(history.find_runs(program="strips", limit=2)) == [new.name, renamed.name]
 
 
 def test_what_is_no_run_is_not_listed(place, tmp_path, capsys):
@@ -78,7 +78,7 @@ def test_what_is_no_run_is_not_listed(place, tmp_path, capsys):
     (place / "pipe").mkdir()
     os.mkfifo(place / "pipe" / "run.json")
     (place / "folder" / "run.json").mkdir(parents=True)
-    assert names(history.runs()) == [run.name]
+    assert names(history.find_runs()) == [run.name]
     assert main(["runs"]) == 0
     line, total = capsys.readouterr().out.splitlines()
     assert line.split() == [
@@ -93,11 +93,11 @@ def test_what_is_no_run_is_not_listed(place, tmp_path, capsys):
 def test_a_damaged_run_is_listed_last_and_named_and_stays(place, content):
     damaged, sound = recorded(place, 9), recorded(place, 1)
     (damaged / "run.json").write_text(content)
-    found = history.runs()
+    found = history.find_runs()
     assert names(found) == [sound.name, damaged.name]
-    *_, second, problem = history.table(found).splitlines()
+    *_, second, problem = history.format_table(found).splitlines()
     assert "damaged" in second and problem.startswith(f"{damaged / 'run.json'}: ")
-    assert names(history.outdated(keep=0)) == [sound.name]
+    assert names(history.find_prunable_runs(keep=0)) == [sound.name]
 
 
 def test_no_runs_folder_is_no_run(place, capsys):
@@ -126,17 +126,15 @@ def process_of():
 
 
 def test_a_run_that_wrote_no_end_is_broken_off_once_its_limit_has_passed(place, process_of):
-    within, beyond, alive = (
-        recorded(place, number, days=days, exit="running") for number, days in enumerate([0, 3, 3])
-    )
+    within, beyond, alive = (recorded(place, number, days=days, exit="running") for number, days in enumerate([0, 3, 3]))
     tomorrow = recorded(place, 7, days=-1, exit="running")
     endless = recorded(place, 8, exit="running", timeout_s=float("inf"))
     process_of(alive)
-    states = {entry.folder: entry.state(history.folders_in_use()) for entry in history.runs()}
+    states = {entry.folder: entry.state(history.folders_in_use()) for entry in history.find_runs()}
     broken = states.pop(beyond)
     assert broken == "broken off"
     assert states == dict.fromkeys([tomorrow, within, endless, alive], "running")
-    assert names(history.outdated(keep=0)) == [beyond.name]
+    assert names(history.find_prunable_runs(keep=0)) == [beyond.name]
 
 
 def test_only_what_is_certainly_a_run_and_over_is_removed(place, tmp_path, process_of):
@@ -171,17 +169,17 @@ def test_both_limits_must_be_passed(place):
     folders = [recorded(place, days, days=days) for days in range(1, 6)]
     recorded(place, 9, days=9, program="other")
     found = [
-        names(history.outdated(**limits, program="strips"))
+        names(history.find_prunable_runs(**limits, program="strips"))
         for limits in ({"keep": 2}, {"older_than_days": 2.5}, {"keep": 4, "older_than_days": 2.5}, {"keep": 9})
     ]
-    assert found == [names(map(history.Entry, folders[first:], [{}] * 5)) for first in (2, 2, 4, 5)]
+    assert found == [names(map(history.HistoryEntry, folders[first:], [{}] * 5)) for first in (2, 2, 4, 5)]
 
 
 @pytest.mark.parametrize("words", [[], ["--keep=-1"], ["--older-than=-1"], ["--older-than=nan"], ["--program=strips"]])
 def test_prune_refuses_what_means_nothing(place, capsys, words):
     recorded(place, 1)
     assert main(["runs", "prune", "--yes", *words]) == 2
-    assert capsys.readouterr().out == "" and len(history.runs()) == 1
+    assert capsys.readouterr().out == "" and len(history.find_runs()) == 1
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y", 0), ("", 1), ("no", 1), (EOFError, 1)])
@@ -198,7 +196,7 @@ def test_prune_asks(place, capsys, monkeypatch, answer, left):
     assert "nobody can be asked here: --yes removes them" in capsys.readouterr().err
     monkeypatch.setattr(command_line.sys.stdin, "isatty", lambda: True)
     assert main(["runs", "prune", "--keep", "0"]) == 0
-    assert len(history.runs()) == left
+    assert len(history.find_runs()) == left
     said = capsys.readouterr().out
     assert f" in {place}; the newest of them are above" in said
     assert said.splitlines()[-1] == ("nothing was removed" if left else "removed 1 runs")
@@ -206,7 +204,7 @@ def test_prune_asks(place, capsys, monkeypatch, answer, left):
 
 def test_a_run_is_looked_at_again_before_it_is_removed(place):
     begins, renamed, replaced = (recorded(place, number) for number in range(3))
-    entries = history.outdated(keep=0)
+    entries = history.find_prunable_runs(keep=0)
     (begins / "run.json").write_text(json.dumps(INFO | {"start": NOW.isoformat(), "exit": "running"}))
     renamed.rename(place / "best")
     shutil.rmtree(replaced)
@@ -225,25 +223,25 @@ def test_a_removal_that_is_interrupted_leaves_a_run_that_can_be_removed(place, m
     (folder / "torchrun").mkdir()
     with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
         changed.setattr(history.shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
-        history.prune(history.outdated(keep=0))
-    assert names(history.outdated(keep=0)) == [folder.name]
-    assert history.prune(history.outdated(keep=0)) == []
+        history.prune(history.find_prunable_runs(keep=0))
+    assert names(history.find_prunable_runs(keep=0)) == [folder.name]
+    assert history.prune(history.find_prunable_runs(keep=0)) == []
     assert not folder.exists()
 
 
 def test_a_run_is_found_by_its_name_its_end_and_its_path(place, tmp_path):
     one, two = recorded(place, 0xABC123), recorded(place, 0xDEF123)
     elsewhere = recorded(tmp_path, 5)
-    assert [history.find(name) for name in (one.name, "def123", str(elsewhere))] == [one, two, elsewhere]
-    with pytest.raises(Missing, match=r"2 runs in .* end with '123': give more of the name"):
-        history.find("123")
+    assert [history.find_run_folder(name) for name in (one.name, "def123", str(elsewhere))] == [one, two, elsewhere]
+    with pytest.raises(RunFileNotFound, match=r"2 runs in .* end with '123': give more of the name"):
+        history.find_run_folder("123")
     for name in ("", "nothing", ".."):
-        with pytest.raises(Missing, match=r"is called .*, nor ends so: `python -m labkit runs` lists them"):
-            history.find(name)
+        with pytest.raises(RunFileNotFound, match=r"is called .*, nor ends so: `python -m labkit runs` lists them"):
+            history.find_run_folder(name)
 
 
 def with_loss(folder, loss):
-    writer = Writer(folder, 0)
+    writer = RecordWriter(folder, 0)
     writer.write("scalar", "loss", 1, value=loss, unit="")
     writer.write("memory", "peak", 1, bytes=1_234_567)
     writer.close()
@@ -274,7 +272,7 @@ def test_runs_are_set_side_by_side(place, capsys):
 
 def test_signs_that_a_terminal_obeys_are_not_shown(place):
     recorded(place, 1, program="a\x1b[2Jb\nc", arguments=["x" * 100])
-    (line,) = history.table(history.runs()).splitlines()
+    (line,) = history.format_table(history.find_runs()).splitlines()
     assert "a?[2Jb?c" in line and len(line) < 200
 
 
@@ -293,7 +291,7 @@ def test_ten_thousand_runs_are_listed_within_a_second(place):
     times = []
     for _ in range(3):
         begun = time.process_time()  # not the time that others beside this test take
-        found = history.runs()
+        found = history.find_runs()
         times.append(time.process_time() - begun)
     assert len(found) == 10_000
     assert min(times) < 1, times

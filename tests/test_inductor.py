@@ -53,7 +53,7 @@ def sizes_of(bucket):
 
 
 def test_lines_are_told_apart_in_their_order():
-    lines = inductor.read(sample("ddp_coalesced"))
+    lines = inductor.parse_lines(sample("ddp_coalesced"))
     assert [line.number for line in lines] == sorted({line.number for line in lines})
     assert [(line.number, line.kind, line.name) for line in lines[:11]] == [
         (2, "other", "="),
@@ -77,7 +77,7 @@ def test_lines_are_told_apart_in_their_order():
 
 
 def test_programs_for_a_gpu_are_read_as_well():
-    lines = inductor.read(GPU)
+    lines = inductor.parse_lines(GPU)
     shown = [(line.number, line.kind, line.name) for line in lines if line.kind not in ("other", "allocation")]
     assert shown == [
         (9, "extern", "mm"),
@@ -91,7 +91,7 @@ def test_programs_for_a_gpu_are_read_as_well():
         (20, "free", "del"),
     ]
     assert next(line for line in lines if line.name == "mm").buffers == ("tangents_1", "primals_1", "buf0")
-    [bucket] = inductor.buckets(GPU)
+    [bucket] = inductor.find_buckets(GPU)
     assert bucket.gradients == (inductor.Gradient("buf0", (8, 8), "bfloat16", 128),)
     assert [line.number for line in bucket.hidden_by] == [14, 18]
     assert not inductor.missing_waits(GPU)
@@ -100,7 +100,7 @@ def test_programs_for_a_gpu_are_read_as_well():
 @pytest.mark.parametrize("mode", ["coalesced", "concat"])
 def test_three_buckets_of_four_linears_at_25_megabytes(mode):
     """What fuses the gradients does not change which of them travel together."""
-    found = inductor.buckets(sample(f"ddp_{mode}"))
+    found = inductor.find_buckets(sample(f"ddp_{mode}"))
     assert [sizes_of(bucket) for bucket in found] == [EVEN[:1], EVEN[1:5], EVEN[5:]]
     assert [bucket.bytes for bucket in found] == [16_000_000, 32_016_000, 16_016_000]
     assert [bucket.index for bucket in found] == [0, 1, 2]
@@ -117,7 +117,7 @@ def test_three_buckets_of_four_linears_at_25_megabytes(mode):
     ],
 )
 def test_all_waits_come_last_and_what_lies_before_hides_the_bucket(mode, requests, waits, hidden):
-    found = inductor.buckets(sample(f"ddp_{mode}"))
+    found = inductor.find_buckets(sample(f"ddp_{mode}"))
     assert [bucket.request.number for bucket in found] == requests
     assert [[wait.number for wait in bucket.waits] for bucket in found] == waits
     assert [len(bucket.hidden_by) for bucket in found] == hidden
@@ -128,7 +128,7 @@ def test_all_waits_come_last_and_what_lies_before_hides_the_bucket(mode, request
 def test_gradients_that_are_present_are_added_to_and_expose_the_bucket(mode):
     """Each parameter has a size of its own here, which proves the order."""
     sizes = [4 * WIDTHS[index] * columns for index in (4, 3, 2, 1) for columns in (WIDTHS[index - 1], 1)]
-    buckets = inductor.buckets(sample(f"ddp_{mode}_again"))
+    buckets = inductor.find_buckets(sample(f"ddp_{mode}_again"))
     assert [sizes_of(bucket) for bucket in buckets] == [sizes[:3], sizes[3:]]
     assert [len(bucket.hidden_by) for bucket in buckets] == [0, 0], "the copy into .grad comes at once, and waits"
     assert not inductor.missing_waits(sample(f"ddp_{mode}_again"))
@@ -153,7 +153,7 @@ def test_a_program_of_inductor_waits_for_everything(name):
 def test_a_wait_that_was_taken_out_is_found(name, wait, request_line):
     broken = without(sample(name), "wait_tensor", wait)
     assert [line.number for line in inductor.missing_waits(broken)] == [request_line]
-    assert len(inductor.buckets(broken)) == len(inductor.buckets(sample(name)))
+    assert len(inductor.find_buckets(broken)) == len(inductor.find_buckets(sample(name)))
 
 
 def test_a_wait_that_comes_after_the_first_use_is_too_late():
@@ -164,14 +164,14 @@ def test_a_wait_that_comes_after_the_first_use_is_too_late():
     moved = [*lines[:wait], *lines[wait + 1 : wait + 4], lines[wait], *lines[wait + 4 :]]
     [late] = inductor.missing_waits("\n".join(moved))
     assert late.name == "all_reduce_"
-    assert inductor.buckets("\n".join(moved))[0].waits, "somebody waits, but too late"
+    assert inductor.find_buckets("\n".join(moved))[0].waits, "somebody waits, but too late"
 
 
 def test_a_result_that_is_only_freed_was_never_waited_for():
     lost = without(GPU, "wait_tensor", 1).replace("(buf0, buf3, )", "(buf3, )")
     [line] = inductor.missing_waits(lost)
     assert line.name == "all_reduce_"
-    assert inductor.buckets(lost)[0].waits == ()
+    assert inductor.find_buckets(lost)[0].waits == ()
 
 
 def test_a_result_of_its_own_is_followed_under_all_its_names():
@@ -189,18 +189,18 @@ def test_a_result_of_its_own_is_followed_under_all_its_names():
 )
 def test_other_text_is_refused(code, problem):
     with pytest.raises(ValueError, match=problem):
-        inductor.read(code)
+        inductor.parse_lines(code)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("(s77, 8)", "bfloat16"), ("(8, 8)", "float8_e4m3fn")])
 def test_a_tensor_of_unknown_size_is_refused(shape, dtype):
     code = GPU.replace("((8, 8), (8, 1), torch.bfloat16)", f"({shape}, (8, 1), torch.{dtype})")
     with pytest.raises(ValueError, match=r"line 13 sends buf0 of shape.* dtype .*: .*compile with dynamic=False"):
-        inductor.buckets(code)
+        inductor.find_buckets(code)
 
 
 def test_a_listing_shows_requests_waits_and_what_lies_between():
-    shown = repr(inductor.Listing(sample("ddp_coalesced"))).splitlines()
+    shown = repr(inductor.ProgramListing(sample("ddp_coalesced"))).splitlines()
     assert len(shown) == 23
     assert shown[3:6] == [
         "   21  kernel      cpp_fused_1(buf4)",
@@ -209,7 +209,7 @@ def test_a_listing_shows_requests_waits_and_what_lies_between():
     ]
     assert shown[-2] == "   82  wait        wait_tensor(buf28)  waits for bucket 2"
     assert shown[-1] == "   83  return      return(buf18, buf16, buf4, buf15, ... 8 in all)"
-    many = repr(inductor.Listing(sample("ddp_concat")))
+    many = repr(inductor.ProgramListing(sample("ddp_concat")))
     assert "cpp_fused_3(buf13, buf15, buf18, buf20, ... 10 in all)" in many
     assert max(map(len, many.splitlines())) < 100
 
@@ -219,7 +219,7 @@ GRADIENTS = [f"fc{layer}.{part}" for layer in (4, 3, 2, 1) for part in ("weight"
 
 def test_buffers_carry_the_names_of_what_they_hold():
     code = sample("ddp_coalesced")
-    names = inductor.named(code, GRADIENTS)
+    names = inductor.name_buffers(code, GRADIENTS)
     weights = {"arg4_1": "fc4.weight", "arg3_1": "fc3.weight", "arg2_1": "fc2.weight"}  # fc1's is not needed
     inputs = {"arg7_1": "fc4.input", "arg6_1": "fc3.input", "arg5_1": "fc2.input", "arg1_1": "fc1.input"}
     assert {name: held for name, held in names.items() if name.startswith("arg")} == weights | inputs
@@ -227,36 +227,36 @@ def test_buffers_carry_the_names_of_what_they_hold():
     assert [names[f"buf{index}"] for index in (15, 16, 17, 18)] == [
         "fc4.bias.grad", "fc3.weight.grad", "fc3.bias.grad", "fc2.weight.grad",
     ]  # fmt: skip
-    shown = repr(inductor.Listing(code, names))
+    shown = repr(inductor.ProgramListing(code, names))
     assert "mm(buf2: fc3.output.grad, arg3_1: fc3.weight, buf7: fc2.output.grad)" in shown
     assert "wait_tensor(buf28: fc2.bias.grad)  waits for bucket 2" in shown
 
 
 def test_a_flat_buffer_of_several_gradients_is_called_so():
-    names = inductor.named(sample("ddp_concat"), GRADIENTS)
+    names = inductor.name_buffers(sample("ddp_concat"), GRADIENTS)
     assert (names["buf4"], names["buf26"], names["buf42"]) == ("fc4.weight.grad", "4 gradients", "3 gradients")
     with pytest.raises(ValueError, match="8 gradients travel in the program, and 7 are named"):
-        inductor.named(sample("ddp_concat"), GRADIENTS[:-1])
+        inductor.name_buffers(sample("ddp_concat"), GRADIENTS[:-1])
 
 
 def test_a_listing_in_a_notebook_has_the_same_lines_in_colours_and_the_whole_program_folded_away():
     code = sample("ddp_coalesced").replace("cpp_fused_1(buf4)", "cpp_fused_1(buf4 if 1 < 2 else 0)")
-    listing = inductor.Listing(code)
+    listing = inductor.ProgramListing(code)
     html = listing._repr_html_()
     short, _, whole = html.partition("<details>")
     assert short.count("<span") == 23
-    assert all(colour in short for colour in inductor.COLOURS.values())
+    assert all(colour in short for colour in inductor.KIND_COLOURS.values())
     assert "asks for bucket 2" in short
     assert "overflow-x:auto" in short
     assert "   21          cpp_fused_1(buf4 if 1 &lt; 2 else 0)" in whole, "numbered as above"
     assert "1 < 2" not in html
-    assert f"the whole program, {len(listing.full.splitlines())} lines" in whole
+    assert f"the whole program, {len(listing.full_text.splitlines())} lines" in whole
 
 
 def test_a_listing_marks_the_request_and_what_hides_it_for_each_bucket():
-    html = inductor.Listing(sample("ddp_coalesced"))._repr_html_()
+    html = inductor.ProgramListing(sample("ddp_coalesced"))._repr_html_()
     rows = re.findall(r'<div class="([^"]*)"( tabindex="0" title="[^"]*")?> *(\d+)<', html)
-    for bucket in inductor.buckets(sample("ddp_coalesced")):
+    for bucket in inductor.find_buckets(sample("ddp_coalesced")):
         by_class = {name: [] for name in ("asks", "waits", "hides")}
         for classes, focus, number in rows:
             for name, lines in by_class.items():
@@ -272,6 +272,6 @@ def test_a_listing_marks_the_request_and_what_hides_it_for_each_bucket():
 def test_a_listing_names_no_folder_of_this_machine():
     paths = '#include "/tmp/torchinductor_me/2r/c2rnilspx43.h"\n# kernel path: /tmp/torchinductor_me/gi/cgixx.py\n'
     code = paths + "# tmp0/tmp1 // a comment, /root/.cache/x.py\n" + sample("ddp_concat")
-    full = inductor.Listing(code).full
+    full = inductor.ProgramListing(code).full_text
     assert full.startswith('#include "c2rnilspx43.h"\n# tmp0/tmp1 // a comment, x.py\n')
     assert full.endswith(sample("ddp_concat"))

@@ -27,8 +27,8 @@ PATCHES = {
 
 def stored():
     """Everything that is ever replaced, as it is stored."""
-    group = instrument.fsdp_internals("FSDPParamGroup")
-    hook = instrument.fsdp_internals("RegisterPostBackwardFunction")
+    group = instrument.get_fsdp_class("FSDPParamGroup")
+    hook = instrument.get_fsdp_class("RegisterPostBackwardFunction")
     places = [(dist, name) for name in vars(dist) if name.startswith(("all_gather", "reduce_scatter", "all_reduce"))]
     places += [(group, "unshard"), (group, "reshard"), (group, "post_backward"), (hook, "backward")]
     return [vars(owner)[name] for owner, name in places]
@@ -187,7 +187,7 @@ def test_reduce_scatter_with_assert_takes_its_output_by_place_or_by_name():
 
 def test_a_moved_private_name_says_so():
     with pytest.raises(RuntimeError, match=r"torch 2\..* has no torch\.distributed\..*\.Nothing: it is private"):
-        instrument.fsdp_internals("Nothing")
+        instrument.get_fsdp_class("Nothing")
 
 
 def test_a_dummy_process_group_counts_and_changes_nothing():

@@ -44,7 +44,7 @@ def cell(shell, capsys):
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    monkeypatch.setattr(run.process, "start", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(run.process, "start_torchrun", lambda *arguments: pytest.fail("a run was started"))
 
 
 def test_a_plain_script_runs_on_every_rank_and_its_last_value_is_shown_once(cell):
@@ -107,7 +107,7 @@ def test_the_result_is_bound_and_values_come_home(cell, shell):
     cell("-n 2 --name halo", code)
     result = shell.user_ns["halo"]
     assert isinstance(result, labkit.RunResult) and result.info["program"] == "cell"
-    first, second = (rank.gave for rank in result.ranks)
+    first, second = (rank.reported for rank in result.ranks)
     assert first.keys() == {"mine", "sizes", "more"}
     assert torch.equal(second["mine"], torch.ones(2)) and second["sizes"] == [1, 2] and second["more"] == {"a": None}
 
@@ -260,4 +260,4 @@ def test_what_cannot_leave_the_notebook_is_named(cell, shell):
 
 @pytest.mark.parametrize(("ranks", "words"), [([2], "rank 2"), ([0, 1, 2], "ranks 0–2"), ([0, 2, 3], "ranks 0, 2–3")])
 def test_ranks_in_words(ranks, words):
-    assert magic.in_words(ranks) == words
+    assert magic.rank_list_text(ranks) == words

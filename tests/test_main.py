@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from labkit import __main__ as command_line
-from labkit.__main__ import main, read_run
+from labkit.__main__ import main, parse_run_command
 
 MISBEHAVE = Path(__file__).parent / "programs" / "misbehave.py"
 PROGRAM = '''
@@ -70,7 +70,7 @@ def program(tmp_path):
     ],
 )
 def test_parameters_are_read_by_the_type_of_their_field(program, words, expected):
-    command, parameters = read_run(program, [*words.split(), "--nproc", "3"])
+    command, parameters = parse_run_command(program, [*words.split(), "--nproc", "3"])
     assert parameters == expected
     assert (command.program, command.nproc, command.device, command.timeout_s) == (program, 3, "auto", 300)
 

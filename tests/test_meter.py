@@ -11,9 +11,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from labkit.runs.records import Writer
-from labkit.session.meter import Meter, by_category, resident_peak_bytes
-from labkit.session.traffic import CommunicationCounter, messages_of
+from labkit.runs.records import RecordWriter
+from labkit.session.meter import Meter, bytes_by_category, resident_peak_bytes
+from labkit.session.traffic import CommunicationCounter, collective_inputs
 
 RANKS = 4
 
@@ -135,7 +135,7 @@ def test_a_barrier_and_plain_arithmetic_are_no_traffic():
     ],
 )  # fmt: skip
 def test_rare_operations_have_the_same_names(namespace, name, args, messages):
-    assert messages_of(namespace, name, args) == messages
+    assert collective_inputs(namespace, name, args) == messages
 
 
 @pytest.mark.usefixtures("group")
@@ -207,7 +207,7 @@ def train(meter, steps=3, warmup=2, track=True):
 
 @pytest.fixture
 def meter(group):
-    return Meter(Writer(None, rank=1), torch.device("cpu"))
+    return Meter(RecordWriter(None, rank=1), torch.device("cpu"))
 
 
 def test_a_loop_runs_its_warm_up_then_timed_steps_then_one_traced_step(meter):
@@ -302,8 +302,8 @@ def test_by_category_of_another_device_is_empty():
             assert kind == "peak"
             return {torch.device("cuda", 0): {"Total": 5}}
 
-    assert by_category(Tracker(), "peak", torch.device("cpu")) == {}
-    assert by_category(Tracker(), "peak", torch.device("cuda", 1)) == {"total": 5}
+    assert bytes_by_category(Tracker(), "peak", torch.device("cpu")) == {}
+    assert bytes_by_category(Tracker(), "peak", torch.device("cuda", 1)) == {"total": 5}
 
 
 def test_resident_peak_grows_with_what_the_process_holds():

@@ -41,7 +41,7 @@ def one_thread():
 
 def made(name, seed=0):
     torch.manual_seed(seed)
-    return OTHERS[name]() if name in OTHERS else catalog.build(name)
+    return OTHERS[name]() if name in OTHERS else catalog.create_model(name)
 
 
 def widths(model):
@@ -188,9 +188,7 @@ def test_nested_has_blocks_inside_blocks():
 def test_of_the_frozen_model_the_last_layer_alone_needs_gradients_and_shares_its_block():
     model = NonUniformReqGradNWM()
     assert widths(model) == [(8, 4), (4, 16), (16, 16), (16, 4), (4, 8)]
-    assert {name for name, module in model.named_modules() if isinstance(module, NestedBlock)} == {
-        *("net.1", "net.1.0", "net.2")
-    }
+    assert {name for name, module in model.named_modules() if isinstance(module, NestedBlock)} == {*("net.1", "net.1.0", "net.2")}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained == ["net.2.1.weight", "net.2.1.bias"]
 
@@ -258,7 +256,7 @@ def test_mlp_stack_has_the_multipliers_of_the_course():
 
 @pytest.mark.parametrize("name", ["toy", "mlp_stack"])
 def test_the_batch_is_a_size_of_the_models_that_are_timed(name):
-    model = catalog.build(name, batch=3)
+    model = catalog.create_model(name, batch=3)
     (inputs,) = model.get_input(CPU)
     assert len(inputs) == len(model(inputs)) == 3
 

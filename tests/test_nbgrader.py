@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit.checks.ask import GRADING
+from labkit.checks.judge import ENV_NBGRADER
 
 PYTHON = Path(sys.prefix, "grade", "bin", "python")
 LAST = "check-wire_bytes"
@@ -36,7 +36,7 @@ def nbgrader(repository, tmp_path_factory):
     if not PYTHON.with_name("nbgrader").exists():
         pytest.skip("no nbgrader in an environment of its own: make .venv/grade/.installed")
     folder = tmp_path_factory.mktemp("course")
-    plain = {name: value for name, value in os.environ.items() if name != GRADING}
+    plain = {name: value for name, value in os.environ.items() if name != ENV_NBGRADER}
     ours = {f"JUPYTER_{name}_DIR": str(folder / "jupyter" / name) for name in ("CONFIG", "DATA", "RUNTIME")}
 
     def run(*words):
@@ -56,9 +56,7 @@ def released(nbgrader, repository):
     end = [cell.id for cell in notebook.cells].index(LAST) + 1
     first = [cell.id for cell in notebook.cells if cell.cell_type == "code"][:3]
     cells = [
-        cell
-        for cell in notebook.cells[:end]
-        if cell.cell_type == "markdown" or "nbgrader" in cell.metadata or cell.id in first
+        cell for cell in notebook.cells[:end] if cell.cell_type == "markdown" or "nbgrader" in cell.metadata or cell.id in first
     ]
     notebook.cells = cells
     (nbgrader.folder / "source" / "lab2").mkdir(parents=True)

@@ -217,7 +217,7 @@ def test_streams_cut_by_chance_are_joined():
 
 def test_a_picture_takes_a_third_of_the_bytes_and_packing_again_changes_nothing():
     drawn = io.BytesIO()
-    Image.fromarray(photo.photo()).save(drawn, "png")
+    Image.fromarray(photo.load_photo()).save(drawn, "png")
     cell = nbformat.v4.new_code_cell("draw()")
     data = {"image/png": base64.b64encode(drawn.getvalue()).decode(), "text/plain": "a portrait"}
     cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
@@ -227,7 +227,7 @@ def test_a_picture_takes_a_third_of_the_bytes_and_packing_again_changes_nothing(
     assert len(kept) < len(data["image/png"]) / 3
     picture = Image.open(io.BytesIO(base64.b64decode(kept))).convert("RGB")
     assert picture.size == (512, 600)
-    assert numpy.abs(numpy.asarray(picture).astype(int) - photo.photo()).mean() < 16
+    assert numpy.abs(numpy.asarray(picture).astype(int) - photo.load_photo()).mean() < 16
     assert execute.packed(kept) == kept
 
 

@@ -21,7 +21,7 @@ from fixture_notebooks import unused
 
 import labkit
 from labkit import doctor
-from labkit.checks.commit import STRICT
+from labkit.checks.commit import ENV_STRICT_CLAIMS
 from notebooks.tools.build import FOLDER, MAX_BYTES, stale
 from notebooks.tools.run import summary
 from notebooks.tools.source import BEGIN, find_labs
@@ -252,12 +252,8 @@ def test_a_value_outside_its_range_is_refused_by_the_first_cell_that_uses_it(nam
 @pytest.mark.notebook
 def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    with pytest.raises(
-        papermill.PapermillExecutionError, match="ParameterError: RANKS = 1, but must be int ≥ 2: one rank"
-    ):
-        papermill.execute_notebook(
-            lab_of("02_fsdp_wrapping").learner, tmp_path / "done.ipynb", {"RANKS": 1}, progress_bar=False
-        )
+    with pytest.raises(papermill.PapermillExecutionError, match="ParameterError: RANKS = 1, but must be int ≥ 2: one rank"):
+        papermill.execute_notebook(lab_of("02_fsdp_wrapping").learner, tmp_path / "done.ipynb", {"RANKS": 1}, progress_bar=False)
     assert not any((tmp_path / "runs").iterdir())  # the folder itself is made by the doctor
 
 
@@ -267,7 +263,7 @@ def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypa
 @pytest.mark.timeout(300)
 def test_solved_notebook_gives_its_outputs_again(lab, tmp_path):
     command = [sys.executable, "-m", "pytest", *NBVAL_OPTIONS, str(Path(lab.solved).parent), str(lab.solved)]
-    strict = os.environ | {STRICT: "1"}
+    strict = os.environ | {ENV_STRICT_CLAIMS: "1"}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=tmp_path, env=strict)
     assert answer.returncode == 0, answer.stdout[-8000:] + answer.stderr[-2000:]
     assert "passed" in answer.stdout

@@ -11,8 +11,8 @@ from torch import nn
 from labkit import parity
 from labkit.models.mlp import MLPStack
 from labkit.parity import LIMITS, Parity, relative_error
-from labkit.parity.fsdp import Trained, compare_training
-from labkit.parity.spatial import compare_training_step
+from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
+from labkit.parity.spatial import compare_spatial_step
 from labkit.parity.training import count_tensors
 
 
@@ -60,7 +60,7 @@ def comparison():
     """One that has seen gradients which are alive."""
     found, model = Parity(), nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()
-    found.watch(model)
+    found.count_gradients(model)
     return found
 
 
@@ -95,8 +95,8 @@ def test_equal_zeros_are_no_proof(change, some_zeros, ok):
     model, found = nn.Linear(3, 2), Parity()
     model(torch.ones(1, 3)).sum().backward()
     change(model)
-    found.watch(model, some_zeros=some_zeros)
-    found.add("output", torch.ones(1), torch.ones(1))
+    found.count_gradients(model, some_zeros=some_zeros)
+    found.compare_tensor("output", torch.ones(1), torch.ones(1))
     verdict = found.verdict(limit=1e-5, expected=1)
     assert verdict["ok"] is verdict["gradients_alive"] is ok
 
@@ -134,7 +134,7 @@ def test_a_verdict_is_one_json_object_as_promised():
 )
 def test_what_cannot_be_compared_is_an_error(actual, expected, message):
     with pytest.raises(ValueError, match=message):
-        Parity().add("weight", actual, expected)
+        Parity().compare_tensor("weight", actual, expected)
 
 
 def two_models():
@@ -147,18 +147,18 @@ def test_names_on_one_side_only_are_an_error():
     model, _ = two_models()
     other = nn.Linear(3, 2, bias=False)
     with pytest.raises(ValueError, match=r"parameter: only on one side: \['bias'\]"):
-        Parity().add_training(model, other, "parameter")
+        Parity().compare_models(model, other, "parameter")
 
 
 def test_a_missing_gradient_is_an_error():
     model, other = two_models()
     with pytest.raises(ValueError, match="gradient weight: the distributed side has none"):
-        Parity().add_training(model, other, "gradient")
+        Parity().compare_models(model, other, "gradient")
     for one in (model, other):
         one(torch.ones(1, 3)).sum().backward()
     other.bias.grad = None
     with pytest.raises(ValueError, match="gradient bias: the single-device side has none"):
-        Parity().add_training(model, other, "gradient")
+        Parity().compare_models(model, other, "gradient")
 
 
 def test_a_training_step_compares_outputs_gradients_and_parameters():
@@ -168,15 +168,15 @@ def test_a_training_step_compares_outputs_gradients_and_parameters():
         out = one(torch.ones(1, 3))
         out.square().sum().backward()
         outputs.append(out.detach())
-    assert compare_training_step(model, outputs[0], other, outputs[1])["ok"]
-    assert compare_training_step(model, outputs[0], other, outputs[1])["compared"] == 5
+    assert compare_spatial_step(model, outputs[0], other, outputs[1])["ok"]
+    assert compare_spatial_step(model, outputs[0], other, outputs[1])["compared"] == 5
     for change, worst in (
         (lambda: outputs[0].mul_(1.001), "outputs"),
         (lambda: model.weight.grad.mul_(1.01), "gradient weight"),
         (lambda: model.bias.data.mul_(1.1), "parameter bias"),
     ):
         change()
-        verdict = compare_training_step(model, outputs[0], other, outputs[1])
+        verdict = compare_spatial_step(model, outputs[0], other, outputs[1])
         assert (verdict["ok"], verdict["worst"]) == (False, worst)
 
 
@@ -184,12 +184,12 @@ def trained(steps):
     """A model that has taken some steps as the only rank, one device that has not, and what the steps left."""
     one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=1)
     model, left = seeded_stack(), []
-    optimizer = parity.optimizer_of(model)
+    optimizer = parity.make_sgd(model)
     for step in range(steps):
         optimizer.zero_grad()
-        inputs = parity.samples_and_seed(model, torch.device("cpu"), step, rank=0)
+        inputs = parity.draw_samples(model, torch.device("cpu"), step, rank=0)
         output = model(*inputs)
-        left.append(Trained(model.get_loss(inputs, output), output, inputs))
+        left.append(StepOutcome(model.get_loss(inputs, output), output, inputs))
         left[-1].loss.backward()
         optimizer.step()
     return one_device, model, left
@@ -201,27 +201,25 @@ def seeded_stack():
 
 
 def test_a_model_that_trains_as_one_device_is_ok():
-    verdict = compare_training(*trained(2), rank=0, steps=2)
+    verdict = compare_fsdp_training(*trained(2), rank=0, steps=2)
     assert verdict["ok"] and verdict["compared"] == verdict["expected"] == 2 * 2 + 12 + 12
     assert verdict["limit"] == LIMITS[torch.float32] == 1e-5
 
 
 def test_losses_of_no_step_are_an_error():
-    with pytest.raises(
-        ValueError, match="no loss, so nothing was trained that could be compared: train 1 step or more"
-    ):
-        compare_training(*trained(0), rank=0, steps=0)
+    with pytest.raises(ValueError, match="no loss, so nothing was trained that could be compared: train 1 step or more"):
+        compare_fsdp_training(*trained(0), rank=0, steps=0)
 
 
 def test_fewer_steps_than_were_asked_for_are_not_ok():
-    verdict = compare_training(*trained(1), rank=0, steps=2)
+    verdict = compare_fsdp_training(*trained(1), rank=0, steps=2)
     assert (verdict["compared"], verdict["expected"], verdict["ok"]) == (26, 28, False)
 
 
 def test_an_output_that_differs_is_seen():
     one_device, model, left = trained(2)
     left[1] = left[1]._replace(output=left[1].output * 1.01)
-    verdict = compare_training(one_device, model, left, rank=0, steps=2)
+    verdict = compare_fsdp_training(one_device, model, left, rank=0, steps=2)
     assert (verdict["ok"], verdict["worst"]) == (False, "output of step 1")
 
 
@@ -229,14 +227,14 @@ def test_a_model_that_has_lost_its_gradients_is_an_error():
     one_device, model, losses = trained(2)
     model.layers[1].out_proj.bias.grad = None
     with pytest.raises(ValueError, match=r"gradient layers.1.out_proj.bias: the distributed side has none to compare"):
-        compare_training(one_device, model, losses, rank=0, steps=2)
+        compare_fsdp_training(one_device, model, losses, rank=0, steps=2)
 
 
 def test_a_model_that_lacks_a_parameter_is_an_error():
     one_device, model, losses = trained(2)
     model.layers[1].out_proj.bias = None
     with pytest.raises(ValueError, match=r"gradient: only on one side: \['layers.1.out_proj.bias'\]"):
-        compare_training(one_device, model, losses, rank=0, steps=2)
+        compare_fsdp_training(one_device, model, losses, rank=0, steps=2)
 
 
 def test_frozen_parameters_are_compared_without_gradients():
@@ -246,23 +244,21 @@ def test_frozen_parameters_are_compared_without_gradients():
 
 
 def test_every_batch_has_a_seed_of_its_own():
-    seeds = {
-        parity.seed_of(step, rank, batch, 3) for step in (0, 1, 9998) for rank in (0, 1, 3332) for batch in range(3)
-    }
+    seeds = {parity.sample_seed(step, rank, batch, 3) for step in (0, 1, 9998) for rank in (0, 1, 3332) for batch in range(3)}
     assert len(seeds) == 27
 
 
 def test_one_rank_with_four_batches_has_the_samples_of_four_ranks():
-    assert [parity.seed_of(5, 0, batch, 4) for batch in range(4)] == [parity.seed_of(5, rank) for rank in range(4)]
+    assert [parity.sample_seed(5, 0, batch, 4) for batch in range(4)] == [parity.sample_seed(5, rank) for rank in range(4)]
 
 
 def test_gradients_of_several_batches_add_up():
     """Two batches a step are, with a loss that is a sum, one batch of both."""
     one_device = parity.OneDevice(lambda rank: seeded_stack(), ranks=2, batches=2)
-    one_device.step(0)
+    one_device.train_step(0)
     whole = seeded_stack()
     for rank, batch in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        inputs = parity.samples_and_seed(whole, torch.device("cpu"), 0, rank, batch, 2)
+        inputs = parity.draw_samples(whole, torch.device("cpu"), 0, rank, batch, 2)
         (whole.get_loss(inputs, whole(*inputs)) / 2).backward()
     for mine, other in zip(one_device.copies[1].parameters(), whole.parameters(), strict=True):
         assert relative_error(mine.grad, other.grad) < 1e-6
@@ -287,7 +283,7 @@ def test_seeded_parameters_are_not_degenerate():
 def test_a_seeded_copy_is_equal_and_independent():
     model, _ = two_models()
     before = model.weight.detach().clone()
-    other = parity.seeded_copy(model, seed=3)
+    other = parity.seed_and_copy(model, seed=3)
     assert not torch.equal(model.weight, before)
     assert torch.equal(model.weight, other.weight)
     with torch.no_grad():

@@ -283,11 +283,11 @@ def test_a_state_dict_is_the_first_ranks_on_every_rank(ranks):
 
 def test_a_state_dict_is_a_copy_in_the_wanted_type_and_the_model_stays():
     model = small_model()
-    half = parity.state_dict_of(model, cpu_offload=True, half=True)
+    half = parity.copy_state_dict(model, cpu_offload=True, half=True)
     assert half["0.weight"].dtype == half["1.running_mean"].dtype == torch.float16
     assert half["1.num_batches_tracked"].dtype == torch.int64
     assert model[0].weight.dtype == torch.float32
-    state = parity.state_dict_of(model)
+    state = parity.copy_state_dict(model)
     assert list(state) == list(model.state_dict())
     state["0.weight"].zero_()
     assert model[0].weight.any()

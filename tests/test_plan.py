@@ -13,12 +13,12 @@ import pytest
 import labkit
 from labkit.__main__ import main
 from labkit.errors import LabError
-from labkit.launcher.progress import Display, shown_on
-from labkit.runs.folder import VARIABLE, runs_folder
-from labkit_simulate.continued import FEW, to_be_whole
-from labkit_simulate.fits import GIB, fits
-from labkit_simulate.plan import largest
-from labkit_simulate.theory.allocator import OUTSIDE
+from labkit.launcher.progress import Display, use_display
+from labkit.runs.folder import ENV_RUN_FOLDER, runs_folder
+from labkit_simulate.extrapolate import SMALL_BLOCK_COUNTS, candidates_to_simulate_whole
+from labkit_simulate.memory_fit import GIB, memory_fit
+from labkit_simulate.planner import largest_fitting_value
+from labkit_simulate.theory.allocator import OUTSIDE_ALLOCATOR_BYTES
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 512}
 PROGRAM = """
@@ -83,7 +83,7 @@ def test_every_row_is_what_simulate_says_and_nothing_is_simulated_twice(found):
 
 def test_all_train_with_the_same_samples_and_the_fastest_comes_first(found):
     plan, _ = found
-    rows = plan.fitting
+    rows = plan.fitting_rows
     assert list(rows["step_s"]) == sorted(rows["step_s"]) and plan.best["step_s"] == rows["step_s"].min()
     for row in rows.to_dict("records"):
         assert row["batch"] * row["world_size"] // row["tp"] == 16 == row["samples"]
@@ -103,12 +103,12 @@ def test_what_the_program_refuses_is_a_row_in_its_own_words(found):
 
 def test_a_plan_is_read_from_its_folder_and_asked_under_another_budget(found):
     plan, _ = found
-    again = labkit.Plan.load(plan.folder)
+    again = labkit.SearchResult.load(plan.folder)
     assert again.frame.equals(plan.frame) and repr(again) == repr(plan)
-    least, most = (plan.fitting["reserved_bytes"] + sum(OUTSIDE.values())).agg(["min", "max"]) / 2**30
-    assert len(again.having(budget_gib=most).fitting) == len(plan.fitting)
-    assert len(again.having(budget_gib=(least + most) / 2).fitting) < len(plan.fitting)
-    nothing = again.having(budget_gib=0.5)
+    least, most = (plan.fitting_rows["reserved_bytes"] + sum(OUTSIDE_ALLOCATOR_BYTES.values())).agg(["min", "max"]) / 2**30
+    assert len(again.with_limits(budget_gib=most).fitting_rows) == len(plan.fitting_rows)
+    assert len(again.with_limits(budget_gib=(least + most) / 2).fitting_rows) < len(plan.fitting_rows)
+    nothing = again.with_limits(budget_gib=0.5)
     with pytest.raises(LabError, match=r"nothing fits\n.* do not fit: .* to .* of memory are missing"):
         _ = nothing.best
 
@@ -126,7 +126,7 @@ def test_a_deep_model_is_continued_to_what_it_is_whole(deep):
     some, whole = deep
     assert sum(bool(each.continued_from) for each in some.candidates) >= 2
     for line, full in zip(some.candidates, whole.candidates, strict=True):
-        assert line.continued_from in ([], list(FEW)) and full.continued_from == []
+        assert line.continued_from in ([], list(SMALL_BLOCK_COUNTS)) and full.continued_from == []
         assert line.sizes["peak"] == full.sizes["peak"] and line.sizes["ahead"] == full.sizes["ahead"]
         assert line.sizes["reserved"] == pytest.approx(full.sizes["reserved"], rel=0.5)
         assert line.peak_in == full.peak_in and line.note == ""
@@ -137,7 +137,7 @@ def test_a_deep_model_is_continued_to_what_it_is_whole(deep):
 @pytest.mark.long  # the fixture takes 15 s
 def test_the_best_of_deep_models_are_whole_and_the_table_says_which_are_not(deep):
     some, _ = deep
-    first = some.fitting.groupby("hardware").head(1)
+    first = some.fitting_rows.groupby("hardware").head(1)
     assert first["whole"].all() and len(first) == 2 and not some.frame["whole"].all()
     count = sum(bool(each.continued_from) for each in some.candidates)
     assert f"{count} of 4 continued from 4 and 6 blocks, reserved memory estimated" in repr(some)
@@ -146,7 +146,7 @@ def test_the_best_of_deep_models_are_whole_and_the_table_says_which_are_not(deep
     line = next(place for place, each in enumerate(some.candidates) if each.continued_from)
     with pytest.raises(labkit.ParameterError, match=rf"continued from \[4, 6\] blocks, simulate it .*\({line}\)"):
         some.result(line)
-    assert labkit.Plan.load(some.folder).frame.equals(some.frame)
+    assert labkit.SearchResult.load(some.folder).frame.equals(some.frame)
 
 
 @pytest.mark.long  # the fixture takes 15 s
@@ -154,11 +154,11 @@ def test_what_only_the_estimate_keeps_out_is_simulated_whole(deep):
     some, _ = deep
     lines = some.frame[~some.frame["whole"]]
     least = lines.loc[lines["needed_bytes"].idxmin()]
-    short = some.having(budget_gib=(least["needed_bytes"] - 1) / GIB)
+    short = some.with_limits(budget_gib=(least["needed_bytes"] - 1) / GIB)
     assert not short.frame.query(f"candidate == {least['candidate']}")["fits"].any()
-    assert least["candidate"] in to_be_whole(short, 4)
-    nothing = some.having(budget_gib=(least["needed_bytes"] - least["reserved_bytes"]) / GIB)
-    assert to_be_whole(nothing, 4) == []
+    assert least["candidate"] in candidates_to_simulate_whole(short, 4)
+    nothing = some.with_limits(budget_gib=(least["needed_bytes"] - least["reserved_bytes"]) / GIB)
+    assert candidates_to_simulate_whole(nothing, 4) == []
 
 
 MOVES = """
@@ -211,7 +211,7 @@ def test_a_peak_that_moves_as_a_model_gets_deeper_is_noticed(tmp_path):
     assert re.fullmatch(r"peak \+\d+% of what was continued", later.note)
     assert f"1 simulated whole are not as continued ({later.note})" in repr(found)
     assert stays.sizes["peak"] == later.sizes["peak"], "deep enough that the first moment does not matter"
-    assert labkit.Plan.load(found.folder).frame.equals(found.frame)
+    assert labkit.SearchResult.load(found.folder).frame.equals(found.frame)
     few = labkit.plan(path, world_size=8, before=[0, 8], whole=2)
     assert few.frame["whole"].all() and "note" not in few.frame, "no more than have to be whole anyway"
 
@@ -228,8 +228,8 @@ def test_one_that_fails_is_a_row_with_its_reason(program):
     reasons = [candidate.reason for candidate in plan.candidates]
     assert reasons[:2] == ["rank 0 failed: RuntimeError: no such luck", ""]
     assert all("16 ranks cannot share 8: take a multiple" in reason for reason in reasons[2:])
-    assert len(plan.fitting) == 1 and plan.best["mode"] == "trains"
-    assert labkit.Plan.load(plan.folder).frame.equals(plan.frame)
+    assert len(plan.fitting_rows) == 1 and plan.best["mode"] == "trains"
+    assert labkit.SearchResult.load(plan.folder).frame.equals(plan.frame)
 
 
 def test_what_hardware_cannot_compute_is_a_row_too():
@@ -237,7 +237,7 @@ def test_what_hardware_cannot_compute_is_a_row_too():
     plan = labkit.plan(**how, hardware=["h100-8x", "laptop"], precision=["bf16", "float32"])
     assert [bool(candidate.reason) for candidate in plan.candidates] == [True, False]
     assert "no rate for 'bfloat16' numbers on laptop" in plan.candidates[0].reason
-    assert plan.machines == ["h100-8x", "laptop"] and set(plan.fitting["precision"]) == {"float32"}
+    assert plan.hardware_names == ["h100-8x", "laptop"] and set(plan.fitting_rows["precision"]) == {"float32"}
 
 
 class Impatient(Display):
@@ -255,19 +255,19 @@ class Impatient(Display):
 def running_ranks():
     """Processes of runs in the folder of this test's runs."""
     for process in psutil.process_iter(["environ"]):
-        if str((process.info["environ"] or {}).get(VARIABLE, "")).startswith(str(runs_folder())):
+        if str((process.info["environ"] or {}).get(ENV_RUN_FOLDER, "")).startswith(str(runs_folder())):
             yield process
 
 
 def test_an_interrupt_ends_all_within_two_seconds_and_keeps_what_is_known(program, monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
     display = Impatient()
-    with shown_on(display), pytest.raises(KeyboardInterrupt) as interrupted:
+    with use_display(display), pytest.raises(KeyboardInterrupt) as interrupted:
         labkit.plan(program, mode=["trains", "hangs"], dim=[8, 16, 24], world_size=8)
     assert 0 < time.monotonic() - display.pressed < 2
     assert list(running_ranks()) == []
     kept = eval(str(interrupted.value).partition("is kept: ")[2])
-    assert len(kept.fitting) >= 1 and "not simulated yet" in set(kept.frame["reason"])
+    assert len(kept.fitting_rows) >= 1 and "not simulated yet" in set(kept.frame["reason"])
 
 
 @pytest.mark.parametrize(
@@ -293,12 +293,12 @@ def test_a_wrong_argument_is_told_before_anything_starts(wrong, words):
 def test_the_largest_batch_fits_and_one_more_does_not():
     how = TINY | {"world_size": 8, "hardware": "h100-8x"}
     three = labkit.simulate("decoder", **how, batch=3, warm=True)
-    budget_gib = (three.value("gpu_reserved_bytes") + sum(OUTSIDE.values())) / 2**30
-    most = largest("batch", **how, budget_gib=budget_gib)
-    assert most >= 3 and fits(labkit.simulate("decoder", **how, batch=most, warm=True), budget_gib)
-    assert not fits(labkit.simulate("decoder", **how, batch=most + 1, warm=True), budget_gib)
-    assert largest("batch", **how, budget_gib=1.0) == 0
-    assert largest("batch", **how, at_most=1) == 1
+    budget_gib = (three.value("gpu_reserved_bytes") + sum(OUTSIDE_ALLOCATOR_BYTES.values())) / 2**30
+    most = largest_fitting_value("batch", **how, budget_gib=budget_gib)
+    assert most >= 3 and memory_fit(labkit.simulate("decoder", **how, batch=most, warm=True), budget_gib)
+    assert not memory_fit(labkit.simulate("decoder", **how, batch=most + 1, warm=True), budget_gib)
+    assert largest_fitting_value("batch", **how, budget_gib=1.0) == 0
+    assert largest_fitting_value("batch", **how, at_most=1) == 1
 
 
 def test_the_command_line_plans(capsys):
@@ -324,7 +324,7 @@ def test_the_docs_answer_what_people_ask():
 def test_what_people_ask_is_one_call(question):
     job = {"model": "tiny", "layers": 1, "sequence": 256, "precision": "bf16", "checkpointing": "full"}
     names = {"job": job | {"hybrid": None, "tp": 1}, "on": {"world_size": 16, "hardware": "h100-8x"}}
-    names |= {"labkit": labkit, "largest": partial(largest, at_most=2)}
+    names |= {"labkit": labkit, "largest": partial(largest_fitting_value, at_most=2)}
     call = asked_in_the_docs()[question].replace("step=4096", "step=1").replace("[8, 64]", "[8, 16]")
     answer = eval(call, names)
     if isinstance(answer, pandas.DataFrame) and "peak_optstate_bytes" in answer:

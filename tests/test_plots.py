@@ -11,10 +11,10 @@ from matplotlib.patches import Rectangle
 
 from labkit import plots
 from labkit.plots import style
-from labkit.plots.runs import off
+from labkit.plots.runs import relative_error_text
 from labkit.runs.result import RunResult, UnknownValue
 from labkit.theory.placements import local_piece
-from labkit.theory.spatial import Stage
+from labkit.theory.spatial import ConvNeXtStage
 
 SESSION = {"device": "cpu", "device_name": "CPU", "cores": 2, "torch": "9.9", "note": ""}
 
@@ -49,25 +49,21 @@ def run(nproc=2, factor=1.0, **session):
 PEAKS = {"one": {"parameter": 4e6, "activation": 8e6}, "two": {"parameter": 2e6, "all_gather": 1e6}}
 MOMENTS = [{"parameter": 2e6}, {"parameter": 2e6, "activation": 4e6}, {"parameter": 2e6, "temp": 1e6}]
 DRAWINGS = {
-    "latency": lambda **more: plots.latency({"one": run(1), "two": run(2)}, **more),
-    "memory": lambda **more: plots.memory({"one": run(1), "two": run(2)}, **more),
-    "loss": lambda **more: plots.loss({"one": run(1), "two": run(2)}, **more),
-    "breakdown": lambda **more: plots.breakdown(PEAKS, {"one": run(1), "two": run(2)}, **more),
-    "loss_difference": lambda **more: plots.loss_difference({"two": run(2)}, run(1), **more),
-    "over_step": lambda **more: plots.over_step(MOMENTS, 2, run(2), **more),
-    "sent_beside": lambda **more: plots.sent_beside({"DDP": {"all_reduce": 1e6}}, **more),
-    "passes": lambda **more: plots.passes({"DDP": {"all_reduce": 1.0}}, **more),
-    "halos": lambda **more: plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
-    "convnext": lambda **more: plots.convnext([Stage(8, 16, 32, depth=1)], 64, 128, **more),
+    "latency": lambda **more: plots.latency_bars({"one": run(1), "two": run(2)}, **more),
+    "memory": lambda **more: plots.memory_by_category({"one": run(1), "two": run(2)}, **more),
+    "loss": lambda **more: plots.loss_curves({"one": run(1), "two": run(2)}, **more),
+    "breakdown": lambda **more: plots.memory_comparison(PEAKS, {"one": run(1), "two": run(2)}, **more),
+    "loss_difference": lambda **more: plots.loss_difference_curves({"two": run(2)}, run(1), **more),
+    "over_step": lambda **more: plots.memory_over_step(MOMENTS, 2, run(2), **more),
+    "sent_beside": lambda **more: plots.traffic_by_collective({"DDP": {"all_reduce": 1e6}}, **more),
+    "passes": lambda **more: plots.communication_passes({"DDP": {"all_reduce": 1.0}}, **more),
+    "halos": lambda **more: plots.halo_diagram(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, **more),
+    "convnext": lambda **more: plots.convnext_diagram([ConvNeXtStage(8, 16, 32, depth=1)], 64, 128, **more),
     "placed": lambda **more: placed(["Shard(0)", "Partial()"], **more),
-    "strips": lambda **more: plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (2, 2), 4, 0.1, **more),
-    "amounts": lambda **more: plots.amounts({"a": {"x": 2e6}}, {}, {"x": style.BLUE}, **more),
+    "strips": lambda **more: plots.strip_layout(numpy.zeros((4, 16, 3), numpy.uint8), (2, 2), 4, 0.1, **more),
+    "amounts": lambda **more: plots.byte_bars({"a": {"x": 2e6}}, {}, {"x": style.BLUE}, **more),
 }
-MEASURED = [
-    name
-    for name in DRAWINGS
-    if name not in ("halos", "convnext", "passes", "sent_beside", "placed", "strips", "amounts")
-]
+MEASURED = [name for name in DRAWINGS if name not in ("halos", "convnext", "passes", "sent_beside", "placed", "strips", "amounts")]
 
 
 def placed(placements, **more):
@@ -78,7 +74,7 @@ def placed(placements, **more):
         rank: picture[piece.indices[0].start : piece.indices[0].stop, piece.indices[1].start : piece.indices[1].stop]
         for rank, piece in pieces.items()
     }
-    return plots.placed(picture, pieces, held, 2, **more)
+    return plots.placement_picture(picture, pieces, held, 2, **more)
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
@@ -109,23 +105,23 @@ def test_a_measured_figure_says_where_its_numbers_come_from(name):
 
 
 def test_ranks_beyond_the_cores_are_mechanism_and_not_speed():
-    stamp = stamp_of(plots.latency({"two": run(2), "four": run(4)}))
+    stamp = stamp_of(plots.latency_bars({"two": run(2), "four": run(4)}))
     assert stamp == "CPU · 2 and 4 ranks on 2 cores · 4 ranks: mechanism, not speed · torch 9.9", "one line"
 
 
 def test_a_note_of_the_session_is_on_the_figure():
     result = run(device="cpu", note="1 GPU for 2 ranks: ran on CPU")
-    assert stamp_of(plots.loss({"a": result})).endswith("torch 9.9 · 1 GPU for 2 ranks: ran on CPU")
+    assert stamp_of(plots.loss_curves({"a": result})).endswith("torch 9.9 · 1 GPU for 2 ranks: ran on CPU")
     gpu = run(device="cuda", device_name="NVIDIA H200", cores=2)
-    assert stamp_of(plots.loss({"a": gpu})) == "NVIDIA H200 · 2 ranks · torch 9.9"
+    assert stamp_of(plots.loss_curves({"a": gpu})) == "NVIDIA H200 · 2 ranks · torch 9.9"
 
 
 def test_a_figure_with_two_plots_names_each_origin_once_and_keeps_its_title():
     figure, (left, right) = pyplot.subplots(1, 2)
     figure.suptitle("two plots")
-    plots.latency({"a": run(1), "b": run(1)}, ax=left)
+    plots.latency_bars({"a": run(1), "b": run(1)}, ax=left)
     assert stamp_of(left) == "CPU · 1 rank on 2 cores · torch 9.9"
-    plots.latency({"a": run(1), "c": run(2)}, ax=right)
+    plots.latency_bars({"a": run(1), "c": run(2)}, ax=right)
     assert stamp_of(right) == "CPU · 1 and 2 ranks on 2 cores · torch 9.9"
     assert figure.get_suptitle() == "two plots"
     assert sorted(text.get_text() for text in figure.texts) == sorted([stamp_of(left), "two plots"])
@@ -140,23 +136,23 @@ def texts_of(ax):
 
 
 def test_table_holds_predicted_against_measured():
-    table = plots.table(run(2), {"send_bytes": 1536, "send_count": 5, "peak_activation_bytes": 8.2e6}, tolerance=0.03)
+    table = plots.comparison_table(run(2), {"send_bytes": 1536, "send_count": 5, "peak_activation_bytes": 8.2e6}, tolerance=0.03)
     assert list(table.columns) == ["predicted", "measured", "ratio", "verdict"]
     assert list(table["verdict"]) == ["equal", "differs", "within 3%"]
     assert list(table["ratio"]) == [1, 0.8, 0.9756]
-    assert list(plots.table(run(2), {"send_count": 4.0001})["verdict"]) == ["differs"], "0 tolerance wants equality"
+    assert list(plots.comparison_table(run(2), {"send_count": 4.0001})["verdict"]) == ["differs"], "0 tolerance wants equality"
 
 
 def test_ones_own_predictions_come_first_and_are_off_by_a_factor():
     yours = {"send_bytes": 768, "send_count": None, "peak_activation_bytes": 16e6}
     predicted = {"send_bytes": 1536, "send_count": 5, "peak_activation_bytes": 8.2e6, "forward_ms": 10}
-    table = plots.table(run(2), predicted, yours=yours, tolerance=0.03)
+    table = plots.comparison_table(run(2), predicted, yours=yours, tolerance=0.03)
     assert list(table.columns) == ["yours", "theory", "measured", "yours is", "theory is"]
     assert list(table["yours"]) == ["768", "–", "16,000,000", "–"]
     assert list(table["yours is"]) == ["2 × too small", "–", "2 × too large", "–"]
     assert list(table["theory is"]) == ["right", "1.25 × too large", "within 3%", "right"]
     with pytest.raises(ValueError, match="yours has count, which theory has not: send_bytes"):
-        plots.table(run(2), {"send_bytes": 1}, yours={"count": 1})
+        plots.comparison_table(run(2), {"send_bytes": 1}, yours={"count": 1})
 
 
 @pytest.mark.parametrize(
@@ -164,23 +160,23 @@ def test_ones_own_predictions_come_first_and_are_off_by_a_factor():
     [(0, 0, "right"), (3, 0, "too large"), (0, 3, "too small"), (-1, 2, "too small"), (-4, -2, "2 × too large")],
 )
 def test_how_far_off_is_said_of_any_number(predicted, measured, said):
-    assert off(predicted, measured) == said
+    assert relative_error_text(predicted, measured) == said
 
 
 def test_a_prediction_of_zero_is_compared_as_well():
     result = run(2)
     result.lines.append(line("memory", "peak_buffer", 3, bytes=0))
-    table = plots.table(result, {"peak_buffer_bytes": 0, "send_bytes": 0}, tolerance=0.5)
+    table = plots.comparison_table(result, {"peak_buffer_bytes": 0, "send_bytes": 0}, tolerance=0.5)
     assert list(table["verdict"]) == ["equal", "differs"]
 
 
 def test_a_prediction_of_something_that_was_not_measured_is_an_error():
     with pytest.raises(UnknownValue, match="no value 'receive_bytes'; it has: "):
-        plots.table(run(2), {"receive_bytes": 1})
+        plots.comparison_table(run(2), {"receive_bytes": 1})
 
 
 def test_latency_stacks_forward_backward_and_optimizer():
-    ax = plots.latency({"one": run(1), "two": run(2, factor=2.0)})
+    ax = plots.latency_bars({"one": run(1), "two": run(2, factor=2.0)})
     assert labels_of(ax) == ["forward", "backward", "optimizer"]
     assert "ms" in ax.get_xlabel()
     bars = [(patch.get_x(), patch.get_width()) for patch in ax.patches]
@@ -198,11 +194,9 @@ def bars_at(ax, middle):
 
 
 def test_memory_stacks_categories_and_marks_the_prediction_with_a_dashed_line():
-    ax = plots.memory({"one": run(1), "two": run(2, factor=0.5)}, predicted={"one": 8e6, "two": 4.1e6})
+    ax = plots.memory_by_category({"one": run(1), "two": run(2, factor=0.5)}, predicted={"one": 8e6, "two": 4.1e6})
     names = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert names == [
-        *("activations", "parameters", "optimizer state", "gradients", "temporary", "activations, predicted")
-    ]
+    assert names == [*("activations", "parameters", "optimizer state", "gradients", "temporary", "activations, predicted")]
     assert ax.get_ylabel() == "peak memory of a rank, MB"
     assert [bar.get_height() for bar in bars_at(ax, 0)] == pytest.approx([8, 4, 2, 1, 3])
     assert [bar.get_height() for bar in bars_at(ax, 1)] == pytest.approx([4, 2, 1, 0.5, 1.5])
@@ -214,7 +208,7 @@ def test_memory_stacks_categories_and_marks_the_prediction_with_a_dashed_line():
 
 
 def test_breakdown_puts_what_was_predicted_beside_what_was_measured():
-    ax = plots.breakdown({"one": {"parameter": 4e6, "activation": 8e6}}, {"one": run(1), "two": run(2)})
+    ax = plots.memory_comparison({"one": {"parameter": 4e6, "activation": 8e6}}, {"one": run(1), "two": run(2)})
     tops = {}
     for bar in ax.patches:
         middle = round(bar.get_x() + bar.get_width() / 2, 3)
@@ -229,7 +223,7 @@ def test_breakdown_puts_what_was_predicted_beside_what_was_measured():
 
 
 def test_a_bound_is_a_dotted_line_with_its_size():
-    ax = plots.breakdown(PEAKS, unit="GB", bound=6e6)
+    ax = plots.memory_comparison(PEAKS, unit="GB", bound=6e6)
     (line,) = ax.lines
     assert (line.get_linestyle(), list(line.get_ydata())) == (":", [pytest.approx(0.006)] * 2)
     assert "bound\n0.006 GB" in texts_of(ax)
@@ -237,14 +231,14 @@ def test_a_bound_is_a_dotted_line_with_its_size():
 
 
 def test_passes_add_up_by_collective():
-    ax = plots.passes({"DDP": {"all_gather": 0.5, "reduce_scatter": 0.5}, "FSDP": {"all_gather": 1.0}})
+    ax = plots.communication_passes({"DDP": {"all_gather": 0.5, "reduce_scatter": 0.5}, "FSDP": {"all_gather": 1.0}})
     assert texts_of(ax) == ["0.5", "0.5", "1 in all", "1", "1 in all"]
     assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 0.5), (0.5, 0.5), (0, 1)]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all-gather", "reduce-scatter"]
 
 
 def test_the_curve_of_a_step_is_theirs_that_are_held_and_its_peak_and_budget_are_named():
-    ax = plots.over_step(MOMENTS, 2, run(1), budget=5e6)
+    ax = plots.memory_over_step(MOMENTS, 2, run(1), budget=5e6)
     curve = next(line for line in ax.lines if line.get_linestyle() == "--")
     assert list(curve.get_ydata()) == [2, 2, 6, 6, 3, 3], "MB, predicted is dashed"
     assert texts_of(ax) == ["peak 6 MB", "18", "budget\n5 MB"]
@@ -256,22 +250,22 @@ def test_the_curve_of_a_step_is_theirs_that_are_held_and_its_peak_and_budget_are
 
 
 def test_what_is_sent_stands_beside_what_was_measured():
-    ax = plots.sent_beside({"DDP": {"all_reduce": 2e6}, "FSDP": {"all_gather": 2e6, "reduce_scatter": 1e6}})
+    ax = plots.traffic_by_collective({"DDP": {"all_reduce": 2e6}, "FSDP": {"all_gather": 2e6, "reduce_scatter": 1e6}})
     assert texts_of(ax) == ["2", "3"] and ax.get_ylim()[1] > 3
-    ax = plots.sent_beside({"DDP": {"all_reduce": 2e6}}, {"DDP": {"all_reduce": 4e6}})
+    ax = plots.traffic_by_collective({"DDP": {"all_reduce": 2e6}}, {"DDP": {"all_reduce": 4e6}})
     assert texts_of(ax) == ["2", "4"]
     assert {bar.get_linestyle() for bar in ax.patches if bar.get_height() == 2} == {"--"}
 
 
 def test_breakdown_of_theory_alone_has_no_stamp_and_no_frames():
-    ax = plots.breakdown({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held")
+    ax = plots.memory_comparison({"stage 0": {"parameter": 4e9, "optimizer": 8e9}}, ylabel="held")
     assert ax.figure.get_supxlabel() == ""
     assert max(bar.get_y() + bar.get_height() for bar in ax.patches) == pytest.approx(12_000)
     assert {bar.get_linestyle() for bar in ax.patches} == {"solid"}
 
 
 def test_loss_is_the_mean_of_all_ranks_by_step_without_the_warm_up():
-    ax = plots.loss({"one": run(1), "two": run(2)}, chance=2.3)
+    ax = plots.loss_curves({"one": run(1), "two": run(2)}, chance=2.3)
     assert labels_of(ax) == ["one", "two"]
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("training step", "loss (cross-entropy, nats)")
     assert [list(curve.get_xdata()) for curve in ax.lines[:2]] == [[0, 1, 2]] * 2
@@ -283,12 +277,10 @@ def test_loss_is_the_mean_of_all_ranks_by_step_without_the_warm_up():
 
 @pytest.mark.parametrize(("rank", "sources"), [(0, [1]), (1, [0, 2]), (3, [2])])
 def test_halos_come_from_the_neighbours_that_there_are(rank, sources):
-    ax = plots.halos(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, rank=rank)
+    ax = plots.halo_diagram(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, rank=rank)
     texts = texts_of(ax)
     assert [text for text in texts if text.startswith("rank")] == [f"rank {index}" for index in range(4)]
-    assert [text for text in texts if text.startswith("halo")] == [
-        f"halo: 2 columns\nfrom rank {one}" for one in sources
-    ]
+    assert [text for text in texts if text.startswith("halo")] == [f"halo: 2 columns\nfrom rank {one}" for one in sources]
     frames = [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_width() == 2]
     above = [frame for frame in frames if frame.get_y() == 0]
     assert [frame.get_x() for frame in above] == [10 * (rank + 1) if one > rank else 10 * rank - 2 for one in sources]
@@ -300,7 +292,7 @@ def test_halos_come_from_the_neighbours_that_there_are(rank, sources):
 
 def test_halos_show_the_very_pixels_that_travel():
     picture = numpy.arange(40, dtype=numpy.uint8)[None, :, None].repeat(20, 0).repeat(3, 2)
-    ax = plots.halos(picture, ranks=4, halo=2)
+    ax = plots.halo_diagram(picture, ranks=4, halo=2)
     shown = [set(numpy.unique(image.get_array())) for image in ax.images]
     assert shown == [set(range(40)), set(range(10, 20)), {8, 9}, {20, 21}]
 
@@ -311,7 +303,7 @@ def test_shards_show_every_number_where_it_belongs_and_replicas_in_one_colour():
         "rows": {0: matrix[:1], 1: matrix[1:], 2: matrix[:1], 3: matrix[1:]},
         "summands": {rank: matrix - rank for rank in range(4)},
     }
-    panels = plots.shards(matrix, held)
+    panels = plots.shard_panels(matrix, held)
     assert [panel.get_title(loc="left") for panel in panels] == ["the matrix", "rows", "summands"]
     assert texts_of(panels[0]) == ["0", "1", "2", "3"]
     both = ["rank 0", "0", "1", "rank 1", "2", "3"]
@@ -327,15 +319,15 @@ def test_shards_show_every_number_where_it_belongs_and_replicas_in_one_colour():
 def test_shards_draw_on_given_axes():
     _, (whole, panel, other) = pyplot.subplots(1, 3)
     ones = numpy.ones((2, 2))
-    drawn = plots.shards(ones, {"a": dict.fromkeys(range(4), ones)}, axes=[whole, panel])
+    drawn = plots.shard_panels(ones, {"a": dict.fromkeys(range(4), ones)}, axes=[whole, panel])
     assert list(drawn) == [whole, panel]
     assert panel.has_data()
     assert not other.has_data()
 
 
 def test_the_sketch_of_a_convnext_has_every_shape_and_a_block():
-    stages = [Stage(8, 16, 32, depth=2), Stage(16, 8, 16, depth=1)]
-    texts = texts_of(plots.convnext(stages, 64, 128))
+    stages = [ConvNeXtStage(8, 16, 32, depth=2), ConvNeXtStage(16, 8, 16, depth=1)]
+    texts = texts_of(plots.convnext_diagram(stages, 64, 128))
     for said in (
         "image\n3 × 64 × 128",
         "stem: 4 × 4,\n/4, norm\n8 × 16 × 32",
@@ -367,34 +359,34 @@ def test_the_same_part_has_the_same_colour_dashed_until_it_is_measured():
 
 
 def test_strips_shade_what_goes_to_a_neighbour():
-    ax = plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (2, 4), 6, 0.1)
+    ax = plots.strip_layout(numpy.zeros((4, 16, 3), numpy.uint8), (2, 4), 6, 0.1)
     shaded = [patch for patch in ax.patches if patch.get_alpha()]
     assert [round(patch.get_x(), 3) for patch in shaded[:6]] == [0.15, 0.25, 0.4, 0.5, 0.65, 0.75]
     assert len(shaded) == 12
     assert {"images 0 to 2", "images 3 to 5", "rank 0", "rank 7"} <= set(texts_of(ax))
-    ax = plots.strips(numpy.zeros((4, 16, 3), numpy.uint8), (1, 2), 1, 0.2, tensor_dim=2)
+    ax = plots.strip_layout(numpy.zeros((4, 16, 3), numpy.uint8), (1, 2), 1, 0.2, tensor_dim=2)
     upper, lower = [patch for patch in ax.patches if patch.get_alpha()]
     assert (upper.get_y(), lower.get_y()) == pytest.approx((0.075, 0.125)), "of a height of 0.25"
 
 
 def test_amounts_have_a_budget_in_their_unit():
     measured = {"b": {"x": 3e6}}
-    ax = plots.amounts({"a": {"x": 2e6}, "b": {"x": 4e6}}, measured, {"x": style.BLUE}, budget=8e6, ylabel="held")
+    ax = plots.byte_bars({"a": {"x": 2e6}, "b": {"x": 4e6}}, measured, {"x": style.BLUE}, budget=8e6, ylabel="held")
     assert texts_of(ax) == ["2", "4", "3", "budget\n8 MB"]
     assert ax.get_ylabel() == "held, MB"
     assert ax.lines[0].get_ydata()[0] == 8 < ax.get_ylim()[1]
-    assert plots.amounts({"a": {"x": 0}}, {}, {"x": style.BLUE}).get_ylim()[1] > 0, "nothing is no error"
+    assert plots.byte_bars({"a": {"x": 0}}, {}, {"x": style.BLUE}).get_ylim()[1] > 0, "nothing is no error"
 
 
 def test_the_difference_of_losses_is_a_part_of_the_reference():
-    ax = plots.loss_difference({"same": run(1), "half more": run(1, factor=1.5)}, run(1))
+    ax = plots.loss_difference_curves({"same": run(1), "half more": run(1, factor=1.5)}, run(1))
     assert list(ax.lines[0].get_ydata()) == [1e-9] * 3, "nothing, on a logarithmic axis"
     assert list(ax.lines[1].get_ydata()) == pytest.approx([0.5] * 3)
     assert ax.get_yscale() == "log"
 
 
 def test_strips_pay_stacks_messages_on_arithmetic():
-    (panel,) = plots.strips_pay({"a machine": {1: (0.03, 0.0), 2: (0.015, 0.005)}})
+    (panel,) = plots.strip_step_times({"a machine": {1: (0.03, 0.0), 2: (0.015, 0.005)}})
     assert [bar.get_height() for bar in panel.patches] == pytest.approx([30, 15, 0, 5])
     assert texts_of(panel) == ["30", "20"]
     assert {bar.get_linestyle() for bar in panel.patches} == {"--"}, "what is predicted is dashed"
@@ -403,7 +395,7 @@ def test_strips_pay_stacks_messages_on_arithmetic():
 
 def test_batch_pays_puts_a_dot_where_arithmetic_and_messages_take_equally_long():
     panels = {"one": (1e-6, {"slow": 5e-3, "fast": 1e-3}), "two": (2e-6, {"only": 5e-3})}
-    left, right = plots.batch_pays(panels, batches={"two": 90_000})
+    left, right = plots.communication_break_even(panels, batches={"two": 90_000})
     dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in left.lines if line.get_marker() == "o"]
     assert dots == [pytest.approx((5000, 5)), pytest.approx((1000, 1))]
     assert texts_of(left) == ["computing", "slow", "5,000", "fast", "1,000"]

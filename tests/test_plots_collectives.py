@@ -42,14 +42,14 @@ def run(program="all_reduce"):
 
 
 def test_message_times_are_those_of_the_fastest_round_by_size_in_order():
-    times = figures.message_times(run())
+    times = figures.fastest_all_reduce_times(run())
     assert list(times.index) == list(SIZES)
     assert list(times) == pytest.approx([NETWORK.seconds(size) for size in SIZES])
-    assert list(figures.message_times(run(), "pieces").index) == list(COUNTS)
+    assert list(figures.fastest_all_reduce_times(run(), "pieces").index) == list(COUNTS)
 
 
 def test_the_line_goes_through_the_fastest_rounds():
-    ax = figures.messages(run())
+    ax = figures.all_reduce_time_by_size(run())
     rounds, times, line, latency, break_even = ax.get_lines()
     assert len(rounds.get_xdata()) == 3 * len(SIZES)
     assert list(times.get_ydata()) == pytest.approx([1e6 * NETWORK.seconds(size) for size in SIZES])
@@ -66,7 +66,7 @@ def test_the_line_goes_through_the_fastest_rounds():
 
 
 def test_pieces_are_drawn_beside_what_the_fit_predicts():
-    ax = figures.pieces(run())
+    ax = figures.all_reduce_time_by_count(run())
     expected = [1e3 * NETWORK.seconds(TOTAL, messages=count) for count in COUNTS]
     assert [bar.get_height() for bar in ax.patches] == pytest.approx(expected)
     assert [line.get_ydata()[0] for line in ax.get_lines()] == pytest.approx(expected)
@@ -78,7 +78,7 @@ def test_pieces_are_drawn_beside_what_the_fit_predicts():
 
 def test_pieces_are_predicted_from_other_numbers_where_they_are_given():
     slower = AlphaBeta(2e-4, 2e-9)
-    marks = [line.get_ydata()[0] for line in figures.pieces(run(), network=slower).get_lines()]
+    marks = [line.get_ydata()[0] for line in figures.all_reduce_time_by_count(run(), network=slower).get_lines()]
     assert marks == pytest.approx([1e3 * slower.seconds(TOTAL, messages=count) for count in COUNTS])
 
 
@@ -90,14 +90,14 @@ def traded(tmp_path):
     for rank, (own, both) in enumerate(((1, 3), (2, 4))):
         gather = {"before": torch.tensor([float(own)]), "after": torch.tensor([1.0, 2.0])}
         reduce = {"before": [own, both], "after": [3.5, 7]}
-        torch.save({"gather": gather, "reduce": reduce}, RunFolder(tmp_path).gave(rank))
+        torch.save({"gather": gather, "reduce": reduce}, RunFolder(tmp_path).report(rank))
     return labkit.load(tmp_path)
 
 
 def test_every_number_has_the_colour_of_the_rank_that_had_it_first_and_sums_their_own(traded):
-    gather, reduce = figures.held(traded, {"gather": "all-gather", "reduce": "all-reduce"})
+    gather, reduce = figures.values_by_rank(traded, {"gather": "all-gather", "reduce": "all-reduce"})
     assert gather.get_title() == "all-gather"
-    first, second, sums = (to_rgba(each) for each in (*figures.style.RANK_COLOURS[:2], figures.SUM))
+    first, second, sums = (to_rgba(each) for each in (*figures.style.RANK_COLOURS[:2], figures.SUM_COLOUR))
     assert [cell.get_facecolor() for cell in gather.patches if isinstance(cell, Rectangle)] == [
         *(first, second),
         *(first, second, first, second),
@@ -110,20 +110,20 @@ def test_every_number_has_the_colour_of_the_rank_that_had_it_first_and_sums_thei
 def test_a_sum_over_some_ranks_has_another_colour_than_the_one_over_all(traded):
     for rank, (start, between) in enumerate((((1, 10), (1, 10)), ((2, 20), (3, 20)))):
         ring = {"start": start, "between": between, "end": (3.5, 30)}
-        torch.save({"ring": ring}, RunFolder(traded.folder).gave(rank))
-    (ax,) = figures.held(labkit.load(traded.folder), ["ring"])
+        torch.save({"ring": ring}, RunFolder(traded.folder).report(rank))
+    (ax,) = figures.values_by_rank(labkit.load(traded.folder), ["ring"])
     faces = [cell.get_facecolor() for cell in ax.patches if isinstance(cell, Rectangle)]
-    assert faces.count(to_rgba(figures.PART_OF_SUM)) == 1 and faces.count(to_rgba(figures.SUM)) == 4
+    assert faces.count(to_rgba(figures.PARTIAL_SUM_COLOUR)) == 1 and faces.count(to_rgba(figures.SUM_COLOUR)) == 4
     labels = [text.get_text() for text in ax.figure.legends[0].get_texts()]
     assert labels == ["from rank 0", "from rank 1", "sum over all ranks", "over some"]
 
 
 def test_axes_that_were_given_are_used():
     _, (left, right) = pyplot.subplots(1, 2)
-    assert figures.messages(run(), ax=left) is left
-    assert figures.pieces(run(), ax=right) is right
+    assert figures.all_reduce_time_by_size(run(), ax=left) is left
+    assert figures.all_reduce_time_by_count(run(), ax=right) is right
 
 
 def test_a_run_of_another_program_is_refused():
     with pytest.raises(ValueError, match="this run of fsdp_wrap timed no message: take a run of all_reduce"):
-        figures.messages(run("fsdp_wrap"))
+        figures.all_reduce_time_by_size(run("fsdp_wrap"))

@@ -32,7 +32,7 @@ def closed_figures():
 def run(folder, travelled=TRAVELLED, code=CODE):
     """A run of two ranks that recorded what travels in each of two steps."""
     if code:
-        RunFolder(folder).kept(0, "code").write_text(code)
+        RunFolder(folder).artifact(0, "code").write_text(code)
     lines = [
         {"v": 2, "rank": rank, "step": step, "kind": "bucket", "name": name, "index": index, "bytes": size}
         for rank in range(2)
@@ -46,9 +46,7 @@ def run(folder, travelled=TRAVELLED, code=CODE):
 
 def boxes(ax):
     """Row, start and end of each rectangle."""
-    return [
-        (round(box.get_y() + box.get_height() / 2), box.get_x(), box.get_x() + box.get_width()) for box in ax.patches
-    ]
+    return [(round(box.get_y() + box.get_height() / 2), box.get_x(), box.get_x() + box.get_width()) for box in ax.patches]
 
 
 def order_of(ax):
@@ -62,10 +60,9 @@ def texts(ax):
 
 
 def test_gradients_of_a_bucket_stand_side_by_side_as_wide_as_their_bytes(tmp_path):
-    ax = plots.buckets(run(tmp_path))
+    ax = plots.bucket_schedule(run(tmp_path))
     assert [box for box in boxes(ax) if box[0] == 1] == [
-        pytest.approx((1, start, end))
-        for start, end in ((0, 0.008), (0.008, 16.008), (16.008, 16.016), (16.016, 32.016))
+        pytest.approx((1, start, end)) for start, end in ((0, 0.008), (0.008, 16.008), (16.008, 16.016), (16.016, 32.016))
     ]
     assert len(ax.patches) == len(TRAVELLED)
     labels = [tick.get_text() for tick in ax.get_yticklabels()]
@@ -79,7 +76,7 @@ def test_gradients_of_a_bucket_stand_side_by_side_as_wide_as_their_bytes(tmp_pat
 
 
 def test_a_bar_reaches_from_the_request_to_the_last_wait_over_what_runs_between(tmp_path):
-    order = order_of(plots.buckets(run(tmp_path)))
+    order = order_of(plots.bucket_schedule(run(tmp_path)))
     assert boxes(order) == [(0, 23, 69), (1, 52, 77), (2, 66, 83)]
     drawn = [list(line.get_xdata()) for line in order.lines]
     assert drawn[:2] == [[27, 32, 37, 42, 50, 56, 64], [68]]
@@ -91,31 +88,31 @@ def test_a_bar_reaches_from_the_request_to_the_last_wait_over_what_runs_between(
 
 
 def test_a_figure_of_a_run_is_stamped_and_one_of_a_program_is_not(tmp_path):
-    assert plots.buckets(run(tmp_path)).figure.get_supxlabel() == "CPU · 2 ranks on 2 cores · torch 9.9"
-    ax = plots.buckets(inductor.buckets(CODE))
+    assert plots.bucket_schedule(run(tmp_path)).figure.get_supxlabel() == "CPU · 2 ranks on 2 cores · torch 9.9"
+    ax = plots.bucket_schedule(inductor.find_buckets(CODE))
     assert ax.figure.get_supxlabel() == ""
     assert texts(ax)[0] == "buf4", "a program knows no names"
 
 
 def test_a_bucket_that_is_never_waited_for_is_said_to_be_so():
     code = CODE.replace("torch.ops._c10d_functional.wait_tensor.default(buf4)", "pass")
-    order = order_of(plots.buckets(inductor.buckets(code)))
+    order = order_of(plots.bucket_schedule(inductor.find_buckets(code)))
     assert texts(order)[0] == "never waited for"
     assert boxes(order)[0] == (0, 23, 65)
 
 
 def test_small_gradients_are_drawn_in_kilobytes_and_many_are_counted():
     code = CODE.replace("2000", "20")
-    ax = plots.buckets(inductor.buckets(code))
+    ax = plots.bucket_schedule(inductor.find_buckets(code))
     assert ax.get_xlabel().endswith("kB")
     assert boxes(ax)[0] == (0, 0, pytest.approx(1.6))
-    [first, second, _] = inductor.buckets(CODE)
+    [first, second, _] = inductor.find_buckets(CODE)
     many = inductor.Bucket(0, first.gradients + 20 * second.gradients[:1], first.request, (), ())
-    assert texts(plots.buckets([many]))[-1] == "also here: 20 gradients"
+    assert texts(plots.bucket_schedule([many]))[-1] == "also here: 20 gradients"
 
 
 def test_nothing_is_cut_off_at_the_width_of_a_notebook(tmp_path):
-    figure = plots.buckets(run(tmp_path)).figure
+    figure = plots.bucket_schedule(run(tmp_path)).figure
     figure.canvas.draw()
     assert figure.get_size_inches()[0] == 7
     renderer = figure.canvas.get_renderer()
@@ -128,7 +125,7 @@ def test_nothing_is_cut_off_at_the_width_of_a_notebook(tmp_path):
 def test_axes_that_were_given_are_used(tmp_path):
     _, (left, right) = pyplot.subplots(1, 2)
     before = len(pyplot.get_fignums())
-    assert plots.buckets(run(tmp_path), ax=right) is right
+    assert plots.bucket_schedule(run(tmp_path), ax=right) is right
     assert len(pyplot.get_fignums()) == before
     assert not left.has_data()
 
@@ -145,7 +142,7 @@ def test_axes_that_were_given_are_used(tmp_path):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(tmp_path, travelled, code, error, problem):
     with pytest.raises(error, match=problem):
-        plots.buckets(run(tmp_path, travelled, code))
+        plots.bucket_schedule(run(tmp_path, travelled, code))
 
 
 def test_boxes_of_the_diagram_are_no_values_of_the_run(tmp_path):
@@ -153,7 +150,7 @@ def test_boxes_of_the_diagram_are_no_values_of_the_run(tmp_path):
 
 
 def test_the_program_of_a_run_has_the_names_that_it_recorded(tmp_path):
-    shown = repr(plots.program(run(tmp_path)))
+    shown = repr(plots.backward_program(run(tmp_path)))
     assert "mm(buf1: fc4.output.grad, arg4_1: fc4.weight, buf2: fc3.output.grad)" in shown
     assert "all_reduce_(buf4: fc4.weight.grad)  asks for bucket 0" in shown
 
@@ -172,7 +169,7 @@ def timed(folder, *steps_ms):
 
 def test_bars_are_medians_dots_are_steps_and_a_dashed_line_is_predicted(tmp_path):
     results = {"small": timed(tmp_path, 20, 30, 22, 90), "large": timed(tmp_path, 5, 6, 7)}
-    ax = plots.bucket_sizes(results, {"small": 0.02})
+    ax = plots.pass_time_by_bucket_size(results, {"small": 0.02})
     assert [bar.get_height() for bar in ax.patches] == pytest.approx([26, 6])
     small, dashed, large = ax.lines
     assert sorted(small.get_ydata()) == pytest.approx([20, 22, 30]), "the step of 90 ms is out of sight"
@@ -187,7 +184,7 @@ def spans_of(collection):
 
 
 def test_a_message_is_exposed_from_the_moment_on_when_nothing_is_computed():
-    ax = plots.backward_line([(0.001, 0.003), (0.003, 0.006)], 0.005, hidden=True)
+    ax = plots.backward_timeline([(0.001, 0.003), (0.003, 0.006)], 0.005, hidden=True)
     arithmetic, hidden, exposed = map(spans_of, ax.collections)
     assert arithmetic == [pytest.approx((0, 5))]
     assert hidden == [pytest.approx((1, 3)), pytest.approx((3, 5))]
@@ -197,7 +194,7 @@ def test_a_message_is_exposed_from_the_moment_on_when_nothing_is_computed():
 
 
 def test_arithmetic_stands_still_while_the_core_sends():
-    ax = plots.backward_line([(0.001, 0.003), (0.004, 0.005)], 0.004, hidden=False, measured_s=0.0095)
+    ax = plots.backward_timeline([(0.001, 0.003), (0.004, 0.005)], 0.004, hidden=False, measured_s=0.0095)
     arithmetic, hidden, exposed = map(spans_of, ax.collections)
     assert arithmetic == [pytest.approx(span) for span in ((0, 1), (3, 4), (5, 7))]
     assert not hidden
@@ -208,7 +205,7 @@ def test_arithmetic_stands_still_while_the_core_sends():
 
 
 def test_bars_by_size_are_arithmetic_and_what_is_exposed_and_the_chosen_one_is_bold():
-    ax = plots.backward_by_bucket({"small": (0.005, 0.010), "large": (0.005, 0.001)}, "large", measured_s=0.007)
+    ax = plots.backward_time_by_bucket_size({"small": (0.005, 0.010), "large": (0.005, 0.001)}, "large", measured_s=0.007)
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([5, 5, 10, 1])
     assert texts(ax) == ["15", "6"]
     assert [label.get_weight() for label in ax.get_yticklabels()] == ["normal", "bold"]

@@ -79,11 +79,11 @@ def sharing(tensors, others):
     return next((name for name, other in others.items() if addresses(tensors) <= addresses(other)), "")
 
 
-@pytest.mark.parametrize("extension", figures.LIVES)
+@pytest.mark.parametrize("extension", figures.TENSOR_LIVES)
 def test_the_drawing_of_memory_is_what_fsdp_does(first_of_two, extension):
     model = apply_extension(nn.Sequential(nn.Linear(8, 6, bias=False)), first_of_two, NAMES[extension])
     seen = Observer(model[0].weight._local_tensor)
-    drawn = {held.row: held.shares for held in figures.LIVES[extension]}
+    drawn = {held.row: held.shares for held in figures.TENSOR_LIVES[extension]}
     for is_first in (True, False):
         model[0].unshard()
         assert seen.is_first is is_first
@@ -96,33 +96,33 @@ def test_the_drawing_of_memory_is_what_fsdp_does(first_of_two, extension):
         assert all(nbytes([seen.shard])), "always there"
 
 
-@pytest.mark.parametrize("extension", figures.LIVES)
+@pytest.mark.parametrize("extension", figures.TENSOR_LIVES)
 def test_each_tensor_is_drawn_in_its_row_for_its_time_and_in_both_gathers(extension):
     ax = plots.hook_memory(extension)
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == list(figures.COLOURS)
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == list(figures.ROW_COLOURS)
     assert ax.yaxis_inverted()
     moments = [tick.get_text() for tick in ax.get_xticklabels()]
-    assert moments == ["sharded", *figures.GATHER, "sharded", *figures.GATHER, "sharded"]
+    assert moments == ["sharded", *figures.GATHER_MOMENTS, "sharded", *figures.GATHER_MOMENTS, "sharded"]
     assert not ax.get_title()
     shard, *blocks = ax.patches
     assert (shard.get_x(), shard.get_width()) == (0, len(moments))
-    lives = figures.LIVES[extension]
+    lives = figures.TENSOR_LIVES[extension]
     for block, held in zip(blocks, lives * 2, strict=True):
-        assert round(block.get_y() + block.get_height() / 2) == list(figures.COLOURS).index(held.row)
+        assert round(block.get_y() + block.get_height() / 2) == list(figures.ROW_COLOURS).index(held.row)
         start, end = int(block.get_x()), int(block.get_x() + block.get_width())
         assert (moments[start], moments[end - 1]) == (held.start, held.end)
         assert bool(block.get_hatch()) == bool(held.shares)
         colour = block.get_edgecolor() if held.shares else block.get_facecolor()
-        assert to_hex(colour) == figures.COLOURS[held.shares or held.row].lower()
+        assert to_hex(colour) == figures.ROW_COLOURS[held.shares or held.row].lower()
     assert [block.get_x() for block in blocks[3:]] == [block.get_x() + 5 for block in blocks[:3]]
 
 
 def test_what_is_said_fits_into_its_block():
-    for extension in figures.LIVES:
+    for extension in figures.TENSOR_LIVES:
         ax = plots.hook_memory(extension)
         ax.figure.canvas.draw()
         inside = {text.get_text(): text.get_window_extent() for text in ax.texts}
-        for held, block in zip(figures.LIVES[extension] * 2, ax.patches[1:], strict=True):
+        for held, block in zip(figures.TENSOR_LIVES[extension] * 2, ax.patches[1:], strict=True):
             box = block.get_window_extent()
             said = inside[held.first if block.get_x() < 5 else held.again]
             assert said.width < box.width, (extension, held)
@@ -133,10 +133,7 @@ def run(sent, error, held=0, gather=(0.0, 0.0)):
     scalars = {"weight_error": error, "weight_rms_error": error / 2, "held_bytes": held}
     scalars |= dict(zip(("gather_ms", "hooks_ms"), gather, strict=True))
     lines = [common | {"step": 3, "kind": "comm", "name": "all_gather", "axis": "", "count": 2, "bytes": sent}]
-    lines += [
-        common | {"step": -1, "kind": "scalar", "name": name, "value": value, "unit": ""}
-        for name, value in scalars.items()
-    ]
+    lines += [common | {"step": -1, "kind": "scalar", "name": name, "value": value, "unit": ""} for name, value in scalars.items()]
     info = {"program": "made up", "nproc": 1, "exit": "ok", "params": {}, "session": SESSION}
     return RunResult(Path("nowhere"), info, lines, [])
 
@@ -157,7 +154,7 @@ def dashed(ax):
 
 
 def test_a_point_a_run_and_the_bound_of_theory_beside_it():
-    ax = plots.bytes_against_error(RUNS, bounds={"bf16": 0.004, "int8": 0.005})
+    ax = plots.error_by_bytes(RUNS, bounds={"bf16": 0.004, "int8": 0.005})
     assert points(ax) == [(1.0, 0.0), (0.5, 0.003), (0.26, 0.002)]
     assert [set(line.get_ydata()) for line in dashed(ax)] == [{0.004}, {0.005}]
     assert [sum(line.get_xdata()) / 2 for line in dashed(ax)] == pytest.approx([0.5, 0.26])
@@ -168,7 +165,7 @@ def test_a_point_a_run_and_the_bound_of_theory_beside_it():
 
 
 def test_the_other_error_is_that_of_all_weights():
-    ax = plots.bytes_against_error(RUNS, error="rms")
+    ax = plots.error_by_bytes(RUNS, error="rms")
     assert points(ax) == [(1.0, 0.0), (0.5, 0.0015), (0.26, 0.001)]
     assert "RMS" in ax.get_ylabel()
 
@@ -186,7 +183,7 @@ def test_bars_of_time_and_memory_say_their_sums_and_what_was_predicted():
 
 def test_lines_of_predicted_times_cross_where_the_coding_takes_what_the_bytes_save():
     ways = {"float32": (4e6, 0.0), "int8": (1e6, 0.003)}
-    ax = plots.gather_times(ways, machines={"here": 1e9}, measured={"int8": (1e9, 0.005)}, results=RUNS.values())
+    ax = plots.gather_time_by_bandwidth(ways, machines={"here": 1e9}, measured={"int8": (1e9, 0.005)}, results=RUNS.values())
     plain, coded = dashed(ax)
     assert (plain.get_xdata() == coded.get_xdata()).all()
     cheaper = plain.get_ydata() < coded.get_ydata()
@@ -195,25 +192,25 @@ def test_lines_of_predicted_times_cross_where_the_coding_takes_what_the_bytes_sa
     assert points(ax) == [(1.0, 5.0)]
     assert [text.get_text() for text in ax.texts] == ["here"]
     assert ax.figure.get_supxlabel() == "CPU · 1 rank on 2 cores · torch 9.9"
-    assert plots.gather_times(ways, machines={"here": 1e9}).figure.get_supxlabel() == ""
+    assert plots.gather_time_by_bandwidth(ways, machines={"here": 1e9}).figure.get_supxlabel() == ""
 
 
 def test_a_way_to_send_has_one_colour_in_all_figures():
-    errors = plots.bytes_against_error(RUNS)
-    times = plots.gather_times({"float32": (4e6, 0.0), "int8": (1e6, 0.003)}, machines={"here": 1e9})
+    errors = plots.error_by_bytes(RUNS)
+    times = plots.gather_time_by_bandwidth({"float32": (4e6, 0.0), "int8": (1e6, 0.003)}, machines={"here": 1e9})
     colours = [line.get_color() for line in errors.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert colours == [figures.colour_of(label) for label in RUNS] and len(set(colours)) == 3
+    assert colours == [figures.encoding_colour(label) for label in RUNS] and len(set(colours)) == 3
     assert [line.get_color() for line in dashed(times)] == [colours[0], colours[2]]
     # as the lines of losses, which come in this order
     names = ("bf16", "float8", "int8")
-    assert [figures.colour_of(name) for name in names] == list(figures.style.RANK_COLOURS[:3])
+    assert [figures.encoding_colour(name) for name in names] == list(figures.style.RANK_COLOURS[:3])
 
 
 def test_a_padded_matrix_stands_beside_what_each_rank_sends_of_it():
     whole = numpy.arange(1.0, 13).reshape(3, 4)
     held = {0: whole[:2], 1: whole[2:]}
     sent = held | {1: numpy.concatenate([whole[2:], numpy.zeros((1, 4))])}
-    axes = plots.padded_shards(whole, held, sent)
+    axes = plots.shard_padding(whole, held, sent)
     assert [ax.get_title(loc="left") for ax in axes] == ["the matrix", "held", "the matrix, padded", "sent"]
     numbers = [[text.get_text() for text in ax.texts if not text.get_text().startswith("rank")] for ax in axes]
     assert numbers[0] == numbers[1] == [str(number) for number in range(1, 13)]
@@ -225,7 +222,7 @@ def test_a_padded_matrix_stands_beside_what_each_rank_sends_of_it():
 
 def test_labels_do_not_meet():
     for error in ("largest", "rms"):
-        ax = plots.bytes_against_error(RUNS, error=error)
+        ax = plots.error_by_bytes(RUNS, error=error)
         ax.figure.canvas.draw()
         boxes = [text.get_window_extent() for text in ax.texts]
         assert not any(one.overlaps(other) for one in boxes for other in boxes if one is not other)
@@ -234,19 +231,19 @@ def test_labels_do_not_meet():
 
 def test_without_float32_there_is_nothing_to_compare_with():
     with pytest.raises(ValueError, match="no run 'fp32' among bf16: add one"):
-        plots.bytes_against_error({"bf16": RUNS["bf16"]})
+        plots.error_by_bytes({"bf16": RUNS["bf16"]})
 
 
 def test_axes_that_were_given_are_used():
     _, (left, right) = pyplot.subplots(1, 2)
     before = len(pyplot.get_fignums())
     assert plots.hook_memory("int8", ax=left) is left
-    assert plots.bytes_against_error(RUNS, ax=right) is right
+    assert plots.error_by_bytes(RUNS, ax=right) is right
     assert len(pyplot.get_fignums()) == before
 
 
 def test_handed_bytes_are_numbers_and_scales_and_what_was_measured_beside_them():
-    ax = plots.handed_bytes({"fp32": {"numbers": 4e6}, "int8": {"numbers": 1e6, "scales": 5e5}}, {"int8": 1.5e6})
+    ax = plots.gather_byte_bars({"fp32": {"numbers": 4e6}, "int8": {"numbers": 1e6, "scales": 5e5}}, {"int8": 1.5e6})
     assert [text.get_text() for text in ax.texts] == ["4", "1.5", "1.5"]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["numbers", "scales", "measured", "predicted"]
@@ -261,5 +258,5 @@ def test_a_histogram_of_errors_has_the_bound_of_theory_dashed_on_both_sides():
     assert legend == ["theory: at most 0.5 %", "measured: at most 0.4 %"]
     tops = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert tops.max() == 50, "half of the weights have no error"
-    assert to_hex(ax.collections[0].get_facecolor()[0]) == figures.colour_of("int8").lower()
+    assert to_hex(ax.collections[0].get_facecolor()[0]) == figures.encoding_colour("int8").lower()
     assert plots.error_histogram(numpy.zeros(3), 0.0).get_xlim()[1] > 0

@@ -15,7 +15,7 @@ def closed_figures():
 
 
 def test_parts_of_a_step_add_up_and_say_how_much_is_waiting():
-    ax = plots.step_parts({"8": {"compute": 0.3, "exposed": 0.0}, "16": {"compute": 0.3, "exposed": 0.1}}, note="x")
+    ax = plots.step_time_parts({"8": {"compute": 0.3, "exposed": 0.0}, "16": {"compute": 0.3, "exposed": 0.1}}, note="x")
     ends = {(round(bar.get_y() + bar.get_height() / 2), round(bar.get_x() + bar.get_width(), 9)) for bar in ax.patches}
     assert ends == {(0, 0.3), (1, 0.3), (1, 0.4)}
     assert [text.get_text().strip() for text in ax.texts] == ["300 ms, 0% waiting", "400 ms, 25% waiting"]
@@ -23,17 +23,17 @@ def test_parts_of_a_step_add_up_and_say_how_much_is_waiting():
 
 
 def test_all_together_is_logarithmic_and_one_of_them_begins_at_zero():
-    together = plots.together(SERIES, note="x")
+    together = plots.total_throughput(SERIES, note="x")
     assert (together.get_xscale(), together.get_yscale()) == ("log", "log")
     assert [list(line.get_ydata()) for line in together.lines] == [[640, 1280, 5120], [600, 600]]
     assert [label.get_text() for label in together.get_xticklabels()] == ["64", "128", "1,024"]
-    each = plots.of_each({"weak": {64: 1.0, 128: 1.0, 1024: 0.5}}, note="x")
+    each = plots.throughput_per_gpu({"weak": {64: 1.0, 128: 1.0, 1024: 0.5}}, note="x")
     assert each.get_ylim()[0] == 0 and [text.get_text().strip() for text in each.texts] == ["50%"]
     assert "of those at first" in each.get_ylabel()
 
 
 def test_predictions_stand_at_their_ratio_within_the_band():
-    ax = plots.held_against({"a": 2.0, "b": 3.0}, {"a": 1.0, "b": 3.0}, within=1.5, note="x")
+    ax = plots.estimate_accuracy({"a": 2.0, "b": 3.0}, {"a": 1.0, "b": 3.0}, within=1.5, note="x")
     marks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_marker() == "o"]
     assert marks == [(2.0, 0), (1.0, 1)]
     assert [text.get_text() for text in ax.texts] == ["2.00", "1.00"]

@@ -70,7 +70,7 @@ def test_each_rank_has_a_row_of_compute_over_one_of_communication():
 
 def test_bars_have_their_place_and_the_colour_of_what_they_are():
     ax = figures.timeline(run(), ranks=[1])
-    colours = figures.COLOURS
+    colours = figures.BAR_COLOURS
     found = rectangles(ax)
     bars = [found[index] for index in range(5)]
     spans = [(start, end) for _, _, start, end in bars]
@@ -78,7 +78,7 @@ def test_bars_have_their_place_and_the_colour_of_what_they_are():
     assert [row for _, row, _, _ in bars] == pytest.approx([0, 0, 0, 1, 1])
     expected = [colours["forward"], colours["forward"], colours["optimizer"], colours["all_gather"], figures.style.GREY]
     assert [colour for colour, *_ in bars] == [colour.lower() for colour in expected]
-    assert len(set(colours.values()) | {style.EXPOSED, figures.style.GREY}) == len(colours) + 2
+    assert len(set(colours.values()) | {style.EXPOSURE_COLOUR, figures.style.GREY}) == len(colours) + 2
 
 
 def test_what_runs_at_the_same_time_stands_one_above_the_other():
@@ -93,7 +93,7 @@ def test_what_runs_at_the_same_time_stands_one_above_the_other():
 
 
 def test_exposed_stretches_are_underlined_below_the_row_of_communication():
-    found = [each for each in rectangles(figures.timeline(run())) if each[0] == style.EXPOSED.lower()]
+    found = [each for each in rectangles(figures.timeline(run())) if each[0] == style.EXPOSURE_COLOUR.lower()]
     assert [(start, end) for _, _, start, end in found] == [(42, 50), (60, 65)] * 2
     assert all(1.4 < row < 1.6 for _, row, _, _ in found[:2])
     assert all(3.8 < row < 4.0 for _, row, _, _ in found[2:])
@@ -116,7 +116,7 @@ def test_axes_that_were_given_are_used():
     _, (left, right) = pyplot.subplots(1, 2)
     before = len(pyplot.get_fignums())
     assert figures.timeline(run(), ax=right) is right
-    assert figures.exposed({"a": run()}, ax=left) is left
+    assert figures.communication_exposure({"a": run()}, ax=left) is left
     assert len(pyplot.get_fignums()) == before
 
 
@@ -128,7 +128,7 @@ def test_a_run_without_a_timeline_is_refused(result, ranks, missing):
 
 
 def test_exposed_and_hidden_add_up_to_all_communication():
-    ax = figures.exposed({"one": run(), "two": run()})
+    ax = figures.communication_exposure({"one": run(), "two": run()})
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["exposed", "hidden behind compute"]
     assert [(patch.get_x(), patch.get_width()) for patch in ax.patches] == [(0, 14), (14, 11)] * 2
     assert [text.strip() for text in texts(ax)] == ["14 of 25 ms exposed, 14% of the step"] * 2
@@ -146,9 +146,7 @@ def test_an_all_gather_too_short_for_its_name_has_it_above():
 
 
 def test_a_name_that_would_meet_the_one_before_goes_below():
-    bars = [
-        ("communication", "all_gather", f"layers.{each}", start, 0.1) for each, start in ((7, 30), (8, 30.5), (9, 60))
-    ]
+    bars = [("communication", "all_gather", f"layers.{each}", start, 0.1) for each, start in ((7, 30), (8, 30.5), (9, 60))]
     labels = {text.get_text(): text for text in figures.timeline(run(1, bars)).texts}
     assert [labels[name].get_va() for name in "789"] == ["bottom", "top", "bottom"]
     assert labels["8"].get_position()[1] > labels["7"].get_position()[1], "the axis points down"

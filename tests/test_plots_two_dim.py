@@ -24,7 +24,7 @@ def closed_figures():
 
 @pytest.mark.parametrize(("data", "tp"), [(2, 2), (3, 4), (1, 2)])
 def test_every_rank_lies_in_one_group_of_each_axis(data, tp):
-    ax = plots.mesh(data, tp)
+    ax = plots.mesh_diagram(data, tp)
     frames = {axis: [] for axis in AXIS_COLOURS}
     for frame in (each for each in ax.patches if isinstance(each, FancyBboxPatch)):
         colour = to_hex(frame.get_edgecolor()).upper()
@@ -47,11 +47,9 @@ def heights(ax):
 
 def test_traffic_is_stacked_by_axis_predicted_beside_measured():
     tp, data = AXIS_COLOURS["tp"], AXIS_COLOURS["data"]
-    ax = plots.traffic({"a": {"tp": 2e6, "data": 1e6}}, {"a": {"tp": 3e6}, "b": {"data": 4e6}}, results=[RUN])
+    ax = plots.traffic_by_axis({"a": {"tp": 2e6, "data": 1e6}}, {"a": {"tp": 3e6}, "b": {"data": 4e6}}, results=[RUN])
     assert heights(ax) == [(tp, True, 2.0), (data, True, 1.0), (tp, False, 3.0), (data, False, 4.0)]
-    bottoms = {
-        bar.get_y() for bar in ax.patches if to_hex(bar.get_facecolor()).upper() == data and bar.get_height() == 1
-    }
+    bottoms = {bar.get_y() for bar in ax.patches if to_hex(bar.get_facecolor()).upper() == data and bar.get_height() == 1}
     assert bottoms == {2.0}, "on top of what goes along tp"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["a", "b"]
     assert ax.get_ylabel() == "on the wire from a rank in a step, MB"
@@ -61,7 +59,7 @@ def test_traffic_is_stacked_by_axis_predicted_beside_measured():
 
 @pytest.mark.parametrize(("size", "unit"), [(5, "bytes"), (5e3, "kB"), (5e9, "GB"), (0, "bytes")])
 def test_traffic_of_theory_alone_has_no_stamp_and_the_unit_that_reads_best(size, unit):
-    ax = plots.traffic({"1": {"data": size}}, xlabel="ranks along tp")
+    ax = plots.traffic_by_axis({"1": {"data": size}}, xlabel="ranks along tp")
     assert ax.get_ylabel().endswith(unit) and ax.get_xlabel() == "ranks along tp"
     assert heights(ax) == ([(AXIS_COLOURS["data"], True, 5.0)] if size else [])
     assert ax.figure.get_supxlabel() == "" and len(ax.get_legend().get_texts()) == 2
@@ -69,7 +67,7 @@ def test_traffic_of_theory_alone_has_no_stamp_and_the_unit_that_reads_best(size,
 
 @pytest.mark.parametrize(("data", "tp"), [(2, 2), (1, 4), (3, 1)])
 def test_each_rank_of_a_mesh_keeps_its_own_piece_of_both_weights(data, tp):
-    ax = plots.mesh(data, tp)
+    ax = plots.mesh_diagram(data, tp)
     boxes = [each for each in ax.patches if isinstance(each, Rectangle)]
     whole = [each for each in boxes if not each.get_fill()]
     dark = [each for each in boxes if to_hex(each.get_facecolor()).upper() == style.GREEN]
@@ -77,9 +75,7 @@ def test_each_rank_of_a_mesh_keeps_its_own_piece_of_both_weights(data, tp):
     for outline, own in zip(whole, dark, strict=True):
         part = own.get_width() * own.get_height() / (outline.get_width() * outline.get_height())
         assert part == pytest.approx(1 / (data * tp))
-    corners = {
-        (round(own.get_x() - out.get_x(), 6), round(own.get_y() - out.get_y(), 6)) for out, own in pieces(whole, dark)
-    }
+    corners = {(round(own.get_x() - out.get_x(), 6), round(own.get_y() - out.get_y(), 6)) for out, own in pieces(whole, dark)}
     assert len(corners) == data * tp, "no two ranks keep the same rows of the first weight"
 
 
@@ -89,7 +85,7 @@ def pieces(whole, dark):
 
 
 def test_a_pair_shows_numbers_that_follow_from_each_other():
-    ax = plots.pair([[1, 2]], [[1, 0], [0, 1], [1, 1], [1, -1]], [[1, 0, 2, 1], [0, 1, 1, 1]])
+    ax = plots.pair_diagram([[1, 2]], [[1, 0], [0, 1], [1, 1], [1, -1]], [[1, 0, 2, 1], [0, 1, 1, 1]])
     shown = [text.get_text() for text in ax.texts]
     assert [number for number in shown if number.lstrip("-").isdigit()] == [
         *("1", "2", "1", "0", "0", "1", "1", "2", "1", "0", "0", "1", "1", "2"),
@@ -101,7 +97,7 @@ def test_a_pair_shows_numbers_that_follow_from_each_other():
 
 def test_a_steps_times_have_a_panel_a_way_and_one_scale():
     seconds = {"1": {"compute": 0.1, "tp": 0.0, "data": 0.05}, "2": {"compute": 0.1, "tp": 0.02, "data": 0.0}}
-    first, second, third = plots.step_times({"off": seconds, "on": seconds}, sent={"1": {"data": 2e9}})
+    first, second, third = plots.step_time_by_tp({"off": seconds, "on": seconds}, sent={"1": {"data": 2e9}})
     assert heights(first) == [(AXIS_COLOURS["data"], True, 2.0)], "predicted, and so in a dashed frame"
     assert second.get_ylim() == third.get_ylim() and second.get_title() == "off"
     assert sorted(round(height, 6) for *_, height in heights(second)) == [20, 50, 100, 100]
@@ -116,7 +112,7 @@ def test_times_by_split_name_the_best_one_and_what_was_measured_stands_beside_th
         2: {"compute": 0.002, "tp": 0.001, "data": 0.002},
         4: {"compute": 0.002, "tp": 0.001, "data": 0.0},
     }
-    ax = plots.split_times(seconds, chosen=2, best=4, measured_s=0.007)
+    ax = plots.step_time_by_split(seconds, chosen=2, best=4, measured_s=0.007)
     bars = [bar for bar in ax.patches if bar.get_height()]
     sums = [(bar.get_height(), bar.get_linestyle()) for bar in bars if not bar.get_fill()]
     assert sums == [(pytest.approx(size), "--") for size in (6, 5, 3)]
@@ -126,4 +122,4 @@ def test_times_by_split_name_the_best_one_and_what_was_measured_stands_beside_th
     assert [label.get_weight() for label in ax.get_xticklabels()] == ["normal", "bold", "normal"]
     assert ax.get_ylabel() == "one step of a rank, ms"
     tiny = {1: {"compute": 2e-6, "tp": 0.0, "data": 0.0}}
-    assert plots.split_times(tiny, chosen=1, best=1).get_ylabel() == "one step of a rank, µs"
+    assert plots.step_time_by_split(tiny, chosen=1, best=1).get_ylabel() == "one step of a rank, µs"

@@ -105,9 +105,7 @@ def test_a_hanging_run_times_out_with_the_stacks_of_every_rank(pids, time_flies)
     """Rank 1 comes to its end, but a thread of it does not; rank 0 waits for it."""
     time_flies(5)
     with pytest.raises(RunTimedOut) as caught:
-        labkit.run(
-            MISBEHAVE, how="stay", group=True, deaf=True, bare=True, orphan=True, pids=str(pids.path), timeout_s=300
-        )
+        labkit.run(MISBEHAVE, how="stay", group=True, deaf=True, bare=True, orphan=True, pids=str(pids.path), timeout_s=300)
     late = caught.value
     assert late.timeout_s == 300
     assert "in wait_for_godot" in late.stacks[1]
@@ -155,10 +153,10 @@ def test_kill_9_of_the_notebook_while_torchrun_starts(notebook, tmp_path, monkey
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
     running = notebook("wait")
     (folder,) = wait_for(lambda: list((tmp_path / "runs").glob("*")))
-    started = wait_for(lambda: process.processes_of(folder))
+    started = wait_for(lambda: process.find_run_processes(folder))
     running.kill()
     wait_for(lambda: not any(is_alive(each.pid) for each in started), LIMIT_S)
-    wait_for(lambda: not process.processes_of(folder), LIMIT_S)
+    wait_for(lambda: not process.find_run_processes(folder), LIMIT_S)
 
 
 def torchrun_among(pids):
@@ -199,8 +197,8 @@ def test_processes_are_found_by_the_folder_in_their_environment(tmp_path):
         subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": folder}) for folder in (str(tmp_path), "", f"{tmp_path}-2")
     )
     try:
-        wait_for(lambda: [found.pid for found in process.processes_of(tmp_path)] == [marked.pid])
-        process.stop(tmp_path)
+        wait_for(lambda: [found.pid for found in process.find_run_processes(tmp_path)] == [marked.pid])
+        process.kill_run_processes(tmp_path)
         assert marked.wait(LIMIT_S) == -signal.SIGKILL
         assert other.poll() is None
         assert neighbour.poll() is None
@@ -212,12 +210,10 @@ def test_processes_are_found_by_the_folder_in_their_environment(tmp_path):
 
 def test_of_hosts_that_share_a_machine_one_is_stopped_alone(tmp_path):
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    first, second = (
-        subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01"
-    )
+    first, second = (subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01")
     try:
-        wait_for(lambda: len(process.processes_of(tmp_path)) == 2)
-        process.stop(tmp_path, node="1")
+        wait_for(lambda: len(process.find_run_processes(tmp_path)) == 2)
+        process.kill_run_processes(tmp_path, node="1")
         assert second.wait(LIMIT_S) == -signal.SIGKILL
         assert first.poll() is None
     finally:
@@ -246,14 +242,14 @@ def test_ranks_talk_on_loopback_only_and_a_bystander_is_not_touched(notebook, pi
 
 
 def test_the_environment_of_the_ranks(monkeypatch, tmp_path):
-    monkeypatch.setattr(process.requirements, "cores", lambda: list(range(8)))
+    monkeypatch.setattr(process.requirements, "usable_cores", lambda: list(range(8)))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("PET_NNODES", "3")  # an option of torchrun, as Kubeflow sets it
     folder = process.RunFolder(tmp_path)
-    environment = process.environment(folder, 3, "cuda")
+    environment = process.rank_environment(folder, 3, "cuda")
     assert environment["OMP_NUM_THREADS"] == "2"
-    assert process.environment(folder, 9, "cpu")["OMP_NUM_THREADS"] == "1"
+    assert process.rank_environment(folder, 9, "cpu")["OMP_NUM_THREADS"] == "1"
     assert environment["LABKIT_DEVICE"] == "cuda"
     assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == process.loopback_interface()
     assert environment["PYTHONPATH"] == f"{Path(labkit.__file__).parents[1]}:/somewhere"
@@ -290,16 +286,16 @@ def test_a_kernel_that_is_interrupted_and_one_that_is_restarted(pids, tmp_path):
 
 
 def test_nothing_is_forked_outside_linux_or_beside_a_gpu(monkeypatch):
-    assert torchrun.may_fork()
+    assert torchrun.can_fork()
     with monkeypatch.context() as patched:
         patched.setattr(torchrun.os, "readlink", lambda path: "/dev/nvidiactl")
-        assert not torchrun.may_fork()
+        assert not torchrun.can_fork()
     monkeypatch.setattr(torchrun.sys, "platform", "darwin")
-    assert not torchrun.may_fork()
+    assert not torchrun.can_fork()
 
 
 def test_the_stacks_of_a_run_whose_folder_is_gone(monkeypatch, tmp_path):
-    monkeypatch.setattr(process, "pid_of", lambda folder, rank: 7)
-    monkeypatch.setattr(process, "processes_of", lambda folder: [types.SimpleNamespace(pid=7)])
+    monkeypatch.setattr(process, "read_pid", lambda folder, rank: 7)
+    monkeypatch.setattr(process, "find_run_processes", lambda folder: [types.SimpleNamespace(pid=7)])
     monkeypatch.setattr(process.os, "kill", lambda pid, number: None)
-    assert process.stacks_of(process.RunFolder(tmp_path / "gone"), range(1)) == {0: "(no answer)"}
+    assert process.collect_stacks(process.RunFolder(tmp_path / "gone"), range(1)) == {0: "(no answer)"}

@@ -11,32 +11,32 @@ from labkit.errors import ParameterError
 from labkit.launcher import progress
 from labkit.runs import records
 from labkit.runs.folder import RunFolder
-from labkit.runs.records import Writer
+from labkit.runs.records import RecordWriter
 
 RECORDS = Path(__file__).parent / "programs" / "records.py"
 
 
 def test_a_tail_gives_each_line_once_and_whole(tmp_path):
     path = tmp_path / "log"
-    tail = progress.Tail(path)
-    assert tail.read() == []
+    tail = progress.TailReader(path)
+    assert tail.read_lines() == []
     with path.open("ab", buffering=0) as file:
         file.write(b"one\ntw")
-        assert tail.read() == ["one"]
+        assert tail.read_lines() == ["one"]
         file.write("o\nthré".encode()[:-1])
-        assert tail.read() == ["two"]
+        assert tail.read_lines() == ["two"]
         file.write("é".encode()[-1:])
-        assert tail.read() == []
-        assert tail.rest() == ["thré"]
-        assert tail.rest() == []
+        assert tail.read_lines() == []
+        assert tail.read_remainder() == ["thré"]
+        assert tail.read_remainder() == []
 
 
 def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "text")
     folder = RunFolder(tmp_path)
-    shown = progress.Progress(folder, "strips", range(2), progress.choose_display())
+    shown = progress.RunMonitor(folder, "strips", range(2), progress.choose_display())
     shown.update()
-    writer = Writer(tmp_path, 0)
+    writer = RecordWriter(tmp_path, 0)
     writer.write("scalar", "planned_steps", -1, value=8, unit="steps")
     folder.pid(1).write_text("1")
     folder.log(1).write_text("hello\nworld")
@@ -63,7 +63,7 @@ def test_text_has_a_line_at_the_start_at_each_quarter_and_at_the_end(tmp_path, m
 
 def test_off_shows_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "off")
-    shown = progress.Progress(RunFolder(tmp_path), "strips", range(1), progress.choose_display())
+    shown = progress.RunMonitor(RunFolder(tmp_path), "strips", range(1), progress.choose_display())
     (tmp_path / "rank_00000.log").write_text("hello\n")
     shown.update()
     shown.close("ok")
@@ -105,13 +105,13 @@ STRANGE_LINES = [
 
 def test_strange_records_do_not_end_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "text")
-    shown = progress.Progress(RunFolder(tmp_path), "strips", range(1), progress.choose_display())
+    shown = progress.RunMonitor(RunFolder(tmp_path), "strips", range(1), progress.choose_display())
     good = ['{"name": "planned_steps", "value": 8}', '{"name": "step", "kind": "span", "step": 3}']
     for number in range(len(STRANGE_LINES) + 1):  # each of them also as the last
         lines = good + STRANGE_LINES[:number]
-        records.path_of(tmp_path, 0).write_text("".join(f"{line}\n" for line in lines))
+        records.record_path(tmp_path, 0).write_text("".join(f"{line}\n" for line in lines))
         shown.state.done_steps = 0
-        shown._records = progress.Tail(records.path_of(tmp_path, 0))
+        shown._records = progress.TailReader(records.record_path(tmp_path, 0))
         shown.update()
         assert shown.state.planned_steps == 8
         assert shown.state.done_steps == (4 if number < 12 else 8), "no more than planned"
@@ -121,7 +121,7 @@ def test_strange_records_do_not_end_a_run(tmp_path, monkeypatch, capsys):
 def test_a_long_line_is_cut_where_it_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LABKIT_PROGRESS", "text")
     folder = RunFolder(tmp_path)
-    shown = progress.Progress(folder, "strips", range(1), progress.choose_display())
+    shown = progress.RunMonitor(folder, "strips", range(1), progress.choose_display())
     folder.log(0).write_text("short\n" + 1_000_000 * "x" + "\n" + 2000 * "y")
     shown.close("ok")
     err = capsys.readouterr().err

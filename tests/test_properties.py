@@ -22,7 +22,7 @@ from labkit.runs import records
 settings.register_profile("labkit", max_examples=50, deadline=None, derandomize=True, database=None)
 settings.load_profile("labkit")
 
-WHOLE = some.integers(-records.LARGEST, records.LARGEST)
+WHOLE = some.integers(-records.MAX_INT64, records.MAX_INT64)
 TEXT = some.text(max_size=20)
 FLOAT = some.sampled_from([math.nan, math.inf, -math.inf, -0.0]) | some.floats()
 VALUES = {int: WHOLE, float: FLOAT | WHOLE, str: TEXT}
@@ -31,9 +31,9 @@ VALUES = {int: WHOLE, float: FLOAT | WHOLE, str: TEXT}
 @some.composite
 def lines(draw):
     """What a rank may write: a kind, a name, a step and the fields of the kind."""
-    kind = draw(some.sampled_from(sorted(records.FIELDS)))
-    wanted = {name: VALUES[kind_of] for name, kind_of in records.FIELDS[kind].items()}
-    optional = {name: wanted.pop(name) for name in records.MAY_LACK & wanted.keys()}
+    kind = draw(some.sampled_from(sorted(records.FIELDS_BY_KIND)))
+    wanted = {name: VALUES[kind_of] for name, kind_of in records.FIELDS_BY_KIND[kind].items()}
+    optional = {name: wanted.pop(name) for name in records.OPTIONAL_FIELDS & wanted.keys()}
     return kind, draw(TEXT), draw(WHOLE), draw(some.fixed_dictionaries(wanted, optional=optional))
 
 
@@ -41,7 +41,7 @@ def written(folder, ranks):
     """Write the lines of each rank; returns what was written, in the order in which it is read."""
     expected = []
     for rank, found in enumerate(ranks):
-        writer = records.Writer(folder, rank)
+        writer = records.RecordWriter(folder, rank)
         for kind, name, step, fields in found:
             writer.write(kind, name, step, **fields)
         writer.close()
@@ -53,42 +53,42 @@ def written(folder, ranks):
 def test_whatever_is_written_is_read_again(ranks):
     with tempfile.TemporaryDirectory() as name:
         expected = written(Path(name), ranks)
-        found = records.read(Path(name))
+        found = records.read_records(Path(name))
     assert repr(found.lines) == repr(expected), "as text: NaN is not equal to itself"
-    assert found.truncated == []
+    assert found.incomplete_files == []
 
 
 @given(some.lists(lines(), min_size=1, max_size=4), some.data())
 def test_a_last_line_may_be_cut_anywhere(ranks_lines, data):
     with tempfile.TemporaryDirectory() as name:
         expected = written(Path(name), [ranks_lines])
-        path = records.path_of(Path(name), 0)
+        path = records.record_path(Path(name), 0)
         content = path.read_bytes()
         last = content.rindex(b"\n", 0, -1) + 1 if content.count(b"\n") > 1 else 0
         cut = data.draw(some.integers(last + 1, len(content) - 1))
         path.write_bytes(content[:cut])
-        found = records.read(Path(name))
+        found = records.read_records(Path(name))
     assert repr(found.lines) == repr(expected[:-1])
-    assert found.truncated == [path]
+    assert found.incomplete_files == [path]
 
 
 @given(some.lists(lines(), min_size=1, max_size=4), some.data())
 def test_any_other_damage_is_harmless_or_named_with_its_place(ranks_lines, data):
     with tempfile.TemporaryDirectory() as name:
         written(Path(name), [ranks_lines])
-        path = records.path_of(Path(name), 0)
+        path = records.record_path(Path(name), 0)
         content = path.read_bytes()
         at = data.draw(some.integers(0, len(content)))
         gone = data.draw(some.integers(0, 9))
         damaged = content[:at] + data.draw(some.binary(max_size=9)) + content[at + gone :]
         path.write_bytes(damaged)
         try:
-            found = records.read(Path(name))
+            found = records.read_records(Path(name))
         except RecordError as error:
             assert str(error).startswith(f"{path}:")
             assert 1 <= int(str(error).removeprefix(f"{path}:").split(":")[0]) <= damaged.count(b"\n")
         else:
-            assert not any(map(records.problem_with, found.lines))
+            assert not any(map(records.record_problem, found.lines))
 
 
 JSON = some.recursive(
@@ -177,7 +177,7 @@ PARAMETERS = {
 
 @given(some.fixed_dictionaries({}, optional=PARAMETERS))
 def test_any_parameters_arrive_as_they_were_given(given_values):
-    made = config.make(Config, given_values)
+    made = config.build_config(Config, given_values)
     assert repr(asdict(config.parse_argv(Config, config.to_argv(made)))) == repr(asdict(made))
 
 
@@ -185,4 +185,4 @@ def test_any_parameters_arrive_as_they_were_given(given_values):
 def test_what_no_command_line_can_hold_is_refused(before, character, after):
     for refused in ({"text": before + character + after}, {"names": (before, character + after)}):
         with pytest.raises(ParameterError, match="a command line cannot hold"):
-            config.to_argv(config.make(Config, refused))
+            config.to_argv(config.build_config(Config, refused))

@@ -81,7 +81,7 @@ def test_a_process_group_outlives_its_session():
 @pytest.mark.parametrize("error", [ValueError("widths differ"), KeyboardInterrupt(), SystemExit(1)])
 def test_a_session_is_left_in_order_whatever_happens(error, capsys):
     with pytest.raises(type(error)), rank.session() as here:
-        here.scalar("loss", 1.0)
+        here.record_scalar("loss", 1.0)
         raise error
     assert not dist.is_initialized()
     assert capsys.readouterr().out == "", "no table of a run that failed"
@@ -122,7 +122,7 @@ def test_under_a_run_records_go_into_its_folder_and_nothing_is_printed(tmp_path,
     with rank.session() as here:
         train(here)
     assert capsys.readouterr().out == ""
-    found = records.read(tmp_path)
+    found = records.read_records(tmp_path)
     assert {"span", "scalar", "memory", "comm"} == {line["kind"] for line in found.lines}
     session = json.loads((tmp_path / "session.json").read_text())
     assert session.keys() >= {"device", "device_name", "backend", "world_size", "cores", "threads", "torch", "note"}
@@ -192,17 +192,17 @@ def test_plain_steps_are_not_measured(tmp_path):
         for step in here.plain_steps(5, track=[]):
             with step.span("forward"):
                 pass
-            step.scalar("loss", 1.0)
-    assert records.read(tmp_path).lines == []
+            step.record_scalar("loss", 1.0)
+    assert records.read_records(tmp_path).lines == []
 
 
 def test_a_verdict_that_is_ok_is_the_last_line_and_is_recorded(tmp_path, capsys):
     os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
     with rank.session() as here:
-        here.verdict(check="parity", compared=3, max_rel_error=1e-7, worst="bias", ok=True)
+        here.finish_check(check="parity", compared=3, max_rel_error=1e-7, worst="bias", ok=True)
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed == {"check": "parity", "compared": 3, "max_rel_error": 1e-7, "worst": "bias", "ok": True}
-    values = {line["name"]: line["value"] for line in records.read(tmp_path).lines}
+    values = {line["name"]: line["value"] for line in records.read_records(tmp_path).lines}
     assert values.items() >= {"compared": 3, "max_rel_error": 1e-7}.items()
     assert "worst" not in values
 
@@ -210,16 +210,16 @@ def test_a_verdict_that_is_ok_is_the_last_line_and_is_recorded(tmp_path, capsys)
 def test_a_verdict_that_is_not_ok_ends_the_rank_with_status_1(tmp_path, capsys):
     os.environ["LABKIT_RUN_FOLDER"] = str(tmp_path)
     with pytest.raises(SystemExit) as caught, rank.session() as here:
-        here.verdict(check="parity", compared=3, max_rel_error=math.nan, ok=False)
+        here.finish_check(check="parity", compared=3, max_rel_error=math.nan, ok=False)
     assert caught.value.code == 1
     assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
-    assert math.isnan({line["name"]: line["value"] for line in records.read(tmp_path).lines}["max_rel_error"])
+    assert math.isnan({line["name"]: line["value"] for line in records.read_records(tmp_path).lines}["max_rel_error"])
 
 
 @pytest.mark.parametrize("compared", [0, math.nan])
 def test_a_verdict_on_nothing_is_not_ok_whatever_it_says(compared, capsys):
     with pytest.raises(SystemExit) as caught, rank.session() as here:
-        here.verdict(check="parity", compared=compared, ok=True)
+        here.finish_check(check="parity", compared=compared, ok=True)
     assert caught.value.code == 1
     assert '"ok": false' in capsys.readouterr().out.splitlines()[-1]
 
@@ -229,7 +229,7 @@ def test_a_verdict_that_does_not_say_whether_it_is_ok_or_what_it_compared_is_ref
     result = {"ok": True, "compared": 3}
     del result[missing]
     with rank.session() as here, pytest.raises(ValueError, match=f"and {missing} is missing"):
-        here.verdict(**result)
+        here.finish_check(**result)
 
 
 @dataclass
@@ -246,7 +246,7 @@ def test_start_reads_the_command_line_and_leaves_with_status_0(monkeypatch):
     called = []
     monkeypatch.setattr(sys, "argv", ["program", "--width", "6"])
     monkeypatch.setattr(SESSION, "leave", called.append)  # which would run the exit functions of this process
-    rank.start(called.append, Config)
+    rank.run_main(called.append, Config)
     assert called == [Config(width=6), 0]
 
 
@@ -258,13 +258,13 @@ def test_an_error_of_the_program_passes_through_start_to_labkits_worker(monkeypa
     monkeypatch.setenv("LABKIT_RUN_FOLDER", "anywhere")
     monkeypatch.setattr(SESSION, "leave", lambda status: pytest.fail("the error was swallowed"))
     with pytest.raises(ValueError, match="widths differ"):
-        rank.start(fail, Config)
+        rank.run_main(fail, Config)
 
 
 def test_start_refuses_in_one_line_of_rank_0(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program", "--width", "3"])
     with pytest.raises(SystemExit) as caught:
-        rank.start(pytest.fail, Config)
+        rank.run_main(pytest.fail, Config)
     assert caught.value.code == 2
     assert capsys.readouterr().err == "width 3 is odd\n"
 
@@ -274,14 +274,14 @@ def test_other_ranks_wait_for_rank_0_to_say_it(monkeypatch, capsys):
     monkeypatch.setattr(SESSION.time, "sleep", waits.append)
     os.environ["RANK"] = "2"
     with pytest.raises(SystemExit) as caught:
-        rank.refuse("width 3 is odd")
+        rank.exit_with_reason("width 3 is odd")
     assert (caught.value.code, capsys.readouterr().err) == (2, "")
     assert waits and waits[0] > 0
 
 
 def test_only_rank_0_prints(capsys):
     for index in range(2):
-        rank.Here(index, 2, torch.device("cpu"), "", records.Writer(None, index)).print(f"rank {index}")
+        rank.Session(index, 2, torch.device("cpu"), "", records.RecordWriter(None, index)).print_on_rank_0(f"rank {index}")
     assert capsys.readouterr().out == "rank 0\n"
 
 

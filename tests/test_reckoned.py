@@ -13,18 +13,18 @@ import labkit
 from labkit import plots
 from labkit.__main__ import main
 from labkit_simulate import plots as simulate_plots
-from labkit_simulate.blocks import blocks, curve_of, peak_of
-from labkit_simulate.fits import fits
-from labkit_simulate.links import links
+from labkit_simulate.block_memory import block_memory_table, peak_phase_and_block, read_memory_curve
+from labkit_simulate.estimate import compute_event_s, estimate_rank_step, read_events
+from labkit_simulate.link_traffic import link_traffic_table
+from labkit_simulate.memory_fit import memory_fit
 from labkit_simulate.operators import OperatorCounter
-from labkit_simulate.reckoned import events_of, reckon, work_s
-from labkit_simulate.start import simulation_of
-from labkit_simulate.theory.hardware import hardware
-from labkit_simulate.theory.steptime import COMPUTE, Group, collective_s
+from labkit_simulate.run_simulation import make_simulation_request
+from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.step_time import COMPUTE_STREAM, Group, collective_s
 
 PROGRAMS = Path(__file__).parent / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
-H100 = hardware("h100-8x")
+H100 = get_hardware("h100-8x")
 STACK = {"model": "mlp_stack", "dim": 2048, "batch": 2048, "precision": "bf16", "steps": 1}
 LABS = {
     "fsdp": ("fsdp_wrap", STACK),
@@ -52,14 +52,18 @@ def simulated():
 
 def bars_of(result, stream):
     """Bars of arithmetic or of communication, by start."""
-    return [bar for bar in reckon(result, "h100-8x").time.bars if (bar.stream == COMPUTE) == (stream == COMPUTE)]
+    return [
+        bar
+        for bar in estimate_rank_step(result, "h100-8x").time.bars
+        if (bar.stream == COMPUTE_STREAM) == (stream == COMPUTE_STREAM)
+    ]
 
 
 @pytest.mark.parametrize("lab", LABS)
 def test_what_was_recorded_is_what_was_counted_and_every_call_is_waited_for(lab, simulated):
     result = simulated(lab)
-    done = events_of(result)
-    for name, calls in groupby(sorted(done.calls, key=lambda call: call["call"]), lambda call: call["call"]):
+    done = read_events(result)
+    for name, calls in groupby(sorted(done.collective_calls, key=lambda call: call["call"]), lambda call: call["call"]):
         calls = list(calls)
         assert len(calls) == result.value(f"{name}_count")
         assert sum(call["bytes"] for call in calls) == result.value(f"{name}_bytes")
@@ -81,14 +85,14 @@ def test_the_parts_of_a_step_add_up_and_are_recorded(lab, simulated):
     assert lanes["compute"] == pytest.approx(compute) and lanes["exposed"] == pytest.approx(exposed)
     on_wires = [
         collective_s(call["call"], call["bytes"], Group(len(group), 1 + (max(group) // 8 > min(group) // 8)), H100)
-        for call in events_of(result).calls
-        for group in [events_of(result).groups[call["group"]]]
+        for call in read_events(result).collective_calls
+        for group in [read_events(result).groups[call["group"]]]
     ]
     assert lanes["communication"] == pytest.approx(sum(on_wires))
 
 
 def test_a_unit_is_gathered_while_the_one_before_computes_and_its_sum_while_the_next_does(simulated):
-    bars = reckon(simulated("fsdp"), H100).time.bars
+    bars = estimate_rank_step(simulated("fsdp"), H100).time.bars
     begun = {bar.name: bar.start_s for bar in reversed(bars)}
     ended = {bar.name: bar.end_s for bar in bars}
     assert begun["forward layers.0"] <= begun["all_gather layers.1"] < ended["forward layers.0"]
@@ -99,7 +103,7 @@ def test_a_unit_is_gathered_while_the_one_before_computes_and_its_sum_while_the_
 
 
 def test_groups_of_hybrid_sharding_are_summed_after_their_members(simulated):
-    bars = reckon(simulated("hybrid"), H100).time.bars
+    bars = estimate_rank_step(simulated("hybrid"), H100).time.bars
     for layer in range(3):
         (within,), (across,) = (
             [bar for bar in bars if bar.name == f"{name} layers.{layer}"] for name in ("reduce_scatter", "all_reduce")
@@ -109,27 +113,27 @@ def test_groups_of_hybrid_sharding_are_summed_after_their_members(simulated):
 
 def test_buckets_of_ddp_are_sent_beside_the_backward_pass_and_halos_are_waited_for(simulated):
     sums = [bar for bar in bars_of(simulated("ddp"), "communication") if bar.name.startswith("all_reduce bucket")]
-    backward = [bar for bar in bars_of(simulated("ddp"), COMPUTE) if bar.name.startswith("backward")]
+    backward = [bar for bar in bars_of(simulated("ddp"), COMPUTE_STREAM) if bar.name.startswith("backward")]
     assert [bar.name[-1] for bar in sums] == ["0", "1", "2"]
     assert backward[0].end_s < sums[0].start_s < backward[-1].start_s - 1e-5
     halos = [bar for bar in bars_of(simulated("spatial"), "communication") if bar.name.startswith("send")]
     assert len(halos) == simulated("spatial").value("send_count") > 0
-    assert {len(events_of(simulated("spatial")).groups[call["group"]])
-            for call in events_of(simulated("spatial")).calls if call["call"] == "send"} == {2}  # fmt: skip
+    assert {len(read_events(simulated("spatial")).groups[call["group"]])
+            for call in read_events(simulated("spatial")).collective_calls if call["call"] == "send"} == {2}  # fmt: skip
 
 
 def test_other_hardware_needs_no_other_simulation(simulated):
     first = simulated("fsdp")
-    again = labkit.simulate("fsdp_wrap", world_size=16, rank=9, hardware=hardware("a100-8x"), **STACK)
-    there = reckon(first, "a100-8x")
+    again = labkit.simulate("fsdp_wrap", world_size=16, rank=9, hardware=get_hardware("a100-8x"), **STACK)
+    there = estimate_rank_step(first, "a100-8x")
     assert again.value("reckoned_step_s") == pytest.approx(there.time.step_s) != first.value("reckoned_step_s")
     info = json.loads((again.folder / "run.json").read_text())
     assert info["hardware"]["name"] == "a100-8x" and info["ranks_per_host"] == 8
     assert again.stamp.startswith("simulated · reckoned for a100-8x · 16 ranks on 2 hosts")
-    faster = reckon(first, hardware("a100-8x", matmul_share=1.0))
+    faster = estimate_rank_step(first, get_hardware("a100-8x", matmul_share=1.0))
     assert faster.time.step_s < there.time.step_s and faster.model_flops == there.model_flops
-    alone = reckon(first, "h100-8x", ranks_per_host=4)
-    assert alone.time.communication_s > reckon(first, "h100-8x").time.communication_s, "cards of four hosts, half each"
+    alone = estimate_rank_step(first, "h100-8x", ranks_per_host=4)
+    assert alone.time.communication_s > estimate_rank_step(first, "h100-8x").time.communication_s, "cards of four hosts, half each"
 
 
 def test_what_is_computed_again_takes_time_and_is_no_part_of_the_model():
@@ -137,7 +141,7 @@ def test_what_is_computed_again_takes_time_and_is_no_part_of_the_model():
     plain = labkit.simulate("fsdp_wrap", **how, **STACK)
     again = labkit.simulate("fsdp_wrap", **how, **STACK, checkpointing=True)
     assert again.value("reckoned_model_flops") == plain.value("reckoned_model_flops")
-    once, twice = (sum(count * each.flops for each, count in events_of(run).operators) for run in (plain, again))
+    once, twice = (sum(count * each.flops for each, count in read_events(run).operator_counts) for run in (plain, again))
     assert once == plain.value("reckoned_model_flops") and twice > 1.25 * once
     assert again.value("reckoned_compute_s") > plain.value("reckoned_compute_s")
     share = plain.value("reckoned_model_flops") / (plain.value("reckoned_step_s") * H100.flops_per_s["bfloat16"])
@@ -166,9 +170,9 @@ def test_a_figure_of_the_time_line_is_drawn_and_stamped(simulated):
 )
 def test_hardware_that_cannot_be_is_refused_before_anything_starts(how, message):
     with pytest.raises(labkit.ParameterError) as refused:
-        simulation_of("fsdp_wrap", **how)
+        make_simulation_request("fsdp_wrap", **how)
     assert message in str(refused.value)
-    assert simulation_of("fsdp_wrap", world_size=4, hardware="laptop").ranks_per_host == 2
+    assert make_simulation_request("fsdp_wrap", world_size=4, hardware="laptop").ranks_per_host == 2
 
 
 def test_the_command_line_reckons(capsys):
@@ -213,27 +217,27 @@ def test_what_only_chooses_overwrites_or_makes_room_moves_no_more_than_that():
 
 def test_a_view_is_no_kernel_of_a_gpu_and_has_its_price_on_cores():
     views, product = [["view", 0.0, 0, "float32", 1000]], [["mm", 2e9, 0, "float32", 1]]
-    assert work_s(views, H100) == 0 < work_s(product, H100)
-    assert work_s(views, hardware("laptop")) == pytest.approx(1000 * hardware("laptop").operator_s)
+    assert compute_event_s(views, H100) == 0 < compute_event_s(product, H100)
+    assert compute_event_s(views, get_hardware("laptop")) == pytest.approx(1000 * get_hardware("laptop").operator_s)
 
 
 @pytest.mark.parametrize("lab", ["fsdp", "two_dim", "ddp", "plain"])
 def test_blocks_hold_all_of_the_peak_each_its_own_parameters(lab, simulated):
     result = simulated(lab)
-    table, curve = blocks(result), curve_of(result)
-    assert table["total"].sum() == max(curve.held_bytes) == curve.held_bytes[curve.peak]
+    table, curve = block_memory_table(result), read_memory_curve(result)
+    assert table["total"].sum() == max(curve.bytes_by_change) == curve.bytes_by_change[curve.peak]
     recorded = {name[5:-6]: size for name, size in result.summary().loc[9].items() if name.startswith("peak_")}
     held = {name: sum(table.get(name, [])) for name in recorded}
     assert held == recorded
     shares = table.loc[[block for block in table.index if block[-1:].isdecimal()], "parameter"]
     assert (shares[shares > 0] > 0).any() and shares.sum() > 0.9 * table["parameter"].sum()
-    phase, block = peak_of(result)
-    assert phase == "optimizer" or table.loc[block, f"{phase}_peak"] == max(curve.held_bytes)
+    phase, block = peak_phase_and_block(result)
+    assert phase == "optimizer" or table.loc[block, f"{phase}_peak"] == max(curve.bytes_by_change)
 
 
 def test_each_link_has_its_bytes_and_seconds(simulated):
     result = simulated("hybrid")
-    table = links(result, "h100-8x").set_index(["collective", "axis"])
+    table = link_traffic_table(result, "h100-8x").set_index(["collective", "axis"])
     within, across = table.loc[("reduce_scatter", "data")], table.loc[("all_reduce", "replicate")]
     assert (within["link"], within["hosts"], within["between_hosts_bytes"]) == ("inside a host", 1, 0)
     assert (across["link"], across["ranks"], across["hosts"]) == ("between hosts", 2, 2)
@@ -241,19 +245,19 @@ def test_each_link_has_its_bytes_and_seconds(simulated):
     assert within["handed_bytes"] == result.value("reduce_scatter_bytes")
     communication = result.frame.query("kind == 'bar' and lane == 'communication'")["dur_us"].sum() / 1e6
     assert table["seconds"].sum() == pytest.approx(communication)
-    whole = links(simulated("fsdp")).set_index("collective").loc["all_gather"]
+    whole = link_traffic_table(simulated("fsdp")).set_index("collective").loc["all_gather"]
     assert whole["between_hosts_bytes"] == whole["wire_bytes"] * 2 / 16 and "seconds" not in whole
 
 
 def test_a_gather_ahead_is_added_where_most_is_held_in_the_forward_pass(simulated, tmp_path):
-    assert peak_of(simulated("plain"))[0] == "backward" and fits(simulated("plain")).gathered_ahead == 0
+    assert peak_phase_and_block(simulated("plain"))[0] == "backward" and memory_fit(simulated("plain")).prefetch_bytes == 0
     large = tmp_path / "large.py"
     large.write_text(PLAIN.read_text().replace(".square().mean()", ".square().mean() + 0 * torch.ones(10**7).sum()"))
     result = labkit.simulate(large, world_size=16)
-    assert peak_of(result)[0] == "forward"
-    without, ahead = fits(simulated("plain")), fits(result)
-    assert ahead.gathered_ahead == 4 * (64 * 64 + 64) and "gathered ahead" in str(ahead)
-    assert without.margin - ahead.margin == ahead.reserved - without.reserved + ahead.gathered_ahead
+    assert peak_phase_and_block(result)[0] == "forward"
+    without, ahead = memory_fit(simulated("plain")), memory_fit(result)
+    assert ahead.prefetch_bytes == 4 * (64 * 64 + 64) and "gathered ahead" in str(ahead)
+    assert without.margin_bytes - ahead.margin_bytes == ahead.allocator_bytes - without.allocator_bytes + ahead.prefetch_bytes
 
 
 def test_figures_of_memory_name_the_peak(simulated):

@@ -16,13 +16,13 @@ OLD = {"v": 1, "rank": 0, "step": 3}
 
 def write(folder, rank, *lines):
     text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
-    records.path_of(folder, rank).write_text(text)
-    return records.path_of(folder, rank)
+    records.record_path(folder, rank).write_text(text)
+    return records.record_path(folder, rank)
 
 
 def test_what_is_written_is_read_back_in_order(tmp_path):
     for rank in (1, 0):
-        writer = records.Writer(tmp_path, rank)
+        writer = records.RecordWriter(tmp_path, rank)
         writer.write("span", "backward", 3, **SPAN)
         writer.write("scalar", "loss", 3, value=2, unit="")
         writer.write("memory", "peak", 4, bytes=10**12)
@@ -30,8 +30,8 @@ def test_what_is_written_is_read_back_in_order(tmp_path):
         writer.write("bar", "layers.0", 5, lane="compute", phase="forward", **SPAN)
         writer.write("bucket", "fc4.weight", -1, index=0, bytes=400)
         writer.close()
-    found = records.read(tmp_path)
-    assert found.truncated == []
+    found = records.read_records(tmp_path)
+    assert found.incomplete_files == []
     assert [(line["rank"], line["kind"]) for line in found.lines] == [
         (rank, kind) for rank in (0, 1) for kind in ("span", "scalar", "memory", "comm", "bar", "bucket")
     ]
@@ -40,7 +40,7 @@ def test_what_is_written_is_read_back_in_order(tmp_path):
 
 
 def test_without_a_folder_records_stay_in_memory():
-    writer = records.Writer(None, 5)
+    writer = records.RecordWriter(None, 5)
     writer.write("memory", "peak", 0, bytes=3)
     writer.close()
     assert writer.lines == [{"v": 2, "rank": 5, "step": 0, "kind": "memory", "name": "peak", "bytes": 3}]
@@ -62,26 +62,26 @@ def test_without_a_folder_records_stay_in_memory():
     ],
 )
 def test_a_wrong_record_is_refused_where_it_is_written(tmp_path, kind, fields):
-    writer = records.Writer(tmp_path, 0)
+    writer = records.RecordWriter(tmp_path, 0)
     with pytest.raises(RecordError):
         writer.write(kind, "name", 0, **fields)
     writer.close()
-    assert records.path_of(tmp_path, 0).read_text() == ""
+    assert records.record_path(tmp_path, 0).read_text() == ""
 
 
 def test_a_cut_off_last_line_is_left_out_and_reported(tmp_path):
     write(tmp_path, 0, GOOD)
     cut = write(tmp_path, 1, GOOD | {"rank": 1}, '{"v": 1, "rank": 1, "st')
-    found = records.read(tmp_path)
+    found = records.read_records(tmp_path)
     assert [line["rank"] for line in found.lines] == [0, 1]
-    assert found.truncated == [cut]
+    assert found.incomplete_files == [cut]
 
 
 def test_a_cut_inside_a_letter_is_a_cut_too(tmp_path):
     cut = write(tmp_path, 0, GOOD)
     with cut.open("ab") as file:
         file.write('{"name": "é'.encode()[:-1])
-    assert records.read(tmp_path).truncated == [cut]
+    assert records.read_records(tmp_path).incomplete_files == [cut]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_cut_inside_a_letter_is_a_cut_too(tmp_path):
 def test_any_other_malformed_line_is_an_error_with_its_place(tmp_path, bad, reason, ending):
     path = write(tmp_path, 3, GOOD, bad, GOOD, ending)
     with pytest.raises(RecordError) as caught:
-        records.read(tmp_path)
+        records.read_records(tmp_path)
     assert str(caught.value).startswith(f"{path}:2: {reason}")
     assert str(caught.value).endswith("remove the line, or run again")
 
@@ -152,19 +152,19 @@ def test_any_other_malformed_line_is_an_error_with_its_place(tmp_path, bad, reas
 )
 def test_names_of_version_1_are_read_as_the_fields_of_version_2(tmp_path, old, new):
     write(tmp_path, 0, old)
-    assert records.read(tmp_path).lines == [new]
+    assert records.read_records(tmp_path).lines == [new]
 
 
 def test_a_record_from_before_group_sizes_were_written_is_read_as_it_is(tmp_path):
     line = NEW | {"kind": "comm", "name": "all_reduce", "axis": "", **SENT}
     write(tmp_path, 0, line, line | {"group_size": 4})
-    assert [line.get("group_size") for line in records.read(tmp_path).lines] == [None, 4]
+    assert [line.get("group_size") for line in records.read_records(tmp_path).lines] == [None, 4]
 
 
 def test_lines_of_both_versions_may_stand_in_one_file(tmp_path):
     write(tmp_path, 0, GOOD, GOOD | {"v": 1})
-    assert records.read(tmp_path).lines == [GOOD, GOOD]
+    assert records.read_records(tmp_path).lines == [GOOD, GOOD]
 
 
 def test_a_folder_without_records(tmp_path):
-    assert records.read(tmp_path) == records.Records([], [])
+    assert records.read_records(tmp_path) == records.Records([], [])

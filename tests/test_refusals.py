@@ -81,7 +81,7 @@ REFUSED = [
 @pytest.mark.parametrize(("program", "parameters", "message"), REFUSED)
 def test_what_means_nothing_is_refused_before_a_launch(program, parameters, message, monkeypatch, tmp_path):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(process, "start", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(process, "start_torchrun", lambda *arguments: pytest.fail("a run was started"))
     with within(1), pytest.raises(labkit.ParameterError) as caught:
         labkit.run(program, nproc=2, **parameters)
     assert str(caught.value).startswith(f"{program}: ") and message in str(caught.value)
@@ -109,9 +109,7 @@ def test_a_rank_under_bare_torchrun_refuses_the_same_in_one_line(program, words,
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", [program, *words.split()])
     with pytest.raises(SystemExit) as caught:
-        rank.start(
-            lambda made: pytest.fail(f"started with {made}"), importlib.import_module(f"launch.{program}").Config
-        )
+        rank.run_main(lambda made: pytest.fail(f"started with {made}"), importlib.import_module(f"launch.{program}").Config)
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"{message}\n"
 
@@ -127,7 +125,7 @@ def test_a_rank_under_bare_torchrun_tells_what_post_init_refuses_in_one_line(mon
 
     monkeypatch.setattr(sys, "argv", ["program", "--width", "9"])
     with pytest.raises(SystemExit) as caught:
-        rank.start(lambda made: pytest.fail(f"started with {made}"), Config)
+        rank.run_main(lambda made: pytest.fail(f"started with {made}"), Config)
     assert caught.value.code == 2
     assert capsys.readouterr().err == "width 9 is more than 8\n"
 
@@ -135,7 +133,7 @@ def test_a_rank_under_bare_torchrun_tells_what_post_init_refuses_in_one_line(mon
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_number_of_a_program_has_limits(program):
     config_class = config.read_config(find_program(program)[0])
-    types = [line.partition(" = ")[0] for line in config.describe(config_class).splitlines()]
+    types = [line.partition(" = ")[0] for line in config.describe_fields(config_class).splitlines()]
     assert [each for each in types if re.search(r": .*\b(int|float)\b(?! [≥>])", each)] == []
 
 

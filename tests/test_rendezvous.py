@@ -8,13 +8,13 @@ ONE_HOST = """
 import os
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from labkit.launcher import rendezvous
+from labkit.launcher import rendezvous_handlers
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
 before = threads()
-alone = rendezvous.OneHost("a run")
+alone = rendezvous_handlers.OneHost("a run")
 info = alone.next_rendezvous()
 info.store.set("of torchrun's own", "1")
 print(threads() - before, info.bootstrap_store_info.master_port == alone.port)

@@ -14,7 +14,7 @@ from labkit import inductor, plots
 from labkit.__main__ import main
 from labkit.errors import ParameterError, RecordError
 from labkit.runs.folder import RunFolder
-from labkit.runs.records import Writer, path_of
+from labkit.runs.records import RecordWriter, record_path
 
 OLD_RUNS = Path(__file__).parent / "data" / "version_1"
 
@@ -28,7 +28,7 @@ COLUMNS = [
 def folder(tmp_path):
     """A finished run of two ranks: a warm-up, steps 0 and 1, and step 2 for memory and traffic."""
     for rank in range(2):
-        writer = Writer(tmp_path, rank)
+        writer = RecordWriter(tmp_path, rank)
         if rank == 0:
             writer.write("scalar", "planned_steps", -1, value=2, unit="steps")
         for step, milliseconds in ((-1, 900.0), (0, 10.0), (1, 20.0)):
@@ -89,7 +89,7 @@ def test_a_value_by_name(folder, name, value):
     ],
 )
 def test_bytes_on_the_wire_come_from_those_handed_to_the_call_and_the_group(tmp_path, sent, wire):
-    writer = Writer(tmp_path, 0)
+    writer = RecordWriter(tmp_path, 0)
     for name, ranks, size in sent:
         writer.write("comm", name, 2, axis="", group_size=ranks, count=1, bytes=size)
     (tmp_path / "run.json").write_text(json.dumps(INFO | {"nproc": 1}))
@@ -108,9 +108,7 @@ def test_an_unknown_value_lists_the_known_ones(folder):
     with pytest.raises(KeyError) as caught:
         labkit.load(folder).value("forward")
     known = "all_reduce_bytes, all_reduce_count, forward_ms, loss, peak_bytes, planned_steps, setup_ms"
-    assert str(caught.value) == (
-        f"this run has no value 'forward'; it has: {known}, tp/all_reduce_bytes, tp/all_reduce_count"
-    )
+    assert str(caught.value) == (f"this run has no value 'forward'; it has: {known}, tp/all_reduce_bytes, tp/all_reduce_count")
     assert isinstance(caught.value, labkit.LabError)
 
 
@@ -145,7 +143,7 @@ def test_what_a_result_says_of_itself(folder):
     result = labkit.load(folder)
     assert (result.ok, result.world_size, result.device, result.params) == (True, 2, "cpu", {"width": 8})
     assert [rank.log() for rank in result.ranks] == ["hello\n", ""]
-    assert result.truncated == []
+    assert result.incomplete_files == []
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,7 @@ def test_html_is_escaped(folder):
 
 def test_a_run_without_any_record(folder):
     for rank in range(2):
-        path_of(folder, rank).unlink()
+        record_path(folder, rank).unlink()
     result = labkit.load(folder)
     assert result.frame.empty
     assert result.summary().shape == (2, 0)
@@ -188,25 +186,25 @@ def test_a_run_without_any_record(folder):
 
 
 def test_cut_off_record_files_are_named(folder):
-    with path_of(folder, 1).open("a") as file:
+    with record_path(folder, 1).open("a") as file:
         file.write('{"v":')
     result = labkit.load(folder)
-    assert result.truncated == [path_of(folder, 1)]
+    assert result.incomplete_files == [record_path(folder, 1)]
     assert repr(result).endswith("rank_00001.jsonl: the last line is cut off (the rank was killed while it wrote)")
 
 
 def test_a_malformed_record_is_an_error(folder):
-    with path_of(folder, 1).open("a") as file:
+    with record_path(folder, 1).open("a") as file:
         file.write("oops\n")
     with pytest.raises(RecordError, match=r"rank_00001\.jsonl:16: not JSON"):
         labkit.load(folder)
 
 
 def test_a_file_that_cannot_be_read_is_named(folder):
-    path_of(folder, 7).mkdir()
+    record_path(folder, 7).mkdir()
     with pytest.raises(RecordError, match=r"rank_00007\.jsonl: cannot be read \(Is a directory\)"):
         labkit.load(folder)
-    path_of(folder, 7).rmdir()
+    record_path(folder, 7).rmdir()
     (folder / "run.json").rename(folder / "elsewhere.json")
     (folder / "run.json").mkdir()
     with pytest.raises(RecordError, match=r"run\.json: cannot be read \(Is a directory\)"):
@@ -297,14 +295,14 @@ def test_a_run_of_version_1_has_the_summary_that_it_had(program):
 
 def test_figures_of_runs_of_version_1_can_still_be_drawn():
     compiled = labkit.load(OLD_RUNS / "ddp_compile")
-    boxes = plots.buckets(compiled)
+    boxes = plots.bucket_schedule(compiled)
     assert "fc4.weight" in [text.get_text().strip() for text in boxes.texts]
     assert [tick.get_text().partition("\n")[0] for tick in boxes.get_yticklabels()] == [
         "bucket 0",
         "bucket 1",
         "bucket 2",
     ]
-    assert len(inductor.buckets(compiled.ranks[1].kept("code"))) == 3
+    assert len(inductor.find_buckets(compiled.ranks[1].artifact("code"))) == 3
     for result in (compiled, labkit.load(OLD_RUNS / "fsdp_wrap")):
         plots.timeline(result)
     pyplot.close("all")
@@ -312,24 +310,24 @@ def test_figures_of_runs_of_version_1_can_still_be_drawn():
 
 def test_a_text_is_kept_under_its_name(folder):
     run = RunFolder(folder)
-    assert run.kept(1, "code").name == "rank_00001.code.txt", "as in runs of version 1"
-    run.kept(1, "code").write_bytes("a\r\né\n".encode())
-    run.kept(1, "my-plan_2").write_text("")
+    assert run.artifact(1, "code").name == "rank_00001.code.txt", "as in runs of version 1"
+    run.artifact(1, "code").write_bytes("a\r\né\n".encode())
+    run.artifact(1, "my-plan_2").write_text("")
     [first, second] = labkit.load(folder).ranks
-    assert second.kept("code") == "a\r\né\n"
-    assert second.kept("my-plan_2") == ""
+    assert second.artifact("code") == "a\r\né\n"
+    assert second.artifact("my-plan_2") == ""
     with pytest.raises(FileNotFoundError) as caught:
-        second.kept("log")
+        second.artifact("log")
     assert str(caught.value).startswith(f"rank 1 kept no 'log' in {folder}, it kept code, my-plan_2: take one of these")
     assert isinstance(caught.value, labkit.LabError)
     with pytest.raises(FileNotFoundError, match=r"rank 0 kept no 'code' in .*, it kept nothing: "):
-        first.kept("code")
+        first.artifact("code")
 
 
 @pytest.mark.parametrize("name", ["", "../code", "a/b", "a.b", "é", "a\n", "x" * 101])
 def test_a_name_that_is_no_part_of_a_files_name_is_refused(folder, name):
     with pytest.raises(ParameterError, match="use letters, digits, - and _"):
-        labkit.load(folder).ranks[0].kept(name)
+        labkit.load(folder).ranks[0].artifact(name)
 
 
 def test_reading_a_result_needs_no_torch(folder):

@@ -35,7 +35,7 @@ def main_stays(monkeypatch):
 def nothing_starts(monkeypatch, tmp_path):
     """Fails the test that starts a process or makes a run's folder."""
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(process, "start", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(process, "start_torchrun", lambda *arguments: pytest.fail("a run was started"))
     yield
     assert not (tmp_path / "runs").exists()
 
@@ -120,11 +120,9 @@ def test_a_runs_folder_of_nobody(monkeypatch):
 
 
 def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
-    monkeypatch.setattr(process, "start", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(process, "start_torchrun", lambda *arguments: pytest.fail("a run was started"))
     (small_disk / "other").write_bytes(bytes(1024 * 1024 - 4096))
-    with pytest.raises(
-        LabError, match=f"the disk of {small_disk} is full: delete old runs or other files, or set LABKIT"
-    ):
+    with pytest.raises(LabError, match=f"the disk of {small_disk} is full: delete old runs or other files, or set LABKIT"):
         labkit.run(RECORDS)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
@@ -133,9 +131,7 @@ def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
 def test_a_disk_that_the_output_fills(small_disk, tmp_path):
     program = tmp_path / "wordy.py"
     program.write_text("while True:\n    print(1000 * 'word ')\n")
-    with pytest.raises(
-        LabError, match=f"the disk of {small_disk}/.* is full: delete old runs or other files"
-    ) as caught:
+    with pytest.raises(LabError, match=f"the disk of {small_disk}/.* is full: delete old runs or other files") as caught:
         labkit.run(program, timeout_s=60)
     assert not isinstance(caught.value, RunTimedOut)
 
@@ -155,9 +151,7 @@ def test_a_program_that_deletes_the_folder_of_its_run(tmp_path):
     program = tmp_path / "deletes.py"
     program.write_text(DELETES_ITS_FOLDER)
     begun = time.monotonic()
-    with pytest.raises(
-        LabError, match="was deleted during the run, so its results are lost: delete a run's folder only"
-    ):
+    with pytest.raises(LabError, match="was deleted during the run, so its results are lost: delete a run's folder only"):
         labkit.run(program, timeout_s=100)
     assert time.monotonic() - begun < 30
 
@@ -196,7 +190,7 @@ def test_a_run_gives_back_what_its_ranks_measured(capsys):
     assert (result.ok, result.world_size, result.device, len(result.frame)) == (True, 2, "cpu", 23)
     assert result.value("step_ms") == 2.0  # the slower rank, without the warm-up
     assert result.params == {"steps": 8, "pause_s": 0.0, "cut": False}
-    threads = max(1, len(requirements.cores()) // 2)
+    threads = max(1, len(requirements.usable_cores()) // 2)
     assert [rank.log() for rank in result.ranks] == [f"<rank> {rank} has {threads} threads\n" for rank in range(2)]
     info = json.loads((result.folder / "run.json").read_text())
     assert info["exit"] == "ok"
@@ -233,7 +227,7 @@ def test_a_process_group_works_from_any_folder(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("both_ways")
 def test_a_truncated_record_file_is_reported():
     result = labkit.run(RECORDS, nproc=2, cut=True)
-    assert [path.name for path in result.truncated] == ["rank_00001.jsonl"]
+    assert [path.name for path in result.incomplete_files] == ["rank_00001.jsonl"]
     assert "rank_00001.jsonl: the last line is cut off" in repr(result)
     assert "rank_00001.jsonl: the last line is cut off" in result._repr_html_()
 
@@ -310,7 +304,7 @@ def reported(tmp_path, monkeypatch, text):
     program = tmp_path / "program.py"
     program.write_text(text)
     monkeypatch.setattr(sys, "argv", ["worker", str(program)])
-    status = worker._status_of_program(tmp_path / "error.json", 0)
+    status = worker._run_to_exit_status(tmp_path / "error.json", 0)
     return status, read_json(tmp_path / "error.json")
 
 

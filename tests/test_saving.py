@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 
 import labkit
-from labkit.parallel.reading import DataPlanner, DataReader
-from labkit.parallel.saving import Checkpoints
+from labkit.parallel.safe_checkpoint import SafeCheckpointReader, SafeLoadPlanner
+from labkit.parallel.saving import CheckpointFolder
 
 HOW = {"model": "mlp_stack", "steps": 1, "device": "cpu"}
 STEPS = 3  # of a run with steps=1: one to warm up, one timed, one traced
@@ -84,7 +84,7 @@ def test_checkpoints_are_gone_on_with_and_one_that_was_cut_off_is_not(tmp_path, 
 def look_into(folder):
     """Open a folder of checkpoints that only rank 0 sees; what the error says."""
     with pytest.raises(ValueError, match="do not see") as caught:
-        Checkpoints(folder if dist.get_rank() == 0 else folder / "of another disk")
+        CheckpointFolder(folder if dist.get_rank() == 0 else folder / "of another disk")
     return str(caught.value)
 
 
@@ -129,7 +129,7 @@ def test_nothing_in_a_saved_folder_is_executed(tmp_path):
     state = {"step": 3, "weights": torch.ones(2), "rates": [0.1, (0.9, 0.99)]}
     state_dict_saver.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
     found = {"step": 0, "weights": torch.zeros(2), "rates": [0.0, (0.0, 0.0)]}
-    state_dict_loader.load(found, storage_reader=DataReader(tmp_path / "good"), planner=DataPlanner(), no_dist=True)
+    state_dict_loader.load(found, storage_reader=SafeCheckpointReader(tmp_path / "good"), planner=SafeLoadPlanner(), no_dist=True)
     assert found["step"] == 3 and found["rates"] == [0.1, (0.9, 0.99)] and found["weights"].sum() == 2
 
     table, bait = tmp_path / "good" / ".metadata", tmp_path / "bait"
@@ -137,10 +137,12 @@ def test_nothing_in_a_saved_folder_is_executed(tmp_path):
     kept.planner_data = Touch(bait)
     table.write_bytes(pickle.dumps(kept))
     with pytest.raises(pickle.UnpicklingError, match=r"\.metadata names io\.open, which is no part of a checkpoint"):
-        DataReader(tmp_path / "good").read_metadata()
+        SafeCheckpointReader(tmp_path / "good").read_metadata()
     state_dict_saver.save(state | {"step": Touch(bait)}, checkpoint_id=tmp_path / "bad", no_dist=True)
     with pytest.raises(CheckpointException, match="Weights only load failed"):
-        state_dict_loader.load(found, storage_reader=DataReader(tmp_path / "bad"), planner=DataPlanner(), no_dist=True)
+        state_dict_loader.load(
+            found, storage_reader=SafeCheckpointReader(tmp_path / "bad"), planner=SafeLoadPlanner(), no_dist=True
+        )
     assert not bait.exists()
     state_dict_loader.load(found, checkpoint_id=tmp_path / "bad", no_dist=True)
     assert bait.exists(), "as torch alone reads it"

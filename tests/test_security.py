@@ -25,12 +25,12 @@ from fixture_processes import wait_for
 from fixture_users import NOBODY
 
 import labkit
-from labkit.course import jupyter, verdicts
+from labkit.course import jupyter, verdict_store
 from labkit.errors import LabError, ParameterError, RankFailed
-from labkit.launcher import network, process, queue
-from labkit.launcher.queue import Need
+from labkit.launcher import network_namespace, process, run_queue
+from labkit.launcher.run_queue import ResourceNeeds
 from labkit.runs import folder as folders
-from labkit.runs import private
+from labkit.runs import private_files
 
 ROOT = Path(labkit.__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -43,7 +43,7 @@ def home(open_place, monkeypatch):
     monkeypatch.setenv("HOME", str(open_place / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(open_place / "tmp"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.delenv(queue.SWITCH)
+    monkeypatch.delenv(run_queue.ENV_QUEUE)
     return open_place / "home"
 
 
@@ -92,7 +92,7 @@ def test_nobody_else_reads_a_run(another_user, open_place, monkeypatch, how):
         *("run.json", "session.json", "exit.json", "given.pickle", "torchrun.log", "rank_00000.jsonl"),
         *(f"rank_00000.{end}" for end in ("log", "pid", "stack", "error.json", "trace.json.gz", "note.txt", "gave.pt")),
     }
-    assert labkit.load(run).ranks[1].gave == {"number": 9}
+    assert labkit.load(run).ranks[1].reported == {"number": 9}
     assert {stat.S_IMODE(path.stat().st_mode) for path in (runs, run)} == {0o700}
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: 0o600 for path in files}
     paths = [str(run), *map(str, files)]
@@ -122,14 +122,14 @@ def can_connect(port):
 
 @pytest.mark.parametrize(("wanted", "answer"), [("own", False), ("", True)])
 def test_nobody_connects_to_a_run_in_a_network_of_its_own(another_user, tmp_path, monkeypatch, wanted, answer):
-    monkeypatch.setenv(network.SWITCH, wanted)
+    monkeypatch.setenv(network_namespace.ENV_NETWORK, wanted)
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path))
     how = {"device": "cpu", "until": str(tmp_path / "over")}
     running = threading.Thread(target=labkit.run, args=[PROGRAMS / "sockets.py"], kwargs=how)
     running.start()
     try:
         log = wait_for(lambda: [log for log in tmp_path.glob("*/rank_00000.log") if log.read_text().endswith("\n")])
-        own = {each.pid for each in process.processes_of(log[0].parent)}
+        own = {each.pid for each in process.find_run_processes(log[0].parent)}
         seen = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         others = {each.laddr.port for each in seen if each.pid not in own}
         for _, address, port in json.loads(log[0].read_text()):
@@ -143,7 +143,7 @@ def test_nobody_connects_to_a_run_in_a_network_of_its_own(another_user, tmp_path
 
 def look_around_in_own_network():
     ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE, which a process without a new program loses with its user
-    network.begin()
+    network_namespace.enter_namespace()
     listening = socket.create_server(("127.0.0.1", 0))
     return os.getuid(), [name for _, name in socket.if_nameindex()], can_connect(listening.getsockname()[1])
 
@@ -155,14 +155,14 @@ def test_users_without_roots_rights_have_networks_of_their_own_too(another_user)
 
 
 def test_a_network_that_cannot_be_is_refused(monkeypatch):
-    monkeypatch.setattr(network, "_unshare", lambda flags: False)
+    monkeypatch.setattr(network_namespace, "_call_unshare", lambda flags: False)
     with pytest.raises(LabError, match="LABKIT_NETWORK=own: this system gives no network of its own"):
-        network.begin()
-    monkeypatch.setenv(network.SWITCH, "other")
+        network_namespace.enter_namespace()
+    monkeypatch.setenv(network_namespace.ENV_NETWORK, "other")
     with pytest.raises(ParameterError, match="LABKIT_NETWORK='other' is not 'own'"):
         labkit.run(PROGRAMS / "small.py")
-    monkeypatch.setenv(network.SWITCH, "own")
-    monkeypatch.setattr(network.sys, "platform", "darwin")
+    monkeypatch.setenv(network_namespace.ENV_NETWORK, "own")
+    monkeypatch.setattr(network_namespace.sys, "platform", "darwin")
     with pytest.raises(ParameterError, match="needs Linux, and this is darwin"):
         labkit.run(PROGRAMS / "small.py")
 
@@ -179,13 +179,13 @@ def test_ranks_unpickle_nothing_that_another_user_put_in_its_place(another_user,
     runs.mkdir()
     runs.chmod(0o777)
     monkeypatch.setenv("LABKIT_RUNS", str(runs))
-    give = folders.RunFolder.give
+    give = folders.RunFolder.write_payload
 
     def give_and_lose(folder, content):
         give(folder, content)
         another_user.does(put_another_in_its_place, str(folder.path), pickle.dumps(Touch(tmp_path / "bait")).hex())
 
-    monkeypatch.setattr(folders.RunFolder, "give", give_and_lose)
+    monkeypatch.setattr(folders.RunFolder, "write_payload", give_and_lose)
     with pytest.raises(RankFailed, match=r"given\.pickle is not what the notebook gave to this run"):
         labkit.run(PROGRAMS / "everything.py", device="cpu", use={"number": nine})
     assert not (tmp_path / "bait").exists()
@@ -213,16 +213,16 @@ def test_nobody_else_stands_in_the_way_of_the_queue(another_user, open_place, ho
     another_user.does(take, str(place), how, str(victims))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))  # another user's, as after sudo
     begun = time.monotonic()
-    with queue.turn(Need(1, 0, False), pytest.fail):
+    with run_queue.wait_for_turn(ResourceNeeds(1, 0, False), pytest.fail):
         (own,) = home.iterdir()
-        assert own.name.startswith(f".labkit-queue-{os.getuid()}-") and len(queue.tickets(own)) == 1
+        assert own.name.startswith(f".labkit-queue-{os.getuid()}-") and len(run_queue.live_tickets(own)) == 1
         assert stat.S_IMODE(own.stat().st_mode) == 0o700
-    assert time.monotonic() - begun < private.LOCKED_WITHIN_S
+    assert time.monotonic() - begun < private_files.LOCK_TIMEOUT_S
     assert [path.read_text() for path in precious] == ["precious", "precious"]
 
 
 def test_nobody_else_enters_the_queue(another_user, open_place, home):
-    with queue.turn(Need(1, 0, False), pytest.fail):
+    with run_queue.wait_for_turn(ResourceNeeds(1, 0, False), pytest.fail):
         (own,) = (open_place / "tmp").iterdir()
         paths = [str(path) for path in (own, *own.iterdir())]
         assert len(paths) == 3 and own.name == f"labkit-queue-{os.getuid()}"
@@ -231,30 +231,30 @@ def test_nobody_else_enters_the_queue(another_user, open_place, home):
 
 def test_a_lock_is_waited_for_as_long_as_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv(queue.SWITCH)
-    monkeypatch.setattr(private, "LOCKED_WITHIN_S", 0.2)
+    monkeypatch.delenv(run_queue.ENV_QUEUE)
+    monkeypatch.setattr(private_files, "LOCK_TIMEOUT_S", 0.2)
     place = tmp_path / f"labkit-queue-{os.getuid()}"
     place.mkdir()
     with (
-        private.lock(place / "lock"),
+        private_files.lock_file(place / "lock"),
         pytest.raises(LabError, match=r"no queue: .*/lock: another process keeps it locked for more than 0\.2 s"),
-        queue.turn(Need(1, 0, False), pytest.fail),
+        run_queue.wait_for_turn(ResourceNeeds(1, 0, False), pytest.fail),
     ):
         pass
 
 
 def test_programs_that_torch_compiled_come_from_a_private_folder(another_user, open_place, home, monkeypatch, tmp_path):
     place = open_place / "tmp" / f"torchinductor_{os.getuid()}"
-    monkeypatch.delenv(process.CACHE, raising=False)  # torch sets it in a process that compiles
+    monkeypatch.delenv(process.ENV_COMPILE_CACHE, raising=False)  # torch sets it in a process that compiles
     run = folders.RunFolder(tmp_path)
-    assert process.environment(run, 2, "cpu")[process.CACHE] == str(place)
+    assert process.rank_environment(run, 2, "cpu")[process.ENV_COMPILE_CACHE] == str(place)
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     place.rmdir()
     another_user.does(take, str(place), "folder", "")
-    monkeypatch.setenv(process.CACHE, str(open_place / "tmp" / "torchinductor_root"))  # as torch says it
-    assert Path(process.environment(run, 2, "cpu")[process.CACHE]).parent == home
-    monkeypatch.setenv(process.CACHE, "/as/one/likes")
-    assert process.environment(run, 2, "cpu")[process.CACHE] == "/as/one/likes"
+    monkeypatch.setenv(process.ENV_COMPILE_CACHE, str(open_place / "tmp" / "torchinductor_root"))  # as torch says it
+    assert Path(process.rank_environment(run, 2, "cpu")[process.ENV_COMPILE_CACHE]).parent == home
+    monkeypatch.setenv(process.ENV_COMPILE_CACHE, "/as/one/likes")
+    assert process.rank_environment(run, 2, "cpu")[process.ENV_COMPILE_CACHE] == "/as/one/likes"
 
 
 def make_copies(*places):
@@ -269,21 +269,21 @@ def test_copies_of_another_user_are_not_taken_for_ones_own(another_user, open_pl
     another_user.does(make_copies, str(shared), str(shared / "my"))
     monkeypatch.chdir(mine / "work")
     monkeypatch.setattr(folders, "IN_CHECKOUT", False)
-    monkeypatch.setattr(verdicts, "STARTED_IN", mine / "work")
-    assert folders.home() == mine / "work" and verdicts.file() is None
+    monkeypatch.setattr(verdict_store, "STARTED_IN", mine / "work")
+    assert folders.workspace_folder() == mine / "work" and verdict_store.progress_path() is None
     with pytest.raises(LabError, match=r"my/\.labkit: it belongs to another user, .*take another folder"):
-        jupyter.prepare(shared / "my")
+        jupyter.prepare_environment(shared / "my")
     (shared / "my" / ".labkit").rename(shared / "my" / "theirs")
     with pytest.raises(LabError, match=r"/my: it belongs to another user, .*take another folder"):
-        jupyter.prepare(shared / "my")
+        jupyter.prepare_environment(shared / "my")
     (mine / ".labkit" / "pristine").mkdir(parents=True)
-    assert folders.home() == mine.parent and verdicts.file() == mine / "progress.json"
+    assert folders.workspace_folder() == mine.parent and verdict_store.progress_path() == mine / "progress.json"
 
 
 def test_processes_of_another_user_are_not_touched_whatever_they_say_they_are(another_user, tmp_path):
-    words = {"env": {folders.VARIABLE: str(tmp_path)}, "user": NOBODY, "group": NOBODY, "extra_groups": []}
+    words = {"env": {folders.ENV_RUN_FOLDER: str(tmp_path)}, "user": NOBODY, "group": NOBODY, "extra_groups": []}
     with subprocess.Popen(["/bin/sleep", "600"], **words) as theirs:
-        assert process.stop(tmp_path) == []
+        assert process.kill_run_processes(tmp_path) == []
         assert theirs.poll() is None
         theirs.kill()
 
@@ -317,8 +317,8 @@ def test_no_command_goes_through_a_shell():
 
 
 UNPICKLED = {
-    ("labkit/session/given.py", "pickle.load"): "its SHA-256 came with the environment",
-    ("labkit/parallel/reading.py", "pickle.Unpickler"): "finds nothing but what is listed there",
+    ("labkit/session/payload.py", "pickle.load"): "its SHA-256 came with the environment",
+    ("labkit/parallel/safe_checkpoint.py", "pickle.Unpickler"): "finds nothing but what is listed there",
     ("notebooks/src/07_when_it_breaks.py", "pickle.loads"): "what torch has just made in the same process",
 }
 UNPICKLERS = r"(\w*pickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)|\w+\.read_pickle|yaml\.\w*load"
@@ -326,12 +326,8 @@ UNPICKLERS = r"(\w*pickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)|\
 
 def test_nothing_is_unpickled_that_another_user_could_have_written():
     found = {(file, name) for file, name, _ in calls() if re.fullmatch(UNPICKLERS, name)}
-    assert {("labkit/session/given.py", "pickle.load")} <= found <= UNPICKLED.keys()
-    loads = [
-        (file, getattr(named.get("weights_only"), "value", None))
-        for file, name, named in calls()
-        if name == "torch.load"
-    ]
+    assert {("labkit/session/payload.py", "pickle.load")} <= found <= UNPICKLED.keys()
+    loads = [(file, getattr(named.get("weights_only"), "value", None)) for file, name, named in calls() if name == "torch.load"]
     assert len(loads) >= 5 and {said for _, said in loads} == {True}, loads
     assert [file for file, name, _ in calls() if name in ("np.load", "numpy.load")] == []
     ours = [(name, named) for file, name, named in calls() if not file.startswith("notebooks")]

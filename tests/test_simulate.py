@@ -8,9 +8,9 @@ from fixture_long import long_but
 import labkit
 from labkit.__main__ import main
 from labkit.theory.two_dim import mlp_pairs
-from labkit_simulate.fits import fits
-from labkit_simulate.start import simulation_of
-from labkit_simulate.theory.allocator import OUTSIDE
+from labkit_simulate.memory_fit import memory_fit
+from labkit_simulate.run_simulation import make_simulation_request
+from labkit_simulate.theory.allocator import OUTSIDE_ALLOCATOR_BYTES
 
 PROGRAMS = Path(__file__).parent / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
@@ -69,15 +69,13 @@ def test_so_they_are_on_other_meshes(case):
 
 
 def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
-    result = labkit.simulate(
-        "fsdp_wrap", world_size=1024, rank=[0, 1023], hybrid=8, model="mlp_stack", dim=1024, steps=2
-    )
-    assert result.ok and result.simulated and (result.world_size, result.recorded_ranks) == (1024, [0, 1023])
+    result = labkit.simulate("fsdp_wrap", world_size=1024, rank=[0, 1023], hybrid=8, model="mlp_stack", dim=1024, steps=2)
+    assert result.ok and result.is_simulated and (result.world_size, result.active_ranks) == (1024, [0, 1023])
     assert result.stamp.startswith("simulated · 1024 ranks on 128 hosts")
     assert result.stamp.splitlines()[0] in repr(result)
     assert set(result.frame["kind"]) == {"memory", "comm"} and list(result.summary()["host"]) == ["host 0", "host 127"]
     again = labkit.load(result.folder)
-    assert again.frame.equals(result.frame) and again.simulated and again.info["simulated"] is True
+    assert again.frame.equals(result.frame) and again.is_simulated and again.info["simulated"] is True
     # groups of 8 are a host, and each replicates its shard on all others
     assert result.value("data/all_gather_between_hosts_count") == 0 < result.value("data/all_gather_count")
     crossing = result.value("replicate/all_reduce_between_hosts_bytes")
@@ -103,7 +101,7 @@ def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
 )
 def test_what_cannot_be_is_refused_with_the_arithmetic_before_anything_starts(program, how, message):
     with pytest.raises(labkit.ParameterError) as refused:
-        simulation_of(program, **how)
+        make_simulation_request(program, **how)
     assert message in str(refused.value)
 
 
@@ -117,7 +115,7 @@ def test_what_cannot_be_is_refused_with_the_arithmetic_before_anything_starts(pr
     ],
 )
 def test_ranks_that_differ_are_the_programs_choice(program, rank, params, chosen):
-    assert simulation_of(program, world_size=8, rank=rank, **params).ranks == chosen
+    assert make_simulation_request(program, world_size=8, rank=rank, **params).ranks == chosen
 
 
 def test_a_plain_program_is_watched_and_its_steps_are_those_of_its_optimizer():
@@ -201,12 +199,12 @@ def test_a_compiled_program_is_refused_by_name():
 
 def test_whether_it_fits_is_said_with_the_margin():
     result = labkit.simulate("fsdp_wrap", world_size=64, model="mlp_stack", dim=2048, steps=2)
-    curve = list(map(int, result.ranks[0].kept("memory").split()))
+    curve = list(map(int, result.ranks[0].artifact("memory").split()))
     assert max(curve) >= result.value("peak_total_bytes") and curve[-1] == result.value("end_total_bytes")
     assert max(curve) <= result.value("gpu_allocated_bytes") <= result.value("gpu_reserved_bytes")
-    needed = (result.value("gpu_reserved_bytes") + sum(OUTSIDE.values())) / 2**30
-    assert fits(result, needed + 1) and fits(result, needed + 1).margin == pytest.approx(2**30, abs=1)
-    assert not fits(result, needed / 2) and "are missing" in str(fits(result, needed / 2))
+    needed = (result.value("gpu_reserved_bytes") + sum(OUTSIDE_ALLOCATOR_BYTES.values())) / 2**30
+    assert memory_fit(result, needed + 1) and memory_fit(result, needed + 1).margin_bytes == pytest.approx(2**30, abs=1)
+    assert not memory_fit(result, needed / 2) and "are missing" in str(memory_fit(result, needed / 2))
 
 
 def test_the_command_line_simulates(capsys):

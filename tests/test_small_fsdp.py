@@ -9,8 +9,8 @@ from torch import nn
 import labkit
 from labkit.models.mlp import MLPStack
 from labkit.models.toy import ToyModel
-from labkit.parallel.fsdp import drawn_block
-from labkit.parallel.small_fsdp import FlatShards, flat
+from labkit.parallel.fsdp import random_block_index
+from labkit.parallel.small_fsdp import FlatShards, flatten_tensors
 from labkit.theory import fsdp as theory
 
 
@@ -26,9 +26,7 @@ def stack(wrap):
 def held_in_a_step(wrap):
     """Bytes of whole parameters, over one training step: at each moment when memory is taken or given back."""
     model, units = stack(wrap)
-    sizes = {
-        p.untyped_storage()._cdata: 0 for unit in units.values() for p in unit.parameters()
-    }  # all empty between steps
+    sizes = {p.untyped_storage()._cdata: 0 for unit in units.values() for p in unit.parameters()}  # all empty between steps
     moments, resize = [], torch.UntypedStorage.resize_
 
     def seen(storage, size):
@@ -109,9 +107,9 @@ def test_units_that_leave_something_out_and_what_is_no_share_are_refused(ranks, 
 
 
 def test_a_flat_row_ends_in_zeros_until_the_ranks_divide_it():
-    row = flat([torch.ones(2, 2), torch.ones(3)], 4)
+    row = flatten_tensors([torch.ones(2, 2), torch.ones(3)], 4)
     assert row.tolist() == [1] * 7 + [0]
-    assert len(flat([torch.ones(8)], 4)) == 8
+    assert len(flatten_tensors([torch.ones(8)], 4)) == 8
 
 
 @pytest.mark.parametrize("ranks_asked", [2, 3])
@@ -121,18 +119,16 @@ def test_it_trains_as_one_device_and_holds_what_theory_says(ranks_asked):
     result = labkit.run("fsdp_wrap", nproc=ranks_asked, **how)
     units = [4 * (2 * times * 120**2 + (times + 1) * 120) for times in (3, 4, 3)]  # 2 and 3 divide them
     layers = theory.mlp_stack_layers("block", 120)
-    exact = theory.collectives(layers, ranks_asked) | {"end_parameter_bytes": sum(units) // ranks_asked}
+    exact = theory.step_collectives(layers, ranks_asked) | {"end_parameter_bytes": sum(units) // ranks_asked}
     assert {name: result.value(name) for name in exact} == exact
-    peak = theory.small_peak_bytes(units, ranks_asked)
+    peak = theory.small_fsdp_peak_bytes(units, ranks_asked)
     assert peak < result.value("peak_total_bytes") < 1.03 * peak, "activations come on top"
 
 
 def test_a_riddle_is_drawn_by_its_seed():
-    assert {drawn_block(seed, 9) for seed in range(100)} == set(range(9))
-    forgotten = drawn_block(3, 9)
-    riddle, told = (
-        labkit.run("fsdp_wrap", device="cpu", steps=1, **how) for how in ({"forget": 3}, {"skip": (forgotten,)})
-    )
+    assert {random_block_index(seed, 9) for seed in range(100)} == set(range(9))
+    forgotten = random_block_index(3, 9)
+    riddle, told = (labkit.run("fsdp_wrap", device="cpu", steps=1, **how) for how in ({"forget": 3}, {"skip": (forgotten,)}))
     for name in ("all_gather_count", "all_gather_bytes"):
         assert riddle.value(name) == told.value(name)
 
@@ -147,5 +143,5 @@ def test_passes_over_the_wire():
 
 def test_ddps_peak_is_what_theory_says():
     result = labkit.run("fsdp_wrap", device="cpu", wrap="none", model="mlp_stack", dim=64, batch=32, steps=1)
-    peak = theory.whole_step_peak(theory.mlp_stack_layers("block", 64), 256)
+    peak = theory.ddp_step_peak(theory.mlp_stack_layers("block", 64), 256)
     assert result.value("peak_total_bytes") == pytest.approx(peak["total"], rel=0.05)

@@ -159,7 +159,7 @@ def test_native_gives_wrong_numbers_where_it_is_run_all_the_same(results):
 def local_setting(name):
     """Ranks along the image and along the samples, samples of a rank, and the feature maps of its strips."""
     setting = RUNS[name]
-    axes = sizes.named_axes(setting.get("mesh", ""), setting["nproc"])
+    axes = sizes.parse_mesh_axes(setting.get("mesh", ""), setting["nproc"])
     space, data = axes["space"], axes.get("data", 1)
     cut = {2: (setting["height"] // space, setting["width"]), 3: (setting["height"], setting["width"] // space)}
     stages = spatial.convnext_stages(*cut[setting.get("tensor_dim", 3)], setting["depths"], setting["dims"])
@@ -173,9 +173,7 @@ def test_every_rank_sends_and_receives_what_theory_says(results, name):
     assert len(table) == setting["nproc"]
     for rank, row in table.iterrows():
         neighbours = (rank % space > 0) + (rank % space < space - 1)
-        expected = spatial.spatial_send_bytes(
-            stages=stages, batch=batch, neighbours=neighbours, tensor_dim=setting["tensor_dim"]
-        )
+        expected = spatial.spatial_send_bytes(stages=stages, batch=batch, neighbours=neighbours, tensor_dim=setting["tensor_dim"])
         assert (row["send_count"], row["send_bytes"]) == (2 * neighbours * sum(setting["depths"]), expected)
         assert (row["recv_count"], row["recv_bytes"]) == (row["send_count"], row["send_bytes"])
 

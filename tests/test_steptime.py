@@ -1,4 +1,4 @@
-"""labkit_simulate.theory.steptime by hand, against walks of rings and simulations, and against what others have published."""
+"""labkit_simulate.theory.step_time by hand, against walks of rings and simulations, and against what others have published."""
 
 import random
 from dataclasses import replace
@@ -9,27 +9,27 @@ from fixture_long import long_but
 import labkit
 from labkit.theory import ddp
 from labkit.theory.collectives import AlphaBeta
-from labkit_simulate.theory.hardware import Hardware, hardware
-from labkit_simulate.theory.published import A100_ROWS, GIB, H100_ROWS, calibrated_share
-from labkit_simulate.theory.steptime import (
-    COMMUNICATION,
-    COMPUTE,
-    Call,
+from labkit_simulate.theory.hardware import Hardware, get_hardware
+from labkit_simulate.theory.reference_results import A100_RESULTS, GIB, H100_RESULTS, fit_matmul_share
+from labkit_simulate.theory.step_time import (
+    COMMUNICATION_STREAM,
+    COMPUTE_STREAM,
+    BackwardEvent,
+    CollectiveEvent,
+    ComputeEvent,
     Group,
     Operator,
     Task,
-    Turn,
-    Unit,
-    Wait,
-    Work,
+    UnitTimes,
+    WaitEvent,
     collective_s,
-    fsdp_program,
-    group_of,
+    fsdp_tasks,
+    make_group,
     operator_s,
-    recorded_program,
-    schedule,
+    schedule_tasks,
+    tasks_from_events,
 )
-from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, Training
+from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, TrainingSetup
 
 INSIDE, BETWEEN = AlphaBeta(1e-6, 1e-9), AlphaBeta(1e-5, 8e-9)
 
@@ -85,13 +85,9 @@ def test_the_busiest_card_or_link_holds_a_ring_up(cards, on_host):
 def test_latency_of_a_ring_counts_the_steps_between_hosts_apart():
     ring = collective_s("all_gather", 1e-9, Group(8, 2), hosts(call_s=1e-3))
     assert ring == pytest.approx(1e-3 + 6 * INSIDE.alpha_s + 1 * BETWEEN.alpha_s)
-    alike = [
-        collective_s("all_reduce", 1e-9, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")
-    ]
+    alike = [collective_s("all_reduce", 1e-9, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")]
     assert alike[1] == alike[2] < alike[0] / 5, "many ranks and few bytes are a tree's"
-    large = [
-        collective_s("all_reduce", 1e10, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")
-    ]
+    large = [collective_s("all_reduce", 1e10, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")]
     assert large[0] == large[2] < large[1], "many bytes are a ring's"
 
 
@@ -103,8 +99,8 @@ def test_an_all_to_all_leaves_by_the_ranks_own_card():
 
 
 def test_groups_know_their_hosts_and_errors_the_arithmetic():
-    assert group_of(range(8), 4) == Group(8, 2)
-    assert group_of([1, 5, 9], 4) == Group(3, 3) and group_of([4, 5], 4) == Group(2, 1)
+    assert make_group(range(8), 4) == Group(8, 2)
+    assert make_group([1, 5, 9], 4) == Group(3, 3) and make_group([4, 5], 4) == Group(2, 1)
     with pytest.raises(ValueError, match=r"16 ranks on a host of 4 devices \(test\): spread them over 4 hosts"):
         collective_s("all_gather", 1.0, Group(16), hosts())
     with pytest.raises(ValueError, match="2 ranks on 3 hosts"):
@@ -123,21 +119,21 @@ def test_streams_overlap_as_the_buckets_of_lab_4_do(seed, hidden):
     program = []
     for place, (moment, message) in enumerate(zip(ready, takes, strict=True)):
         since = moment - (ready[place - 1] if place else 0.0)
-        program.append(Task(COMPUTE, f"part {place}", since))
-        program.append(Task(COMMUNICATION, f"bucket {place}", message, (len(program) - 1,)))
-    step = schedule(program, overlaps=hidden)
-    found = [(bar.start_s, bar.end_s) for bar in step.bars if bar.stream == COMMUNICATION]
-    assert found == [pytest.approx(each) for each in ddp.journeys(ready, takes, hidden=hidden)]
-    assert step.exposed_s + step.overlapped_s == pytest.approx(sum(takes))
+        program.append(Task(COMPUTE_STREAM, f"part {place}", since))
+        program.append(Task(COMMUNICATION_STREAM, f"bucket {place}", message, (len(program) - 1,)))
+    step = schedule_tasks(program, overlaps=hidden)
+    found = [(bar.start_s, bar.end_s) for bar in step.bars if bar.stream == COMMUNICATION_STREAM]
+    assert found == [pytest.approx(each) for each in ddp.bucket_transfer_times(ready, takes, hidden=hidden)]
+    assert step.exposed_s + step.overlap_s == pytest.approx(sum(takes))
     assert step.step_s == pytest.approx(step.compute_s + step.exposed_s)
     if not hidden:
-        assert step.overlapped_s == pytest.approx(0.0)
+        assert step.overlap_s == pytest.approx(0.0)
 
 
 def test_a_task_waits_only_for_what_came_before_it():
     with pytest.raises(ValueError, match=r"task 0 \(first\) waits for \(1,\)"):
-        schedule([Task(COMPUTE, "first", 1.0, (1,)), Task(COMPUTE, "second", 1.0)])
-    assert schedule([]).step_s == 0.0
+        schedule_tasks([Task(COMPUTE_STREAM, "first", 1.0, (1,)), Task(COMPUTE_STREAM, "second", 1.0)])
+    assert schedule_tasks([]).step_s == 0.0
 
 
 def starts(step):
@@ -146,67 +142,73 @@ def starts(step):
 
 def test_units_are_gathered_one_ahead():
     """Three units, gather 2, forward 3, backward 6, reduce 2: each moment by hand."""
-    units = [Unit(name, 2, 3, 6, 2, regathered=name != "c") for name in "abc"]
-    step = schedule(fsdp_program(units, update_s=1.0))
+    units = [UnitTimes(name, 2, 3, 6, 2, regathered=name != "c") for name in "abc"]
+    step = schedule_tasks(fsdp_tasks(units, update_s=1.0))
     moments = [(bar.stream, bar.name, bar.start_s) for bar in step.bars]
     assert moments == [
-        (COMMUNICATION, "all_gather a", 0),
-        (COMMUNICATION, "all_gather b", 2),
-        (COMPUTE, "forward a", 2),
-        (COMMUNICATION, "all_gather c", 5),  # room for it once a is done
-        (COMPUTE, "forward b", 5),
-        (COMPUTE, "forward c", 8),
-        (COMMUNICATION, "all_gather b", 11),
-        (COMPUTE, "backward c", 11),
-        (COMMUNICATION, "reduce_scatter c", 17),
-        (COMPUTE, "backward b", 17),
-        (COMMUNICATION, "all_gather a", 19),  # asked for with backward b, by then c's gradients are on their way
-        (COMMUNICATION, "reduce_scatter b", 23),
-        (COMPUTE, "backward a", 23),
-        (COMMUNICATION, "reduce_scatter a", 29),
-        (COMPUTE, "optimizer", 31),
+        (COMMUNICATION_STREAM, "all_gather a", 0),
+        (COMMUNICATION_STREAM, "all_gather b", 2),
+        (COMPUTE_STREAM, "forward a", 2),
+        (COMMUNICATION_STREAM, "all_gather c", 5),  # room for it once a is done
+        (COMPUTE_STREAM, "forward b", 5),
+        (COMPUTE_STREAM, "forward c", 8),
+        (COMMUNICATION_STREAM, "all_gather b", 11),
+        (COMPUTE_STREAM, "backward c", 11),
+        (COMMUNICATION_STREAM, "reduce_scatter c", 17),
+        (COMPUTE_STREAM, "backward b", 17),
+        (COMMUNICATION_STREAM, "all_gather a", 19),  # asked for with backward b, by then c's gradients are on their way
+        (COMMUNICATION_STREAM, "reduce_scatter b", 23),
+        (COMPUTE_STREAM, "backward a", 23),
+        (COMMUNICATION_STREAM, "reduce_scatter a", 29),
+        (COMPUTE_STREAM, "optimizer", 31),
     ]
-    assert (step.step_s, step.compute_s, step.exposed_s, step.overlapped_s) == (32, 28, 4, 12)
+    assert (step.step_s, step.compute_s, step.exposed_s, step.overlap_s) == (32, 28, 4, 12)
 
 
 def test_a_step_recorded_on_one_device_overlaps_as_its_program_would():
     """As a CPU records it: each unit gathered when it is needed, and each sum of gradients waited for at the end."""
-    units = [Unit(name, 2, 3, 6, 2, regathered=name != "c") for name in "abc"]
+    units = [UnitTimes(name, 2, 3, 6, 2, regathered=name != "c") for name in "abc"]
     events = []
     for unit in units:
-        events += [Call(f"all_gather {unit.name}", 2, early=True), Wait(len(events)), Work(f"forward {unit.name}", 3)]
-    events.append(Turn())
+        events += [
+            CollectiveEvent(f"all_gather {unit.name}", 2, early=True),
+            WaitEvent(len(events)),
+            ComputeEvent(f"forward {unit.name}", 3),
+        ]
+    events.append(BackwardEvent())
     reduced = []
     for unit in reversed(units):
         if unit.regathered:
-            events += [Call(f"all_gather {unit.name}", 2, early=True), Wait(len(events))]
-        events.append(Work(f"backward {unit.name}", 6))
+            events += [CollectiveEvent(f"all_gather {unit.name}", 2, early=True), WaitEvent(len(events))]
+        events.append(ComputeEvent(f"backward {unit.name}", 6))
         reduced.append(len(events))
-        events.append(Call(f"reduce_scatter {unit.name}", 2))
-    events += [*map(Wait, reduced), Work("optimizer", 1)]
-    recorded, written = schedule(recorded_program(events)), schedule(fsdp_program(units, update_s=1.0))
+        events.append(CollectiveEvent(f"reduce_scatter {unit.name}", 2))
+    events += [*map(WaitEvent, reduced), ComputeEvent("optimizer", 1)]
+    recorded, written = schedule_tasks(tasks_from_events(events)), schedule_tasks(fsdp_tasks(units, update_s=1.0))
     assert starts(recorded) == starts(written) and recorded.step_s == written.step_s
 
 
 def test_what_was_just_computed_cannot_be_sent_early():
     """A layer of tensor parallelism: its sum waits for the product before it, and the next product for the sum."""
-    step = schedule(recorded_program([Work("one", 3), Call("all_reduce", 2), Wait(1), Work("two", 3)]))
+    step = schedule_tasks(
+        tasks_from_events([ComputeEvent("one", 3), CollectiveEvent("all_reduce", 2), WaitEvent(1), ComputeEvent("two", 3)])
+    )
     assert (step.step_s, step.exposed_s) == (8, 2)
     with pytest.raises(ValueError, match="event 1 waits for event 0, which is no call"):
-        recorded_program([Work("one", 3), Wait(0)])
+        tasks_from_events([ComputeEvent("one", 3), WaitEvent(0)])
 
 
 def test_without_gathering_ahead_every_gather_is_waited_for():
-    units = [Unit(name, 2, 3, 6, 2) for name in "abc"]
-    step = schedule(fsdp_program(units, ahead=0))
+    units = [UnitTimes(name, 2, 3, 6, 2) for name in "abc"]
+    step = schedule_tasks(fsdp_tasks(units, ahead=0))
     assert step.exposed_s >= 6 * 2, "all six gathers"
-    slow = schedule(fsdp_program(units), overlaps=False)
-    assert slow.step_s == pytest.approx(3 * (2 + 3 + 2 + 6 + 2)) and slow.overlapped_s == 0
+    slow = schedule_tasks(fsdp_tasks(units), overlaps=False)
+    assert slow.step_s == pytest.approx(3 * (2 + 3 + 2 + 6 + 2)) and slow.overlap_s == 0
 
 
 def test_hybrid_sharding_replicates_after_each_reduction():
-    units = [Unit(name, 1, 3, 6, 1, replicate_s=4) for name in "ab"]
-    step = schedule(fsdp_program(units, update_s=1.0))
+    units = [UnitTimes(name, 1, 3, 6, 1, replicate_s=4) for name in "ab"]
+    step = schedule_tasks(fsdp_tasks(units, update_s=1.0))
     begun = starts(step)
     ends = {bar.name: bar.end_s for bar in step.bars}
     assert begun["all_reduce b"] == ends["reduce_scatter b"] and begun["optimizer"] == ends["all_reduce a"]
@@ -218,15 +220,15 @@ def test_shapes_have_as_many_parameters_as_their_names_say():
     assert 5762 * LLAMA_3_8B.model_flops(8192) / 989e12 == pytest.approx(0.337, abs=0.001)
 
 
-@pytest.mark.parametrize("rows", [H100_ROWS, A100_ROWS], ids=["h100", "a100"])
+@pytest.mark.parametrize("rows", [H100_RESULTS, A100_RESULTS], ids=["h100", "a100"])
 def test_published_speeds_are_predicted_from_one_row(rows):
-    assert hardware(rows[0].hosts).matmul_share == pytest.approx(calibrated_share(rows[0]), abs=0.001)
+    assert get_hardware(rows[0].hosts).matmul_share == pytest.approx(fit_matmul_share(rows[0]), abs=0.001)
     ratios = [row.predicted().tokens_per_s / row.tokens_per_s for row in rows[1:]]
     assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
 
 
 def test_published_memory_is_what_tensors_take_and_what_the_allocator_keeps_beside():
-    shares = [row.predicted().memory_bytes / GIB / row.memory_gib for row in H100_ROWS]
+    shares = [row.estimate_step().memory_bytes / GIB / row.memory_gib for row in H100_RESULTS]
     assert all(0.8 < share < 1.0 for share in shares), shares
 
 
@@ -247,15 +249,15 @@ def test_memory_is_what_a_simulated_decoder_holds_at_each_of_its_moments(moment)
     model = "llama_2_7b" if shape is LLAMA_2_7B else "llama_3_8b"
     params = {"sequence": tokens, "batch": 1, "layers": 4, "precision": "bf16", "steps": 2}
     simulated = labkit.simulate("decoder", world_size=ranks, model=model, checkpointing=checkpointing, **params)
-    training = Training(replace(shape, layers=4), 1, tokens, ranks, checkpointing)
+    training = TrainingSetup(replace(shape, layers=4), 1, tokens, ranks, checkpointing)
     last = 2 * shape.block_parameters if at_loss else 0  # it is gathered again after the loss in the decoder
-    assert training.memory_bytes() - last == pytest.approx(simulated.value("peak_total_bytes"), rel=1e-3)
+    assert training.peak_memory_bytes() - last == pytest.approx(simulated.value("peak_total_bytes"), rel=1e-3)
 
 
 def test_a_network_that_is_too_slow_shows():
-    training = Training(LLAMA_3_8B, 1, 2048, 128)
-    fast = training.on(hardware("h100-8x")).time
-    slow = training.on(hardware("h100-8x", cards=1)).time
+    training = TrainingSetup(LLAMA_3_8B, 1, 2048, 128)
+    fast = training.estimate_step(get_hardware("h100-8x")).time
+    slow = training.estimate_step(get_hardware("h100-8x", cards=1)).time
     assert slow.exposed_s > 10 * fast.exposed_s and slow.compute_s == pytest.approx(fast.compute_s)
     with pytest.raises(ValueError, match="12 ranks do not fill hosts of 8: 12 % 8 = 4"):
-        Training(LLAMA_3_8B, 1, 2048, 12).on(hardware("h100-8x"))
+        TrainingSetup(LLAMA_3_8B, 1, 2048, 12).estimate_step(get_hardware("h100-8x"))

@@ -13,8 +13,8 @@ from labkit import tensors
 from labkit.parallel.extensions import apply_extension
 from labkit.session.traffic import CommunicationCounter
 from labkit.tensors import Extension, TwoTensor
-from labkit.tensors.cost import gather_ms
-from labkit.tensors.quantised import EXTENSIONS
+from labkit.tensors.gather_time import gather_ms
+from labkit.tensors.quantisation import EXTENSIONS
 from labkit.theory import extensions as theory
 
 POLICY = MixedPrecisionPolicy()
@@ -159,15 +159,15 @@ def test_scales_do_not_hide_nan(name):
 def test_what_cannot_be_extended_is_refused(first_of_two):
     model = nn.Linear(6, 5)
     with pytest.raises(ValueError, match="not sharded along dim 0: call fully_shard first"):
-        tensors.extend(model.weight, "bf16")
+        tensors.extend_parameter(model.weight, "bf16")
     fully_shard(model, mesh=first_of_two)
     with pytest.raises(ValueError, match="extension 'int4' is none of fp32, bf16, float8, int8"):
-        tensors.extend(model.weight, "int4")
+        tensors.extend_parameter(model.weight, "int4")
     with pytest.raises(ValueError, match="a vector of shape"):
-        tensors.extend(model.bias, "bf16")
+        tensors.extend_parameter(model.bias, "bf16")
     meta = fully_shard(nn.Linear(6, 5, device="meta"), mesh=first_of_two)
     with pytest.raises(ValueError, match="on the meta device: call to_empty first"):
-        tensors.extend(meta.weight, "bf16")
+        tensors.extend_parameter(meta.weight, "bf16")
 
 
 def wrong_encode(sends):
@@ -187,7 +187,7 @@ def wrong_encode(sends):
 )
 def test_a_wrong_extension_fails_clearly(first_of_two, extension, message):
     model = fully_shard(nn.Linear(6, 5, bias=False), mesh=first_of_two)
-    tensors.extend_all(model, extension)
+    tensors.extend_model(model, extension)
     with pytest.raises(ValueError, match=message):
         model(torch.ones(2, 6))
 
@@ -208,7 +208,7 @@ def test_a_leak_is_measured_to_the_byte(first_of_two, kind):
     fully_shard(model[0], mesh=first_of_two, mp_policy=policy)
     fully_shard(model, mesh=first_of_two, mp_policy=policy)
     leaked = {"0.weight": 2 * 6 * 6 * 2} if kind is Leaky else {}  # 2 halves, 6 x 6 with padding, 2 bytes
-    assert tensors.unfreed_bytes(model) == leaked
+    assert tensors.leak_bytes(model) == leaked
     if leaked:
         with pytest.raises(ValueError, match=r"0.weight: 144 bytes .* must also return the tensors that it allocated"):
             tensors.refuse_leak(model)
@@ -231,10 +231,10 @@ def gather_uneven(name):
             seen.append(float((plain.t() - weight).abs().max() / weight.abs().max()))
         output.square().mean().backward()
     shard = tensors.plain_shards(model[0].weight)[0]
-    return seen, tensors.unfreed_bytes(model), tensors.gathered_errors(model), tuple(shard.shape)
+    return seen, tensors.leak_bytes(model), tensors.gather_errors(model), tuple(shard.shape)
 
 
-@pytest.mark.parametrize("name", theory.BYTES)
+@pytest.mark.parametrize("name", theory.EXTENSION_BYTES)
 def test_rows_that_do_not_divide_are_padded_and_come_back_whole(ranks, name):
     for seen, unfreed, error, shape in ranks(2)(gather_uneven, name):
         assert len(seen) == (4 if name == "two_tensor" else 2)
@@ -253,7 +253,7 @@ def error_of(fill):
     with torch.no_grad():
         model[0].weight[0, 0] = fill
     apply_extension(model, init_device_mesh("cpu", (2,)), "int8")
-    return tuple(tensors.gathered_errors(model))
+    return tuple(tensors.gather_errors(model))
 
 
 @pytest.mark.parametrize("fill", [0.0, float("nan")])
@@ -267,7 +267,7 @@ def wire_after_to_empty():
     model = fully_shard(nn.Linear(6, 5, bias=False, device="meta"), mesh=mesh)
     model.to_empty(device="cpu")
     nn.init.ones_(model.weight)
-    assert tensors.extend_all(model, "int8") == 1
+    assert tensors.extend_model(model, "int8") == 1
     with CommunicationCounter() as counter:
         output = model(torch.ones(1, 6))
     return output.tolist(), counter.bytes["all_gather"]
@@ -285,13 +285,13 @@ def held_of_uneven(cases):
     for extension, dtype in cases:
         model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 4, bias=False))
         apply_extension(model, mesh, extension, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-        held.append(tensors.held_bytes(model))
-        assert tensors.unfreed_bytes(model) == {}
+        held.append(tensors.gather_memory_bytes(model))
+        assert tensors.leak_bytes(model) == {}
     return held
 
 
 def test_what_is_held_while_a_unit_computes_is_what_theory_says(ranks):
-    cases = [(name, dtype) for name in theory.BYTES for dtype in (torch.float32, torch.bfloat16)] + [
+    cases = [(name, dtype) for name in theory.EXTENSION_BYTES for dtype in (torch.float32, torch.bfloat16)] + [
         ("none", torch.float32),
         ("none", torch.bfloat16),
     ]
@@ -299,9 +299,7 @@ def test_what_is_held_while_a_unit_computes_is_what_theory_says(ranks):
     for held in ranks(2)(held_of_uneven, cases):
         for (name, dtype), size in zip(cases, held, strict=True):
             how = {"compute_bytes": dtype.itemsize}
-            expected = sum(
-                theory.held_bytes(shape, 2, sent.get((name, dtype), name), **how) for shape in [(5, 6), (4, 5)]
-            )
+            expected = sum(theory.held_bytes(shape, 2, sent.get((name, dtype), name), **how) for shape in [(5, 6), (4, 5)])
             assert size == expected, (name, dtype)
 
 

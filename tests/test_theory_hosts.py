@@ -9,7 +9,7 @@ from labkit_cluster import theory
 
 def test_ranks_are_counted_host_by_host():
     places = [(host, local) for host in range(3) for local in range(4)]
-    assert [theory.place_of(rank, 4) for rank in range(12)] == places
+    assert [theory.host_and_local_rank(rank, 4) for rank in range(12)] == places
 
 
 @pytest.mark.parametrize(("hosts", "nproc"), [(2, 2), (3, 4), (8, 1)])
@@ -24,18 +24,18 @@ def test_what_leaves_a_host_is_what_rings_carry_over_its_border(hosts, nproc):
     flat = crossing([*range(ranks)], lambda n: 3 * (n - 1), size)
     across = [[host * nproc + local for host in range(hosts)] for local in range(nproc)]
     hybrid = sum(crossing(ring, lambda n: 2 * (n - 1), size / nproc) for ring in across)
-    assert theory.leaves_a_host_bytes(size, hosts, nproc, hybrid=False) == pytest.approx(flat)
-    assert theory.leaves_a_host_bytes(size, hosts, nproc, hybrid=True) == pytest.approx(hybrid)
+    assert theory.host_egress_bytes(size, hosts, nproc, hybrid=False) == pytest.approx(flat)
+    assert theory.host_egress_bytes(size, hosts, nproc, hybrid=True) == pytest.approx(hybrid)
 
 
 def test_one_host_sends_nothing_to_others():
-    assert [theory.leaves_a_host_bytes(100.0, 1, 8, hybrid=each) for each in (False, True)] == [0.0, 0.0]
+    assert [theory.host_egress_bytes(100.0, 1, 8, hybrid=each) for each in (False, True)] == [0.0, 0.0]
 
 
 def test_no_other_interval_loses_less():
     best = theory.checkpoint_interval_s(30.0, 20_000.0)
-    least = theory.lost_share(best, 30.0, 20_000.0)
-    assert all(theory.lost_share(best * factor, 30.0, 20_000.0) > least for factor in (0.5, 0.9, 1.1, 2.0))
+    least = theory.checkpoint_overhead_share(best, 30.0, 20_000.0)
+    assert all(theory.checkpoint_overhead_share(best * factor, 30.0, 20_000.0) > least for factor in (0.5, 0.9, 1.1, 2.0))
 
 
 def test_the_lost_share_is_that_of_a_simulated_run():
@@ -47,4 +47,4 @@ def test_the_lost_share_is_that_of_a_simulated_run():
         saves, rest = divmod(until_failure, interval_s + save_s)
         trained += saves * interval_s
         lost += saves * save_s + rest
-    assert lost / (lost + trained) == pytest.approx(theory.lost_share(interval_s, save_s, between_s), rel=0.1)
+    assert lost / (lost + trained) == pytest.approx(theory.checkpoint_overhead_share(interval_s, save_s, between_s), rel=0.1)

@@ -3,13 +3,13 @@
 import pytest
 
 from labkit_simulate.theory import simulation
-from labkit_simulate.theory.hardware import hardware
-from labkit_simulate.theory.steptime import Group, Unit, collective_s, fsdp_program, schedule
+from labkit_simulate.theory.hardware import get_hardware
+from labkit_simulate.theory.step_time import Group, UnitTimes, collective_s, fsdp_tasks, schedule_tasks
 
 
 @pytest.mark.parametrize(("hosts", "shard"), [(1, 2.0e8), (2, 5e7), (128, 4e5), (128, 0.5)])
 def test_the_ring_is_that_of_the_time_model(hosts, shard):
-    gpus = hardware("h100-8x", call_s=0.0)
+    gpus = get_hardware("h100-8x", call_s=0.0)
     expected = collective_s("all_gather", shard, Group(8 * hosts, hosts), gpus, algorithm="ring")
     assert simulation.ring_s(shard, hosts, 8, gpus.inside, gpus.between) == pytest.approx(expected, rel=1e-9)
 
@@ -17,8 +17,8 @@ def test_the_ring_is_that_of_the_time_model(hosts, shard):
 @pytest.mark.parametrize("gathers", [[1.0, 1.0, 1.0, 1.0], [3.0, 0.5, 2.0, 7.0], [0.1, 5.0, 0.2, 4.0]])
 @pytest.mark.parametrize("computes", [[1.0, 1.0, 1.0, 1.0], [4.0, 1.0, 1.0, 2.0], [0.3, 0.2, 6.0, 0.1]])
 def test_a_forward_pass_ends_where_the_program_of_fsdp_ends_its_own(gathers, computes):
-    units = [Unit(str(index), *each, 0.0, 0.0) for index, each in enumerate(zip(gathers, computes, strict=True))]
-    bars = [bar for bar in schedule(fsdp_program(units)).bars if bar.name.startswith("forward")]
+    units = [UnitTimes(str(index), *each, 0.0, 0.0) for index, each in enumerate(zip(gathers, computes, strict=True))]
+    bars = [bar for bar in schedule_tasks(fsdp_tasks(units)).bars if bar.name.startswith("forward")]
     assert simulation.forward_s(gathers, computes) == pytest.approx(bars[-1].end_s)
 
 

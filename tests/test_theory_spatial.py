@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from labkit.theory import collectives, sizes, spatial
-from labkit.theory.spatial import Stage
+from labkit.theory.spatial import ConvNeXtStage
 
 
 @pytest.mark.parametrize(
@@ -69,26 +69,26 @@ def test_even_share():
     ],
 )
 def test_named_axes(text, ranks, axes):
-    found = sizes.named_axes(text, ranks)
+    found = sizes.parse_mesh_axes(text, ranks)
     assert list(found.items()) == list(axes.items())
 
 
 @pytest.mark.parametrize("text", ["x", "2x", "2x2x1", "0x4", "four", "2 x 2", "-4", "4.0"])
 def test_a_mesh_of_another_form_is_refused(text):
     with pytest.raises(ValueError, match=f"mesh '{text}' is neither one number of ranks"):
-        sizes.named_axes(text, 4)
+        sizes.parse_mesh_axes(text, 4)
 
 
 def test_a_mesh_for_other_ranks_is_refused():
     with pytest.raises(ValueError, match="mesh 2x3 is for 6 ranks, but 4 are launched"):
-        sizes.named_axes("2x3", 4)
+        sizes.parse_mesh_axes("2x3", 4)
 
 
 def test_stages_of_a_network():
     assert spatial.convnext_stages(64, 128, (1, 2, 3), (8, 16, 32)) == [
-        Stage(channels=8, height=16, width=32, depth=1),
-        Stage(channels=16, height=8, width=16, depth=2),
-        Stage(channels=32, height=4, width=8, depth=3),
+        ConvNeXtStage(channels=8, height=16, width=32, depth=1),
+        ConvNeXtStage(channels=16, height=8, width=16, depth=2),
+        ConvNeXtStage(channels=32, height=4, width=8, depth=3),
     ]
     assert [spatial.total_stride((1,) * stages) for stages in (1, 2, 3, 4)] == [4, 8, 16, 32]
 
@@ -126,9 +126,7 @@ def test_halo_bytes():
     assert spatial.halo_bytes(rows=32, halo=0, channels=8, batch=2) == 0
 
 
-@pytest.mark.parametrize(
-    ("tensor_dim", "one_way"), [(3, 2 * 3 * (16 * 8 + 2 * 8 * 16)), (2, 2 * 3 * (32 * 8 + 2 * 16 * 16))]
-)
+@pytest.mark.parametrize(("tensor_dim", "one_way"), [(3, 2 * 3 * (16 * 8 + 2 * 8 * 16)), (2, 2 * 3 * (32 * 8 + 2 * 16 * 16))])
 @pytest.mark.parametrize("neighbours", [0, 1, 2])
 def test_bytes_that_a_rank_sends_in_a_step(tensor_dim, one_way, neighbours):
     stages = spatial.convnext_stages(64, 128, (1, 2), (8, 16))  # 16 x 32 in one block, then 8 x 16 in two
@@ -165,7 +163,7 @@ def test_all_reduces_of_a_step():
 def test_bytes_of_an_all_reduce():
     assert collectives.all_reduce_bytes(10) == 40
     assert collectives.all_reduce_bytes(10, element_bytes=2) == 20
-    assert [collectives.wire_bytes("all_reduce", 1000, ranks) for ranks in (1, 2, 4)] == [0, 1000, 1500]
+    assert [collectives.collective_wire_bytes("all_reduce", 1000, ranks) for ranks in (1, 2, 4)] == [0, 1000, 1500]
 
 
 def test_time_of_a_message():
@@ -173,7 +171,7 @@ def test_time_of_a_message():
 
 
 def test_activations_of_one_block():
-    stage = [Stage(channels=8, height=4, width=6, depth=1)]
+    stage = [ConvNeXtStage(channels=8, height=4, width=6, depth=1)]
     pixels = 2 * 4 * 6
     # eleven maps and the norm's mean and deviation a pixel, then the stem's norm: its input, mean and deviation
     alone = 11 * 8 * pixels + 2 * pixels + 8 * pixels + 2 * pixels
@@ -186,7 +184,7 @@ def test_activations_of_one_block():
 
 
 def test_activations_between_stages_include_the_downsampling():
-    stages = [Stage(8, 4, 4, depth=1), Stage(16, 2, 2, depth=2)]
+    stages = [ConvNeXtStage(8, 4, 4, depth=1), ConvNeXtStage(16, 2, 2, depth=2)]
     first = (12 * 8 * 16 + 2 * 16) + (8 * 16 + 2 * 16)  # its block and the stem's norm
     norm = 2 * 8 * 16 + 2 * 16  # its input and output, its mean and deviation a pixel
     second = (12 * 16 * 4 + 2 * 4) + (11 * 16 * 4 + 2 * 4)  # the last block lacks one map when memory peaks

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from labkit.models.mlp import MLPStack
-from labkit.session.meter import by_category, tracker_of
+from labkit.session.meter import bytes_by_category, make_memory_tracker
 from labkit.session.traffic import CommunicationCounter
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
-from labkit.theory.collectives import AlphaBeta, wire_bytes
+from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
 from launch import two_dim
 
 DIM, BATCH = 16, 4
@@ -34,58 +34,58 @@ def test_a_step_sends_and_keeps_what_the_formulas_say(meshes, tp, cut, again):
     mesh = meshes[tp]
     model = MLPStack(DIM, batch=BATCH)
     inputs = model.get_input(CPU)
-    two_dim.apply(two_dim.Config(seq=bool(cut), checkpointing=bool(again)), mesh, model)
+    two_dim.parallelize_model(two_dim.Config(seq=bool(cut), checkpointing=bool(again)), mesh, model)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     model.run_backward(model.get_loss(inputs, model(*inputs)))  # FSDP prepares in the first step
-    with CommunicationCounter(mesh) as counter, tracker_of([model]) as tracker:
+    with CommunicationCounter(mesh) as counter, make_memory_tracker([model]) as tracker:
         loss = model.get_loss(inputs, model(*inputs))
-        activations = by_category(tracker, "current", CPU)["activation"]
+        activations = bytes_by_category(tracker, "current", CPU)["activation"]
         model.run_backward(loss)
     how = {"sequence_parallel": bool(cut), "checkpointing": bool(again)}
     along = {axis: sent for axis, sent in counter.along.items() if axis}
     sent = {f"{axis}/{name}_count": count for axis, part in along.items() for name, count in part.counts.items()}
     sent |= {f"{axis}/{name}_bytes": size for axis, part in along.items() for name, size in part.bytes.items()}
-    assert sent == theory.collectives(PAIRS, TOKENS, data=4 // tp, tp=tp, **how)
-    assert activations == theory.activation_bytes(PAIRS, TOKENS, tp, **how) + 4, "and the loss"
+    assert sent == theory.step_collectives_by_axis(PAIRS, TOKENS, data=4 // tp, tp=tp, **how)
+    assert activations == theory.tp_activation_bytes(PAIRS, TOKENS, tp, **how) + 4, "and the loss"
 
 
 def test_one_pair_by_hand():
     pair = [(10, 40)]
-    assert theory.activations_sent(pair, 6, 2) == {"tp/all_reduce_count": 1, "tp/all_reduce_bytes": 240}
-    assert theory.activations_sent(pair, 6, 2, sequence_parallel=True) == {
+    assert theory.activation_collectives(pair, 6, 2) == {"tp/all_reduce_count": 1, "tp/all_reduce_bytes": 240}
+    assert theory.activation_collectives(pair, 6, 2, sequence_parallel=True) == {
         "tp/all_gather_count": 3, "tp/all_gather_bytes": 3 * 120,
         "tp/reduce_scatter_count": 1, "tp/reduce_scatter_bytes": 240,
     }  # fmt: skip
-    assert theory.activations_sent(pair, 6, 1) == {}
+    assert theory.activation_collectives(pair, 6, 1) == {}
     layers = theory.rank_layers(pair, 4)
     assert [layer.shapes for layer in layers] == [((10, 10), (10,)), ((10, 10), (10,))]
-    assert theory.parameters(layers) == 10 * 10 + 10 + 10 * 10 + 10
+    assert theory.parameter_count(layers) == 10 * 10 + 10 + 10 * 10 + 10
 
 
 def test_along_dp_a_rank_sends_what_its_thin_model_has():
-    half = theory.parameters(theory.rank_layers(PAIRS, 2))
-    fsdp_sent = theory.parameters_sent(PAIRS, data=2, tp=2)
-    assert fsdp_sent == {f"data/{k}": v for k, v in fsdp.collectives(theory.rank_layers(PAIRS, 2), 2).items()}
+    half = theory.parameter_count(theory.rank_layers(PAIRS, 2))
+    fsdp_sent = theory.parameter_collectives(PAIRS, data=2, tp=2)
+    assert fsdp_sent == {f"data/{k}": v for k, v in fsdp.step_collectives(theory.rank_layers(PAIRS, 2), 2).items()}
     assert fsdp_sent["data/reduce_scatter_bytes"] == 4 * half
-    assert theory.parameters_sent(PAIRS, data=2, tp=2, plan="ddp_tp") == {"data/all_reduce_bytes": 4 * half}
-    assert theory.parameters_sent(PAIRS, data=1, tp=4) == {}
+    assert theory.parameter_collectives(PAIRS, data=2, tp=2, plan="ddp_tp") == {"data/all_reduce_bytes": 4 * half}
+    assert theory.parameter_collectives(PAIRS, data=1, tp=4) == {}
 
 
 def test_a_rank_of_ddp_keeps_its_thin_model_whole():
-    kept = {plan: theory.resident_bytes(PAIRS, data=2, tp=2, plan=plan) for plan in ("ddp_tp", "fsdp_tp")}
+    kept = {plan: theory.mesh_resident_bytes(PAIRS, data=2, tp=2, plan=plan) for plan in ("ddp_tp", "fsdp_tp")}
     assert kept["ddp_tp"]["end_parameter_bytes"] == 2 * kept["fsdp_tp"]["end_parameter_bytes"]
-    assert kept["ddp_tp"]["end_parameter_bytes"] == 4 * theory.parameters(theory.rank_layers(PAIRS, 2))
+    assert kept["ddp_tp"]["end_parameter_bytes"] == 4 * theory.parameter_count(theory.rank_layers(PAIRS, 2))
 
 
 def test_on_the_wire_a_cut_sequence_costs_one_all_gather_more_at_each_end():
-    plain, cut = (theory.activations_sent(PAIRS, TOKENS, 4, sequence_parallel=cut) for cut in (False, True))
-    wire = [theory.wire_bytes(sent, data=1, tp=4) for sent in (plain, cut)]
-    assert wire[0] == {"data": 0, "tp": wire_bytes("all_reduce", plain["tp/all_reduce_bytes"], 4)}
+    plain, cut = (theory.activation_collectives(PAIRS, TOKENS, 4, sequence_parallel=cut) for cut in (False, True))
+    wire = [theory.axis_wire_bytes(sent, data=1, tp=4) for sent in (plain, cut)]
+    assert wire[0] == {"data": 0, "tp": collective_wire_bytes("all_reduce", plain["tp/all_reduce_bytes"], 4)}
     assert wire[1]["tp"] == wire[0]["tp"] * 12 / 10
 
 
 def test_tokens_that_cannot_be_shared_are_refused():
-    for sent_or_kept in (theory.activations_sent, theory.activation_bytes):
+    for sent_or_kept in (theory.activation_collectives, theory.tp_activation_bytes):
         assert sent_or_kept([(8, 16)], 6, 4), "a whole sequence need not be shared"
         with pytest.raises(ValueError, match="4 ranks cannot share tokens 6: 6 % 4 = 2"):
             sent_or_kept([(8, 16)], 6, 4, sequence_parallel=True)
@@ -99,18 +99,16 @@ def test_an_inner_width_that_cannot_be_shared_is_refused():
 @pytest.mark.parametrize("how", [{}, {"checkpointing": True}, {"checkpointing": True, "sequence_parallel": True}])
 def test_the_peak_of_tensor_parallelism_alone_lies_where_the_backward_pass_begins(meshes, how):
     model = MLPStack(DIM, batch=32)  # activations outweigh parameters
-    config = two_dim.Config(
-        tp=4, seq=how.get("sequence_parallel", False), checkpointing=how.get("checkpointing", False)
-    )
-    two_dim.apply(config, meshes[4], model)
+    config = two_dim.Config(tp=4, seq=how.get("sequence_parallel", False), checkpointing=how.get("checkpointing", False))
+    two_dim.parallelize_model(config, meshes[4], model)
     optimizer, inputs = torch.optim.Adam(model.parameters()), model.get_input(CPU)
     model.get_loss(inputs, model(*inputs)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    with tracker_of([model, optimizer]) as tracker:
+    with make_memory_tracker([model, optimizer]) as tracker:
         model.get_loss(inputs, model(*inputs)).backward()
-    peak = {name: size for name, size in by_category(tracker, "peak", CPU).items() if size and name != "total"}
-    predicted = theory.line_peak(PAIRS, 8 * 32, 4, **how)
+    peak = {name: size for name, size in bytes_by_category(tracker, "peak", CPU).items() if size and name != "total"}
+    predicted = theory.tp_step_peak(PAIRS, 8 * 32, 4, **how)
     assert peak.keys() == predicted.keys()
     assert all(abs(peak[name] - size) <= 64 for name, size in predicted.items()), "but for scalars of the loss"
 
@@ -138,9 +136,9 @@ def test_a_step_by_hand():
 
 def test_only_data_hides_and_only_behind_computing():
     seconds = {"compute": 3.0, "tp": 5.0, "data": 4.0}
-    assert theory.exposed_seconds(seconds, overlap=False) == seconds
-    assert theory.exposed_seconds(seconds, overlap=True) == {"compute": 3.0, "tp": 5.0, "data": 1.0}
-    assert theory.exposed_seconds(seconds | {"data": 2.0}, overlap=True)["data"] == 0
+    assert theory.seconds_after_overlap(seconds, overlap=False) == seconds
+    assert theory.seconds_after_overlap(seconds, overlap=True) == {"compute": 3.0, "tp": 5.0, "data": 1.0}
+    assert theory.seconds_after_overlap(seconds | {"data": 2.0}, overlap=True)["data"] == 0
 
 
 def test_a_group_uses_as_many_cards_as_it_has_ranks_in_a_host():
@@ -154,9 +152,9 @@ def test_a_group_uses_as_many_cards_as_it_has_ranks_in_a_host():
 
 
 def test_a_split_leaves_every_line_as_many_samples():
-    assert theory.splits(4, 64, (1, 2, 4, 8)) == [1, 2, 4]
-    assert theory.splits(64, 16, (1, 2, 4, 8, 16)) == [4, 8, 16], "more ranks than samples"
-    assert theory.splits(6, 4, (1, 2, 3, 4)) == [3]
+    assert theory.valid_tp_sizes(4, 64, (1, 2, 4, 8)) == [1, 2, 4]
+    assert theory.valid_tp_sizes(64, 16, (1, 2, 4, 8, 16)) == [4, 8, 16], "more ranks than samples"
+    assert theory.valid_tp_sizes(6, 4, (1, 2, 3, 4)) == [3]
 
 
 def test_all_ranks_together_do_the_same_operations_whatever_the_split():
@@ -164,5 +162,5 @@ def test_all_ranks_together_do_the_same_operations_whatever_the_split():
     for tp in (1, 2, 4):
         how = {"data": 4 // tp, "tp": tp, "flops_per_s": 10.0, "links": {"tp": link, "data": link}}
         seconds = theory.step_seconds(pairs, 24 * tp // 4, **how)
-        assert seconds["compute"] == pytest.approx(theory.step_operations(pairs) * 24 / 4 / 10)
-    assert theory.step_operations([(2, 4)]) == 6 * 2 * 2 * 4
+        assert seconds["compute"] == pytest.approx(theory.step_flops_per_token(pairs) * 24 / 4 / 10)
+    assert theory.step_flops_per_token([(2, 4)]) == 6 * 2 * 2 * 4

@@ -8,9 +8,9 @@ from programs.timeline_cases import BLOCKS
 from torch import nn
 
 import labkit
-from labkit.runs.records import Writer
+from labkit.runs.records import RecordWriter
 from labkit.session import timeline
-from labkit.session.timeline import Bar
+from labkit.session.timeline import LaneBar
 
 PROGRAM = "timeline_cases.py"
 UNITS = [f"layers.{index}" for index in range(BLOCKS)]
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.alone
 
 
 def compute(start, end, unit="1"):
-    return Bar("compute", unit, "forward", start, end - start)
+    return LaneBar("compute", unit, "forward", start, end - start)
 
 
 def gather(start, end, unit="1"):
-    return Bar("communication", unit, "all_gather", start, end - start)
+    return LaneBar("communication", unit, "all_gather", start, end - start)
 
 
 @pytest.mark.parametrize(
@@ -45,22 +45,22 @@ def gather(start, end, unit="1"):
 )
 def test_exposed_is_what_no_compute_covers_and_counts_once(bars, stretches):
     for order in (bars, bars[::-1]):
-        found = timeline.exposed(order)
+        found = timeline.exposed_bars(order)
         assert [(bar.start_us, bar.end_us) for bar in found] == stretches
         assert timeline.exposed_us(order) == sum(end - start for start, end in stretches)
         assert {bar.lane for bar in found} <= {"exposed"}
 
 
 def test_an_exposed_stretch_is_named_by_the_collective_that_started_first():
-    assert [bar.name for bar in timeline.exposed([gather(2, 6, "late"), gather(0, 4, "early")])] == ["early", "late"]
+    assert [bar.name for bar in timeline.exposed_bars([gather(2, 6, "late"), gather(0, 4, "early")])] == ["early", "late"]
 
 
 def test_a_recording_adds_up_and_is_written_as_records():
     bars = [compute(0, 30, "layers.0"), gather(20, 60, "layers.1"), gather(50, 70, "layers.2")]
-    recording = timeline.Recording(bars, step_us=100.0)
+    recording = timeline.StepProfile(bars, step_us=100.0)
     assert (recording.communication_us, recording.exposed_us) == (50, 40)
-    writer = Writer(None, rank=1)
-    timeline.write(recording, writer, step=7)
+    writer = RecordWriter(None, rank=1)
+    timeline.write_profile(recording, writer, step=7)
     lines = [line for line in writer.lines if line["kind"] == "bar"]
     assert [(line["lane"], line["phase"], line["name"], line["start_us"], line["dur_us"]) for line in lines] == [
         ("compute", "forward", "layers.0", 0, 30),
@@ -84,7 +84,7 @@ def event(name, start, end, tid=1, cat="cpu_op", **args):
 
 def bars_of(*events):
     """Bars of a step from 1000 to 9000, as tuples of lane, phase, unit, start and end."""
-    step_us, bars = timeline.step_and_bars([event(timeline.STEP, 1000, 9000, cat="user_annotation"), *events])
+    step_us, bars = timeline.step_us_and_bars([event(timeline.STEP_MARK, 1000, 9000, cat="user_annotation"), *events])
     assert step_us == 8000
     return [(bar.lane, bar.phase, bar.name, bar.start_us, bar.end_us) for bar in bars]
 
@@ -94,7 +94,7 @@ def test_waiting_is_no_compute_and_starts_count_from_the_step():
         event("aten::mm", 2000, 3000),
         event("FSDP::all_gather (layers.1)", 3000, 5000),
         event("c10d::_allgather_base_", 3200, 3300),
-        event(timeline.WAIT, 3300, 4900),
+        event(timeline.WAIT_MARK, 3300, 4900),
         event("gloo:all_gather", 3400, 4800, tid=2),
         event("aten::copy_", 4700, 4800, tid=2),
     ) == [
@@ -106,7 +106,7 @@ def test_waiting_is_no_compute_and_starts_count_from_the_step():
 
 def test_compute_of_one_unit_is_one_bar_unless_a_wait_lies_between():
     operators = [event("aten::mm", 2000, 2100), event("aten::mm", 2105, 2200), event("aten::mm", 2250, 2300)]
-    assert bars_of(*operators, event(timeline.WAIT, 2202, 2248)) == [
+    assert bars_of(*operators, event(timeline.WAIT_MARK, 2202, 2248)) == [
         ("compute", "forward", "root", 1000, 1200),
         ("compute", "forward", "root", 1250, 1300),
     ]
@@ -168,12 +168,12 @@ def test_kernels_are_led_back_to_what_launched_them():
 
 def test_a_trace_without_a_step_is_refused():
     with pytest.raises(ValueError, match=r"no range labkit::step among 1 events: record the trace with"):
-        timeline.step_and_bars([event("aten::mm", 0, 1)])
+        timeline.step_us_and_bars([event("aten::mm", 0, 1)])
 
 
 def test_recording_leaves_nothing_behind(capfd, tmp_path):
     layer, wait = nn.Linear(4, 4), torch.distributed.Work.wait
-    with timeline.record(tmp_path / "trace.json", units={"layer": [layer]}) as recording:
+    with timeline.profile_step(tmp_path / "trace.json", units={"layer": [layer]}) as recording:
         layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert {(bar.phase, bar.name) for bar in recording.bars} >= {("forward", "layer"), ("backward", "layer")}
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -186,7 +186,7 @@ def test_recording_leaves_nothing_behind(capfd, tmp_path):
 
 def test_an_error_in_the_step_is_the_one_that_is_raised():
     layer = nn.Linear(4, 4)
-    with pytest.raises(RuntimeError, match="shapes"), timeline.record(units={"layer": [layer]}):
+    with pytest.raises(RuntimeError, match="shapes"), timeline.profile_step(units={"layer": [layer]}):
         layer(torch.ones(2, 5))
     assert not layer._forward_hooks
 
@@ -231,8 +231,8 @@ def test_fsdp2_exposes_all_communication_on_a_cpu(programs, tmp_path):
     exposed_ms, all_ms = result.value("exposed_communication"), result.value("communication")
     assert 0.9 * all_ms < exposed_ms <= all_ms < result.value("profiled_step")
     assert result.value("profiled_step") > 2 * BLOCKS * DELAY_MS
-    raw = timeline.read(tmp_path / "trace_0.json.gz")
-    assert timeline.exposed_us(timeline.step_and_bars(raw)[1]) > 0
+    raw = timeline.read_trace(tmp_path / "trace_0.json.gz")
+    assert timeline.exposed_us(timeline.step_us_and_bars(raw)[1]) > 0
     assert "USDT" not in result.ranks[0].log()
     assert "profiled_step" in result.summary()
 

@@ -95,7 +95,7 @@ def test_a_comparison_is_quiet_and_leaves_torchs_logger_as_it_was(eager):
 
 
 def test_a_rank_of_ddp_tp_keeps_what_theory_says(eager):
-    assert eager["kept with ddp"] == theory.resident_bytes(theory.chain_pairs(DIM), data=2, tp=2, plan="ddp_tp")
+    assert eager["kept with ddp"] == theory.mesh_resident_bytes(theory.chain_pairs(DIM), data=2, tp=2, plan="ddp_tp")
 
 
 def test_gradients_that_are_not_averaged_are_seen(eager):
@@ -109,9 +109,9 @@ def test_replicated_dtensors_leave_no_parameters_to_compare(eager):
 
 def test_nothing_to_compare_is_an_error():
     with pytest.raises(ValueError, match="nothing to compare: no gradient for weight, bias"):
-        parity.tensors_of(nn.Linear(2, 2))
+        parity.gradients_and_parameters(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nothing to compare: no gradient for no parameters"):
-        parity.tensors_of(nn.ReLU())
+        parity.gradients_and_parameters(nn.ReLU())
 
 
 def test_the_program_prints_its_verdict_last(measured):
@@ -125,14 +125,14 @@ def test_every_axis_carries_what_theory_says_and_a_rank_keeps_its_share(measured
     plan, tp = case.plan, case.tp
     data = 4 // tp
     if plan == "ddp_tp":
-        predicted = theory.collectives(theory.chain_pairs(32), 16 // data, data=data, tp=tp, plan=plan)
+        predicted = theory.step_collectives_by_axis(theory.chain_pairs(32), 16 // data, data=data, tp=tp, plan=plan)
     else:
         pairs, places = theory.mlp_pairs(32), 16 // data * 8
         how = {"sequence_parallel": case.seq, "checkpointing": case.checkpointing}
-        predicted = theory.collectives(pairs, places, data=data, tp=tp, **how)
-        predicted |= theory.resident_bytes(pairs, data=data, tp=tp)
+        predicted = theory.step_collectives_by_axis(pairs, places, data=data, tp=tp, **how)
+        predicted |= theory.mesh_resident_bytes(pairs, data=data, tp=tp)
         if not any(how.values()):  # to FSDP, what a rank of tp holds is simply a thinner model
-            peak = fsdp.step_peak(theory.rank_layers(pairs, tp), places, data)["total"]
+            peak = fsdp.fsdp_step_peak(theory.rank_layers(pairs, tp), places, data)["total"]
             assert result.value("peak_total_bytes") == pytest.approx(peak, rel=0.01)
     assert {name: result.value(name) for name in predicted} == predicted
     by_axis = {name for name in result.summary() if "/" in name}

@@ -13,11 +13,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._pytree import tree_map, tree_map_only
 
 import labkit
-from labkit.checks.fsdp import without
+from labkit.checks.fsdp import replace_source_line
 from labkit.errors import ParameterError, RankFailed
 from labkit.launcher import run as launcher
-from labkit.parallel.buckets import closed_when_full
-from labkit.parallel.halo import Strip, with_halo
+from labkit.parallel.buckets import assign_buckets
+from labkit.parallel.halo import Strip, pad_with_halo
 from labkit.parallel.small_ddp import small_ddp
 from labkit.tensors import pad_rows
 from labkit.theory.ddp import chain_buckets
@@ -40,7 +40,7 @@ def in_a_cell(file, text):
     """What a cell of code defines."""
     known = {"torch": torch, "dist": dist, "nn": nn, "__name__": "__main__"}
     known |= {"tree_map": tree_map, "tree_map_only": tree_map_only, "pad_rows": pad_rows}
-    known |= {"closed_when_full": closed_when_full}
+    known |= {"closed_when_full": assign_buckets}
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), known)
     return known
@@ -93,7 +93,7 @@ class NothingComesHome(torch.autograd.Function):
     @staticmethod
     def forward(ctx, strip, halo, rank, ranks):
         ctx.halo = halo
-        return with_halo(strip, halo, Strip(3, None, rank, ranks))
+        return pad_with_halo(strip, halo, Strip(3, None, rank, ranks))
 
     @staticmethod
     def backward(ctx, grad):
@@ -126,18 +126,14 @@ def from_the_wrong_side(strip, halo, rank, ranks):
 
 def test_a_wrong_halo_exchange_fails_parity():
     fails_parity("convnext_spatial", use={"exchange_halo": from_the_wrong_side}, **SPATIAL)
-    fails_parity(
-        "convnext_spatial", use={"return_gradients": lambda g, halo, rank, ranks: g[..., halo:-halo]}, **SPATIAL
-    )
+    fails_parity("convnext_spatial", use={"return_gradients": lambda g, halo, rank, ranks: g[..., halo:-halo]}, **SPATIAL)
 
 
 def test_a_policy_chooses_fsdps_units():
     use = {"is_unit": lambda module: isinstance(module, nn.Linear) and module.out_features > 1}
     parity("fsdp_wrap", wrap="yours", model="mlp_stack", use=use)
     count = {
-        wrap: labkit.run("fsdp_wrap", device="cpu", model="mlp_stack", steps=1, wrap=wrap, **more).value(
-            "all_gather_count"
-        )
+        wrap: labkit.run("fsdp_wrap", device="cpu", model="mlp_stack", steps=1, wrap=wrap, **more).value("all_gather_count")
         for wrap, more in (("yours", {"use": use}), ("layer", {}), ("block", {}))
     }
     assert count["yours"] == count["layer"] > count["block"]
@@ -172,15 +168,15 @@ def test_the_learners_small_fsdp_trains_the_stack():
 )
 def test_a_small_fsdp_that_does_not_divide_or_does_not_reduce_fails_parity(line, instead):
     (right,) = solved("02", "small_fsdp").values()
-    fails_parity("fsdp_wrap", steps=3, use={"small_fsdp": without(right, line, instead)}, **SMALL_FSDP)
+    fails_parity("fsdp_wrap", steps=3, use={"small_fsdp": replace_source_line(right, line, instead)}, **SMALL_FSDP)
 
 
 def test_a_mutant_takes_a_line_that_is_there_once():
     (right,) = solved("02", "small_fsdp").values()
     with pytest.raises(ValueError, match=r"'shard\.grad = 0' stands 0 times in small_fsdp"):
-        without(right, "shard.grad = 0")
+        replace_source_line(right, "shard.grad = 0")
     with pytest.raises(ValueError, match=r"stands 3 times in small_fsdp: take a line that stands once"):
-        without(right, "buffer.resize_(0)")
+        replace_source_line(right, "buffer.resize_(0)")
 
 
 TWO_TENSOR = {"extension": "your_type", "steps": 3}
@@ -220,16 +216,12 @@ def test_a_parameter_that_becomes_nothing_is_refused():
 
 def test_encode_and_decode_decide_what_is_gathered():
     first, second = solved("03", "encode_8bit", "decode_8bit").values()
-    yours = labkit.run(
-        "allgather_extensions", device="cpu", steps=3, extension="yours", use={"encode": first, "decode": second}
-    )
+    yours = labkit.run("allgather_extensions", device="cpu", steps=3, extension="yours", use={"encode": first, "decode": second})
     fp32 = labkit.run("allgather_extensions", device="cpu", steps=3, extension="fp32")
     assert 0.25 < yours.value("all_gather_bytes") / fp32.value("all_gather_bytes") < 0.3
     assert losses(yours) == pytest.approx(losses(fp32), rel=0.02) and losses(yours) != losses(fp32)
     exact = {"encode": lambda shard: (shard[..., :4].contiguous(), shard[..., 4:].contiguous())}
-    parity(
-        "allgather_extensions", extension="yours", use=exact | {"decode": lambda sent, dtype: torch.cat([*sent], -1)}
-    )
+    parity("allgather_extensions", extension="yours", use=exact | {"decode": lambda sent, dtype: torch.cat([*sent], -1)})
     fails_parity("allgather_extensions", extension="yours", use={"encode": lambda shard: (shard * 1.01,)})
 
 
@@ -248,15 +240,13 @@ def test_the_learners_small_ddp_trains_the_deep_network_and_a_broken_one_fails_p
     (theirs,) = solved("04", "small_ddp").values()
     for data_parallel in (theirs, small_ddp):
         parity("ddp_compile", use={"data_parallel": data_parallel}, **deep)
-    fails_parity("ddp_compile", use={"data_parallel": without(small_ddp, "row /= dist.get_world_size()")}, **deep)
+    fails_parity("ddp_compile", use={"data_parallel": replace_source_line(small_ddp, "row /= dist.get_world_size()")}, **deep)
     run = labkit.run("ddp_compile", device="cpu", steps=1, use={"data_parallel": theirs}, **deep)
     assert run.value("all_reduce_count") == len(chain_buckets(16, 0.01, layers=100))
 
 
 def test_a_race_times_both_in_every_step(tmp_path):
-    result = labkit.run(
-        "ddp_compile", device="cpu", mode="yours", race=True, dim=8, steps=3, use={"data_parallel": small_ddp}
-    )
+    result = labkit.run("ddp_compile", device="cpu", mode="yours", race=True, dim=8, steps=3, use={"data_parallel": small_ddp})
     spans = result.frame[result.frame["kind"] == "span"].groupby("name").size()
     assert (spans["yours"], spans["ddp"]) == (6, 6)
     with pytest.raises(ParameterError, match="a race is between mode yours or replicate and DDP"):
@@ -331,8 +321,7 @@ def test_the_learners_layers_train_the_stack_on_both_axes():
     use = {"column_parallel": column, "row_parallel": row}
     parity("two_dim", use=use, **OWN_LAYERS)
     yours, ours = (
-        labkit.run("two_dim", nproc=4, device="cpu", dim=16, steps=2, **how)
-        for how in ({"layers": "yours", "use": use}, {})
+        labkit.run("two_dim", nproc=4, device="cpu", dim=16, steps=2, **how) for how in ({"layers": "yours", "use": use}, {})
     )
     assert losses(yours) == pytest.approx(losses(ours), rel=1e-5)
     names = [name for name in ours.summary() if name.endswith(("_count", "_bytes")) and "/" in name]
@@ -390,7 +379,7 @@ def test_a_function_travels_with_its_helpers_and_its_lines():
     ],
 )
 def test_a_function_that_does_not_fit_is_refused_before_a_start(use, message, monkeypatch):
-    monkeypatch.setattr(launcher.process, "start", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(launcher.process, "start_torchrun", lambda *arguments: pytest.fail("a run was started"))
     with pytest.raises(ParameterError) as caught:
         labkit.run("convnext_spatial", strategy="yours", use=use)
     assert message in str(caught.value)

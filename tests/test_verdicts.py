@@ -11,19 +11,19 @@ import pytest
 
 from labkit.__main__ import main
 from labkit.checks import fsdp
-from labkit.checks.ask import GRADING, NotPassed
-from labkit.course import catalog, verdicts
-from labkit.course.verdicts import Kept, read, so_far
+from labkit.checks.judge import ENV_NBGRADER, NotPassed
+from labkit.course import lab_catalog, verdict_store
+from labkit.course.verdict_store import ExerciseProgress, read_verdicts, so_far
 from labkit.errors import LabError, ParameterError
 
-KERNEL = "from labkit.course.verdicts import note, so_far; note('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
+KERNEL = "from labkit.course.verdict_store import note, so_far; note('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """The file of this test's verdicts, and nothing from earlier ones."""
-    monkeypatch.setattr(verdicts, "_said_here", {})
-    monkeypatch.setenv(verdicts.VARIABLE, str(tmp_path / "kept.json"))
+    monkeypatch.setattr(verdict_store, "_process_verdicts", {})
+    monkeypatch.setenv(verdict_store.ENV_VERDICTS, str(tmp_path / "kept.json"))
     return tmp_path / "kept.json"
 
 
@@ -44,7 +44,7 @@ def wrong(function):
 def test_a_pass_is_never_taken_back_and_tries_are_counted(kept):
     for answer in (wrong(all_gathers), wrong(all_gathers), all_gathers, wrong(all_gathers)):
         fsdp.all_gathers(answer)
-    one = read(kept)["fsdp"]["all_gathers"]
+    one = read_verdicts(kept)["fsdp"]["all_gathers"]
     assert (one.verdict, one.state, one.tries) == ("wrong", "passed", 4)
     assert one.first_passed and one.first_passed <= one.when
 
@@ -53,8 +53,8 @@ def test_an_empty_answer_is_no_try(kept):
     def all_gathers(units, reshard_after_forward, root_has_parameters): ...
 
     fsdp.all_gathers(all_gathers)
-    assert read(kept)["fsdp"]["all_gathers"].tries == 0
-    assert read(kept)["fsdp"]["all_gathers"].state == "not attempted"
+    assert read_verdicts(kept)["fsdp"]["all_gathers"].tries == 0
+    assert read_verdicts(kept)["fsdp"]["all_gathers"].state == "not attempted"
 
 
 def test_a_broken_function_that_the_notebook_shows_to_a_check_is_no_try(kept):
@@ -80,16 +80,16 @@ def test_whatever_is_handed_to_a_check_gives_a_verdict(kept):
 
 def test_the_last_cell_says_what_is_open_with_earlier_sessions(kept):
     kept.write_text(
-        json.dumps(verdicts.as_json({"fsdp": {"zero_bytes": Kept("wrong", "2026-01-01", 2, "2026-01-01")}}))
+        json.dumps(
+            verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": ExerciseProgress("wrong", "2026-01-01", 2, "2026-01-01")}})
+        )
     )
     fsdp.all_gathers(all_gathers)
     standing = so_far("fsdp")
     assert repr(standing).startswith("2 of 11 passed, these are open: 2.3 bytes on the wire; 2.4 shard one unit; ")
-    assert standing._repr_html_().startswith(
-        "<p><b>2 of 11 passed</b>, these are open:</p><ul><li>2.3 bytes on the wire"
-    )
+    assert standing._repr_html_().startswith("<p><b>2 of 11 passed</b>, these are open:</p><ul><li>2.3 bytes on the wire")
     everything = {each.name: "passed" for each in standing.lab.exercises}
-    assert repr(verdicts.Standing(standing.lab, everything)) == "11 of 11 passed"
+    assert repr(verdict_store.LabProgress(standing.lab, everything)) == "11 of 11 passed"
     with pytest.raises(ParameterError, match="no lab is called 'fsd'"):
         so_far("fsd")
 
@@ -97,11 +97,9 @@ def test_the_last_cell_says_what_is_open_with_earlier_sessions(kept):
 def in_kernel(folder, verdict):
     """A check says so in a process of their own that starts in a folder, as a kernel does."""
     command = [sys.executable, "-c", KERNEL.format(verdict)]
-    root = str(verdicts.catalog.ROOT)
-    plain = {name: value for name, value in os.environ.items() if name != verdicts.VARIABLE}
-    done = subprocess.run(
-        command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100
-    )
+    root = str(verdict_store.catalog.ROOT)
+    plain = {name: value for name, value in os.environ.items() if name != verdict_store.ENV_VERDICTS}
+    done = subprocess.run(command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -115,14 +113,14 @@ def test_only_a_kernel_in_a_folder_of_copies_writes_there(tmp_path):
     assert list(other.iterdir()) == []
     assert "1 of 11 passed" in in_kernel(mine, "passed")
     assert "1 of 11 passed" in in_kernel(mine / "deeper", "wrong"), "and those of earlier ones"
-    one = read(mine / "progress.json")["fsdp"]["zero_bytes"]
+    one = read_verdicts(mine / "progress.json")["fsdp"]["zero_bytes"]
     assert (one.verdict, one.state, one.tries) == ("wrong", "passed", 2)
 
 
 AT_ONCE = """
 import sys, time
 from pathlib import Path
-from labkit.course.verdicts import note, so_far
+from labkit.course.verdict_store import note, so_far
 
 so_far("fsdp")
 Path(sys.argv[1] + ".ready").touch()
@@ -134,14 +132,14 @@ for _ in range(50):
 
 
 def test_kernels_that_write_at_once_lose_nothing(kept, tmp_path):
-    names = [each.name for each in catalog.find("fsdp").exercises][:3]
+    names = [each.name for each in lab_catalog.find_lab("fsdp").exercises][:3]
     writers = [subprocess.Popen([sys.executable, "-c", AT_ONCE, name], cwd=tmp_path) for name in names]
     while len(list(tmp_path.glob("*.ready"))) < len(names):
         assert all(writer.poll() is None for writer in writers)
         time.sleep(0.01)
     (tmp_path / "go").touch()
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
-    assert {name: each.tries for name, each in read(kept)["fsdp"].items()} == dict.fromkeys(names, 50)
+    assert {name: each.tries for name, each in read_verdicts(kept)["fsdp"].items()} == dict.fromkeys(names, 50)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +162,19 @@ def test_a_file_that_cannot_be_read_is_kept_and_the_check_goes_on(kept, text, sa
         assert fsdp.all_gathers(all_gathers).ok
     assert kept.read_text() == text
     with pytest.raises(LabError, match=says):
-        read(kept)
+        read_verdicts(kept)
     with pytest.warns(UserWarning, match=says):
-        assert so_far("fsdp").counted == "1 of 11 passed"
+        assert so_far("fsdp").pass_count_text == "1 of 11 passed"
 
 
 def test_a_folder_that_is_gone_does_not_stop_a_check(kept, monkeypatch, tmp_path):
-    monkeypatch.setenv(verdicts.VARIABLE, str(tmp_path / "gone" / "kept.json"))
+    monkeypatch.setenv(verdict_store.ENV_VERDICTS, str(tmp_path / "gone" / "kept.json"))
     with pytest.warns(UserWarning, match="this verdict is not kept"):
         assert fsdp.all_gathers(all_gathers).ok
 
 
 def test_where_nbgrader_grades_a_check_raises_unless_it_passes(kept, monkeypatch):
-    monkeypatch.setenv(GRADING, "autograde")
+    monkeypatch.setenv(ENV_NBGRADER, "autograde")
     assert fsdp.all_gathers(all_gathers).ok
     with pytest.raises(NotPassed, match=r"wrong: all_gathers\(.*gave -1, expected 3"):
         fsdp.all_gathers(wrong(all_gathers))
@@ -188,21 +186,21 @@ def test_where_nbgrader_grades_a_check_raises_unless_it_passes(kept, monkeypatch
 
 
 def test_progress_prints_labs_and_exercises(tmp_path, capsys):
-    known = {"fsdp": {"zero_bytes": Kept("passed", "x", 1, "x"), "wire_bytes": Kept("wrong", "x", 1)}}
-    (tmp_path / "progress.json").write_text(json.dumps(verdicts.as_json(known)))
+    known = {"fsdp": {"zero_bytes": ExerciseProgress("passed", "x", 1, "x"), "wire_bytes": ExerciseProgress("wrong", "x", 1)}}
+    (tmp_path / "progress.json").write_text(json.dumps(verdict_store.verdicts_to_json(known)))
     assert main(["progress", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].split()[:4] == ["lab", "exercises", "1", "2"]
     marks = next(line for line in shown if line.startswith("02_")).split()
     assert marks == ["02_fsdp_wrapping", "1", "of", "11", "passed", "✓", "·", "✗", *"·" * 8]
-    assert len([line for line in shown if line[:1].isdigit()]) == len(catalog.labs())
+    assert len([line for line in shown if line[:1].isdigit()]) == len(lab_catalog.all_labs())
     (tmp_path / "progress.json").write_text("{")
     assert main(["progress", "--folder", str(tmp_path)]) == 1
     assert "move it away" in capsys.readouterr().err
 
 
 def test_without_notebooks_nothing_is_kept_and_nothing_fails(kept, monkeypatch, tmp_path):
-    monkeypatch.setattr(catalog, "FOLDER", tmp_path)
+    monkeypatch.setattr(lab_catalog, "NOTEBOOK_FOLDER", tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fsdp.all_gathers(all_gathers).ok

@@ -16,7 +16,7 @@ from fixture_processes import is_alive, wait_for
 
 import labkit
 from labkit.errors import ParameterError, RankFailed, RunTimedOut
-from labkit.launcher import process, warm
+from labkit.launcher import process, warm_start
 
 PROGRAMS = Path(__file__).parent / "programs"
 MISBEHAVE = PROGRAMS / "misbehave.py"
@@ -32,7 +32,7 @@ Path(os.environ["LABKIT_RUN_FOLDER"], f"told_{{rank}}").write_text(json.dumps(to
 
 @pytest.fixture(autouse=True)
 def light_parents(monkeypatch):
-    monkeypatch.setattr(warm, "PROGRAM", (str(PROGRAMS / "light_parent.py"),))
+    monkeypatch.setattr(warm_start, "FORK_SERVER_ARGUMENTS", (str(PROGRAMS / "light_parent.py"),))
 
 
 def told(result, rank=0):
@@ -60,7 +60,7 @@ def test_each_run_has_processes_of_its_own_all_from_one_parent(tell):
     assert first.info["warm"] and second.info["warm"]
     assert len(pids_of(first) | pids_of(second)) == 4
     assert told(first) != told(second)  # torchrun, too
-    assert psutil.Process(warm.keeper._parent.process.pid).ppid() == os.getpid()
+    assert psutil.Process(warm_start.fork_server_manager._parent.process.pid).ppid() == os.getpid()
 
 
 def test_an_edited_program_takes_effect(tell):
@@ -71,32 +71,32 @@ def test_an_edited_program_takes_effect(tell):
 def test_a_variable_of_the_notebook_arrives_by_the_same_parent(tell, monkeypatch):
     program = tell("os.environ.get('OF_THE_NOTEBOOK')")
     assert told(labkit.run(program)) is None
-    parent = warm.keeper._parent
+    parent = warm_start.fork_server_manager._parent
     monkeypatch.setenv("OF_THE_NOTEBOOK", "new \udcff")  # not UTF-8
     assert told(labkit.run(program)) == "new \udcff"
-    assert warm.keeper._parent is parent
+    assert warm_start.fork_server_manager._parent is parent
 
 
 def test_what_counts_when_torch_is_imported_renews_the_parent(tell, monkeypatch):
     program = tell("torch._inductor.config.cpp.simdlen")
     labkit.run(program)
-    parent = warm.keeper._parent
+    parent = warm_start.fork_server_manager._parent
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     result = labkit.run(tell("hash('labkit')"))
-    assert warm.keeper._parent is not parent
+    assert warm_start.fork_server_manager._parent is not parent
     bare = subprocess.run([sys.executable, "-c", "print(hash('labkit'))"], capture_output=True, check=True)
     assert told(result) == int(bare.stdout)
     parent.process.wait(5)
 
 
 def test_a_changed_file_of_labkit_renews_the_parent(monkeypatch):
-    before = warm.state_of_this_process()
-    assert before == warm.state_of_this_process()
-    path = Path(warm.__file__)
+    before = warm_start.process_state()
+    assert before == warm_start.process_state()
+    path = Path(warm_start.__file__)
     stat = path.stat()
     try:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-        assert before != warm.state_of_this_process()
+        assert before != warm_start.process_state()
     finally:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
@@ -108,7 +108,7 @@ def test_the_working_folder_is_the_notebooks(tell, tmp_path, monkeypatch):
 
 
 def test_ranks_have_the_threads_and_the_random_numbers_of_new_processes(tell, monkeypatch):
-    monkeypatch.setattr(process.requirements, "cores", lambda: list(range(6)))
+    monkeypatch.setattr(process.requirements, "usable_cores", lambda: list(range(6)))
     program = tell("[torch.get_num_threads(), torch.rand(1).item(), random.random(), numpy.random.rand()]")
     ranks = [told(result, rank) for result in (labkit.run(program), labkit.run(program)) for rank in range(2)]
     threads, of_torch, of_python, of_numpy = zip(*ranks, strict=True)
@@ -118,7 +118,7 @@ def test_ranks_have_the_threads_and_the_random_numbers_of_new_processes(tell, mo
 
 def test_a_run_of_many_good_and_bad_ones_leaves_nothing(tmp_path):
     labkit.run(PROGRAMS / "small.py", device="cpu")
-    us, parent = psutil.Process(), warm.keeper._parent.process.pid
+    us, parent = psutil.Process(), warm_start.fork_server_manager._parent.process.pid
     files, memory = us.num_fds(), psutil.Process(parent).memory_info().rss
     for number in range(12):
         if number % 4 == 1:
@@ -130,39 +130,39 @@ def test_a_run_of_many_good_and_bad_ones_leaves_nothing(tmp_path):
         else:
             assert len(pids_of(labkit.run(PROGRAMS / "small.py", device="cpu"))) == 2
     assert us.num_fds() == files
-    assert warm.keeper._parent.process.pid == parent
+    assert warm_start.fork_server_manager._parent.process.pid == parent
     assert not psutil.Process(parent).children()
     assert psutil.Process(parent).num_fds() < 10
     assert psutil.Process(parent).memory_info().rss < memory + 20e6
 
 
 def test_a_parent_imports_nothing_beside_a_cold_run():
-    parent = warm.Parent()
-    parent.say(warm.STAND_STILL)
+    parent = warm_start.ForkServer()
+    parent.send_command(warm_start.PAUSE)
     process = psutil.Process(parent.process.pid)
     time.sleep(2.5)  # what it is importing when it is told, it imports to the end
     before = sum(process.cpu_times()[:2])
     time.sleep(1.5)
     assert sum(process.cpu_times()[:2]) - before < 0.1
-    assert not parent.becomes_ready(0)
-    parent.say(warm.GO_ON)
-    assert parent.becomes_ready(60)
-    parent.retire()
+    assert not parent.wait_until_ready(0)
+    parent.send_command(warm_start.RESUME)
+    assert parent.wait_until_ready(60)
+    parent.close()
     parent.process.wait(5)
 
 
 def test_a_parent_that_has_imported_everything_is_told_of_a_cold_run_too(monkeypatch):
     labkit.run(PROGRAMS / "small.py", device="cpu")
-    said, say = [], warm.keeper._parent.say
-    monkeypatch.setattr(warm.keeper._parent, "say", lambda word: [said.append(word), say(word)])
+    said, say = [], warm_start.fork_server_manager._parent.send_command
+    monkeypatch.setattr(warm_start.fork_server_manager._parent, "say", lambda word: [said.append(word), say(word)])
     labkit.run(PROGRAMS / "small.py", device="cpu", warm=False)
-    assert said == [warm.STAND_STILL, warm.GO_ON]
+    assert said == [warm_start.PAUSE, warm_start.RESUME]
 
 
 def test_a_parent_that_was_killed_is_replaced(tell):
     program = tell("1")
     labkit.run(program)
-    warm.keeper._parent.process.kill()
+    warm_start.fork_server_manager._parent.process.kill()
     results = [labkit.run(program) for _ in range(2)]
     assert [told(result) for result in results] == [1, 1]
     assert results[1].info["warm"]
@@ -181,7 +181,7 @@ def test_a_parent_that_is_killed_in_mid_run_takes_the_run_with_it(tmp_path):
     running = threading.Thread(target=run)
     running.start()
     wait_for(lambda: ids.exists() and len(ids.read_text().split()) >= 3)
-    warm.keeper._parent.process.kill()
+    warm_start.fork_server_manager._parent.process.kill()
     running.join(10)
     assert failures == ["SIGKILL"]
     wait_for(lambda: not any(map(is_alive, map(int, ids.read_text().split()))), 1)  # a killed one takes a moment to go
@@ -221,17 +221,17 @@ def test_nothing_is_forked_from_a_parent_with_two_threads(tmp_path, monkeypatch)
     ],
 )
 def test_who_decides(monkeypatch, said, wish, in_kernel, expected):
-    monkeypatch.setenv(warm.SWITCH, said)
-    monkeypatch.setattr(warm, "in_kernel", lambda: in_kernel)
-    assert warm.decide(wish) is expected
+    monkeypatch.setenv(warm_start.ENV_WARM, said)
+    monkeypatch.setattr(warm_start, "in_kernel", lambda: in_kernel)
+    assert warm_start.choose_warm_start(wish) is expected
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert warm.decide(wish) is False
+    assert warm_start.choose_warm_start(wish) is False
 
 
 def test_a_wish_that_cannot_be_understood(monkeypatch):
     with pytest.raises(ParameterError, match="warm = 1 is none of True, False and None"):
         labkit.run("all_reduce", warm=1)
-    monkeypatch.setenv(warm.SWITCH, "yes")
+    monkeypatch.setenv(warm_start.ENV_WARM, "yes")
     with pytest.raises(ParameterError, match="LABKIT_WARM='yes' is neither 0"):
         labkit.run("all_reduce")
 
@@ -239,7 +239,7 @@ def test_a_wish_that_cannot_be_understood(monkeypatch):
 def test_an_interrupt_while_the_parent_forks_ends_nothing_but_that_run(tell):
     slow, results = tell("[__import__('time').sleep(2), 7][1]"), []
     labkit.run(PROGRAMS / "small.py", device="cpu")
-    parent = warm.keeper._parent.process
+    parent = warm_start.fork_server_manager._parent.process
     other = threading.Thread(target=lambda: results.append(labkit.run(slow)))
     other.start()
     time.sleep(0.5)
@@ -249,14 +249,14 @@ def test_an_interrupt_while_the_parent_forks_ends_nothing_but_that_run(tell):
         labkit.run(PROGRAMS / "small.py", device="cpu")
     parent.send_signal(signal.SIGCONT)
     other.join()
-    assert told(results[0]) == 7 and warm.keeper._parent.process is parent
+    assert told(results[0]) == 7 and warm_start.fork_server_manager._parent.process is parent
 
 
 def test_a_parent_that_does_not_answer_is_replaced(monkeypatch):
     labkit.run(PROGRAMS / "small.py", device="cpu")
-    warm.keeper._parent.process.send_signal(signal.SIGSTOP)
+    warm_start.fork_server_manager._parent.process.send_signal(signal.SIGSTOP)
     with monkeypatch.context() as impatient:
-        impatient.setattr(warm, "ANSWERS_WITHIN_S", 0.5)
+        impatient.setattr(warm_start, "FORK_TIMEOUT_S", 0.5)
         assert not labkit.run(PROGRAMS / "small.py", device="cpu").info["warm"]
     assert labkit.run(PROGRAMS / "small.py", device="cpu").info["warm"]
 
@@ -295,12 +295,12 @@ def test_main_is_there_to_the_very_end(both_ways, tell, tmp_path):
 
 IN_A_KERNEL = """
     import time, labkit
-    from labkit.launcher import warm
-    warm.in_kernel = lambda: True
+    from labkit.launcher import warm_start
+    warm_start.in_kernel = lambda: True
     for number in range(3):
         print(labkit.run({program!r}, device="cpu").info["warm"])
         if number == 0:
-            print(warm.keeper._parent.process.pid)
+            print(warm_start.keeper._parent.process.pid)
     time.sleep({sleep})
 """
 
@@ -308,7 +308,7 @@ IN_A_KERNEL = """
 @pytest.mark.calm  # 5 s, and 17 beside a test that computes
 @pytest.mark.parametrize("end", [pytest.param("by itself", marks=pytest.mark.long), "kill -9"])
 def test_in_a_kernel_the_first_run_is_cold_and_the_parent_ends_with_the_kernel(end, monkeypatch):
-    monkeypatch.delenv(warm.SWITCH)
+    monkeypatch.delenv(warm_start.ENV_WARM)
     monkeypatch.setenv("LABKIT_PROGRESS", "off")
     code = textwrap.dedent(IN_A_KERNEL).format(program=str(PROGRAMS / "small.py"), sleep=600 if end == "kill -9" else 0)
     with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True) as kernel:

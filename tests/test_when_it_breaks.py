@@ -16,9 +16,9 @@ from torch import nn
 import labkit
 from labkit import plots
 from labkit.errors import RankFailed, RunTimedOut
-from labkit.launcher.magic import CELL, PROGRAM
-from labkit.launcher.run import run_given
-from labkit.parallel import repairs
+from labkit.launcher.magic import CELL_NAME, PROGRAM
+from labkit.launcher.run import run_with_payload
+from labkit.parallel import failure_answers
 from labkit.theory import failures as theory
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs, solved_notebook
@@ -52,10 +52,10 @@ def ran(name):
     """What the cell of this name came to: a result, or the error that ended it."""
     cells, names = notebook()
     nproc, timeout_s, text = cells[name]
-    given = {"os": os, "time": time, "nn": nn, "recorder": repairs.recorded, "SLOW_STEPS": 3}
+    given = {"os": os, "time": time, "nn": nn, "recorder": failure_answers.recorded, "SLOW_STEPS": 3}
     given |= {"work_ms": [5, 10, 15, 40], **{each: names[each] for each in ("deep", "ROWS", "CAP_MIB")}}
     try:
-        return run_given(PROGRAM, {CELL: text, **given}, nproc=nproc, timeout_s=timeout_s, device="cpu")
+        return run_with_payload(PROGRAM, {CELL_NAME: text, **given}, nproc=nproc, timeout_s=timeout_s, device="cpu")
     except (RankFailed, RunTimedOut) as error:
         return error
 
@@ -67,7 +67,7 @@ def own(name):
 
 def earliest_error():
     ends = own("ends_of")(ran("raised"))
-    assert theory.culprit(ends) == ran("raised").rank == 2
+    assert theory.first_failed_rank(ends) == ran("raised").rank == 2
     assert "ValueError: sample 1701" in ends[2]["error"]
     assert all(end["status"] == -15 or "Connection closed" in end["error"] for end in ends if end["rank"] != 2)
 
@@ -78,7 +78,7 @@ def exit_status():
 
 
 def crash_stack():
-    assert ran("crashed").exc_type == "SIGSEGV" and f'"{CELL}", line 6' in ran("crashed").traceback
+    assert ran("crashed").exc_type == "SIGSEGV" and f'"{CELL_NAME}", line 6' in ran("crashed").traceback
 
 
 def stacks():
@@ -91,7 +91,7 @@ def monitored_barrier():
 
 
 def said(case, level):
-    return [rank.gave["said"][f"{level} {case}"] for rank in ran("disagreed").ranks]
+    return [rank.reported["said"][f"{level} {case}"] for rank in ran("disagreed").ranks]
 
 
 def detail_of_calls():
@@ -105,16 +105,16 @@ def detail_of_shapes():
 
 
 def records():
-    logs = [[(entry["call"], *entry["shape"]) for entry in rank.gave["log"]] for rank in ran("forgot").ranks]
-    assert theory.where_they_part(logs) == (3, [2])
-    if any(flown := [rank.gave["calls"] for rank in ran("flight").ranks]):  # an older torch may keep no such record
-        assert theory.where_they_part([[(name, *shape) for name, shape, _ in calls] for calls in flown]) == (2, [2])
+    logs = [[(entry["call"], *entry["shape"]) for entry in rank.reported["log"]] for rank in ran("forgot").ranks]
+    assert theory.first_diverging_call(logs) == (3, [2])
+    if any(flown := [rank.reported["calls"] for rank in ran("flight").ranks]):  # an older torch may keep no such record
+        assert theory.first_diverging_call([[(name, *shape) for name, shape, _ in calls] for calls in flown]) == (2, [2])
 
 
 def time_in_collectives():
     waits = own("waited")(ran("slow"))
     assert waits.index(min(waits)) == 3
-    ends = [rank.gave["steps"][-1][2] for rank in ran("slow").ranks]
+    ends = [rank.reported["steps"][-1][2] for rank in ran("slow").ranks]
     assert max(ends) < 1.5 * min(ends), "all steps are about equally long"
 
 
@@ -124,7 +124,7 @@ def which_rank():
 
 
 def silent(fault):
-    equal, factor, moved = own("answers_to")(ran("silent").ranks[0].gave[fault])
+    equal, factor, moved = own("answers_to")(ran("silent").ranks[0].reported[fault])
     return equal, factor, moved
 
 
@@ -141,7 +141,7 @@ def moves():
 
 
 def apart(name):
-    return ran("yesterday").ranks[0].gave["apart"][name]
+    return ran("yesterday").ranks[0].reported["apart"][name]
 
 
 def seeds():
@@ -149,13 +149,13 @@ def seeds():
 
 
 def in_float64():
-    assert theory.rounding_alone(apart("another order, float32")[-1], apart("another order, float64")[-1])
+    assert theory.is_only_rounding(apart("another order, float32")[-1], apart("another order, float64")[-1])
     assert 0 < apart("another order, float32")[0] < 1e-6, "all steps differ, at first in the last digits"
 
 
 def as_large_in_float64():
     assert max(apart("a fault, float64")[:10]) == 0 < apart("a fault, float64")[10], "equal up to a step"
-    assert not theory.rounding_alone(apart("a fault, float32")[-1], apart("a fault, float64")[-1])
+    assert not theory.is_only_rounding(apart("a fault, float32")[-1], apart("a fault, float64")[-1])
 
 
 ROWS = {
@@ -195,21 +195,21 @@ def test_each_row_of_the_table_has_a_test():
 
 @pytest.mark.parametrize("case", [[], [[], []], [[("a",)], [("a",)]]])
 def test_equal_logs_part_nowhere(case):
-    assert theory.where_they_part(case) is None
+    assert theory.first_diverging_call(case) is None
 
 
 def test_a_run_in_which_no_rank_failed_by_itself_has_no_culprit():
     ends = [{"rank": 0, "status": 1, "time": 1.0, "error": "Connection closed by peer"}]
     with pytest.raises(ValueError, match="no rank failed by itself"):
-        theory.culprit([*ends, {"rank": 1, "status": -15, "time": 2.0, "error": ""}])
+        theory.first_failed_rank([*ends, {"rank": 1, "status": -15, "time": 2.0, "error": ""}])
 
 
 def test_an_aid_pays_up_to_what_it_saves():
-    assert theory.worth(hours_between=10, hours_lost=1, hours_lost_with_aid=0.5) == 0.05
+    assert theory.break_even_slowdown(hours_between=10, hours_lost=1, hours_lost_with_aid=0.5) == 0.05
 
 
 def test_the_time_line_says_of_each_rank_what_part_it_waited():
-    ax = plots.waits(ran("slow"), predicted_ms=120)
+    ax = plots.wait_times(ran("slow"), predicted_ms=120)
     shown = [text.get_text().split() for text in ax.texts]
     assert [word for word, _ in shown] == ["waited"] * 4
     parts = [int(part.rstrip("%")) for _, part in shown]
@@ -218,11 +218,11 @@ def test_the_time_line_says_of_each_rank_what_part_it_waited():
 
 
 def test_curves_by_step_leave_out_zeros_on_a_logarithmic_axis_and_say_so():
-    ax = plots.by_step({"equal": [0.0, 0.0], "apart": [0.0, 1e-7]}, ran("slow"), ylabel="difference", log=True)
+    ax = plots.values_by_step({"equal": [0.0, 0.0], "apart": [0.0, 1e-7]}, ran("slow"), ylabel="difference", log=True)
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["equal (0 everywhere)", "apart"]
     assert ax.get_yscale() == "log" and ax.lines[1].get_ydata()[1] == 1e-7
 
 
 def test_each_aid_has_its_time_and_its_factor():
-    ax = plots.aids({"plain": 2.0, "DETAIL": 7.0}, ran("slow"))
+    ax = plots.debug_costs({"plain": 2.0, "DETAIL": 7.0}, ran("slow"))
     assert [text.get_text().strip() for text in ax.texts] == ["2 ms", "7 ms, 3.5 ×"]

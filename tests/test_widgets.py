@@ -46,7 +46,7 @@ class Messages(Explorer):
 @pytest.fixture
 def panel(monkeypatch, tmp_path):
     """That of Messages, whose program stops until the file ``go_on`` is there."""
-    monkeypatch.setenv(module.SWITCH, "1")
+    monkeypatch.setenv(module.ENV_WIDGETS, "1")
     program = tmp_path / "loss.py"
     program.write_text(PROGRAM)
     Messages.program = program
@@ -134,7 +134,7 @@ def test_a_run_that_fails_says_why(panel, tmp_path):
 
 def test_a_display_of_one_thread_is_not_that_of_another():
     mine, seen = progress.Display(), []
-    with progress.shown_on(mine):
+    with progress.use_display(mine):
         assert progress.choose_display() is mine
         thread = threading.Thread(target=lambda: seen.append(progress.choose_display()))
         thread.start()
@@ -153,24 +153,24 @@ def test_a_display_of_one_thread_is_not_that_of_another():
     ],
 )
 def test_who_sees_controls(monkeypatch, said, kernel, session, expected):
-    for name in module.FRONT_ENDS:
+    for name in module.FRONT_END_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(module.SWITCH, said)
+    monkeypatch.setenv(module.ENV_WIDGETS, said)
     monkeypatch.setattr(module, "in_kernel", lambda: kernel)
     if session:
         monkeypatch.setenv("JPY_SESSION_NAME", "lab.ipynb")
-    assert module.live() is expected
+    assert module.can_show_widgets() is expected
 
 
 def test_a_wish_that_cannot_be_understood(monkeypatch):
-    monkeypatch.setenv(module.SWITCH, "yes")
+    monkeypatch.setenv(module.ENV_WIDGETS, "yes")
     with pytest.raises(ParameterError, match="LABKIT_WIDGETS='yes' is neither 0"):
-        module.live()
+        module.can_show_widgets()
 
 
 @each_explorer
 def test_without_a_front_end_it_is_the_figure_of_its_defaults_and_always_the_same_words(kind, monkeypatch):
-    monkeypatch.setenv(module.SWITCH, "0")
+    monkeypatch.setenv(module.ENV_WIDGETS, "0")
     first, second = (kind()._repr_mimebundle_() for _ in range(2))
     assert first.keys() == {"image/png", "text/plain"}
     assert first == second and any(letter.isdigit() for letter in first["text/plain"]), "words with numbers"

@@ -5,21 +5,21 @@ from fixture_cells import run_cells
 from fixture_explorers import held_against_time, sentence
 
 import labkit
-from labkit.widgets import Buckets
+from labkit.widgets import BucketExplorer
 
-EVERY = [(name, value) for name, control in Buckets.controls.items() for _, value in control.options]
+EVERY = [(name, value) for name, control in BucketExplorer.controls.items() for _, value in control.options]
 
 
 @pytest.mark.parametrize(("name", "value"), EVERY)
 def test_every_value_of_every_control_is_predicted_and_sentence(name, value):
-    explorer = Buckets()
+    explorer = BucketExplorer()
     said = sentence(explorer, **{name: value})
     assert said == sentence(explorer), "the sentence is the same every time"
-    assert f"{explorer.predicted['all_reduce_count']} bucket" in said
+    assert f"{explorer.prediction['all_reduce_count']} bucket" in said
 
 
 def test_the_sentence_says_what_theory_says():
-    explorer = Buckets()
+    explorer = BucketExplorer()
     assert sentence(explorer) == (
         "15 buckets, 1.66 MB; the backward pass is predicted to take 7.33 ms, of which 2.33 ms are exposed messages"
     )
@@ -30,7 +30,7 @@ def test_the_sentence_says_what_theory_says():
 @pytest.mark.alone
 @pytest.mark.parametrize("chosen", [{}, {"network": (24, 256), "bucket_mb": 1.0}], ids=["default", "wider"])
 def test_what_is_predicted_is_measured(chosen):
-    explorer = Buckets()
+    explorer = BucketExplorer()
     explorer.chosen |= chosen
     held_against_time(explorer, "backward_ms", most=1.5)
 
@@ -48,7 +48,7 @@ def test_costs_are_those_of_the_reducer(other):
 
 
 def test_the_answer_of_the_lab_is_what_the_explorer_shows():
-    explorer, times_ms = Buckets(), {}
+    explorer, times_ms = BucketExplorer(), {}
     for label, size in explorer.controls["bucket_mb"].options:
         said = sentence(explorer, hidden=True, alpha_us=100, bucket_mb=size)
         times_ms[label] = float(said.partition("predicted to take ")[2].partition(" ms")[0])

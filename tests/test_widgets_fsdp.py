@@ -7,9 +7,9 @@ from fixture_cells import run_cells
 from fixture_explorers import default, drawn, launched, one_moved
 
 from labkit.theory import fsdp as theory
-from labkit.widgets import Wrapping
+from labkit.widgets import WrappingExplorer
 
-START = default(Wrapping)
+START = default(WrappingExplorer)
 MEASURED = {
     "default": START,
     "short, once, recomputed": START | {"precision": "bf16", "stage": 2, "checkpointing": True, "model": (6, 128)},
@@ -22,11 +22,11 @@ HOW = [
 SIZE = {"dim": 64, "batch": 16, "layers": 4}
 
 
-@pytest.mark.parametrize("chosen", one_moved(Wrapping), ids=str)
+@pytest.mark.parametrize("chosen", one_moved(WrappingExplorer), ids=str)
 def test_every_value_is_predicted_and_drawn(chosen):
-    figure, words = drawn(Wrapping(), **chosen)
+    figure, words = drawn(WrappingExplorer(), **chosen)
     memory, traffic = figure.axes
-    peak = Wrapping().predict(**chosen)["peak_total_bytes"]
+    peak = WrappingExplorer().predict(**chosen)["peak_total_bytes"]
     assert f"peak {peak / 1e6:.3g} MB" in [text.get_text() for text in memory.texts]
     assert len(traffic.get_xticks()) == 2 - (chosen["stage"] == 0)
     assert f"peak of {peak / 1e6:.3g} MB" in words
@@ -36,12 +36,12 @@ def test_every_value_is_predicted_and_drawn(chosen):
 @pytest.fixture(scope="module")
 def measured():
     with pytest.MonkeyPatch.context() as patch:
-        return dict(zip(MEASURED, launched(Wrapping(), list(MEASURED.values()), patch), strict=True))
+        return dict(zip(MEASURED, launched(WrappingExplorer(), list(MEASURED.values()), patch), strict=True))
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_real_ranks_measure_what_is_predicted(measured, name):
-    chosen, explorer = MEASURED[name], Wrapping()
+    chosen, explorer = MEASURED[name], WrappingExplorer()
     predicted = explorer.predict(**chosen)
     assert len(predicted) in (3, 5)
     for value, expected in predicted.items():
@@ -95,12 +95,12 @@ def test_a_ledger_ends_with_the_gradients_and_what_was_there_before():
 
 def test_what_does_not_go_together_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"stage 0 gathers no parameters.*take float32, or stage 2 or 3"):
-        Wrapping().predict(**START | {"stage": 0, "precision": "bf16"})
-    first = Wrapping()
+        WrappingExplorer().predict(**START | {"stage": 0, "precision": "bf16"})
+    first = WrappingExplorer()
     first.chosen |= {"stage": 1}
     with pytest.raises(ValueError, match=r"no program of labkit trains with ZeRO 1.*take stage 0, 2 or 3"):
-        first.run_it()
-    assert Wrapping().refusal(**START) == ""
+        first.run_current()
+    assert WrappingExplorer().refusal_reason(**START) == ""
     with pytest.raises(ValueError, match="stage 4 is not 0"):
         theory.step_ledger(theory.mlp_stack_layers("block", 8), 8, 2, stage=4)
 
@@ -118,7 +118,7 @@ def test_many_gradients_fill_more_than_one_bucket():
 def test_the_lab_says_of_depth_what_the_explorer_shows():
     """Its answer: once and twice have the same peak with 3 blocks, and 11.0 and 9.66 MB with 6."""
     peaks = [
-        Wrapping().predict(**START | {"model": (blocks, 128), "stage": stage})["peak_total_bytes"]
+        WrappingExplorer().predict(**START | {"model": (blocks, 128), "stage": stage})["peak_total_bytes"]
         for blocks in (3, 6)
         for stage in (2, 3)
     ]

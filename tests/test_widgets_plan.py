@@ -10,19 +10,19 @@ from fixture_time import within
 import labkit
 from labkit.plots import style
 from labkit.widgets import explorer as explorer_module
-from labkit_simulate.widgets import Candidates
+from labkit_simulate.widgets import CandidateExplorer
 
 TINY = {"model": "tiny", "layers": 1, "sequence": 256, "samples": 16, "precision": "bf16", "hybrid": None, "tp": 1}
 
 
 def every_value():
-    explorer = Candidates()
+    explorer = CandidateExplorer()
     return [(name, value) for name, control in explorer.controls.items() for _, value in control.options]
 
 
 @pytest.mark.parametrize(("name", "value"), every_value())
 def test_every_value_of_every_control_is_drawn_or_says_what_to_change(name, value):
-    explorer = Candidates()
+    explorer = CandidateExplorer()
     chosen = explorer.chosen | {name: value}
     try:
         with within(0.5, time.process_time):
@@ -30,35 +30,35 @@ def test_every_value_of_every_control_is_drawn_or_says_what_to_change(name, valu
     except ValueError as error:
         assert "none fits in" in str(error) and "the least that is needed is" in str(error)
         return
-    row = explorer.row(**chosen)
-    assert f"takes {style.duration(row['step_s'])} a step" in said
+    row = explorer.current_row(**chosen)
+    assert f"takes {style.duration_text(row['step_s'])} a step" in said
     (ring,) = [each for each in figure.axes[0].collections if each.get_sizes().tolist() == [160]]
     unit_s = {"s": 1, "ms": 1e-3}[figure.axes[0].get_ylabel().rpartition(" ")[2]]
     assert ring.get_offsets().tolist() == [pytest.approx([row["needed_bytes"] / 2**30, row["step_s"] / unit_s])]
 
 
 def test_it_says_what_the_plan_says():
-    explorer = Candidates()
+    explorer = CandidateExplorer()
     chosen = explorer.chosen | {"budget_gib": 40, "price": 2.0}
-    rows = explorer.plan.having(budget_gib=40, dollars_per_hour=2.0).fitting.query("hardware == 'h100-8x'")
+    rows = explorer.plan.with_limits(budget_gib=40, dollars_per_hour=2.0).fitting_rows.query("hardware == 'h100-8x'")
     best = rows.iloc[0]
     said = drawn(explorer, **chosen)[1]
     of = len(explorer.plan.frame.query("hardware == 'h100-8x'"))
     assert said.startswith(f"{len(rows)} of {of} fit in 40 GiB; the 1st ({best['world_size']} GPUs, ")
-    assert explorer.row(**chosen | {"place": 2})["candidate"] == rows.iloc[2]["candidate"] != best["candidate"]
+    assert explorer.current_row(**chosen | {"place": 2})["candidate"] == rows.iloc[2]["candidate"] != best["candidate"]
     assert "dollars for 1,000 steps" in said and "continued" not in said
     lines = [replace(each, continued_from=[4, 6]) for each in explorer.plan.candidates]
-    assert "continued from fewer blocks" in drawn(Candidates(replace(explorer.plan, candidates=lines)), **chosen)[1]
+    assert "continued from fewer blocks" in drawn(CandidateExplorer(replace(explorer.plan, candidates=lines)), **chosen)[1]
     roomy = chosen | {"budget_gib": 140}
-    fastest, cheapest = (explorer.row(**roomy | {"by": by}) for _, by in explorer.controls["by"].options)
+    fastest, cheapest = (explorer.current_row(**roomy | {"by": by}) for _, by in explorer.controls["by"].options)
     assert cheapest["step_s"] > fastest["step_s"] and cheapest["dollars_per_step"] < fastest["dollars_per_step"]
 
 
 @pytest.mark.long  # the largest plan; test_plan.py compares smaller ones
 def test_the_plan_that_it_begins_with_is_what_simulate_says():
-    plan = Candidates().plan
+    plan = CandidateExplorer().plan
     number = next(number for number, each in enumerate(plan.candidates) if not each.reason)
-    result = labkit.simulate("decoder", hardware="h100-8x", warm=True, **plan.arguments(number))
+    result = labkit.simulate("decoder", hardware="h100-8x", warm=True, **plan.simulate_arguments(number))
     row = plan.frame.query(f"candidate == {number} and hardware == 'h100-8x'").iloc[0]
     assert row["peak_bytes"] == result.value("peak_total_bytes")
     assert row["step_s"] == pytest.approx(result.value("reckoned_step_s"))
@@ -67,11 +67,11 @@ def test_the_plan_that_it_begins_with_is_what_simulate_says():
 @pytest.mark.long  # simulated twice
 def test_a_chosen_row_is_simulated_anew_and_equals_the_plan(monkeypatch):
     monkeypatch.setenv("LABKIT_WARM", "1")
-    explorer = Candidates(labkit.plan(**TINY, world_size=[8, 16], checkpointing=["none", "full"]))
+    explorer = CandidateExplorer(labkit.plan(**TINY, world_size=[8, 16], checkpointing=["none", "full"]))
     explorer.chosen |= {"place": 2}
-    predicted = explorer.predicted
-    result = explorer.run_it()
-    assert result.simulated and len(predicted) == 4
+    predicted = explorer.prediction
+    result = explorer.run_current()
+    assert result.is_simulated and len(predicted) == 4
     for name, said in predicted.items():
         assert result.value(name) == said
     assert "simulated" in result.stamp

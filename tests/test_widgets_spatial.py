@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from labkit import local_ranks, widgets
 from labkit.models import photo
 from labkit.theory import placements as theory
-from labkit.widgets.placement import NAMES
+from labkit.widgets.placement import PLACEMENT_NAMES
 
-EXPLORERS = {"placement": widgets.Placement, "spatial": widgets.Spatial}
+EXPLORERS = {"placement": widgets.PlacementExplorer, "spatial": widgets.SpatialExplorer}
 MOVES = [
     (name, control, value)
     for name, explorer in EXPLORERS.items()
@@ -30,7 +30,7 @@ MOVES = [
 def test_any_control_alone_is_predicted_and_drawn(name, control, value):
     explorer = EXPLORERS[name]()
     explorer.chosen = default(explorer) | {control: value}
-    png, words = explorer.picture()
+    png, words = explorer.render_figure()
     assert png.startswith(b"\x89PNG")
     assert "rank" in words
 
@@ -51,7 +51,7 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(name, moved, m
 def held_against_ranks(explorer, moved, tolerance=0):
     """Launch for these values; every prediction, and the figure with what was measured."""
     explorer.chosen = default(explorer) | moved
-    predicted, result = explorer.predict(**explorer.chosen), explorer.run_it()
+    predicted, result = explorer.predict(**explorer.chosen), explorer.run_current()
     for name, expected in predicted.items():
         rel = tolerance if name in explorer.tolerances else 0
         assert result.value(name) == pytest.approx(expected, rel=rel, abs=0), name
@@ -63,7 +63,7 @@ def held_against_ranks(explorer, moved, tolerance=0):
 
 @pytest.mark.parametrize("moved", [{}, {"every": 100, "mesh": (4,), "rank": 3}, {"first": "Partial()", "every": 20}])
 def test_a_placement_is_what_ranks_hold(moved):
-    explorer = widgets.Placement()
+    explorer = widgets.PlacementExplorer()
     result = held_against_ranks(explorer, moved)
     for rank in range(result.world_size):  # another rank to look at is no other run
         explorer.chosen["rank"] = rank
@@ -74,7 +74,7 @@ def test_a_placement_is_what_ranks_hold(moved):
 
 @pytest.mark.parametrize("moved", [{}, {"mesh": (2, 2), "tensor_dim": 2}, {"mesh": (1, 1)}])
 def test_strips_cost_and_pay_what_ranks_measure(moved):
-    explorer = widgets.Spatial()
+    explorer = widgets.SpatialExplorer()
     held_against_ranks(explorer, moved, tolerance=0.02)  # a halo more or less is more than that
     explorer.chosen["budget"] = 2
     assert explorer.result, "another budget is no other run"
@@ -82,8 +82,7 @@ def test_strips_cost_and_pay_what_ranks_measure(moved):
 
 def test_words_tell_the_result():
     assert drawn("placement", first="Partial()", rank=3) == (
-        "rank 3 holds 300 × 128 pixels of term 2 of 2, 461 kB; "
-        "the whole on every rank takes 1 all-gather and 1 all-reduce"
+        "rank 3 holds 300 × 128 pixels of term 2 of 2, 461 kB; the whole on every rank takes 1 all-gather and 1 all-reduce"
     )
     assert drawn("placement", first="Replicate()", second="Replicate()").endswith("takes no message")
     words = drawn("spatial", budget=4)
@@ -97,7 +96,9 @@ def drawn(name, **moved):
     return explorer.draw(Figure(), explorer.predict(**values), None, **values)
 
 
-PLACED = [((4,), (name,)) for name in NAMES] + [((2, 2), names) for names in itertools.product(NAMES, NAMES)]
+PLACED = [((4,), (name,)) for name in PLACEMENT_NAMES] + [
+    ((2, 2), names) for names in itertools.product(PLACEMENT_NAMES, PLACEMENT_NAMES)
+]
 
 
 def test_every_placement_is_cut_and_made_whole_as_theory_says():
@@ -108,12 +109,12 @@ def test_every_placement_is_cut_and_made_whole_as_theory_says():
         if every == 20 or len(set(names)) == 1  # with 100 some ranks hold nothing, and are asked less
     ]
     for cell, result in zip(cells, run_cells("placement", 4, cells), strict=True):
-        shape, mesh = photo.photo()[:: cell["every"], :: cell["every"]].shape, list(map(int, cell["mesh"].split("x")))
+        shape, mesh = photo.load_photo()[:: cell["every"], :: cell["every"]].shape, list(map(int, cell["mesh"].split("x")))
         for rank in range(4):
             rows, columns, _ = theory.local_piece(shape, mesh, cell["placements"], rank).shape
             assert (result.value(f"rank {rank} rows"), result.value(f"rank {rank} columns")) == (rows, columns), cell
         sent = {name: result.value(name) for name in result.summary() if name[:4] == "all_" and "wire" not in name}
-        assert sent == theory.whole_again(shape, mesh, cell["placements"]), cell
+        assert sent == theory.full_tensor_collectives(shape, mesh, cell["placements"]), cell
         assert result.value("values that differ") == 0
 
 
@@ -160,7 +161,7 @@ def test_placements_that_cannot_be(arguments, message):
 @pytest.mark.parametrize("terms", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["uint8", "float32"])
 def test_terms_add_up_to_the_picture(terms, kind):
-    picture = photo.photo()[::7, ::7].astype(kind)
-    parts = [photo.term(picture, index, terms) for index in range(terms)]
+    picture = photo.load_photo()[::7, ::7].astype(kind)
+    parts = [photo.brightness_term(picture, index, terms) for index in range(terms)]
     assert numpy.array_equal(sum(part.astype("float32") for part in parts), picture.astype("float32"))
     assert terms == 1 or not numpy.array_equal(parts[0], parts[1])

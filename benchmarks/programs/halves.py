@@ -23,11 +23,11 @@ def main(config: Config) -> None:
     """Train and measure."""
     with rank.session() as here:
         whole = lab.Config(**lab.Config.PRESETS["bench"] | {"steps": config.steps})
-        model = lab.build(whole, here.device)
+        model = lab.build_model(whole, here.device)
         width = whole.width // here.world_size
-        images, labels = photo.batch(whole.data, whole.batch, whole.height, width, whole.num_classes, whole.seed)
+        images, labels = photo.image_batch(whole.data, whole.batch, whole.height, width, whole.num_classes, whole.seed)
         lab.train(whole, here.steps, model, images.to(here.device), labels.to(here.device))
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -5,9 +5,9 @@ import warnings
 from numbers import Real
 from typing import Any
 
-from labkit.checks.ask import in_short
+from labkit.checks.judge import error_text
 
-STRICT = "LABKIT_STRICT_CLAIMS"
+ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"
 """Environment variable: where it is 1, as in tests, a claim that does not hold is an error."""
 
 
@@ -17,10 +17,10 @@ def commit(**numbers: Any) -> dict[str, float | None]:
     Each is a number, None for none, or a function without arguments, usually a lambda, that computes one by an answer
     of yours. While that answer is empty its number is None, and the run goes on without.
     """
-    return {name: _number(name, value) for name, value in numbers.items()}
+    return {name: _prediction_value(name, value) for name, value in numbers.items()}
 
 
-def _number(name: str, value: Any) -> float | None:
+def _prediction_value(name: str, value: Any) -> float | None:
     if callable(value):
         try:
             value = value()
@@ -29,7 +29,7 @@ def _number(name: str, value: Any) -> float | None:
                 return None
             raise
         except Exception as error:
-            warnings.warn(f"{name}: your function raised {in_short(error)}; it counts as None", stacklevel=4)
+            warnings.warn(f"{name}: your function raised {error_text(error)}; it counts as None", stacklevel=4)
             return None
     if value is None or value is ...:
         return None
@@ -48,6 +48,6 @@ def claim(sentence: str, holds: bool) -> None:
     """
     if holds:
         return
-    if os.environ.get(STRICT) == "1":
+    if os.environ.get(ENV_STRICT_CLAIMS) == "1":
         raise AssertionError(f"the claim does not hold: {sentence}")
     print(f"Not so in this run, on this machine: {sentence}")

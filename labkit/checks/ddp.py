@@ -8,21 +8,31 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from labkit.checks.ask import Verdict, Wrong, call, check_values, exercise, name_of, passed, same, shown
-from labkit.checks.on_ranks import on_ranks
-from labkit.checks.ranks.ddp import LIMIT_BYTES, MICRO_BATCHES, batch_of, loss_of, model_of
-from labkit.inductor import Line
-from labkit.parallel.buckets import closed_when_full
+from labkit.checks.judge import (
+    Verdict,
+    WrongAnswer,
+    answer_name,
+    call_answer,
+    exercise,
+    is_tensor_close,
+    judge_values,
+    passing_verdict,
+    value_text,
+)
+from labkit.checks.on_ranks import judge_on_ranks
+from labkit.checks.ranks.ddp import LIMIT_BYTES, MICRO_BATCHES, make_linear_model, mean_squared_error, step_batch
+from labkit.inductor import ProgramLine
+from labkit.parallel.buckets import assign_buckets
 from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
 
 RANKS = 2
 MIB = 2**20
-CLOSE = {"rtol": 1e-4, "atol": 1e-7}
-SAME_CALLS = "does every rank call the same collectives, in the same order?"
-FUTURE = "return a future of a tensor: handle.get_future().then(…)"
-HOOK_HINTS = {"register_comm_hook": FUTURE, "Future": FUTURE, "communication hook": FUTURE}
-PROGRAMS: tuple[tuple[str, list[int], str], ...] = (
+TOLERANCES = {"rtol": 1e-4, "atol": 1e-7}
+WAIT_HINT = "does every rank call the same collectives, in the same order?"
+FUTURE_HINT = "return a future of a tensor: handle.get_future().then(…)"
+HOOK_HINTS = {"register_comm_hook": FUTURE_HINT, "Future": FUTURE_HINT, "communication hook": FUTURE_HINT}
+PROGRAM_CASES: tuple[tuple[str, list[int], str], ...] = (
     ("extern a x, collective a, extern b x, wait a, other a b", [], "What touches other buffers may run meanwhile."),
     ("extern a x, collective a, other a", [3], "Nothing waits for a before it is returned."),
     ("collective a, kernel a y, wait a, other a", [2], "The wait comes too late for the kernel."),
@@ -42,30 +52,30 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
     for network, total, counts in ((AlphaBeta(1e-4, 1e-9), 10**6, (1, 20, 200)), (AlphaBeta(5e-6, 3e-8), 4096, (2, 8))):
         times = {count: network.seconds(total, messages=count) for count in counts}
         rounds = {count: [each * late for late in (2.7, 1.0, 0.9)] for count, each in reversed(times.items())}
-        asked = f"{name_of(answer)} of a network with known alpha and beta"
-        found = call(answer, {count: list(each) for count, each in rounds.items()}, total, in_words=asked)
+        asked = f"{answer_name(answer)} of a network with known alpha and beta"
+        found = call_answer(answer, {count: list(each) for count, each in rounds.items()}, total, in_words=asked)
         try:
             alpha, beta = map(float, found)
         except Exception:  # an integer of hundreds of digits is no float either
-            raise Wrong(f"{asked} gave {shown(found)}, not two numbers", hint="Return alpha, beta.") from None
+            raise WrongAnswer(f"{asked} gave {value_text(found)}, not two numbers", hint="Return alpha, beta.") from None
         right = (network.alpha_s, network.beta_s_per_byte)
-        if not _close((alpha, beta), right):
-            said, hint = _why(alpha, beta, right, times, total)
-            raise Wrong(
+        if not _is_fit_close((alpha, beta), right):
+            said, hint = _fit_mistake(alpha, beta, right, times, total)
+            raise WrongAnswer(
                 f"{asked} gave {said}({alpha:.3g}, {beta:.3g})",
                 expected=f"expected ({right[0]:.3g}, {right[1]:.3g})",
                 hint=hint,
             )
-    return passed("2 networks agree, though some rounds were disturbed")
+    return passing_verdict("2 networks agree, though some rounds were disturbed")
 
 
-def _why(alpha: float, beta: float, right: tuple[float, float], times: dict[int, float], total: int) -> tuple[str, str]:
+def _fit_mistake(alpha: float, beta: float, right: tuple[float, float], times: dict[int, float], total: int) -> tuple[str, str]:
     """What a wrong fit seems to have done, in words that go before its numbers, and a hint."""
     few, many = min(times), max(times)
-    if _close((beta, alpha), right):
+    if _is_fit_close((beta, alpha), right):
         return "beta first, then alpha: ", "Return alpha, then beta."
     for late, which in ((0.9, "fastest"), (4.6 / 3, "mean")):
-        if _close((alpha, beta), (right[0] * late, right[1] * late)):
+        if _is_fit_close((alpha, beta), (right[0] * late, right[1] * late)):
             return f"the numbers of the {which} round: ", "Take the median round of each number of messages."
     if isclose(alpha, times[many] / many, rel_tol=1e-3):
         return "an alpha that has bytes inside: ", "The bytes are the same in both: they drop out of a difference."
@@ -76,7 +86,7 @@ def _why(alpha: float, beta: float, right: tuple[float, float], times: dict[int,
     return "", "Alpha is what additional messages cost; beta is what is left, for each byte."
 
 
-def _close(found: Sequence[float], right: Sequence[float]) -> bool:
+def _is_fit_close(found: Sequence[float], right: Sequence[float]) -> bool:
     return all(isclose(each, value, rel_tol=1e-3) for each, value in zip(found, right, strict=True))
 
 
@@ -98,32 +108,32 @@ def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
         ([8000, 16_000_000] * 4, 25, 1, closes),
     ]
     for sizes, bucket_mb, first_mb, hint in cases:
-        asked = f"{name_of(answer)}({sizes}, bucket_mb={bucket_mb}, first_mb={first_mb})"
-        found = call(answer, list(sizes), bucket_mb, first_mb, in_words=asked)
+        asked = f"{answer_name(answer)}({sizes}, bucket_mb={bucket_mb}, first_mb={first_mb})"
+        found = call_answer(answer, list(sizes), bucket_mb, first_mb, in_words=asked)
         right = theory.bucket_plan(sizes, bucket_mb, first_mb)
-        _refuse_no_buckets(found, asked, sizes)
+        _judge_bucket_form(found, asked, sizes)
         if found != right:
-            raise Wrong(f"{asked} gave {shown(found)}", expected=f"expected {right}", hint=hint)
-    return passed(f"{len(cases)} lists of gradients agree")
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint)
+    return passing_verdict(f"{len(cases)} lists of gradients agree")
 
 
-def _refuse_no_buckets(found: object, asked: str, sizes: Sequence[int]) -> None:
+def _judge_bucket_form(found: object, asked: str, sizes: Sequence[int]) -> None:
     """Raise Wrong for what is no list of lists that holds each position once, in order."""
 
-    def wrong(why: str, hint: str) -> Wrong:
-        return Wrong(f"{asked} gave {shown(found)}: {why}", hint=hint)
+    def bucket_error(why: str, hint: str) -> WrongAnswer:
+        return WrongAnswer(f"{asked} gave {value_text(found)}: {why}", hint=hint)
 
     if not isinstance(found, list) or not all(isinstance(bucket, list) for bucket in found):
-        raise wrong("no list of lists", "Return a list of buckets, and a bucket is a list of positions.")
+        raise bucket_error("no list of lists", "Return a list of buckets, and a bucket is a list of positions.")
     if not all(isinstance(position, Integral) for bucket in found for position in bucket):
-        raise wrong("positions are whole numbers", "Use enumerate(sizes).")
+        raise bucket_error("positions are whole numbers", "Use enumerate(sizes).")
     flat = [int(position) for bucket in found for position in bucket]
     if sorted(flat) != list(range(len(sizes))):
-        raise wrong(f"each of {len(sizes)} positions must be in one bucket", "Append positions, not sizes; lose none.")
+        raise bucket_error(f"each of {len(sizes)} positions must be in one bucket", "Append positions, not sizes; lose none.")
     if flat != sorted(flat):
-        raise wrong("the order changed", "A gradient would wait for one that is ready later.")
+        raise bucket_error("the order changed", "A gradient would wait for one that is ready later.")
     if not all(found):
-        raise wrong("a bucket is empty", "It would be a message without bytes. Open a bucket when a gradient needs it.")
+        raise bucket_error("a bucket is empty", "It would be a message without bytes. Open a bucket when a gradient needs it.")
 
 
 @exercise
@@ -144,18 +154,18 @@ def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
         ([], 10, 0),
     ]
     for sizes, limit, fewest in cases:
-        asked = f"{name_of(answer)}({sizes}, limit={limit})"
-        found = call(answer, list(sizes), limit, in_words=asked)
-        _refuse_no_buckets(found, asked, sizes)
+        asked = f"{answer_name(answer)}({sizes}, limit={limit})"
+        found = call_answer(answer, list(sizes), limit, in_words=asked)
+        _judge_bucket_form(found, asked, sizes)
         for bucket in found:
             held = sum(sizes[position] for position in bucket)
             if held > limit and len(bucket) > 1:
                 hint = "Look before you put a gradient in: would the bucket hold more than the limit?"
-                raise Wrong(f"{asked} gave {found}: bucket {bucket} holds {held} bytes", hint=hint)
+                raise WrongAnswer(f"{asked} gave {found}: bucket {bucket} holds {held} bytes", hint=hint)
         if len(found) > fewest:
             hint = "A bucket that holds exactly the limit keeps it; put in as much as fits."
-            raise Wrong(f"{asked} gave {len(found)} buckets", expected=f"expected {fewest}", hint=hint)
-    return passed(f"{len(cases)} lists of gradients: order kept, bound met, no bucket too many")
+            raise WrongAnswer(f"{asked} gave {len(found)} buckets", expected=f"expected {fewest}", hint=hint)
+    return passing_verdict(f"{len(cases)} lists of gradients: order kept, bound met, no bucket too many")
 
 
 @exercise
@@ -164,13 +174,13 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     own = [[_gradients_on_one_device([(rank, step)]) for rank in range(RANKS)] for step in range(2)]
     mean = [[sum(each) / RANKS for each in zip(*ranks, strict=True)] for ranks in own]
     sizes = [gradient.nbytes for gradient in mean[0]][::-1]
-    buckets = [sum(sizes[each] for each in bucket) for bucket in closed_when_full(sizes, LIMIT_BYTES)]
+    buckets = [sum(sizes[each] for each in bucket) for bucket in assign_buckets(sizes, LIMIT_BYTES)]
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
         for step, (passage, right) in enumerate(zip(sent["passes"], mean, strict=True)):
             which = f"on rank {index}, in backward pass {step},"
             seen = passage["seen"]
-            _judge_messages(which, [int(each.split()[1]) for each in seen if each.startswith("asked")], sizes, buckets)
+            _judge_all_reduces(which, [int(each.split()[1]) for each in seen if each.startswith("asked")], sizes, buckets)
             likely = {
                 "the sum over the ranks": [RANKS * each for each in right],
                 "the sum, divided twice": [each / RANKS for each in right],
@@ -186,43 +196,41 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             asked = [place for place, each in enumerate(seen) if each.startswith("asked")]
             if asked[0] > last:
                 hint_text = "Ask for the all-reduce in the hook of the gradient that completes the bucket."
-                raise Wrong(f"{which} the first bucket left after the last gradient was there", hint=hint_text)
+                raise WrongAnswer(f"{which} the first bucket left after the last gradient was there", hint=hint_text)
             early = [place for place, each in enumerate(seen) if each == "waited" and place < last]
             if early:
                 left = seen[early[0] :].count("gradient")
                 hint_text = "Ask with async_op=True, keep the handle, and wait once the last gradient is there."
-                raise Wrong(f"{which} the rank waited while {left} gradients were still to come", hint=hint_text)
+                raise WrongAnswer(f"{which} the rank waited while {left} gradients were still to come", hint=hint_text)
             waits = [each["seen"].count("waited") for each in sent["passes"]]
             if waits[step] > waits[0]:
                 hint_text = "Forget the buckets on their way once they have arrived: their rows stay in memory."
-                raise Wrong(f"{which} the rank waited {waits[step]} times, before {waits[0]}", hint=hint_text)
+                raise WrongAnswer(f"{which} the rank waited {waits[step]} times, before {waits[0]}", hint=hint_text)
 
-    on_ranks("ddp", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=SAME_CALLS, what="small_ddp")
-    return passed(f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave while gradients are still to come")
+    judge_on_ranks("ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="small_ddp")
+    return passing_verdict(f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave while gradients are still to come")
 
 
-def _judge_messages(which: str, asked: Sequence[int], sizes: Sequence[int], buckets: Sequence[int]) -> None:
+def _judge_all_reduces(which: str, asked: Sequence[int], sizes: Sequence[int], buckets: Sequence[int]) -> None:
     """Whether all-reduces carried these buckets."""
     if list(asked) == list(buckets):
         return
     expected = f"expected {len(buckets)} all-reduces, of {', '.join(map(str, buckets))} bytes"
     if not asked:
         hint = "Register a hook with every parameter: register_post_accumulate_grad_hook."
-        raise Wrong(f"{which} no all-reduce was asked for", expected=expected, hint=hint)
+        raise WrongAnswer(f"{which} no all-reduce was asked for", expected=expected, hint=hint)
     if len(asked) == len(sizes):
         hint = "Count the gradients of a bucket that are still missing; ask when none is."
-        raise Wrong(f"{which} each gradient had an all-reduce of its own", expected=expected, hint=hint)
+        raise WrongAnswer(f"{which} each gradient had an all-reduce of its own", expected=expected, hint=hint)
     if len(asked) == 1 and sum(asked) == sum(sizes):
-        raise Wrong(
-            f"{which} one all-reduce carried all gradients", expected=expected, hint="Close a bucket when full."
-        )
+        raise WrongAnswer(f"{which} one all-reduce carried all gradients", expected=expected, hint="Close a bucket when full.")
     said = f"{which} all-reduces of {', '.join(map(str, asked))} bytes were asked for"
     hint = "Go from the last parameter to the first; a bucket closes once it holds bucket_bytes, or more."
     if len(asked) > len(buckets) and list(asked[: len(buckets)]) == list(buckets):
         hint = "After a backward pass, set the counts of missing gradients anew."
     if len(asked) < len(buckets):
         hint = "What is left at the end is a bucket, too. After a backward pass, set the counts anew."
-    raise Wrong(said, expected=expected, hint=hint)
+    raise WrongAnswer(said, expected=expected, hint=hint)
 
 
 def _judge_gradients(
@@ -234,25 +242,25 @@ def _judge_gradients(
     **close: float,
 ) -> None:
     """Whether each gradient is the right one; else what it seems to be."""
-    tolerance = close or CLOSE
+    tolerance = close or TOLERANCES
     for place, (gradient, expected) in enumerate(zip(got, right, strict=True)):
-        if same(gradient, expected, **tolerance):
+        if is_tensor_close(gradient, expected, **tolerance):
             continue
         name = f"the gradient of parameter {place}"
         if gradient is None:
-            raise Wrong(f"{which} {name} is None", hint="Leave the mean in parameter.grad.")
+            raise WrongAnswer(f"{which} {name} is None", hint="Leave the mean in parameter.grad.")
         if gradient.shape != expected.shape:
             said = f"{which} {name} has shape {tuple(gradient.shape)}"
-            raise Wrong(said, expected=f"expected {tuple(expected.shape)}", hint="Give each piece its own shape back.")
-        seen = next((words for words, each in likely.items() if same(gradient, each[place], **tolerance)), "")
+            raise WrongAnswer(said, expected=f"expected {tuple(expected.shape)}", hint="Give each piece its own shape back.")
+        seen = next((words for words, each in likely.items() if is_tensor_close(gradient, each[place], **tolerance)), "")
         hint = hints.get(seen, "Wait for the bucket before you read it; cut it in the order in which you filled it.")
-        raise Wrong(f"{which} {name} is {seen or 'another than one device gives'}", hint=hint)
+        raise WrongAnswer(f"{which} {name} is {seen or 'another than one device gives'}", hint=hint)
 
 
 def _gradients_on_one_device(batches: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Of the mean loss of some batches, each by its rank and step."""
-    model = model_of()
-    torch.stack([loss_of(model, *batch_of(*each)) for each in batches]).mean().backward()
+    model = make_linear_model()
+    torch.stack([mean_squared_error(model, *step_batch(*each)) for each in batches]).mean().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -270,15 +278,15 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
         ([1.0, 2.0, 20.0, 4.0], [3.0, 3.0, 1.0, 2.0], order),
     ]
     for ready, takes, hint in cases:
-        asked = f"{name_of(answer)}({ready}, {takes})"
-        found, right = call(answer, list(ready), list(takes), in_words=asked), theory.arrivals(ready, takes)
+        asked = f"{answer_name(answer)}({ready}, {takes})"
+        found, right = call_answer(answer, list(ready), list(takes), in_words=asked), theory.arrivals(ready, takes)
         try:
             given = [float(each) for each in found]
         except Exception:
-            raise Wrong(f"{asked} gave {shown(found)}, not a list of numbers", hint="One number a bucket.") from None
+            raise WrongAnswer(f"{asked} gave {value_text(found)}, not a list of numbers", hint="One number a bucket.") from None
         if given != right:
-            raise Wrong(f"{asked} gave {shown(found)}", expected=f"expected {right}", hint=hint)
-    return passed(f"{len(cases)} backward passes agree")
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint)
+    return passing_verdict(f"{len(cases)} backward passes agree")
 
 
 @exercise
@@ -288,14 +296,14 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     right = _gradients_on_one_device([(rank, step) for rank in range(RANKS) for step in steps])
     last = _gradients_on_one_device([(rank, MICRO_BATCHES - 1) for rank in range(RANKS)])
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
         own = _gradients_on_one_device([(index, step) for step in steps])
         which = f"on rank {index},"
         calls = {0: "nothing was sent", MICRO_BATCHES: "every backward pass sent its gradients"}
         if sent["calls"] != 1:
             said = calls.get(sent["calls"], f"{sent['calls']} all-reduces were sent")
             hint = "Forward and backward pass of all micro-batches but the last stand in `with model.no_sync():`."
-            raise Wrong(f"{which} {said}", expected="expected 1 all-reduce", hint=hint)
+            raise WrongAnswer(f"{which} {said}", expected="expected 1 all-reduce", hint=hint)
         likely = {
             f"{MICRO_BATCHES} times too large": [MICRO_BATCHES * each for each in right],
             "that of the last micro-batch alone": last,
@@ -308,8 +316,8 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         }
         _judge_gradients(which, sent["gradients"], right, likely, hints)
 
-    on_ranks("ddp", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=SAME_CALLS, what="accumulate")
-    return passed(f"the gradients of one device with all {RANKS * MICRO_BATCHES} micro-batches, sent once")
+    judge_on_ranks("ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="accumulate")
+    return passing_verdict(f"the gradients of one device with all {RANKS * MICRO_BATCHES} micro-batches, sent once")
 
 
 @exercise
@@ -333,10 +341,10 @@ def handed_bytes(answer: Callable[..., int]) -> Verdict:
     handed = "A gradient has 4 bytes a number. Count what is handed to the call, not what a ring puts on the wire."
     hints = [handed, half, every, once, once, every]
 
-    def right(parameters: int, micro_batches: int, no_sync: bool, bf16: bool) -> int:
+    def right_bytes(parameters: int, micro_batches: int, no_sync: bool, bf16: bool) -> int:
         return parameters * (1 if no_sync else micro_batches) * (2 if bf16 else 4)
 
-    return check_values(answer, right, cases, hints)
+    return judge_values(answer, right_bytes, cases, hints)
 
 
 @exercise
@@ -346,7 +354,7 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     right = [sum(each) / RANKS for each in zip(*own, strict=True)]
     whole = sum(gradient.nbytes for gradient in right)
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
         which = f"on rank {index},"
         likely = {"the sum over the ranks": [RANKS * each for each in right], "this rank's own": own[index]}
         likely["the mean, divided once more"] = [each / RANKS for each in right]
@@ -356,19 +364,19 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         if sent["handed"] != whole // 2:
             hint = "Round before the all-reduce: bucket.buffer().to(torch.bfloat16)."
             said = f"{which} the gradients are right, and {sent['handed']:,} bytes were handed over"
-            raise Wrong(said, expected=f"expected {whole // 2:,}", hint=hint)
+            raise WrongAnswer(said, expected=f"expected {whole // 2:,}", hint=hint)
 
-    on_ranks(
+    judge_on_ranks(
         "ddp",
         answer,
-        judge=judge,
+        judge=judge_rank,
         ranks=RANKS,
         timeout_s=timeout_s,
-        waiting=SAME_CALLS,
+        waiting=WAIT_HINT,
         hints=HOOK_HINTS,
         what="half_hook",
     )
-    return passed(f"the mean but for rounding, and {whole // 2:,} bytes handed over instead of {whole:,}")
+    return passing_verdict(f"the mean but for rounding, and {whole // 2:,} bytes handed over instead of {whole:,}")
 
 
 @exercise
@@ -377,17 +385,17 @@ def early_uses(answer: Callable[..., list[int]]) -> Verdict:
 
     Each line is an ``inductor.Line``, of which ``number``, ``kind`` and ``buffers`` are needed.
     """
-    for program, expected, hint in PROGRAMS:
+    for program, expected, hint in PROGRAM_CASES:
         lines = []
         for number, line in enumerate(program.split(", "), start=1):
             kind, *buffers = line.split()
-            lines.append(Line(number, cast(Any, kind), kind, tuple(buffers), line))
+            lines.append(ProgramLine(number, cast(Any, kind), kind, tuple(buffers), line))
         text = "; ".join(f"{line.number} {line.text}" for line in lines)
-        asked = f"for the program [{text}] {name_of(answer)}"
-        found = call(answer, lines, in_words=asked)
+        asked = f"for the program [{text}] {answer_name(answer)}"
+        found = call_answer(answer, lines, in_words=asked)
         if not isinstance(found, list) or found != expected:
-            raise Wrong(f"{asked} gave {shown(found)}", expected=f"expected {expected}", hint=hint)
-    return passed(f"{len(PROGRAMS)} programs agree")
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"expected {expected}", hint=hint)
+    return passing_verdict(f"{len(PROGRAM_CASES)} programs agree")
 
 
 @exercise
@@ -403,12 +411,12 @@ def smallest_bucket(answer: Callable[..., float]) -> Verdict:
     for case, hint in cases:
         right = theory.smallest_bucket_bytes(*case)
         names = ("total_bytes", "backward_s", "alpha_s", "beta_s_per_byte")
-        asked = f"{name_of(answer)}({', '.join(f'{name}={value:g}' for name, value in zip(names, case, strict=True))})"
-        found = call(answer, *case, in_words=asked)
+        asked = f"{answer_name(answer)}({', '.join(f'{name}={value:g}' for name, value in zip(names, case, strict=True))})"
+        found = call_answer(answer, *case, in_words=asked)
         try:
             given = float(found)
         except Exception:
-            raise Wrong(f"{asked} gave {shown(found)}, not a number", hint="Does every path return?") from None
+            raise WrongAnswer(f"{asked} gave {value_text(found)}, not a number", hint="Does every path return?") from None
         if not isclose(given, right, rel_tol=1e-6):
-            raise Wrong(f"{asked} gave {given:,.6g}", expected=f"expected {right:,.6g}", hint=hint)
-    return passed(f"{len(cases)} cases agree")
+            raise WrongAnswer(f"{asked} gave {given:,.6g}", expected=f"expected {right:,.6g}", hint=hint)
+    return passing_verdict(f"{len(cases)} cases agree")

@@ -12,57 +12,65 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from labkit.checks.ask import (
+from labkit.checks.judge import (
     Verdict,
-    Wrong,
-    call,
-    call_in_words,
-    check_values,
+    WrongAnswer,
+    answer_name,
+    call_answer,
+    call_text,
     exercise,
-    name_of,
-    passed,
-    refuse_unless_attempted,
-    same,
-    shown,
+    is_tensor_close,
+    judge_values,
+    passing_verdict,
+    raise_if_not_attempted,
+    value_text,
 )
-from labkit.checks.on_ranks import on_ranks
-from labkit.checks.ranks.extensions import DTYPES, HOOK_WIDTHS, LEARNING_RATE, STEPS, build, codec_model, sample
+from labkit.checks.on_ranks import judge_on_ranks
+from labkit.checks.ranks.extensions import (
+    HOOK_DTYPES,
+    HOOK_WIDTHS,
+    LEARNING_RATE,
+    STEPS,
+    make_codec_model,
+    make_linear_stack,
+    sample_inputs,
+)
 from labkit.tensors import EXTENSIONS, TwoTensor
 from labkit.theory import extensions as theory
 
 RANKS = 2
-REFILL = "autograd has saved this parameter: fill it with refill"
-HINTS = {
-    "modified by an inplace operation": REFILL,
-    "Please clone()": REFILL,
+REFILL_HINT = "autograd has saved this parameter: fill it with refill"
+ERROR_HINTS = {
+    "modified by an inplace operation": REFILL_HINT,
+    "Please clone()": REFILL_HINT,
     "cannot be 0 to view": "what is sent needs a first dimension: send one scale as scale.reshape(1)",
     "Invalid scalar type": "gloo sends no float8 tensor by itself: send it as .view(torch.uint8), or with its scale",
 }
 """What to do about an error of torch, by a part of its message."""
-WAITING = "does every rank send tensors of the same size?"
-LAUNCH: dict[str, Any] = {"ranks": RANKS, "timeout_s": 60, "waiting": WAITING, "hints": HINTS}
-LIMITS = {
+WAIT_HINT = "does every rank send tensors of the same size?"
+LAUNCH_OPTIONS: dict[str, Any] = {"ranks": RANKS, "timeout_s": 60, "waiting": WAIT_HINT, "hints": ERROR_HINTS}
+GATHER_LIMITS = {
     "bf16": (0.5, theory.rounding_error("bf16")),
     "8 bits": (0.26, theory.rounding_error("float8")),
     "4 bits": (0.14, theory.rounding_error("int4")),
 }
 """Of a gather: the part of float32's bytes that it may send, and the error that it may make."""
-CODEC = {"0.weight": "the weights with a row of zeros", "1.weight": "the tiny weights",
+CODEC_WEIGHT_TEXT = {"0.weight": "the weights with a row of zeros", "1.weight": "the tiny weights",
          "2.weight": "the weights whose first half is 3 times larger"}  # fmt: skip
 """What is special about each parameter of ``codec_model``."""
 
 
 @exercise
-def uneven_bytes(answer: Callable[..., int]) -> Verdict:
+def gather_bytes(answer: Callable[..., int]) -> Verdict:
     """Exercise 1: bytes that one rank hands to one all-gather, from (rows, columns, ranks, bytes_per_number)."""
 
-    def right(rows: int, columns: int, ranks: int, bytes_per_number: int) -> int:
+    def right_bytes(rows: int, columns: int, ranks: int, bytes_per_number: int) -> int:
         return theory.gather_bytes((rows, columns), ranks, {4: "fp32", 2: "bf16"}[bytes_per_number])
 
     own = "A rank sends its own rows, not the whole parameter: rows / ranks x columns."
     most = "Every rank sends as many rows as the rank with most of them: rows / ranks, rounded up."
     cases = [(8, 4, 2, 4), (8, 4, 4, 2), (5, 6, 2, 4), (10, 128, 4, 2), (2, 8, 4, 4)]
-    return check_values(answer, right, cases, [own, own, most, most, most])
+    return judge_values(answer, right_bytes, cases, [own, own, most, most, most])
 
 
 @exercise
@@ -77,11 +85,11 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
         (plain.clone().requires_grad_(), "that need a gradient"),
     ):
         b = (a.detach() + 10).requires_grad_(a.requires_grad)
-        said = f"of two tensors {what}, {name_of(answer)}"
-        two = call(answer, kind, a, b, in_words=said)
+        said = f"of two tensors {what}, {answer_name(answer)}"
+        two = call_answer(answer, kind, a, b, in_words=said)
         if not isinstance(two, Tensor) or kind is not type(two):
             hint = "torch.Tensor._make_wrapper_subclass(cls, …) makes the tensor to return."
-            raise Wrong(f"{said} gave a {type(two).__name__}, not a tensor of class cls", hint=hint)
+            raise WrongAnswer(f"{said} gave a {type(two).__name__}, not a tensor of class cls", hint=hint)
         for name, seen, right in (
             ("shape", tuple(two.shape), tuple(a.shape)),
             ("dtype", two.dtype, a.dtype),
@@ -89,23 +97,23 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
         ):
             if seen != right:
                 hint = "_make_wrapper_subclass takes the shape, and strides=, dtype= and device= as well."
-                raise Wrong(f"{said} gave {name} {seen}", expected=f"expected {right}", hint=hint)
+                raise WrongAnswer(f"{said} gave {name} {seen}", expected=f"expected {right}", hint=hint)
         for name, given, other in (("a", a, b), ("b", b, a)):
             _judge_half(f"{said} gave a tensor whose .{name}", getattr(two, name, None), given, other)
-    return passed("it looks like its halves, holds both, and copies nothing")
+    return passing_verdict("it looks like its halves, holds both, and copies nothing")
 
 
 def _judge_half(said: str, held: Any, given: Tensor, other: Tensor) -> None:
     """Whether a tensor that was made of two holds one of them as it should."""
     if not isinstance(held, Tensor):
-        raise Wrong(f"{said} is {shown(held)}", hint="Attributes can be set on the new tensor: two.a = …")
+        raise WrongAnswer(f"{said} is {value_text(held)}", hint="Attributes can be set on the new tensor: two.a = …")
     if held.data_ptr() == other.data_ptr():
-        raise Wrong(f"{said} is the other half", hint="a comes first.")
+        raise WrongAnswer(f"{said} is the other half", hint="a comes first.")
     if held.data_ptr() != given.data_ptr():
-        raise Wrong(f"{said} is a copy", hint="detach() shares the memory, clone() copies it.")
+        raise WrongAnswer(f"{said} is a copy", hint="detach() shares the memory, clone() copies it.")
     if held.requires_grad:
         hint = "Autograd follows the new tensor and not what it holds: detach the halves."
-        raise Wrong(f"{said} asks autograd for a gradient of its own", hint=hint)
+        raise WrongAnswer(f"{said} asks autograd for a gradient of its own", hint=hint)
 
 
 @exercise
@@ -122,59 +130,59 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
          "Arguments may be lists of tensors: tree_map_only goes through them."),
         ("two.add_(1)", lambda two: two.clone().add_(1), "An operation in place changes both halves."),
     ]  # fmt: skip
-    refuse_unless_attempted(answer)
+    raise_if_not_attempted(answer)
     deep = 0
 
-    def counted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def limit_recursion(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         nonlocal deep
         deep += 1
         if deep > 50:  # long before Python's own limit, at which a kernel may crash
-            raise Wrong(f"{name_of(answer)} calls itself without end", hint="Hand func the halves, not the wrapper.")
+            raise WrongAnswer(f"{answer_name(answer)} calls itself without end", hint="Hand func the halves, not the wrapper.")
         try:
             return answer(cls, func, types, args, kwargs)
         finally:
             deep -= 1
 
-    kind = type("Two", (TwoTensor,), {"__torch_dispatch__": classmethod(counted)})
+    kind = type("Two", (TwoTensor,), {"__torch_dispatch__": classmethod(limit_recursion)})
 
-    def done(text: str, operation: Callable[[Tensor], Any], two: Tensor, hint: str) -> Any:
+    def call_operation(text: str, operation: Callable[[Tensor], Any], two: Tensor, hint: str) -> Any:
         try:
-            return call(partial(operation, two), in_words=f"with {name_of(answer)}, {text}")
-        except Wrong as wrong:
+            return call_answer(partial(operation, two), in_words=f"with {answer_name(answer)}, {text}")
+        except WrongAnswer as wrong:
             inner = wrong.__cause__
-            raise (inner if isinstance(inner, Wrong) else Wrong(str(wrong), hint=hint)) from None
+            raise (inner if isinstance(inner, WrongAnswer) else WrongAnswer(str(wrong), hint=hint)) from None
 
     for text, operation, hint in cases:
         a, b = x.clone(), x + 10
-        _judge_operation(text, done(text, operation, kind(a, b), hint), operation(a), operation(b), kind, hint)
+        _judge_operation(text, call_operation(text, operation, kind(a, b), hint), operation(a), operation(b), kind, hint)
     out = torch.zeros(3, 2)
     text, hint = "torch.add(two, 0, out=plain)", "FSDP2 reduces gradients so, and keeps those of a."
-    done(text, lambda two: torch.add(two, 0, out=out), kind(x, x + 10), hint)
-    if not same(out, x):
+    call_operation(text, lambda two: torch.add(two, 0, out=out), kind(x, x + 10), hint)
+    if not is_tensor_close(out, x):
         hint += " Call func with b first, then with a."
-        raise Wrong(f"{text} leaves half b's result in the plain tensor", expected="expected half a's", hint=hint)
-    return passed(f"{len(cases) + 1} kinds of operations are done twice")
+        raise WrongAnswer(f"{text} leaves half b's result in the plain tensor", expected="expected half a's", hint=hint)
+    return passing_verdict(f"{len(cases) + 1} kinds of operations are done twice")
 
 
 def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: str) -> None:
     """Whether an operation on a wrapper gave what it gives for both halves."""
     if isinstance(a, list | tuple):
         if not isinstance(found, list | tuple) or len(found) != len(a):
-            raise Wrong(f"{text} gave a {type(found).__name__}, not {len(a)} tensors", hint=hint)
+            raise WrongAnswer(f"{text} gave a {type(found).__name__}, not {len(a)} tensors", hint=hint)
         for parts in zip(found, a, b, strict=True):
             _judge_operation(f"one of {text}", *parts, kind, hint)
         return
     if not isinstance(a, Tensor):
         if found is not a:
-            raise Wrong(f"{text} gave {shown(found)}", expected=f"expected {a}", hint=hint)
+            raise WrongAnswer(f"{text} gave {value_text(found)}", expected=f"expected {a}", hint=hint)
         return
     if type(found) is not kind:
-        raise Wrong(f"{text} gave a {type(found).__name__}, not a cls", hint=hint)
+        raise WrongAnswer(f"{text} gave a {type(found).__name__}, not a cls", hint=hint)
     halves = {"a": (found.a, a, b), "b": (found.b, b, a)}  # type: ignore[attr-defined]
     for name, (held, right, other) in halves.items():
-        if not same(held, right):
-            seen = f"is what half {'ab'[name == 'a']} gives" if same(held, other) else "is wrong"
-            raise Wrong(f"half {name} of {text} {seen}", hint=hint)
+        if not is_tensor_close(held, right):
+            seen = f"is what half {'ab'[name == 'a']} gives" if is_tensor_close(held, other) else "is wrong"
+            raise WrongAnswer(f"half {name} of {text} {seen}", hint=hint)
 
 
 @exercise
@@ -184,50 +192,50 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
     for rows, held, ranks in ((6, 3, 2), (5, 2, 2), (3, 0, 4)):
         a = whole.view(-1, 2)[:held]
         mesh, size = SimpleNamespace(size=lambda ranks=ranks: ranks), torch.Size([rows, 2])
-        said = f"of {held} rows, where {ranks} ranks share {rows}, {name_of(answer)}"
-        found = call(answer, TwoTensor(a, -a), mesh, size, (2, 1), nn.Identity(), None, in_words=said)
+        said = f"of {held} rows, where {ranks} ranks share {rows}, {answer_name(answer)}"
+        found = call_answer(answer, TwoTensor(a, -a), mesh, size, (2, 1), nn.Identity(), None, in_words=said)
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], tuple):
             kinds = ", ".join(type(each).__name__ for each in (found if isinstance(found, tuple) else (found,)))
             hint = "The first is a tuple of the tensors to send. The second is None here: return (…, …), None"
-            raise Wrong(f"{said} gave {kinds}, not two things, the first of them a tuple", hint=hint)
+            raise WrongAnswer(f"{said} gave {kinds}, not two things, the first of them a tuple", hint=hint)
         sent = found[0]
         if len(sent) != 2 or not all(type(each) is Tensor for each in sent):
             kinds = ", ".join(type(each).__name__ for each in sent)
             hint = "FSDP2 sends plain tensors: self.a and self.b, padded."
-            raise Wrong(f"{said} sends {kinds}, not two plain tensors", hint=hint)
+            raise WrongAnswer(f"{said} sends {kinds}, not two plain tensors", hint=hint)
         most = -(-rows // ranks)
         for name, each, half, other in (("first", sent[0], a, -a), ("second", sent[1], -a, a)):
             if each.shape != (most, 2):
                 hint = "Every rank sends as many rows as the one with most of them: rows / ranks, rounded up."
                 expected = f"expected {(most, 2)}"
-                raise Wrong(f"{said} sends a {name} tensor of shape {tuple(each.shape)}", expected=expected, hint=hint)
-            if not same(each[:held], half):
-                seen = "holds the rows of the other half" if same(each[:held], other) else "does not hold its rows"
-                raise Wrong(f"{said} sends a {name} tensor that {seen}", hint="First a, then b.")
+                raise WrongAnswer(f"{said} sends a {name} tensor of shape {tuple(each.shape)}", expected=expected, hint=hint)
+            if not is_tensor_close(each[:held], half):
+                seen = "holds the rows of the other half" if is_tensor_close(each[:held], other) else "does not hold its rows"
+                raise WrongAnswer(f"{said} sends a {name} tensor that {seen}", hint="First a, then b.")
             if each[held:].any():
-                raise Wrong(f"{said} pads the {name} tensor with something else than zeros", hint="pad_rows does it.")
-    return passed("both halves are sent, padded to the longest shard")
+                raise WrongAnswer(f"{said} pads the {name} tensor with something else than zeros", hint="pad_rows does it.")
+    return passing_verdict("both halves are sent, padded to the longest shard")
 
 
 @exercise
 def post_all_gather(answer: Callable[..., Any]) -> Verdict:
     """Exercise 5: the post-all-gather hook of TwoTensor in its own dtype, on 2 real ranks."""
     _judge_hook(answer, "two_tensor")
-    return passed(f"trained on {RANKS} ranks: right losses, no copy, and all memory freed")
+    return passing_verdict(f"trained on {RANKS} ranks: right losses, no copy, and all memory freed")
 
 
 @exercise
 def cast_all_gather(answer: Callable[..., Any]) -> Verdict:
     """Exercise 12: the same hook with a dtype to compute in."""
     _judge_hook(answer, "cast")
-    return passed(f"trained on {RANKS} ranks, in float32 and cast to bfloat16: right losses, and all memory freed")
+    return passing_verdict(f"trained on {RANKS} ranks, in float32 and cast to bfloat16: right losses, and all memory freed")
 
 
 @exercise
 def mended(answer: Callable[..., Any]) -> Verdict:
     """Exercise 7: a post-all-gather hook for int8 numbers and a scale for each row, which leaks nothing."""
     _judge_hook(answer, "int8")
-    return passed(f"trained on {RANKS} ranks, in float32 and bfloat16: right losses, and nothing is left after reshard")
+    return passing_verdict(f"trained on {RANKS} ranks, in float32 and bfloat16: right losses, and nothing is left after reshard")
 
 
 @exercise
@@ -257,11 +265,11 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
         ("a matrix", torch.randn(6, 5, generator=draw)),
     ):
         off = 0.01 * torch.randn(exact.shape, generator=draw)
-        found = call(answer, exact, exact + off, in_words=f"of {what}, {name_of(answer)}(exact, rounded)")
+        found = call_answer(answer, exact, exact + off, in_words=f"of {what}, {answer_name(answer)}(exact, rounded)")
         if isinstance(found, Tensor) and found.numel() == 1:
             found = found.item()
         if not isinstance(found, Real):
-            raise Wrong(f"of {what}, {name_of(answer)} gave {shown(found)}, not one number")
+            raise WrongAnswer(f"of {what}, {answer_name(answer)} gave {value_text(found)}, not one number")
         right, root = float((off.square().mean() / exact.square().mean()).sqrt()), float(off.square().mean().sqrt())
         seen = {
             "the square of it": right**2,
@@ -272,12 +280,12 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
             "an error whose signs cancel": float(off.mean()),
             "an error whose signs cancel, over the weights'": float(off.mean().abs() / exact.square().mean().sqrt()),
         }
-        if not _close(found, right):
-            words = next((w for w, n in seen.items() if _close(found, n)), "")
-            said = f"of {what}, {name_of(answer)} gave {_short(found)}" + f", {words}" * bool(words)
+        if not _is_number_close(found, right):
+            words = next((w for w, n in seen.items() if _is_number_close(found, n)), "")
+            said = f"of {what}, {answer_name(answer)} gave {_number_text(found)}" + f", {words}" * bool(words)
             hint = "Square each error, take the mean, then the root; do the same with the exact weights; divide."
-            raise Wrong(said, expected=f"expected {right:.4g}", hint=hint)
-    return passed("2 cases agree")
+            raise WrongAnswer(said, expected=f"expected {right:.4g}", hint=hint)
+    return passing_verdict("2 cases agree")
 
 
 @exercise
@@ -288,10 +296,10 @@ def held_bytes(answer: Callable[..., float]) -> Verdict:
     shares = "Where what was gathered has the right dtype already, it is the parameter, and no copy is made."
     cases = [(100, 4, 4), (100, 2, 2), (100, 2, 4), (100, 1, 4), (100, 1, 2)]
 
-    def right(numbers: int, sent_bytes: int, compute_bytes: int) -> int:
+    def right_bytes(numbers: int, sent_bytes: int, compute_bytes: int) -> int:
         return numbers * (sent_bytes if sent_bytes == compute_bytes else sent_bytes + compute_bytes)
 
-    return check_values(answer, right, cases, [shares, whole, both, both, both])
+    return judge_values(answer, right_bytes, cases, [shares, whole, both, both, both])
 
 
 @exercise
@@ -306,16 +314,16 @@ def pays_below(answer: Callable[..., float]) -> Verdict:
     for arguments, hint in cases:
         expected = theory.pays_below(*arguments)
         named: dict[str, Any] = dict(zip(("bytes_saved", "coding_s", "ranks"), arguments, strict=True))
-        found = call(answer, **named)
-        said = f"{call_in_words(answer, **named)} gave {shown(found)}"
+        found = call_answer(answer, **named)
+        said = f"{call_text(answer, **named)} gave {value_text(found)}"
         if not isinstance(found, Real):
-            raise Wrong(f"{said}, not a number: does every path return?")
-        if not _close(found, expected):
-            raise Wrong(said, expected=f"expected {expected:,.6g}", hint=hint)
-    return passed(f"{len(cases)} cases agree")
+            raise WrongAnswer(f"{said}, not a number: does every path return?")
+        if not _is_number_close(found, expected):
+            raise WrongAnswer(said, expected=f"expected {expected:,.6g}", hint=hint)
+    return passing_verdict(f"{len(cases)} cases agree")
 
 
-def _close(found: Real, expected: float) -> bool:
+def _is_number_close(found: Real, expected: float) -> bool:
     """Whether a number is another but for rounding; one that is too large for a float is not."""
     try:
         return abs(float(found) - expected) <= 1e-4 * abs(expected)
@@ -323,34 +331,34 @@ def _close(found: Real, expected: float) -> bool:
         return False
 
 
-def _short(found: Real) -> str:
+def _number_text(found: Real) -> str:
     """A number with four digits, or however it can be shown."""
     try:
         return f"{float(found):.4g}"
     except OverflowError:
-        return shown(found)
+        return value_text(found)
 
 
 def _judge_hook(hook: Callable[..., Any], what: str) -> None:
     """Train with the hook on ranks, and on one device with what it should gather; raises Wrong where they differ."""
-    right = {dtype: _losses(what, dtype) for dtype in DTYPES[what]}
+    right = {dtype: _one_device_losses(what, dtype) for dtype in HOOK_DTYPES[what]}
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
         for dtype, expected in right.items():
             where = str(dtype).removeprefix("torch.")
-            _refuse_losses(sent[where]["losses"], expected, dtype, where)
+            _judge_losses(sent[where]["losses"], expected, dtype, where)
             if sent[where]["left"]:
                 growth = ", ".join(f"{size:,}" for size in accumulate(sent[where]["left"].values()))
                 said = f"in {where}, memory grows with every unit: {growth} bytes are left after reshard"
                 hint = "Which memory did the hook make, and who was told to free it?"
-                raise Wrong(said, expected="expected 0", hint=hint)
+                raise WrongAnswer(said, expected="expected 0", hint=hint)
 
-    on_ranks("extensions", hook, judge=judge, what=what, **LAUNCH)
+    judge_on_ranks("extensions", hook, judge=judge_rank, what=what, **LAUNCH_OPTIONS)
 
 
-def _losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
+def _one_device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
     """One device's losses by half and step. Of two halves, both are updated with the first one's gradient."""
-    models = [build(HOOK_WIDTHS) for _ in range(1 if what == "int8" else 2)]
+    models = [make_linear_stack(HOOK_WIDTHS) for _ in range(1 if what == "int8" else 2)]
     with torch.no_grad():
         for parameter in models[-1].parameters():
             parameter.mul_(len(models))
@@ -361,7 +369,7 @@ def _losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
         for model, optimizer, seen in zip(models, optimizers, losses, strict=True):
             own = dict(model.named_parameters())
             whole = {n: codec.decode(codec.encode(each.detach()), dtype).requires_grad_() for n, each in own.items()}
-            output = functional_call(model, whole, sample(step, HOOK_WIDTHS[0]).to(dtype))
+            output = functional_call(model, whole, sample_inputs(step, HOOK_WIDTHS[0]).to(dtype))
             loss = (output.float() - 1).square().mean()
             loss.backward()
             gradients = gradients or {name: each.grad for name, each in whole.items()}
@@ -372,21 +380,21 @@ def _losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
     return losses
 
 
-def _refuse_losses(got: list[list[Tensor]], expected: list[list[Tensor]], dtype: torch.dtype, where: str) -> None:
+def _judge_losses(got: list[list[Tensor]], expected: list[list[Tensor]], dtype: torch.dtype, where: str) -> None:
     """Raise Wrong, naming the step, where losses differ by more than rounding."""
     rtol = 1e-5 if dtype == torch.float32 else 2e-3
     for step, mine in enumerate(got):
         for half, (loss, right) in enumerate(zip(mine, [each[step] for each in expected], strict=True)):
-            if not same(loss, right, rtol=rtol):
+            if not is_tensor_close(loss, right, rtol=rtol):
                 which = f"half {'ab'[half]} of the loss" if len(expected) == 2 else "the loss"
                 first = "The first call already gives another parameter."
                 later = "What `out` holds is wrong: on later calls its memory is new, with nothing useful in it."
                 seen = "is NaN" if loss.isnan() else "is wrong"
-                raise Wrong(f"in {where}, {which} {seen} in step {step}", hint=later if step else first)
+                raise WrongAnswer(f"in {where}, {which} {seen} in step {step}", hint=later if step else first)
 
 
 @dataclass
-class _Gathered:
+class _RankRows:
     """Rows of one rank that a gather brought, beside the exact ones."""
 
     name: str
@@ -394,50 +402,46 @@ class _Gathered:
     found: Tensor
     exact: Tensor
 
-    def refuse(self, largest: Tensor, most_error: float) -> float:
+    def judge_error(self, largest: Tensor, most_error: float) -> float:
         """The largest error, over the largest weight of the parameter; raises Wrong where that is too large."""
         error = float((self.found - self.exact).abs().max() / largest)  # NaN where one is
         if error <= most_error:
             return error
-        whose = f"{CODEC[self.name]}: rank {self.rank}'s rows"
+        whose = f"{CODEC_WEIGHT_TEXT[self.name]}: rank {self.rank}'s rows"
         if self.found.isnan().any():
-            raise Wrong(f"{whose} hold NaN", hint="Is something divided by the largest of a row of zeros?")
+            raise WrongAnswer(f"{whose} hold NaN", hint="Is something divided by the largest of a row of zeros?")
         if not self.found.any():
             hint = "Rounded without a scale of their own, small numbers become 0."
-            raise Wrong(f"{whose} became 0", hint=hint)
+            raise WrongAnswer(f"{whose} became 0", hint=hint)
         factor = float((self.found * self.exact).sum() / self.exact.square().sum())
-        if abs(factor - 1) > 0.2 and float((self.found - factor * self.exact).abs().max()) < 0.2 * abs(factor) * float(
-            largest
-        ):
+        if abs(factor - 1) > 0.2 and float((self.found - factor * self.exact).abs().max()) < 0.2 * abs(factor) * float(largest):
             hint = "Was each row multiplied by the scale of its own rank, or its own row?"
-            raise Wrong(f"{whose} came back {shown(round(factor, 1))} times as large", hint=hint)
+            raise WrongAnswer(f"{whose} came back {value_text(round(factor, 1))} times as large", hint=hint)
         said = f"{whose} are off by {error:.2g} of the parameter's largest weight"
-        raise Wrong(said, expected=f"expected at most {most_error:.2g}")
+        raise WrongAnswer(said, expected=f"expected at most {most_error:.2g}")
 
 
 def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits: str) -> Verdict:
     """Hold the weights that ranks gathered against the exact ones, and the bytes against float32's."""
-    most_bytes, most_error = LIMITS[limits]
-    exact = {name: each.detach() for name, each in codec_model().named_parameters()}
-    in_float32 = theory.step_bytes([tuple(weight.shape) for weight in exact.values()], RANKS, "fp32")
+    most_bytes, most_error = GATHER_LIMITS[limits]
+    exact = {name: each.detach() for name, each in make_codec_model().named_parameters()}
+    in_float32 = theory.step_gather_bytes([tuple(weight.shape) for weight in exact.values()], RANKS, "fp32")
     ratio = error = 0.0
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
         nonlocal ratio, error
         ratio = sent["sent"] / in_float32
         for name, weight in exact.items():
             found, rows = sent["weights"][name.removesuffix(".weight")], -(-len(weight) // RANKS)
             pieces = zip(found.split(rows), weight.split(rows), strict=True)
-            parts = [_Gathered(name, rank, *both) for rank, both in enumerate(pieces)]
-            error = max(error, *(part.refuse(weight.abs().max(), most_error) for part in parts))
+            parts = [_RankRows(name, rank, *both) for rank, both in enumerate(pieces)]
+            error = max(error, *(part.judge_error(weight.abs().max(), most_error) for part in parts))
         if not sent["loss"].isfinite():
             hint = "Is something divided by the largest of a row of zeros?"
-            raise Wrong("the loss is not a finite number", hint=hint)
+            raise WrongAnswer("the loss is not a finite number", hint=hint)
         if ratio > most_bytes:
             said = f"it sends {ratio:.3f} of the bytes of float32"
-            raise Wrong(
-                said, expected=f"expected at most {most_bytes:g}", hint="Count all tensors that encode returns."
-            )
+            raise WrongAnswer(said, expected=f"expected at most {most_bytes:g}", hint="Count all tensors that encode returns.")
 
-    on_ranks("extensions", encode, decode, judge=judge, what="codec", **LAUNCH)
-    return passed(f"{ratio:.3f} of the bytes of float32, and no weight is off by more than {error:.4f} of the largest")
+    judge_on_ranks("extensions", encode, decode, judge=judge_rank, what="codec", **LAUNCH_OPTIONS)
+    return passing_verdict(f"{ratio:.3f} of the bytes of float32, and no weight is off by more than {error:.4f} of the largest")

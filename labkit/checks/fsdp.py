@@ -12,44 +12,61 @@ import torch
 from torch import Tensor, nn
 
 import labkit
-from labkit.checks.ask import Verdict, Wrong, call, call_in_words, check_values, exercise, name_of, passed, same, shown
-from labkit.checks.on_ranks import on_ranks
-from labkit.checks.ranks.fsdp import RATE, batch_of, experts_of, gradients_of, trained, two_units
+from labkit.checks.judge import (
+    Verdict,
+    WrongAnswer,
+    answer_name,
+    call_answer,
+    call_text,
+    exercise,
+    is_tensor_close,
+    judge_values,
+    passing_verdict,
+    value_text,
+)
+from labkit.checks.on_ranks import judge_on_ranks
+from labkit.checks.ranks.fsdp import RATE, expert_names, gradients_by_name, make_expert_model, rank_batch, two_units
 from labkit.models import catalog
-from labkit.parallel.fsdp import Wrap, drawn_block
-from labkit.parallel.small_fsdp import flat
+from labkit.parallel.fsdp import WrapMode, random_block_index
+from labkit.parallel.small_fsdp import flatten_tensors
 from labkit.theory import fsdp as theory
 
 RANKS = 2
-SAME_ORDER = "does every rank call the same all-reduces, in the same order?"
-HINTS = {"SIGABRT": f"the ranks sent gradients of different sizes to each other: {SAME_ORDER}"}  # so gloo answers
-ROLE = {
+EXPERT_WAIT_HINT = "does every rank call the same all-reduces, in the same order?"
+EXPERT_ERROR_HINTS = {
+    "SIGABRT": f"the ranks sent gradients of different sizes to each other: {EXPERT_WAIT_HINT}"
+}  # so gloo answers
+ROLE_HINTS = {
     "shared": "All ranks train the shared part together: add up over the ranks, and divide by their number.",
     "expert's": "Each rank has an expert of its own: nothing of it may travel, and its scale is that of one device.",
 }
-CLOSE = {"rtol": 1e-4, "atol": 1e-7}
-SAME_CALLS = "does every rank call the same collectives, in the same order?"
-EMPTY = "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
-SHARD_HINTS = {"SIGSEGV": EMPTY, "out of bounds for storage": EMPTY, "SIGABRT": f"sizes differ: {SAME_CALLS}"}
-POSITION = 4
+TOLERANCES = {"rtol": 1e-4, "atol": 1e-7}
+WAIT_HINT = "does every rank call the same collectives, in the same order?"
+EMPTY_BUFFER_HINT = "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
+SHARD_ERROR_HINTS = {
+    "SIGSEGV": EMPTY_BUFFER_HINT,
+    "out of bounds for storage": EMPTY_BUFFER_HINT,
+    "SIGABRT": f"sizes differ: {WAIT_HINT}",
+}
+FIRST_BLOCK_POSITION = 4
 """Where block 0 of the toy model stands in it."""
-WORDS = {
+CATEGORY_TEXT = {
     "activation": "activations",
     "temp": "temporary, gradients of activations among it",
     "unsharded parameter": "gathered parameters",
 }
-KEPT = ("parameter", "gradient", "optstate")
+PERSISTENT_CATEGORIES = ("parameter", "gradient", "optstate")
 """What a rank keeps between steps: no plan that wraps anything changes it."""
-PLAN: dict[str, tuple[Any, ...]] = {
-    "wrap": get_args(Wrap),
+PLAN_CHOICES: dict[str, tuple[Any, ...]] = {
+    "wrap": get_args(WrapMode),
     "checkpointing": (False, True),
     "reshard_after_forward": (True, False),
 }
 """What a memory plan may choose."""
-IDENTITY = "Tied means the same object: compare with `is`, or by id()."
-OWN = "A container holds nothing itself, its parts do: see parameters(recurse=False)."
-INSIDE = "What is inside the block is in its unit already."
-ALL = "Look at every module of the model, and at every parameter of the block, also deep inside."
+IDENTITY_HINT = "Tied means the same object: compare with `is`, or by id()."
+CONTAINER_HINT = "A container holds nothing itself, its parts do: see parameters(recurse=False)."
+INSIDE_HINT = "What is inside the block is in its unit already."
+ALL_MODULES_HINT = "Look at every module of the model, and at every parameter of the block, also deep inside."
 
 
 @exercise
@@ -61,7 +78,7 @@ def zero_bytes(answer: Callable[..., float]) -> Verdict:
         "Stage 2 shards gradients as well; only the parameters stay whole.",
         "Stage 3 shards everything: nothing stays whole.",
     ]
-    return check_values(
+    return judge_values(
         answer,
         lambda parameters, ranks, stage: int(sum(theory.zero_bytes(parameters, ranks, stage).values())),
         [(1000, 1, 0), (1000, 4, 0), (1000, 4, 1), (1000, 4, 2), (1000, 4, 3), (6, 2, 3)],
@@ -79,11 +96,11 @@ def all_gathers(answer: Callable[..., int]) -> Verdict:
     twice = "What is freed after the forward pass is gathered again for the backward pass."
     root = "The root is not freed after the forward pass, since its backward pass comes next."
 
-    def right(units: int, reshard_after_forward: bool, root_has_parameters: bool) -> int:
+    def right_count(units: int, reshard_after_forward: bool, root_has_parameters: bool) -> int:
         return 2 * units - root_has_parameters if reshard_after_forward else units
 
     cases = [(3, False, False), (4, False, True), (3, True, False), (4, True, True), (1, True, True)]
-    return check_values(answer, right, cases, [once, once, twice, root, root])
+    return judge_values(answer, right_count, cases, [once, once, twice, root, root])
 
 
 @exercise
@@ -94,12 +111,12 @@ def wire_bytes(answer: Callable[..., float]) -> Verdict:
     kept = "Parameters that are kept after the forward pass are gathered once: two passes, as with DDP."
     one = "A ring of ranks sends (ranks - 1) / ranks of the bytes in one pass: a rank's own part need not travel to it."
 
-    def right(parameter_bytes: int, ranks: int, technique: str) -> float:
+    def right_bytes(parameter_bytes: int, ranks: int, technique: str) -> float:
         gathers = 2 if technique == "fsdp" else 1
         return int(sum(theory.wire_bytes(parameter_bytes, ranks, all_gathers=gathers).values()))
 
     cases = [(800, 2, "ddp"), (800, 8, "ddp"), (800, 8, "fsdp"), (800, 8, "kept"), (1600, 4, "fsdp"), (800, 1, "fsdp")]
-    return check_values(answer, right, cases, [ddp, one, fsdp, kept, one, one])
+    return judge_values(answer, right_bytes, cases, [ddp, one, fsdp, kept, one, one])
 
 
 @exercise
@@ -107,38 +124,38 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
     """Exercise 4: shard a unit, on 2 real ranks, which train two steps and are held against one device."""
     model, plain = nn.Sequential(*two_units()), [nn.Sequential(*two_units()) for _ in range(RANKS)]
     for index, copy in enumerate(plain):
-        inputs, targets = batch_of(index)
+        inputs, targets = rank_batch(index)
         (copy(inputs) - targets).square().mean().backward()
-    whole = [flat([p.detach() for p in unit.parameters()], RANKS) for unit in model]
-    own = [[flat([p.grad for p in unit.parameters() if p.grad is not None], RANKS) for unit in copy] for copy in plain]
+    whole = [flatten_tensors([p.detach() for p in unit.parameters()], RANKS) for unit in model]
+    own = [[flatten_tensors([p.grad for p in unit.parameters() if p.grad is not None], RANKS) for unit in copy] for copy in plain]
     mean = [torch.stack(each).mean(dim=0) for each in zip(*own, strict=True)]
     after = nn.Sequential(*two_units())
     for parameter, *each in zip(after.parameters(), *(copy.parameters() for copy in plain), strict=True):
         parameter.data -= RATE * torch.stack([p.grad for p in each if p.grad is not None]).mean(dim=0)
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
-        inputs, size = batch_of(index)[0], whole[0].nbytes
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+        inputs, size = rank_batch(index)[0], whole[0].nbytes
         for rank, shards in enumerate(sent["shards"]):
             for place, (shard, right) in enumerate(zip(shards, whole, strict=True)):
                 _judge_share(rank, place, shard, right)
         held = sent["held"]
-        _judge_held(held["at rest"], "right after it was sharded", size)
+        _judge_freed_memory(held["at rest"], "right after it was sharded", size)
         first, second = (each(inputs) for each in (model, after))
-        if not same(sent["outputs"][0], first, **CLOSE):
+        if not is_tensor_close(sent["outputs"][0], first, **TOLERANCES):
             said = f"on rank {index}, the forward pass gives another output than one device"
-            raise Wrong(said, hint="The buffer must hold every rank's share, in the order of the ranks.")
-        _judge_held(held["forward"][:1], "after its forward pass", size)
+            raise WrongAnswer(said, hint="The buffer must hold every rank's share, in the order of the ranks.")
+        _judge_freed_memory(held["forward"][:1], "after its forward pass", size)
         for place, gradient in enumerate(sent["gradients"]):
             _judge_gradient(index, place, gradient, mean[place], [each[place] for each in own])
         for place, left in enumerate(sent["left"]):
             if left:
                 said = f"unit {place} still has {left} bytes of whole gradients after the backward pass"
-                raise Wrong(said, expected="expected 0", hint="Set .grad of the unit's own parameters to None.")
-        _judge_held(held["after"], "after the backward pass", size)
-        if not same(sent["outputs"][1], second, **CLOSE):
-            stale = same(sent["outputs"][1], first, **CLOSE)
+                raise WrongAnswer(said, expected="expected 0", hint="Set .grad of the unit's own parameters to None.")
+        _judge_freed_memory(held["after"], "after the backward pass", size)
+        if not is_tensor_close(sent["outputs"][1], second, **TOLERANCES):
+            stale = is_tensor_close(sent["outputs"][1], first, **TOLERANCES)
             said = "is that of the parameters before the update" if stale else "is another than one device's"
-            raise Wrong(
+            raise WrongAnswer(
                 f"on rank {index}, the output after an update {said}",
                 hint="Gather what the shard holds now, in every forward pass: the optimizer has changed it.",
             )
@@ -146,48 +163,48 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
             if sent["sent"].get(name, 0) != count:
                 said = f"on rank {index}, {sent['sent'].get(name, 0)} calls of {name} in a step of two units"
                 hint = "A unit is gathered twice, for its forward and its backward pass, and reduced once."
-                raise Wrong(said, expected=f"expected {count}", hint=hint)
+                raise WrongAnswer(said, expected=f"expected {count}", hint=hint)
 
-    on_ranks(
+    judge_on_ranks(
         "fsdp",
         answer,
-        judge=judge,
+        judge=judge_rank,
         ranks=RANKS,
         timeout_s=timeout_s,
-        waiting=SAME_CALLS,
-        hints=SHARD_HINTS,
+        waiting=WAIT_HINT,
+        hints=SHARD_ERROR_HINTS,
         what="units",
     )
-    return passed(f"equal to one device on {RANKS} ranks, and whole parameters are held only where they are used")
+    return passing_verdict(f"equal to one device on {RANKS} ranks, and whole parameters are held only where they are used")
 
 
 def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
     """Whether what the answer gave for a unit is this rank's share of it."""
     parts, unit = whole.chunk(RANKS), f"on rank {index}, what you return for unit {place}"
     if not isinstance(shard, Tensor):
-        raise Wrong(f"{unit} is a {shard}, no nn.Parameter", hint="Return the shard; an optimizer will train it.")
+        raise WrongAnswer(f"{unit} is a {shard}, no nn.Parameter", hint="Return the shard; an optimizer will train it.")
     if shard.shape != parts[0].shape:
         hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them, one part a rank."
-        raise Wrong(f"{unit} has shape {tuple(shard.shape)}", expected=f"expected {tuple(parts[0].shape)}", hint=hint)
-    if not same(shard, parts[index], **CLOSE):
-        other = next((rank for rank, part in enumerate(parts) if same(shard, part, **CLOSE)), None)
+        raise WrongAnswer(f"{unit} has shape {tuple(shard.shape)}", expected=f"expected {tuple(parts[0].shape)}", hint=hint)
+    if not is_tensor_close(shard, parts[index], **TOLERANCES):
+        other = next((rank for rank, part in enumerate(parts) if is_tensor_close(shard, part, **TOLERANCES)), None)
         seen = "is not its part of the parameters" if other is None else f"is rank {other}'s part"
-        raise Wrong(f"{unit} {seen}", hint="Flatten unit.parameters() in their order; rank r keeps part r.")
+        raise WrongAnswer(f"{unit} {seen}", hint="Flatten unit.parameters() in their order; rank r keeps part r.")
 
 
-def _judge_held(held: Sequence[int], moment: str, size: int) -> None:
+def _judge_freed_memory(held: Sequence[int], moment: str, size: int) -> None:
     """Whether no unit's whole parameters are in memory."""
     for place, amount in enumerate(held):
         if amount:
             said = f"{moment}, unit {place} still holds {amount} bytes of whole parameters"
-            raise Wrong(said, expected="expected 0", hint=f"Resize the buffer's storage of {size} bytes to 0.")
+            raise WrongAnswer(said, expected="expected 0", hint=f"Resize the buffer's storage of {size} bytes to 0.")
 
 
 def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, own: Sequence[Tensor]) -> None:
     """Whether a shard's gradient is its part of the mean over the ranks."""
     shard = f"on rank {index}, the gradient of unit {place}'s shard"
     if got is None:
-        raise Wrong(f"{shard} is None", hint="Once the last of the unit's gradients is there, set shard.grad.")
+        raise WrongAnswer(f"{shard} is None", hint="Once the last of the unit's gradients is there, set shard.grad.")
     known = {
         "is the sum over the ranks": RANKS * mean,
         "is the sum, divided twice": mean / RANKS,
@@ -196,17 +213,17 @@ def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, ow
     }
     seen = {f"{words}, not the mean": each.chunk(RANKS)[index] for words, each in known.items()}
     seen |= {f"is rank {rank}'s part": part for rank, part in enumerate(mean.chunk(RANKS)) if rank != index}
-    if not same(got, mean.chunk(RANKS)[index], **CLOSE):
-        words = next((words for words, each in seen.items() if same(got, each, **CLOSE)), "is wrong")
-        raise Wrong(f"{shard} {words}", hint="reduce_scatter_tensor adds up; a mean is a sum divided by the ranks.")
+    if not is_tensor_close(got, mean.chunk(RANKS)[index], **TOLERANCES):
+        words = next((words for words, each in seen.items() if is_tensor_close(got, each, **TOLERANCES)), "is wrong")
+        raise WrongAnswer(f"{shard} {words}", hint="reduce_scatter_tensor adds up; a mean is a sum divided by the ranks.")
 
 
 @exercise
 def peak_bytes(answer: Callable[..., float]) -> Verdict:
     """Exercise 5: the peak of the small FSDP without activations, from (units, ranks)."""
-    return check_values(
+    return judge_values(
         answer,
-        lambda units, ranks: int(theory.small_peak_bytes(units, ranks)),
+        lambda units, ranks: int(theory.small_fsdp_peak_bytes(units, ranks)),
         [([800], 1), ([800], 2), ([800, 800], 2), ([400, 1600, 800], 4), ([1600, 400, 1600], 8)],
         [
             "One rank and one unit: parameters and Adam's two numbers, gradients, and their flat copy.",
@@ -224,35 +241,33 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     draw = torch.Generator().manual_seed(0)
     right = {"weight": torch.randn(4, 3, generator=draw), "bias": torch.tensor([2.0, 1e-7, -1.0])}
 
-    def but(**changed: Tensor) -> dict[str, Tensor]:
+    def with_changes(**changed: Tensor) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in (right | changed).items()}
 
     weight, bias = right["weight"], right["bias"]
     cases = [
-        (True, but(), "the same gradients", "Equal gradients agree."),
-        (True, but(bias=bias + 4e-7), "gradients that rounding moved by 4e-7, where the largest is 2", "Divide the "
+        (True, with_changes(), "the same gradients", "Equal gradients agree."),
+        (True, with_changes(bias=bias + 4e-7), "gradients that rounding moved by 4e-7, where the largest is 2", "Divide the "
          "largest difference by the largest value of the same reference gradient, and allow 1e-5."),
         (False, {name: 2 * each for name, each in right.items()}, "gradients twice as large", "Compare values."),
-        (False, but(weight=weight / 2), "one gradient of two half as large", "Every name must agree, not one of them."),
-        (False, but(bias=-bias), "one gradient with the other sign", "A sum of differences may cancel: take abs()."),
-        (False, but(bias=bias + 1e-3), "one gradient off by 1e-3", "1e-3 of 2 is more than 1 part in 100,000."),
-        (False, but(weight=torch.full_like(weight, torch.nan)), "a gradient of NaN", "NaN compares as False with "
+        (False, with_changes(weight=weight / 2), "one gradient of two half as large", "Every name must agree, not one of them."),
+        (False, with_changes(bias=-bias), "one gradient with the other sign", "A sum of differences may cancel: take abs()."),
+        (False, with_changes(bias=bias + 1e-3), "one gradient off by 1e-3", "1e-3 of 2 is more than 1 part in 100,000."),
+        (False, with_changes(weight=torch.full_like(weight, torch.nan)), "a gradient of NaN", "NaN compares as False with "
          "everything: ask whether the error is small, not whether it is large."),
         (False, {"weight": weight}, "a gradient missing", "Compare the names first."),
         (False, {}, "no gradient at all", "A test that compared nothing must not pass."),
     ]  # fmt: skip
     for expected, mine, what, hint in cases:
         reference = right if mine else {}
-        found = call(answer, mine, reference, in_words=f"for {what}, {name_of(answer)}(mine, reference)")
+        found = call_answer(answer, mine, reference, in_words=f"for {what}, {answer_name(answer)}(mine, reference)")
         if isinstance(found, Tensor) and found.numel() == 1:
             found = found.item()
         if not isinstance(found, bool):
-            raise Wrong(f"for {what}, the answer is {shown(found)}, neither True nor False")
+            raise WrongAnswer(f"for {what}, the answer is {value_text(found)}, neither True nor False")
         if found != expected:
-            raise Wrong(
-                f"{what[0].upper()}{what[1:]}: your test says {found}", expected=f"expected {expected}", hint=hint
-            )
-    return passed(f"{len(cases)} cases agree: it can pass, and it can fail")
+            raise WrongAnswer(f"{what[0].upper()}{what[1:]}: your test says {found}", expected=f"expected {expected}", hint=hint)
+    return passing_verdict(f"{len(cases)} cases agree: it can pass, and it can fail")
 
 
 @exercise
@@ -270,19 +285,17 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
     ]
     for arguments, hint in cases:
         expected = theory.tokens_to_hide(*arguments)
-        named: dict[str, Any] = dict(
-            zip(("flops_per_s", "wire_bytes_per_s", "ranks", "number_bytes"), arguments, strict=True)
-        )
-        found = call(answer, **named)
-        said = f"{call_in_words(answer, **named)} gave {shown(found)}"
+        named: dict[str, Any] = dict(zip(("flops_per_s", "wire_bytes_per_s", "ranks", "number_bytes"), arguments, strict=True))
+        found = call_answer(answer, **named)
+        said = f"{call_text(answer, **named)} gave {value_text(found)}"
         if not isinstance(found, Real):
-            raise Wrong(f"{said}, not a number: does every path return?")
+            raise WrongAnswer(f"{said}, not a number: does every path return?")
         if abs(float(found) - expected) > 1e-6 * expected:
-            raise Wrong(said, expected=f"expected {expected:,.6g}", hint=hint)
-    return passed(f"{len(cases)} cases agree")
+            raise WrongAnswer(said, expected=f"expected {expected:,.6g}", hint=hint)
+    return passing_verdict(f"{len(cases)} cases agree")
 
 
-def without(function: Callable[..., Any], line: str, instead: str = "pass") -> Callable[..., Any]:
+def replace_source_line(function: Callable[..., Any], line: str, instead: str = "pass") -> Callable[..., Any]:
     """The same function with one line of its text replaced: a mutant, which a good test should catch.
 
     Raises:
@@ -316,36 +329,36 @@ def memory_plan(answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers:
         gathers: how many all-gathers a step may take.
         **setup: the other parameters of the run, such as ``model="mlp_stack"``; 2 ranks by default.
     """
-    plan = call(answer)
-    refusal = _refused(plan)
+    plan = call_answer(answer)
+    refusal = _plan_error(plan)
     if refusal:
-        raise Wrong(refusal)
+        raise WrongAnswer(refusal)
     try:
         result = labkit.run("fsdp_wrap", **({"nproc": RANKS} | setup | plan))
     except labkit.RankFailed as failure:
         said = f"on rank {failure.rank}, {failure.exc_type}: {failure.message}"
-        raise Wrong(f"the plan does not run: {said}") from failure
+        raise WrongAnswer(f"the plan does not run: {said}") from failure
     except labkit.RunTimedOut as stopped:
         limit = f"{stopped.timeout_s:g} s"
-        raise Wrong(f"a run with this plan had no end after {limit}; raise timeout_s if it is only slow") from stopped
-    counted = _count(result, "all_gather")
+        raise WrongAnswer(f"a run with this plan had no end after {limit}; raise timeout_s if it is only slow") from stopped
+    counted = _collective_count(result, "all_gather")
     excess = result.value("peak_total_bytes") / bound_bytes - 1
     if excess > 0:
         peaks = result.summary().filter(regex="^peak_(?!total_).*_bytes$").max()
         sizes = {str(name).removeprefix("peak_").removesuffix("_bytes"): size for name, size in peaks.items()}
-        kept = () if result.params["wrap"] == "none" else KEPT
+        kept = () if result.params["wrap"] == "none" else PERSISTENT_CATEGORIES
         largest = max((size, name) for name, size in sizes.items() if name not in kept)[1].replace("_", " ")
         percent = f"{100 * excess:.0f} %" if excess >= 0.005 else "less than 1 %"
-        hint = f"Of the parts that a plan can change, the largest is {WORDS.get(largest, largest)}."
-        raise Wrong(f"the peak is {percent} above the bound", hint=hint)
+        hint = f"Of the parts that a plan can change, the largest is {CATEGORY_TEXT.get(largest, largest)}."
+        raise WrongAnswer(f"the peak is {percent} above the bound", hint=hint)
     if counted > gathers:
         hint = "Large units, and units that stay after the forward pass, are gathered less often."
-        raise Wrong(f"{counted} all-gathers a step are too many", expected=f"at most {gathers}", hint=hint)
-    return passed(f"below the bound, with {counted} all-gathers a step, and {gathers} are allowed")
+        raise WrongAnswer(f"{counted} all-gathers a step are too many", expected=f"at most {gathers}", hint=hint)
+    return passing_verdict(f"below the bound, with {counted} all-gathers a step, and {gathers} are allowed")
 
 
 @exercise
-def forgotten_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
+def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
     """Exercise 8: the index of the block that a run of fsdp_wrap, started with ``forget`` or ``skip``, did not wrap.
 
     Raises:
@@ -354,20 +367,20 @@ def forgotten_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verd
     forgotten = tuple(result.params["skip"])
     entry, seed = catalog.MODELS[result.params["model"]], result.params.get("forget")
     if seed is not None:
-        forgotten += (drawn_block(seed, sum(entry.classes[name] for name in entry.block_types)),)
+        forgotten += (random_block_index(seed, sum(entry.class_counts[name] for name in entry.block_types)),)
     if len(forgotten) != 1:
         raise ValueError(f"skip = {forgotten}: this check takes a run that forgot one block, such as skip=(1,)")
-    index = call(answer)
-    said = f"{name_of(answer)}() gave {shown(index)}"
+    index = call_answer(answer)
+    said = f"{answer_name(answer)}() gave {value_text(index)}"
     if not isinstance(index, Integral) or int(index) < 0:
-        raise Wrong(f"{said}, not the index of a block: count from 0")
-    if index == forgotten[0] + POSITION and result.params["model"] == "toy":
-        hint = f"Blocks 0–8 stand at positions {POSITION}–{POSITION + 8}."
-        raise Wrong(f"{said}: {shown(index)} is its position in the model, not its number", hint=hint)
+        raise WrongAnswer(f"{said}, not the index of a block: count from 0")
+    if index == forgotten[0] + FIRST_BLOCK_POSITION and result.params["model"] == "toy":
+        hint = f"Blocks 0–8 stand at positions {FIRST_BLOCK_POSITION}–{FIRST_BLOCK_POSITION + 8}."
+        raise WrongAnswer(f"{said}: {value_text(index)} is its position in the model, not its number", hint=hint)
     if index != forgotten[0]:
         hint = "Above the all-gathers stand the units' positions: which one of 4 to 12 is missing?"
-        raise Wrong(f"{said}, but block {shown(index)} was wrapped or is not there", hint=hint)
-    return passed(f"block {index} stayed with the root")
+        raise WrongAnswer(f"{said}, but block {value_text(index)} was wrapped or is not there", hint=hint)
+    return passing_verdict(f"block {index} stayed with the root")
 
 
 @exercise
@@ -386,14 +399,14 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
     """
     if not result.params["reshard_after_forward"]:
         raise ValueError("reshard_after_forward = False gathers every unit once, the root too: take a run with True")
-    gathered, reduced = _count(result, "all_gather"), _count(result, "reduce_scatter")
+    gathered, reduced = _collective_count(result, "all_gather"), _collective_count(result, "reduce_scatter")
     units = gathered - reduced
     seen = f"units beside the root: {units} ({gathered} all-gathers less {reduced} reduce-scatters)"
     if units != blocks:
         missing = "one block" if blocks - units == 1 else f"{blocks - units} blocks"
         problem = f"{missing} stayed with the root" if units < blocks else "more than the blocks was wrapped"
-        raise Wrong(seen, expected=f"expected {blocks}", hint=f"{problem[0].upper()}{problem[1:]}.")
-    return passed(f"{seen}, one for each block")
+        raise WrongAnswer(seen, expected=f"expected {blocks}", hint=f"{problem[0].upper()}{problem[1:]}.")
+    return passing_verdict(f"{seen}, one for each block")
 
 
 @exercise
@@ -402,14 +415,14 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
 
     They are the block, and the modules outside of it that hold one of its parameters themselves.
     """
-    cases = tied_cases()
+    cases = tying_cases()
     for case in cases:
         names = {module: repr(name) if name else "the model" for name, module in case.model.named_modules()}
-        asked = f"{name_of(answer)}(model, {names[case.block]}), where {case.where},"
+        asked = f"{answer_name(answer)}(model, {names[case.block]}), where {case.where},"
         # a RuntimeError comes of comparing tensors, which cannot tell if they are equal
-        found = call(answer, case.model, case.block, in_words=asked, hint=IDENTITY)
+        found = call_answer(answer, case.model, case.block, in_words=asked, hint=IDENTITY_HINT)
         if not isinstance(found, list) or not all(isinstance(each, nn.Module) and each in names for each in found):
-            raise Wrong(f"{asked} gave {shown(found)}: return a list of modules of the model")
+            raise WrongAnswer(f"{asked} gave {value_text(found)}: return a list of modules of the model")
         missing, extra = case.together - set(found), set(found) - case.together
         said = [
             f"{what} {', '.join(name for module, name in names.items() if module in some)}"
@@ -417,8 +430,8 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
             if some
         ]
         if said:
-            raise Wrong(f"{asked} {' and '.join(said)}", hint=case.hint(missing, extra))
-    return passed(f"{len(cases)} models agree")
+            raise WrongAnswer(f"{asked} {' and '.join(said)}", hint=case.hint_for(missing, extra))
+    return passing_verdict(f"{len(cases)} models agree")
 
 
 @exercise
@@ -429,51 +442,53 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
         answer: changes gradients in place.
         timeout_s: ranks that wait for each other are stopped after this.
     """
-    models = [trained(index) for index in range(RANKS)]
-    before, experts = [gradients_of(model) for model in models], experts_of(models[0])
+    models = [make_expert_model(index) for index in range(RANKS)]
+    before, experts = [gradients_by_name(model) for model in models], expert_names(models[0])
 
-    def judge(index: int, left: dict[str, Any]) -> None:
+    def judge_rank(index: int, left: dict[str, Any]) -> None:
         for name, own in before[index].items():
             mean = torch.stack([each[name] for each in before]).mean(dim=0)
             kind, expected, rule = "shared", mean, "it must be the mean over the ranks"
             if name in experts:
                 kind, expected, rule = "expert's", own / RANKS, "it must be this rank's own, divided by the ranks"
             if left[name] is None:
-                raise Wrong(f"on rank {index}, the {kind} gradient of {name} is gone")
+                raise WrongAnswer(f"on rank {index}, the {kind} gradient of {name} is gone")
             known = {
                 "is still this rank's own": own,
                 "was averaged": mean,
                 "was summed and not divided": RANKS * mean,
                 "was divided but not summed": own / RANKS,
             }
-            if not same(left[name], expected, **CLOSE):
-                seen = next((words for words, each in known.items() if same(left[name], each, **CLOSE)), "is wrong")
-                raise Wrong(f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE[kind])
+            if not is_tensor_close(left[name], expected, **TOLERANCES):
+                seen = next((words for words, each in known.items() if is_tensor_close(left[name], each, **TOLERANCES)), "is wrong")
+                raise WrongAnswer(f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE_HINTS[kind])
 
-    on_ranks("fsdp", answer, judge=judge, ranks=RANKS, timeout_s=timeout_s, waiting=SAME_ORDER, hints=HINTS)
-    return passed(f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided")
+    judge_on_ranks(
+        "fsdp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=EXPERT_WAIT_HINT, hints=EXPERT_ERROR_HINTS
+    )
+    return passing_verdict(f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided")
 
 
-def _refused(plan: object) -> str:
+def _plan_error(plan: object) -> str:
     """Why a plan cannot be launched; "" if it can."""
     if not isinstance(plan, dict):
-        return f"the plan is {shown(plan)}, not a dict such as {{'wrap': 'root'}}"
+        return f"the plan is {value_text(plan)}, not a dict such as {{'wrap': 'root'}}"
     for name, value in plan.items():
-        if name not in PLAN:
-            return f"{name!r} is not for the plan to choose: take some of {', '.join(PLAN)}"
-        if not any(type(value) is type(choice) and value == choice for choice in PLAN[name]):
-            return f"{name} = {shown(value)} is none of {', '.join(map(repr, PLAN[name]))}"
+        if name not in PLAN_CHOICES:
+            return f"{name!r} is not for the plan to choose: take some of {', '.join(PLAN_CHOICES)}"
+        if not any(type(value) is type(choice) and value == choice for choice in PLAN_CHOICES[name]):
+            return f"{name} = {value_text(value)} is none of {', '.join(map(repr, PLAN_CHOICES[name]))}"
     return ""
 
 
-def _count(result: labkit.RunResult, collective: str) -> int:
+def _collective_count(result: labkit.RunResult, collective: str) -> int:
     """How often a rank called a collective in one step; 0 where it never did."""
     counts = result.summary().get(f"{collective}_count")
     return 0 if counts is None else int(counts.max())
 
 
 @dataclass(frozen=True)
-class TiedCase:
+class TyingCase:
     """A question to the learner, and its answer."""
 
     model: nn.Module
@@ -484,35 +499,35 @@ class TiedCase:
     where: str
     """Which parameters are tied, for a message that starts with "where"."""
 
-    def hint(self, missing: set[nn.Module], extra: set[nn.Module]) -> str:
+    def hint_for(self, missing: set[nn.Module], extra: set[nn.Module]) -> str:
         """For an answer that left out some modules, or took in some that do not belong there."""
         if missing:
-            return ALL
+            return ALL_MODULES_HINT
         if extra & set(self.block.modules()):
-            return INSIDE
+            return INSIDE_HINT
         if any(next(module.parameters(recurse=False), None) is None for module in extra):
-            return OWN
-        return IDENTITY
+            return CONTAINER_HINT
+        return IDENTITY_HINT
 
 
-def tied_cases() -> list[TiedCase]:
+def tying_cases() -> list[TyingCase]:
     """From nothing tied to a tie of three, with pitfalls between."""
-    copied = tied("the output layer's weight is a copy of the embedding's", "embedding")
+    copied = make_tying_case("the output layer's weight is a copy of the embedding's", "embedding")
     embedding, output = (copied.model.get_submodule(name) for name in ("embedding", "output"))
     output.load_state_dict(embedding.state_dict(), strict=False)  # equal numbers in two parameters
     return [
-        tied("nothing is tied", "blocks.0"),
-        tied("the output layer has the embedding's weight", "embedding", "embedding", "output"),
-        tied("two layers inside the block share a weight", "blocks.0", "blocks.0.0", "blocks.0.2"),
+        make_tying_case("nothing is tied", "blocks.0"),
+        make_tying_case("the output layer has the embedding's weight", "embedding", "embedding", "output"),
+        make_tying_case("two layers inside the block share a weight", "blocks.0", "blocks.0.0", "blocks.0.2"),
         copied,
-        tied(
+        make_tying_case(
             "a layer inside it shares a bias with another block's", "blocks.0", "blocks.0.2", "blocks.1.0", name="bias"
         ),
-        tied("three modules share its weight", "output", "embedding", "output", "heads.0"),
+        make_tying_case("three modules share its weight", "output", "embedding", "output", "heads.0"),
     ]
 
 
-def tied(where: str, block: str, *holders: str, name: str = "weight") -> TiedCase:
+def make_tying_case(where: str, block: str, *holders: str, name: str = "weight") -> TyingCase:
     """A case in which some modules hold the first one's parameter of this name."""
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
     parts = {"embedding": nn.Embedding(6, 4), "blocks": nn.Sequential(*blocks), "output": nn.Linear(4, 6)}
@@ -520,4 +535,4 @@ def tied(where: str, block: str, *holders: str, name: str = "weight") -> TiedCas
     unit, modules = model.get_submodule(block), [model.get_submodule(each) for each in holders]
     for module in modules[1:]:
         setattr(module, name, getattr(modules[0], name))
-    return TiedCase(model, unit, {unit, *modules} - set(unit.modules()) | {unit}, where)
+    return TyingCase(model, unit, {unit, *modules} - set(unit.modules()) | {unit}, where)

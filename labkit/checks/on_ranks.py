@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 import labkit
-from labkit.checks.ask import NotJudged, Wrong, in_short, name_of, refuse_unless_attempted
-from labkit.checks.ranks.answers import ANSWERS, LEFT, feed_and_send, sent_by
-from labkit.launcher import packet
+from labkit.checks.judge import NotJudged, WrongAnswer, answer_name, error_text, raise_if_not_attempted
+from labkit.checks.ranks.answer_program import ANSWERS_FILE, EARLY_EXIT_TEXT, output_path, save_answer_output
+from labkit.launcher import payload_pickling
 from labkit.runs.folder import RunFolder, read_json
 
-ENDED = "(this rank had ended"
-PROGRAM = Path(__file__).with_name("ranks") / "answers.py"
-FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
-THREAD = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
+RANK_ENDED_TEXT = "(this rank had ended"
+ANSWER_PROGRAM = Path(__file__).with_name("ranks") / "answer_program.py"
+FRAME_PATTERN = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+THREAD_PATTERN = re.compile("^(?:Current thread|Thread) .*$", re.MULTILINE)
 
 
-def on_ranks(
+def judge_on_ranks(
     lab: str,
     *answers: Callable[..., Any],
     judge: Callable[[int, dict[str, Any]], None],
@@ -55,62 +55,62 @@ def on_ranks(
         Wrong: an answer cannot be sent, or a rank failed, ended early, did not end, or sent something wrong.
     """
     for answer in answers:
-        refuse_unless_attempted(answer)
+        raise_if_not_attempted(answer)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        content = packed(answers)
-        (folder / ANSWERS).write_bytes(content)
+        content = pack_answers(answers)
+        (folder / ANSWERS_FILE).write_bytes(content)
         parameters: dict[str, Any] = {"folder": name, "digest": sha256(content).hexdigest()}
         parameters |= {"lab": lab, "setup": json.dumps(setup)}
         problem = ""
         try:
-            labkit.run(PROGRAM, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
+            labkit.run(ANSWER_PROGRAM, nproc=ranks, device="cpu", timeout_s=timeout_s, **parameters)
         except labkit.RankFailed as failure:
-            problem = _reason(failure, folder, ranks, waiting, hints or {})
+            problem = _failure_reason(failure, folder, ranks, waiting, hints or {})
         except labkit.RunTimedOut as stopped:
-            problem = _why_no_end(stopped, answers, waiting)
-        done = _done(folder, ranks)
+            problem = _timeout_reason(stopped, answers, waiting)
+        done = _ranks_with_output(folder, ranks)
         if not problem and len(done) < ranks:
-            problem = f"rank {min(set(range(ranks)) - set(done))} {LEFT}"
-        for index in done if LEFT not in problem else ():
-            judge(index, torch.load(sent_by(folder, index), weights_only=True))
+            problem = f"rank {min(set(range(ranks)) - set(done))} {EARLY_EXIT_TEXT}"
+        for index in done if EARLY_EXIT_TEXT not in problem else ():
+            judge(index, torch.load(output_path(folder, index), weights_only=True))
         if problem:
-            raise Wrong(problem)
+            raise WrongAnswer(problem)
 
 
-def _done(folder: Path, ranks: int) -> list[int]:
+def _ranks_with_output(folder: Path, ranks: int) -> list[int]:
     """The ranks that have sent something home."""
-    return [index for index in range(ranks) if sent_by(folder, index).exists()]
+    return [index for index in range(ranks) if output_path(folder, index).exists()]
 
 
-def packed(answers: Sequence[Callable[..., Any]]) -> bytes:
+def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
     """Functions as ``given.unpack`` reads them.
 
     Raises:
         Wrong: they use something that cannot leave this process.
     """
     try:
-        return packet.pack({f"answer {number}": answer for number, answer in enumerate(answers)})
-    except packet.Unsendable as error:
-        names = " and ".join(map(name_of, answers))
-        said = f"{names} cannot be sent to the ranks with what is used there: {in_short(error.__cause__ or error)}"
+        return payload_pickling.pack_payload({f"answer {number}": answer for number, answer in enumerate(answers)})
+    except payload_pickling.PayloadError as error:
+        names = " and ".join(map(answer_name, answers))
+        said = f"{names} cannot be sent to the ranks with what is used there: {error_text(error.__cause__ or error)}"
         used = {name for answer in answers if hasattr(answer, "__code__") for name in answer.__code__.co_names}
         # a notebook's exit holds all of the notebook
-        raise Wrong(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
+        raise WrongAnswer(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
 
 
-def _reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]) -> str:
+def _failure_reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]) -> str:
     """What made a rank fail: its own error, or another rank that was no longer there."""
     if failure.exc_type == "Wrong":
         return failure.message
     run = RunFolder(failure.log.parent)
     if read_json(run.error(failure.rank)).get("echo"):
-        done, failures = _done(folder, ranks), read_json(run.exit_json()).get("failures")
+        done, failures = _ranks_with_output(folder, ranks), read_json(run.exit_json()).get("failures")
         # a rank that torchrun ended is among its failures; without them nobody knows who left by itself
         ended = {*done, *(end["rank"] for end in failures)} if failures else set(range(ranks))
         gone = [index for index in range(ranks) if index not in ended and not run.error(index).exists()]
         if gone:
-            return f"rank {' or '.join(map(str, gone))} {LEFT}"
+            return f"rank {' or '.join(map(str, gone))} {EARLY_EXIT_TEXT}"
         if done:
             return f"rank {failure.rank} waited for rank {done[0]}, which was done: {waiting}"
     error = f"{failure.exc_type}: {failure.message}" if failure.message else failure.exc_type
@@ -118,33 +118,33 @@ def _reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, 
     return f"{hint} ({error})" if hint else f"on rank {failure.rank}, {error}"
 
 
-def _why_no_end(stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str) -> str:
+def _timeout_reason(stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str) -> str:
     """What the ranks did when they were stopped: one was in a loop of the answer, or they waited for each other.
 
     Raises:
         NotJudged: a rank did neither, but was still importing or computing something else.
     """
     own = {(code.co_filename, code.co_name): code for each in answers if (code := getattr(each, "__code__", None))}
-    frames = {index: _innermost(stack, own) for index, stack in sorted(stopped.stacks.items())}
+    frames = {index: _innermost_frame(stack, own) for index, stack in sorted(stopped.stacks.items())}
     for index, (file, line, name, text) in frames.items():
         if (file, name) in own:
             number = line - own[file, name].co_firstlineno + 1
             where = f"rank {index} was still in line {number} of {name}, `{text}`"
             return f"after {stopped.timeout_s:g} s {where}: when does its loop end?"
     for index, stack in stopped.stacks.items():
-        if not any(frames[index]) and not stack.startswith(ENDED):
+        if not any(frames[index]) and not stack.startswith(RANK_ENDED_TEXT):
             where = f"rank {index} was outside your function and waited for nobody"
             raise NotJudged(f"after {stopped.timeout_s:g} s {where}: this machine is busy; run the check again")
     return f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
 
 
-def _innermost(stack: str, own: Mapping[tuple[str, str], Any]) -> tuple[str, int, str, str]:
+def _innermost_frame(stack: str, own: Mapping[tuple[str, str], Any]) -> tuple[str, int, str, str]:
     """The innermost frame of a stack that waits or is an answer's: file, line, function, text; empty for none."""
-    for thread in THREAD.split(stack):
-        for file, line, name in FRAME.findall(thread):  # the innermost first
+    for thread in THREAD_PATTERN.split(stack):
+        for file, line, name in FRAME_PATTERN.findall(thread):  # the innermost first
             text = linecache.getline(file, int(line)).strip()
             if "torch/distributed" in file or re.search(r"\bwait\(", text):  # a request has no frame of its own
                 return file, int(line), "", text
-            if (file, name) in own or name == feed_and_send.__name__:
+            if (file, name) in own or name == save_answer_output.__name__:
                 return file, int(line), name, text
     return "", 0, "", ""

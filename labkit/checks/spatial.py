@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from labkit.checks.ask import (
+from labkit.checks.judge import (
     NotAttempted,
     Verdict,
-    Wrong,
-    call,
-    call_in_words,
-    check_values,
+    WrongAnswer,
+    call_answer,
+    call_text,
     exercise,
-    passed,
-    same,
-    shown,
+    is_tensor_close,
+    judge_values,
+    passing_verdict,
+    value_text,
 )
-from labkit.checks.on_ranks import on_ranks
-from labkit.checks.ranks.spatial import COLUMNS, HALO, tasks
+from labkit.checks.on_ranks import judge_on_ranks
+from labkit.checks.ranks.spatial import COLUMNS, HALO, rank_tasks
 from labkit.theory import spatial
 
 RANKS = 4
-WAITING = "does every send have its receive on the other side?"
-on_a_line = partial(on_ranks, "spatial", ranks=RANKS, waiting=WAITING)
-PLACED: Mapping[str, tuple[list[Placement], str]] = {
+WAIT_HINT = "does every send have its receive on the other side?"
+judge_on_line = partial(judge_on_ranks, "spatial", ranks=RANKS, waiting=WAIT_HINT)
+RIGHT_PLACEMENTS: Mapping[str, tuple[list[Placement], str]] = {
     "images": (
         [Shard(0), Shard(3)],
         "The ranks along data take different samples, dimension 0 of [N, C, H, W]; those along space share the width.",
@@ -52,43 +52,43 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
     """Columns of a feature map that a rank holds in a stage, from (width, ranks, stage)."""
     hint = "The stem divides by 4, each later stage by 2 more, and the ranks share what is left."
     cases = [(256, 1, 0), (256, 4, 0), (256, 4, 1), (1024, 4, 3)]
-    verdict = check_values(answer, lambda width, ranks, stage: width // 4 // 2**stage // ranks, cases, hint)
-    found = call(answer, width=256, ranks=4, stage=1)
+    verdict = judge_values(answer, lambda width, ranks, stage: width // 4 // 2**stage // ranks, cases, hint)
+    found = call_answer(answer, width=256, ranks=4, stage=1)
     if not isinstance(found, Integral):
-        said = f"{call_in_words(answer, width=256, ranks=4, stage=1)} gave {shown(found)}, a {type(found).__name__}"
-        raise Wrong(said, expected="expected 8", hint="Columns are counted: // divides whole numbers.")
+        said = f"{call_text(answer, width=256, ranks=4, stage=1)} gave {value_text(found)}, a {type(found).__name__}"
+        raise WrongAnswer(said, expected="expected 8", hint="Columns are counted: // divides whole numbers.")
     return verdict
 
 
 @exercise
 def placements(answer: Callable[..., Any]) -> Verdict:
     """Placements on a data x space mesh: a dict with two for each of images, weights, gradients and logits."""
-    found = call(answer)
+    found = call_answer(answer)
     if not isinstance(found, Mapping):
-        raise Wrong(f"placements() gave {shown(found)}", hint="Return a dict: a list of two placements for each name.")
-    for name, (expected, hint) in PLACED.items():
+        raise WrongAnswer(f"placements() gave {value_text(found)}", hint="Return a dict: a list of two placements for each name.")
+    for name, (expected, hint) in RIGHT_PLACEMENTS.items():
         placed = found.get(name)
-        right = f"expected [{', '.join(map(_in_words, expected))}]"
+        right = f"expected [{', '.join(map(_placement_text, expected))}]"
         if not isinstance(placed, Sequence) or isinstance(placed, str) or len(placed) != 2:
-            raise Wrong(f"{name}: {shown(placed)} is no list of two placements", expected=right, hint=hint)
+            raise WrongAnswer(f"{name}: {value_text(placed)} is no list of two placements", expected=right, hint=hint)
         for axis, said, wanted in zip(("data", "space"), placed, expected, strict=True):
             if said != wanted:
-                said_so = f"{name}: along {axis} you say {_in_words(said)}, {_meaning(said, axis)}"
-                raise Wrong(said_so, expected=right, hint=hint)
-    return passed(f"{len(PLACED)} tensors lie where you say")
+                said_so = f"{name}: along {axis} you say {_placement_text(said)}, {_placement_meaning(said, axis)}"
+                raise WrongAnswer(said_so, expected=right, hint=hint)
+    return passing_verdict(f"{len(RIGHT_PLACEMENTS)} tensors lie where you say")
 
 
-def _in_words(placement: object) -> str:
+def _placement_text(placement: object) -> str:
     """A placement as a learner writes it."""
     match placement:
         case Shard():
             return f"Shard({placement.dim})"
         case Replicate() | Partial():
             return f"{type(placement).__name__}()"
-    return shown(placement)
+    return value_text(placement)
 
 
-def _meaning(placement: object, axis: str) -> str:
+def _placement_meaning(placement: object, axis: str) -> str:
     """What a placement of [N, C, H, W], or [N, classes], says of the ranks along an axis."""
     match placement:
         case Shard():
@@ -105,57 +105,57 @@ def _meaning(placement: object, axis: str) -> str:
 def halo_bytes(answer: Callable[..., int]) -> Verdict:
     """Bytes to one neighbour before one convolution, from (rows, kernel, channels, batch)."""
 
-    def right(rows: int, kernel: int, channels: int, batch: int) -> int:
+    def right_bytes(rows: int, kernel: int, channels: int, batch: int) -> int:
         return spatial.halo_bytes(rows=rows, halo=(kernel - 1) // 2, channels=channels, batch=batch)
 
     hint = "A k x k kernel reaches (k - 1) / 2 columns over the cut; a float32 number has 4 bytes."
-    return check_values(answer, right, [(1, 3, 1, 1), (32, 7, 32, 2), (16, 7, 64, 2), (16, 1, 64, 8)], hint)
+    return judge_values(answer, right_bytes, [(1, 3, 1, 1), (32, 7, 32, 2), (16, 7, 64, 2), (16, 1, 64, 8)], hint)
 
 
 @exercise
 def halo_exchange(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Pad a strip with its neighbours' columns, on 4 real ranks."""
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
-        _judge_padded(index, sent["got"])
-        _judge_moved(index, sent["moved"])
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+        _judge_padding(index, sent["got"])
+        _judge_sent_bytes(index, sent["moved"])
 
-    on_a_line(answer, judge=judge, timeout_s=timeout_s, what="forward")
-    return passed(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
+    judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="forward")
+    return passing_verdict(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
 
 
 @exercise
 def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Bring the gradients of the halo back to the ranks that own the columns, on 4 real ranks."""
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
         _judge_gradient(index, sent["got"])
-        _judge_moved(index, sent["moved"])
+        _judge_sent_bytes(index, sent["moved"])
 
-    on_a_line(answer, judge=judge, timeout_s=timeout_s, what="backward")
-    return passed(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
+    judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
+    return passing_verdict(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
 
 
 @exercise
 def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
     """An autograd.Function whose forward pads a strip and whose backward returns gradients, on 4 real ranks."""
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
-        raise Wrong(f"{shown(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name.")
+        raise WrongAnswer(f"{value_text(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name.")
     if "forward" not in vars(answer) and "backward" not in vars(answer):
         raise NotAttempted
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
-        _judge_padded(index, sent["got"])
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
+        _judge_padding(index, sent["got"])
         if sent["grad"] is None:
             hint = "The first value that backward returns is the gradient of forward's first argument."
-            raise Wrong(f"on rank {index}, the strip got no gradient", hint=hint)
+            raise WrongAnswer(f"on rank {index}, the strip got no gradient", hint=hint)
         _judge_gradient(index, sent["grad"], "the strip's gradient: ")
-        _judge_moved(index, sent["moved"], both_ways=True)
+        _judge_sent_bytes(index, sent["moved"], both_ways=True)
 
     arguments = "backward returns one value for each argument of forward, None for what has no gradient"
-    on_a_line(
+    judge_on_line(
         answer,
-        judge=judge,
+        judge=judge_rank,
         timeout_s=timeout_s,
         hints={
             "incorrect number of gradients": arguments,
@@ -166,25 +166,25 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
         },
         what="function",
     )
-    return passed(f"forward and backward equal one device on {RANKS} ranks, and no byte more than the halos was sent")
+    return passing_verdict(f"forward and backward equal one device on {RANKS} ranks, and no byte more than the halos was sent")
 
 
 @exercise
-def fooled(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
+def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """An exchange that sends nothing, and passes the test with an image of ones, on 4 real ranks."""
 
-    def judge(index: int, sent: dict[str, Any]) -> None:
+    def judge_rank(index: int, sent: dict[str, Any]) -> None:
         if sent["moved"]:
             hint = "Nobody asks the neighbours: what is there on this rank that looks like their columns?"
-            raise Wrong(f"on rank {index}, {sent['moved']} bytes were handed over, and none may be", hint=hint)
+            raise WrongAnswer(f"on rank {index}, {sent['moved']} bytes were handed over, and none may be", hint=hint)
         try:
-            _judge_padded(index, sent["got"], "ones")
-        except Wrong as caught:
+            _judge_padding(index, sent["got"], "ones")
+        except WrongAnswer as caught:
             hint = "Inside the image the test wants ones, at its border zeros. Which ranks have a border?"
-            raise Wrong(f"the test of ones caught it: {caught}", expected=caught.expected, hint=hint) from None
+            raise WrongAnswer(f"the test of ones caught it: {caught}", expected=caught.expected, hint=hint) from None
 
-    on_a_line(answer, judge=judge, timeout_s=timeout_s, what="ones")
-    return passed("the test of ones passes, and nothing was exchanged: a test that cannot fail")
+    judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="ones")
+    return passing_verdict("the test of ones passes, and nothing was exchanged: a test that cannot fail")
 
 
 @exercise
@@ -192,9 +192,7 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
     """Bytes that one block keeps for the backward pass, from (batch, channels, height, width)."""
     hint = "Go from left to right. Between the two 1 x 1 convolutions there are four times the channels."
     cases = [(1, 1, 1, 1), (2, 32, 32, 64), (2, 64, 16, 8)]
-    return check_values(
-        answer, lambda batch, channels, height, width: 48 * batch * channels * height * width, cases, hint
-    )
+    return judge_values(answer, lambda batch, channels, height, width: 48 * batch * channels * height * width, cases, hint)
 
 
 @exercise
@@ -208,55 +206,55 @@ def strip_step_s(answer: Callable[..., float]) -> Verdict:
     ]
     for case, hint in cases:
         arguments: dict[str, Any] = dict(zip(names, case, strict=True))
-        found, expected = call(answer, **arguments), spatial.strip_step_s(**arguments)
-        in_words = call_in_words(answer, **arguments)
+        found, expected = call_answer(answer, **arguments), spatial.strip_step_s(**arguments)
+        in_words = call_text(answer, **arguments)
         if not isinstance(found, Real):
-            raise Wrong(f"{in_words} gave {shown(found)}, not a number: does every path return?")
+            raise WrongAnswer(f"{in_words} gave {value_text(found)}, not a number: does every path return?")
         if not math.isclose(found, expected, rel_tol=1e-6):
-            raise Wrong(f"{in_words} gave {found:.6g}", expected=f"expected {expected:.6g}", hint=hint)
-    return passed(f"{len(cases)} cases agree")
+            raise WrongAnswer(f"{in_words} gave {found:.6g}", expected=f"expected {expected:.6g}", hint=hint)
+    return passing_verdict(f"{len(cases)} cases agree")
 
 
-def _judge_moved(index: int, moved: int, *, both_ways: bool = False) -> None:
+def _judge_sent_bytes(index: int, moved: int, *, both_ways: bool = False) -> None:
     """Raise Wrong if a rank handed over more than its halos, once or in both passes."""
     neighbours = (index > 0) + (index < RANKS - 1)
-    halos = neighbours * tasks("forward", RANKS)[index][0][..., :HALO].nbytes * (2 if both_ways else 1)
+    halos = neighbours * rank_tasks("forward", RANKS)[index][0][..., :HALO].nbytes * (2 if both_ways else 1)
     if moved > halos:
         said = f"on rank {index}, the numbers are right, but {moved} bytes were handed over; its halos are {halos}"
-        raise Wrong(said, hint="Send the outermost columns alone, each to one neighbour.")
+        raise WrongAnswer(said, hint="Send the outermost columns alone, each to one neighbour.")
 
 
-def _judge_padded(index: int, got: Tensor | str, what: str = "forward") -> None:
+def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None:
     """Raise Wrong unless a rank's padded strip is right; what is wrong is looked for in the whole image."""
-    _, expected = tasks(what, RANKS)[index]
+    _, expected = rank_tasks(what, RANKS)[index]
     _judge_form(index, got, expected)
     assert isinstance(got, Tensor)
     sides = {"first": (slice(HALO), index - 1), "last": (slice(-HALO, None), index + 1)}
     for side, (columns, owner) in sides.items():
-        if not same(got[..., columns], expected[..., columns], atol=1e-5):
+        if not is_tensor_close(got[..., columns], expected[..., columns], atol=1e-5):
             inside = 0 <= owner < RANKS
             other = "last" if side == "first" else "first"
             right = f"expected rank {owner}'s {other} {HALO}" if inside else "expected zeros, the image's border"
-            seen = _origin(got[..., columns]) if what == "forward" else _plainly(got[..., columns])
+            seen = _column_origin(got[..., columns]) if what == "forward" else _halo_fault(got[..., columns])
             hint = "The halo is what lies next to this strip in the whole image." if inside else ""
-            raise Wrong(f"on rank {index}, the {side} {HALO} columns are {seen}", expected=right, hint=hint)
-    if not same(got[..., HALO:-HALO], expected[..., HALO:-HALO], atol=1e-5):
-        raise Wrong(f"on rank {index}, the columns between are not the strip's own", hint="The strip itself is kept.")
+            raise WrongAnswer(f"on rank {index}, the {side} {HALO} columns are {seen}", expected=right, hint=hint)
+    if not is_tensor_close(got[..., HALO:-HALO], expected[..., HALO:-HALO], atol=1e-5):
+        raise WrongAnswer(f"on rank {index}, the columns between are not the strip's own", hint="The strip itself is kept.")
 
 
-def _origin(part: Tensor) -> str:
+def _column_origin(part: Tensor) -> str:
     """Where in the whole image these columns come from, in words."""
-    image = torch.cat([strip for strip, _ in tasks("forward", RANKS)], dim=-1)
+    image = torch.cat([strip for strip, _ in rank_tasks("forward", RANKS)], dim=-1)
     for turned, note in ((part, ""), (part.flip(-1), ", in reverse order")):
         for start in range(image.shape[-1] - HALO + 1):
-            if same(turned, image[..., start : start + HALO], atol=1e-5):
+            if is_tensor_close(turned, image[..., start : start + HALO], atol=1e-5):
                 rank, column = divmod(start, COLUMNS)
                 places = {0: f"first {HALO}", COLUMNS - HALO: f"last {HALO}"}
                 return f"rank {rank}'s {places.get(column, f'columns from {column} on')}{note}"
-    return _plainly(part)
+    return _halo_fault(part)
 
 
-def _plainly(part: Tensor) -> str:
+def _halo_fault(part: Tensor) -> str:
     if not part.any():
         return "all zero"
     return "all one" if bool((part == 1).all()) else "wrong"
@@ -264,7 +262,7 @@ def _plainly(part: Tensor) -> str:
 
 def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
     """Raise Wrong unless a rank's gradient is right; what is wrong is compared with likely mistakes."""
-    work = tasks("backward", RANKS)
+    work = rank_tasks("backward", RANKS)
     gradients, expected = [given for given, _ in work], work[index][1]
     _judge_form(index, got, expected)
     assert isinstance(got, Tensor)
@@ -277,7 +275,7 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
         "last": (slice(-HALO, None), from_right, from_left, padded[..., -HALO:], index + 1),
     }
     for side, (columns, arrived, swapped, kept, owner) in sides.items():
-        if same(got[..., columns], expected[..., columns], atol=1e-5):
+        if is_tensor_close(got[..., columns], expected[..., columns], atol=1e-5):
             continue
         likely = {
             "this rank's own gradient alone": own[..., columns],
@@ -285,24 +283,22 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
             "with the other neighbour's gradient added": own[..., columns] + swapped,
             "with the halo's gradient added that should have been sent": own[..., columns] + kept,
         }
-        guess = next((name for name, wrong in likely.items() if same(got[..., columns], wrong, atol=1e-5)), None)
+        guess = next((name for name, wrong in likely.items() if is_tensor_close(got[..., columns], wrong, atol=1e-5)), None)
         right = f"expected this rank's own gradient plus what rank {owner} sends"
         if not 0 <= owner < RANKS:
             right = "expected this rank's own gradient: nobody is beyond the image's border"
-        said = f"on rank {index}, {what}the {side} {HALO} columns are {guess or _plainly(got[..., columns])}"
-        raise Wrong(said, expected=right, hint="A column that two ranks used gets the gradients of both.")
-    if not same(got, expected, atol=1e-5):
-        raise Wrong(f"on rank {index}, {what}the columns between are wrong", hint="Only the outer columns change.")
+        said = f"on rank {index}, {what}the {side} {HALO} columns are {guess or _halo_fault(got[..., columns])}"
+        raise WrongAnswer(said, expected=right, hint="A column that two ranks used gets the gradients of both.")
+    if not is_tensor_close(got, expected, atol=1e-5):
+        raise WrongAnswer(f"on rank {index}, {what}the columns between are wrong", hint="Only the outer columns change.")
 
 
 def _judge_form(index: int, got: Tensor | str, expected: Tensor) -> None:
     """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what is no tensor."""
     if isinstance(got, str):
-        raise Wrong(
-            f"on rank {index}, the function returned {got}, not a tensor", hint="Does every path return the tensor?"
-        )
+        raise WrongAnswer(f"on rank {index}, the function returned {got}, not a tensor", hint="Does every path return the tensor?")
     if got.shape != expected.shape:
         right, widths = f"expected {tuple(expected.shape)}", f"the strip has {COLUMNS} columns, the halo {HALO}"
-        raise Wrong(f"on rank {index}, the shape is {tuple(got.shape)}", expected=right, hint=widths.capitalize() + ".")
+        raise WrongAnswer(f"on rank {index}, the shape is {tuple(got.shape)}", expected=right, hint=widths.capitalize() + ".")
     if got.dtype != expected.dtype:
-        raise Wrong(f"on rank {index}, the numbers are {got.dtype}", expected=f"expected {expected.dtype}")
+        raise WrongAnswer(f"on rank {index}, the numbers are {got.dtype}", expected=f"expected {expected.dtype}")

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from labkit.course import catalog, collect, copies, jupyter, verdicts
-from labkit.course.verdicts import FILE
+from labkit.course import copies, exports, jupyter, lab_catalog, verdict_store
+from labkit.course.verdict_store import PROGRESS_FILE
 
 
-def lab(
+def start_lab(
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")] = "0",
     /,
     browser: bool = True,
@@ -27,54 +27,52 @@ def lab(
         folder: Where the copies are; by default my/.
         jupyter_options: Options of JupyterLab, as one ends: --jupyter-options=--port=9999
     """
-    place, wanted = _folder(folder), catalog.find(name)
-    for made in copies.make(place):
+    place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
+    for made in copies.make_copies(place):
         print(f"made {place / made.path.name}")
-    if new := copies.outdated(place):
+    if new := copies.labs_to_update(place):
         names = ", ".join(each.name for each in new)
         print(f"There is something new in {names}: `python -m labkit update` brings it into your copies.")
-    jupyter.start(place, wanted.path.name, browser=browser, more=jupyter_options)
+    jupyter.exec_jupyter(place, wanted.path.name, browser=browser, more=jupyter_options)
     return 0
 
 
-def reset(
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")], /, folder: Path | None = None
-) -> int:
+def reset_lab(name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")], /, folder: Path | None = None) -> int:
     """Begin a lab anew, with a fresh copy. The earlier one is kept beside it, with the time in its name.
 
     Args:
         name: The lab: its number, or the notebook's name.
         folder: Where the copies are; by default my/.
     """
-    place, wanted = _folder(folder), catalog.find(name)
-    kept = copies.reset(wanted, place)
+    place, wanted = _copies_folder(folder), lab_catalog.find_lab(name)
+    kept = copies.reset_copy(wanted, place)
     print(f"made {place / wanted.path.name}" + (f"; the earlier one is {kept}" if kept else ""))
     return 0
 
 
-def update(folder: Path | None = None) -> int:
+def update_labs(folder: Path | None = None) -> int:
     """Bring what is new in the labs into your copies. What you wrote or changed stays as it is, and is listed.
 
     Args:
         folder: Where the copies are; by default my/.
     """
-    said, problems = copies.update(_folder(folder))
+    said, problems = copies.update_copies(_copies_folder(folder))
     print("\n".join(said))
-    return _say(problems)
+    return _print_problems(problems)
 
 
-def progress(folder: Path | None = None) -> int:
+def show_progress(folder: Path | None = None) -> int:
     """Show which exercises have passed.
 
     Args:
         folder: Where the copies are; by default my/.
     """
-    print(verdicts.table(_kept(folder)))
+    print(verdict_store.progress_text(_load_verdicts(folder)))
     return 0
 
 
-def export(
-    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None,
+def export_progress(
+    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PROGRESS_FILE")] = None,
     /,
     name: str | None = None,
     folder: Path | None = None,
@@ -86,11 +84,11 @@ def export(
         name: Your name; asked for in a terminal, otherwise that of your account.
         folder: Where the copies are; by default my/.
     """
-    known = _kept(folder)
+    known = _load_verdicts(folder)
     whose = name if name is not None else _ask_name()
     plain = "".join(letter if letter.isalnum() else "_" for letter in whose.strip())
     path = file or Path(f"labkit-{plain}.json")
-    collect.write(path, whose, known)
+    exports.write_export(path, whose, known)
     print(f"wrote {path}, of {whose.strip()}")
     return 0
 
@@ -105,8 +103,8 @@ def _ask_name() -> str:
     return input(f"Your name, for your teacher [{account}]: ").strip() or account
 
 
-def collect_files(
-    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE")],
+def collect_exports(
+    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PROGRESS_FILE")],
     /,
     csv: Path | None = None,
     html: Path | None = None,
@@ -118,39 +116,39 @@ def collect_files(
         csv: Where to write the table for a spreadsheet.
         html: Where to write it as a page.
     """
-    exports, problems = collect.collect(files)
-    frame = collect.table(exports)
+    found, problems = exports.newest_exports(files)
+    frame = exports.progress_frame(found)
     if csv:
-        collect.write_csv(frame, csv)
+        exports.write_csv(frame, csv)
     if html:
-        collect.write_html(frame, html)
+        exports.write_html(frame, html)
     written = " and ".join(str(path) for path in (csv, html) if path)
-    print(f"{len(exports)} of {len(files)} files{' in ' if written else ''}{written}")
+    print(f"{len(found)} of {len(files)} files{' in ' if written else ''}{written}")
     if not written:
         print(frame["passed"].to_string())
-    return _say(problems)
+    return _print_problems(problems)
 
 
-def _say(problems: list[str]) -> int:
+def _print_problems(problems: list[str]) -> int:
     """Print what went wrong for some; the exit status."""
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
 
 
-def _folder(named: Path | None) -> Path:
-    return (named or copies.my_folder()).expanduser().resolve()
+def _copies_folder(named: Path | None) -> Path:
+    return (named or copies.default_copies_folder()).expanduser().resolve()
 
 
-def _kept(folder: Path | None) -> verdicts.Verdicts:
-    return verdicts.read(_folder(folder) / FILE)
+def _load_verdicts(folder: Path | None) -> verdict_store.Verdicts:
+    return verdict_store.read_verdicts(_copies_folder(folder) / PROGRESS_FILE)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    "lab": lab,
-    "reset": reset,
-    "update": update,
-    "progress": progress,
-    "export": export,
-    "collect": collect_files,
+    "lab": start_lab,
+    "reset": reset_lab,
+    "update": update_labs,
+    "progress": show_progress,
+    "export": export_progress,
+    "collect": collect_exports,
 }

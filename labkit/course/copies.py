@@ -18,94 +18,94 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.course import catalog
-from labkit.course.catalog import Lab
-from labkit.course.merge import merge
+from labkit.course import lab_catalog
+from labkit.course.lab_catalog import Lab
+from labkit.course.merge import merge_notebooks
 from labkit.errors import LabError
-from labkit.runs import private
-from labkit.runs.folder import HIDDEN, home, write_text
+from labkit.runs import private_files
+from labkit.runs.folder import LABKIT_FOLDER_NAME, workspace_folder, write_text
 
 
-def my_folder() -> Path:
+def default_copies_folder() -> Path:
     """Where a learner's copies lie unless another folder is named: my/ in the checkout, or in the current folder."""
-    return home() / "my"
+    return workspace_folder() / "my"
 
 
 @dataclass(frozen=True)
-class Place:
+class CopyPaths:
     """The files of one lab in a folder of copies."""
 
     folder: Path
     lab: Lab
 
     @property
-    def copy(self) -> Path:
+    def copy_path(self) -> Path:
         """What the learner writes in."""
         return self.folder / self.lab.path.name
 
     @property
-    def pristine(self) -> Path:
+    def pristine_path(self) -> Path:
         """What it was made from."""
-        return self.folder / HIDDEN / "pristine" / self.lab.path.name
+        return self.folder / LABKIT_FOLDER_NAME / "pristine" / self.lab.path.name
 
     @property
-    def earlier(self) -> Path:
+    def earlier_path(self) -> Path:
         """The copy from before the last update."""
-        return self.folder / HIDDEN / "earlier" / self.lab.path.name
+        return self.folder / LABKIT_FOLDER_NAME / "earlier" / self.lab.path.name
 
-    def beside(self) -> Path:
+    def free_backup_path(self) -> Path:
         """A name for the copy that a reset keeps, with the time; one that is free."""
         stamp = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
         names = (f"{self.lab.name}.{stamp}{more}.ipynb" for more in ("", *(f"_{number}" for number in range(2, 100))))
         return next(path for name in names if not (path := self.folder / name).exists())
 
 
-def make(folder: Path) -> list[Lab]:
+def make_copies(folder: Path) -> list[Lab]:
     """Make a copy of every lab that has none; the labs whose copies were made. What is there is left alone.
 
     Raises:
         LabError: the folder cannot be written in.
     """
-    places = [Place(folder, lab) for lab in catalog.labs()]
-    missing = [place for place in places if not place.copy.exists()]
-    with _writing(folder):
+    places = [CopyPaths(folder, lab) for lab in lab_catalog.all_labs()]
+    missing = [place for place in places if not place.copy_path.exists()]
+    with _explain_write_errors(folder):
         for place in missing:
-            _write(place)
+            _write_copy(place)
     return [place.lab for place in missing]
 
 
-def reset(lab: Lab, folder: Path) -> Path | None:
+def reset_copy(lab: Lab, folder: Path) -> Path | None:
     """A fresh copy; where the learner's earlier one is kept, or None where there was none.
 
     Raises:
         LabError: the folder cannot be written in.
     """
-    place = Place(folder, lab)
-    kept = place.beside() if place.copy.exists() else None
-    with _writing(folder):
+    place = CopyPaths(folder, lab)
+    kept = place.free_backup_path() if place.copy_path.exists() else None
+    with _explain_write_errors(folder):
         if kept:
-            place.copy.rename(kept)
-        _write(place)
+            place.copy_path.rename(kept)
+        _write_copy(place)
     return kept
 
 
-def _write(place: Place) -> None:
+def _write_copy(place: CopyPaths) -> None:
     """Write a fresh copy. What it was made from comes first: a copy without it could not be updated."""
     text = place.lab.path.read_text(encoding="utf-8")
-    private.make_own(place.folder / HIDDEN)
-    place.pristine.parent.mkdir(exist_ok=True)
-    write_text(place.pristine, text)
-    write_text(place.copy, text)
+    private_files.make_own_folder(place.folder / LABKIT_FOLDER_NAME)
+    place.pristine_path.parent.mkdir(exist_ok=True)
+    write_text(place.pristine_path, text)
+    write_text(place.copy_path, text)
 
 
-def outdated(folder: Path) -> list[Lab]:
+def labs_to_update(folder: Path) -> list[Lab]:
     """The labs of which there is something new since their copies were made or updated."""
-    places = [Place(folder, lab) for lab in catalog.labs()]
-    known = [place for place in places if place.pristine.exists()]
-    return [place.lab for place in known if place.pristine.read_bytes() != place.lab.path.read_bytes()]
+    places = [CopyPaths(folder, lab) for lab in lab_catalog.all_labs()]
+    known = [place for place in places if place.pristine_path.exists()]
+    return [place.lab for place in known if place.pristine_path.read_bytes() != place.lab.path.read_bytes()]
 
 
-def update(folder: Path) -> tuple[list[str], list[str]]:
+def update_copies(folder: Path) -> tuple[list[str], list[str]]:
     """Bring what is new in the notebooks into the copies.
 
     Returns:
@@ -114,35 +114,35 @@ def update(folder: Path) -> tuple[list[str], list[str]]:
     Raises:
         LabError: the folder cannot be written in.
     """
-    made = {lab.name for lab in make(folder)}
+    made = {lab.name for lab in make_copies(folder)}
     said, problems = [], []
-    for lab in catalog.labs():
+    for lab in lab_catalog.all_labs():
         try:
-            said.append(f"{lab.name}: {'a new copy' if lab.name in made else _update(Place(folder, lab))}")
+            said.append(f"{lab.name}: {'a new copy' if lab.name in made else _update_copy(CopyPaths(folder, lab))}")
         except LabError as error:  # the others are updated all the same
             problems.append(f"{lab.name}: left as it is. {error}")
     return said, problems
 
 
-def _update(place: Place) -> str:
-    if not place.pristine.exists():
+def _update_copy(place: CopyPaths) -> str:
+    if not place.pristine_path.exists():
         fix = f"keep it beside and begin anew: python -m labkit reset {place.lab.name}"
-        raise LabError(f"Nobody knows what {place.copy} was made from; {fix}")
-    base, new, mine = (_read(path) for path in (place.pristine, place.lab.path, place.copy))
+        raise LabError(f"Nobody knows what {place.copy_path} was made from; {fix}")
+    base, new, mine = (_read_notebook(path) for path in (place.pristine_path, place.lab.path, place.copy_path))
     if base == new:
         return "nothing new"
-    merged = merge(base, new, mine)
-    with _writing(place.folder):
-        place.earlier.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place.earlier, place.copy.read_text(encoding="utf-8"))
-        write_text(place.copy, _as_text(merged.notebook))
-        write_text(place.pristine, place.lab.path.read_text(encoding="utf-8"))  # last: cut off, it is done again
+    merged = merge_notebooks(base, new, mine)
+    with _explain_write_errors(place.folder):
+        place.earlier_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(place.earlier_path, place.copy_path.read_text(encoding="utf-8"))
+        write_text(place.copy_path, _notebook_text(merged.notebook))
+        write_text(place.pristine_path, place.lab.path.read_text(encoding="utf-8"))  # last: cut off, it is done again
     done = f"{merged.changed} cells with a new text, {merged.added} new, {merged.removed} removed"
     left = [f"  left: {each}".replace("\n", "\n    ") for each in merged.left]
     return "\n".join([f"{done}, {len(left)} left as you have them", *left])
 
 
-def _read(path: Path) -> Any:
+def _read_notebook(path: Path) -> Any:
     """A notebook.
 
     Raises:
@@ -159,14 +159,14 @@ def _read(path: Path) -> Any:
         raise LabError(f"{path} is no notebook ({type(error).__name__}: {first}); {fix}") from None
 
 
-def _as_text(notebook: Any) -> str:
+def _notebook_text(notebook: Any) -> str:
     import nbformat
 
     return str(nbformat.writes(notebook)).rstrip("\n") + "\n"
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _explain_write_errors(folder: Path) -> Iterator[None]:
     """Turns an OSError into a LabError that names the folder and the fix."""
     try:
         yield

@@ -11,28 +11,28 @@ import sys
 from pathlib import Path
 
 from labkit.errors import LabError
-from labkit.runs import private
-from labkit.runs.folder import HIDDEN, runs_folder, write_text
+from labkit.runs import private_files
+from labkit.runs.folder import LABKIT_FOLDER_NAME, runs_folder, write_text
 
-ADDRESS = "127.0.0.1"
-ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
+LOOPBACK_ADDRESS = "127.0.0.1"
+ANNOUNCEMENTS_PLUGIN = "@jupyterlab/apputils-extension:announcements"
 
 
-def prepare(folder: Path) -> dict[str, str]:
+def prepare_environment(folder: Path) -> dict[str, str]:
     """Write the configuration; the environment of a JupyterLab on this folder.
 
     Raises:
         LabError: the folder is another user's, who could put a configuration there that JupyterLab executes.
     """
     try:
-        private.make_own(folder / HIDDEN)
-        private.make_own(folder)
+        private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
+        private_files.make_own_folder(folder)
     except OSError as error:
         raise LabError(f"{error.filename}: {error.strerror}; take another folder with --folder") from None
-    ours = folder / HIDDEN / "jupyter"
+    ours = folder / LABKIT_FOLDER_NAME / "jupyter"
     page = ours / "labconfig" / "page_config.json"
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_text(page, json.dumps({"disabledExtensions": {ANNOUNCEMENTS: True}}) + "\n")
+    write_text(page, json.dumps({"disabledExtensions": {ANNOUNCEMENTS_PLUGIN: True}}) + "\n")
     config_path = filter(None, [str(ours), os.environ.get("JUPYTER_CONFIG_PATH")])
     return {
         **os.environ,
@@ -42,7 +42,7 @@ def prepare(folder: Path) -> dict[str, str]:
     }
 
 
-def command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> list[str]:
+def jupyter_command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> list[str]:
     """What starts JupyterLab; ``more`` are options of its own."""
     return [
         *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder}"),
@@ -52,13 +52,13 @@ def command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...]
         *([] if browser else ["--no-browser"]),
         # Whatever a person's settings say, it listens to this machine alone, unless asked for more here. It wants its
         # token, which stands in a file that is this person's alone, and on no command line.
-        *([] if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more} else [f"--ServerApp.ip={ADDRESS}"]),
+        *([] if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more} else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]),
         *(["--allow-root"] if os.geteuid() == 0 else []),  # in a container one is root
         *more,
     ]
 
 
-def start(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> None:
+def exec_jupyter(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> None:
     """Become JupyterLab: this process ends with it, and Ctrl-C and signals are its own.
 
     Raises:
@@ -68,7 +68,7 @@ def start(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] =
 
     if importlib.util.find_spec("jupyterlab") is None:
         raise LabError(f"no JupyterLab in {sys.prefix}: pip install 'labkit[notebook]'")
-    environment = prepare(folder)
+    environment = prepare_environment(folder)
     sys.stdout.flush()
-    words = command(folder, notebook, browser=browser, more=more)
+    words = jupyter_command(folder, notebook, browser=browser, more=more)
     os.execve(words[0], words, environment)

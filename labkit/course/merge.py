@@ -18,13 +18,13 @@ from typing import Any
 
 Cell = Any  # nbformat's NotebookNode
 Notebook = Any
-SIMILAR = 0.5
+MIN_SIMILARITY = 0.5
 """Part of the words that a cell shares with the one that it was."""
-LONGEST_NAME = 60
+MAX_TITLE_LENGTH = 60
 
 
 @dataclass
-class Merged:
+class MergeResult:
     """What came of it."""
 
     notebook: Notebook
@@ -36,23 +36,23 @@ class Merged:
     """For each cell that stayed as the learner has it, although the notebook's own has changed: which, why, and how."""
 
 
-def merge(base: Notebook, new: Notebook, mine: Notebook) -> Merged:
+def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResult:
     """Bring what is new since ``base`` into the learner's notebook; none of the three is changed."""
-    after = _counterparts(base.cells, new.cells)
-    merged = Merged(copy.deepcopy(mine))
+    after = _match_cells(base.cells, new.cells)
+    merged = MergeResult(copy.deepcopy(mine))
     before = {place: base.cells[old] for old, place in after.items()}
-    theirs, own = _sort(base.cells, new.cells, merged, after)
+    theirs, own = _place_cells(base.cells, new.cells, merged, after)
     cells = list(own.get(-1, []))
     for place, cell in enumerate(new.cells):
         if place in theirs:
-            cells.append(_choose(before.get(place), cell, theirs[place], merged))
+            cells.append(_merge_cell(before.get(place), cell, theirs[place], merged))
         elif place not in before:
             merged.added += 1
             cells.append(copy.deepcopy(cell))
         elif cell.source != before[place].source:
-            merged.left.append(_report(before[place], cell, "you removed it"))
+            merged.left.append(_conflict_text(before[place], cell, "you removed it"))
         cells += own.get(place, [])
-    _set_ids_apart(cells, {cell.id for cell in new.cells})
+    _make_ids_unique(cells, {cell.id for cell in new.cells})
     merged.notebook.cells = cells
     merged.notebook.nbformat_minor = max(5, mine.nbformat_minor)  # from which on cells have ids
     if "labkit" in new.metadata:
@@ -60,7 +60,7 @@ def merge(base: Notebook, new: Notebook, mine: Notebook) -> Merged:
     return merged
 
 
-def _counterparts(base: list[Cell], new: list[Cell]) -> dict[int, int]:
+def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
     """For the places of cells, those of the same cells in the new notebook: with the same id, or similar in a gap."""
     places = {(cell.cell_type, cell.id): place for place, cell in enumerate(new)}
     found = {old: places[key] for old, cell in enumerate(base) if (key := (cell.cell_type, cell.id)) in places}
@@ -70,27 +70,27 @@ def _counterparts(base: list[Cell], new: list[Cell]) -> dict[int, int]:
         start = max((place for earlier, place in found.items() if earlier < old), default=-1) + 1
         end = min((place for later, place in found.items() if later > old and place >= start), default=len(new))
         free = [place for place in range(start, end) if place not in found.values()]
-        scores = {place: _similarity(cell, new[place]) for place in free}
+        scores = {place: _text_similarity(cell, new[place]) for place in free}
         best = max(scores, key=lambda place: scores[place], default=-1)
-        if scores.get(best, 0) >= SIMILAR:
+        if scores.get(best, 0) >= MIN_SIMILARITY:
             found[old] = best
     return found
 
 
-def _similarity(one: Cell, other: Cell) -> float:
+def _text_similarity(one: Cell, other: Cell) -> float:
     if one.cell_type != other.cell_type:
         return 0.0
     return difflib.SequenceMatcher(None, one.source.split(), other.source.split(), autojunk=False).ratio()
 
 
-def _sort(
-    base: list[Cell], new: list[Cell], merged: Merged, after: dict[int, int]
+def _place_cells(
+    base: list[Cell], new: list[Cell], merged: MergeResult, after: dict[int, int]
 ) -> tuple[dict[int, Cell], dict[int, list[Cell]]]:
     """The learner's cells: those with a place in the new notebook, and others by the place that they stand behind."""
     theirs: dict[int, Cell] = {}
     own: dict[int, list[Cell]] = {}
     current = -1
-    for cell, old, place in _identify(base, new, merged.notebook.cells, after):
+    for cell, old, place in _locate_cells(base, new, merged.notebook.cells, after):
         if place is not None:
             theirs[place], current = cell, place
         elif old is not None and cell.source == base[old].source:
@@ -98,11 +98,11 @@ def _sort(
         else:
             own.setdefault(current, []).append(cell)
             if old is not None:
-                merged.left.append(f"{_name(base[old])}: the notebook has it no more, but you changed it; it stays")
+                merged.left.append(f"{_cell_title(base[old])}: the notebook has it no more, but you changed it; it stays")
     return theirs, own
 
 
-def _identify(
+def _locate_cells(
     base: list[Cell], new: list[Cell], mine: list[Cell], after: dict[int, int]
 ) -> Iterator[tuple[Cell, int | None, int | None]]:
     """Each cell of the learner with its place in the old and in the new notebook, each place once."""
@@ -123,14 +123,14 @@ def _identify(
         yield cell, old, place
 
 
-def _choose(before: Cell | None, cell: Cell, mine: Cell, merged: Merged) -> Cell:
+def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult) -> Cell:
     """The new cell with the learner's outputs, or the learner's own."""
     same_text = mine.source == cell.source
     if not same_text and before is not None and mine.source == before.source:
         merged.changed += 1
         return copy.deepcopy(cell)
     if not same_text and before is not None and cell.source != before.source:
-        merged.left.append(_report(before, cell, "you changed yours"))
+        merged.left.append(_conflict_text(before, cell, "you changed yours"))
     known = {} if before is None else before.metadata
     mine.id = cell.id
     mine.metadata = type(mine.metadata)(
@@ -139,7 +139,7 @@ def _choose(before: Cell | None, cell: Cell, mine: Cell, merged: Merged) -> Cell
     return mine
 
 
-def _set_ids_apart(cells: list[Cell], reserved: set[str]) -> None:
+def _make_ids_unique(cells: list[Cell], reserved: set[str]) -> None:
     """Give a cell without an id, or with one that is taken, another."""
     seen: set[str] = set()
     for cell in sorted(cells, key=lambda each: each.get("id") not in reserved):  # the notebook's own keep theirs
@@ -148,13 +148,13 @@ def _set_ids_apart(cells: list[Cell], reserved: set[str]) -> None:
         seen.add(cell.id)
 
 
-def _report(before: Cell, cell: Cell, why: str) -> str:
+def _conflict_text(before: Cell, cell: Cell, why: str) -> str:
     lines = difflib.unified_diff(before.source.split("\n"), cell.source.split("\n"), lineterm="", n=1)
-    return "\n".join([f"{_name(before)}: it has a new text, but {why}. New in it:", *list(lines)[2:]])
+    return "\n".join([f"{_cell_title(before)}: it has a new text, but {why}. New in it:", *list(lines)[2:]])
 
 
-def _name(cell: Cell) -> str:
+def _cell_title(cell: Cell) -> str:
     """A cell in words: the first line that says something."""
     lines = [line for line in cell.source.split("\n") if line.strip()]
     first = lines[0].strip() if lines else "an empty cell"
-    return f"`{first if len(first) <= LONGEST_NAME else first[:LONGEST_NAME] + '…'}`"
+    return f"`{first if len(first) <= MAX_TITLE_LENGTH else first[:MAX_TITLE_LENGTH] + '…'}`"

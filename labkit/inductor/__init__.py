@@ -17,11 +17,21 @@ it differs from processor to processor. Everything here reads text; nothing is r
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labkit.inductor.listing import COLOURS, Listing
-from labkit.inductor.names import names_of
-from labkit.inductor.program import Line, Program, Shape, View
+from labkit.inductor.buffer_names import name_linear_buffers
+from labkit.inductor.listing import KIND_COLOURS, ProgramListing
+from labkit.inductor.program import BufferView, InductorProgram, ProgramLine, Shape
 
-__all__ = ["COLOURS", "Bucket", "Gradient", "Line", "Listing", "buckets", "missing_waits", "named", "read"]
+__all__ = [
+    "KIND_COLOURS",
+    "Bucket",
+    "Gradient",
+    "ProgramLine",
+    "ProgramListing",
+    "find_buckets",
+    "missing_waits",
+    "name_buffers",
+    "parse_lines",
+]
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -58,9 +68,9 @@ class Bucket:
 
     index: int
     gradients: tuple[Gradient, ...]
-    request: Line
-    waits: tuple[Line, ...]
-    hidden_by: tuple[Line, ...]
+    request: ProgramLine
+    waits: tuple[ProgramLine, ...]
+    hidden_by: tuple[ProgramLine, ...]
 
     @property
     def bytes(self) -> int:
@@ -68,31 +78,31 @@ class Bucket:
         return sum(gradient.bytes for gradient in self.gradients)
 
 
-def read(code: str) -> list[Line]:
+def parse_lines(code: str) -> list[ProgramLine]:
     """The lines of ``call``, in order, comments left out.
 
     Raises:
         ValueError: the text is no program of inductor's.
     """
-    return Program(code).lines
+    return InductorProgram(code).lines
 
 
-def buckets(code: str) -> list[Bucket]:
+def find_buckets(code: str) -> list[Bucket]:
     """Every all-reduce of the program, in the order of the requests.
 
     Raises:
         ValueError: as ``read``; or the program does not say how large a tensor is that travels.
     """
-    program = Program(code)
+    program = InductorProgram(code)
     found = []
     for index, request in enumerate(program.all_reduces):
-        pieces = [piece for sent in request.sent for piece in program.pieces(sent, request.line)]
-        gradients = tuple(_gradient(piece, request.line) for piece in pieces)
-        found.append(Bucket(index, gradients, request.line, tuple(request.waits), program.hiding(request)))
+        pieces = [piece for sent in request.sent for piece in program.bucket_pieces(sent, request.line)]
+        gradients = tuple(_make_gradient(piece, request.line) for piece in pieces)
+        found.append(Bucket(index, gradients, request.line, tuple(request.waits), program.overlap_lines(request)))
     return found
 
 
-def named(code: str, gradients: Sequence[str]) -> dict[str, str]:
+def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
     """What buffers and inputs of the program hold, such as ``fc3.weight`` and ``fc3.weight.grad``, as far as is known.
 
     Args:
@@ -102,22 +112,22 @@ def named(code: str, gradients: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: as ``buckets``; or another number of gradients travels.
     """
-    travelling = [[gradient.buffer for gradient in bucket.gradients] for bucket in buckets(code)]
+    travelling = [[gradient.buffer for gradient in bucket.gradients] for bucket in find_buckets(code)]
     if sum(map(len, travelling)) != len(gradients):
         raise ValueError(f"{sum(map(len, travelling))} gradients travel in the program, and {len(gradients)} are named")
-    return names_of(Program(code), gradients, travelling)
+    return name_linear_buffers(InductorProgram(code), gradients, travelling)
 
 
-def missing_waits(code: str) -> list[Line]:
+def missing_waits(code: str) -> list[ProgramLine]:
     """The collectives with a result that is used or returned before it was waited for, or never waited for.
 
     Raises:
         ValueError: as ``read``.
     """
-    return [request.line for request in Program(code).requests if request.too_early or request.pending]
+    return [request.line for request in InductorProgram(code).requests if request.too_early or request.pending]
 
 
-def _gradient(piece: View, request: Line) -> Gradient:
+def _make_gradient(piece: BufferView, request: ProgramLine) -> Gradient:
     if piece.shape is None or piece.dtype not in ITEM_BYTES:
         raise ValueError(
             f"line {request.number} sends {piece.name} of shape {piece.shape} and dtype {piece.dtype}: "

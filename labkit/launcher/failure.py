@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import RankFailed, RunTimedOut, shorten
-from labkit.launcher.process import stack_of
-from labkit.launcher.shortage import remedy
+from labkit.launcher.process import read_stack
+from labkit.launcher.resource_limits import shortage_fix
 from labkit.runs.folder import RunFolder, disk_problem, read_json
 
 LOG_TAIL_LINES = 30
-MEANING = {
+SIGNAL_MEANINGS = {
     "SIGKILL": "killed from outside (kill -9, or the system ran out of memory)",
     "SIGSEGV": "crashed in native code (segmentation fault)",
     "SIGABRT": "native code gave up (abort)",
@@ -27,7 +27,7 @@ MEANING = {
 }
 
 
-def errors_of(folder: RunFolder) -> list[dict[str, Any]]:
+def read_rank_errors(folder: RunFolder) -> list[dict[str, Any]]:
     """The exceptions that ended ranks, the earliest first."""
     found = [read_json(path) for path in folder.path.glob("rank_*.error.json")]
     return sorted((error for error in found if error), key=lambda error: error["time"])
@@ -35,52 +35,52 @@ def errors_of(folder: RunFolder) -> list[dict[str, Any]]:
 
 def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
     """The failure to report for a run whose torchrun ended with this status (negative: the signal that ended it)."""
-    errors = errors_of(folder)
+    errors = read_rank_errors(folder)
     causes = [error for error in errors if not error["echo"]]
     if causes:
-        return _raised(folder, causes[0])
-    silent = _ended_without_exception(folder, {error["rank"] for error in errors})
+        return _exception_failure(folder, causes[0])
+    silent = _first_silent_exit(folder, {error["rank"] for error in errors})
     if silent:
-        return _ended(folder, silent["rank"], silent["exitcode"])
+        return _exit_status_failure(folder, silent["rank"], silent["exitcode"])
     if torchrun_status < 0 or not errors:
-        return _ended(folder, -1, torchrun_status)
-    return _raised(folder, errors[0], _early_leavers(folder, errors))
+        return _exit_status_failure(folder, -1, torchrun_status)
+    return _exception_failure(folder, errors[0], _early_exit_remark(folder, errors))
 
 
-def timed_out(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
+def timeout_failure(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
     """The failure of a run that was stopped at its limit, after its ranks were asked for their stacks."""
-    stacks = {rank: stack_of(folder, rank) or "(no answer)" for rank in range(ranks)}
-    outputs = {rank: tail(folder.log(rank), lines=100_000) for rank in range(ranks)}
+    stacks = {rank: read_stack(folder, rank) or "(no answer)" for rank in range(ranks)}
+    outputs = {rank: read_tail(folder.log(rank), lines=100_000) for rank in range(ranks)}
     return RunTimedOut(timeout_s, stacks, outputs)
 
 
-def _ends_of(folder: RunFolder) -> list[dict[str, Any]]:
+def _read_rank_exits(folder: RunFolder) -> list[dict[str, Any]]:
     """How ranks ended, as each host's torchrun saw it; those of the host that wrote first come first."""
     paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
     return [end for path in paths for end in read_json(path).get("failures", [])]
 
 
-def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
+def read_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
     """The last lines of a text file, "" where there is none."""
     if not path.exists():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _raised(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankFailed:
-    message = error["message"] + remark + remedy(f"{error['exc_type']}: {error['message']}")
+def _exception_failure(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankFailed:
+    message = error["message"] + remark + shortage_fix(f"{error['exc_type']}: {error['message']}")
     return RankFailed(error["rank"], error["exc_type"], message, error["traceback"], folder.log(error["rank"]))
 
 
-def _torchruns_log(folder: RunFolder) -> Path:
+def _torchrun_error_log(folder: RunFolder) -> Path:
     """The log of the torchrun that failed: of several, the first in which there is an exception."""
     logs = sorted(folder.path.glob("torchrun*.log"))
     return next((log for log in logs if "Traceback" in log.read_text(errors="replace")), folder.torchrun_log)
 
 
-def _early_leavers(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
+def _early_exit_remark(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
     """A remark about ranks that ended well while others still waited for them; "" for none."""
-    ends = _ends_of(folder)
+    ends = _read_rank_exits(folder)
     if not ends:  # torchrun was stopped before it could tell
         return ""
     failed = {end["rank"] for end in [*ends, *errors]}
@@ -89,22 +89,22 @@ def _early_leavers(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
     return f"\n(rank {early} had already ended, with status 0: every rank must take part to the end)" if early else ""
 
 
-def _ended_without_exception(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
+def _first_silent_exit(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
     """The first rank that ended without an exception and not by torchrun's SIGTERM; {} for none."""
-    ends = _ends_of(folder)
+    ends = _read_rank_exits(folder)
     silent = [end for end in ends if end["rank"] not in raised]
     by_itself = [end for end in silent if end["signal"] != "SIGTERM"]
     # torchrun lists a rank that it ended itself after the one that made it do so
     return by_itself[0] if by_itself else silent[0] if silent and silent[0] is ends[0] else {}
 
 
-def _ended(folder: RunFolder, rank: int, status: int) -> RankFailed:
+def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFailed:
     """The failure of a rank, or of torchrun (-1), that ended with this status and without an exception."""
-    log, stack, silent = folder.log(rank), stack_of(folder, rank), "the rank left without an exception"
+    log, stack, silent = folder.log(rank), read_stack(folder, rank), "the rank left without an exception"
     if rank < 0:
-        log = _torchruns_log(folder)
-        stack = shorten(tail(log))
+        log = _torchrun_error_log(folder)
+        stack = shorten(read_tail(log))
         silent = "no rank says why; the end of torchrun's log:"
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    message = disk_problem(folder.path) or MEANING.get(reason, silent) + remedy(tail(log) + stack)
+    message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + shortage_fix(read_tail(log) + stack)
     return RankFailed(rank, reason, message, stack, log if log.exists() else folder.torchrun_log)

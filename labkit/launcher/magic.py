@@ -24,31 +24,27 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from labkit.errors import LabError, ParameterError, RankFailed, RunTimedOut
-from labkit.launcher.run import run_given
+from labkit.launcher.run import run_with_payload
 from labkit.runs.folder import RunFolder, read_json
 from labkit.runs.result import RunResult
 
-PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell.py"
-CELL, VALUE = "<cell>", "value"  # as rank/cell.py has them, which imports torch
-FRAME = re.compile(rf'File "{CELL}", line (\d+)')
-TRACEBACK = "Traceback (most recent call last):"
+PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell_program.py"
+CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"  # as session/cell_program.py has them, which imports torch
+CELL_FRAME_PATTERN = re.compile(rf'File "{CELL_NAME}", line (\d+)')
+TRACEBACK_HEADER = "Traceback (most recent call last):"
 CONTEXT_LINES = 2
 
 
 @magics_class
-class Torchrun(Magics):
+class TorchrunMagics(Magics):
     """Holds the magic."""
 
     @magic_arguments()
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
     @argument("--timeout", type=float, default=60, help="the ranks are stopped after so many seconds; 60 by default")
-    @argument(
-        "--name", default="", help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed"
-    )
+    @argument("--name", default="", help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed")
     @argument("--device", default="auto", help="auto, cpu or cuda")
-    @argument(
-        "--fails", action="store_true", help="the cell is meant to fail: show in red how, and let the notebook go on"
-    )
+    @argument("--fails", action="store_true", help="the cell is meant to fail: show in red how, and let the notebook go on")
     @argument("--use", default="", help="names of the notebook that the cell uses, with commas; modules come anyway")
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
@@ -57,26 +53,26 @@ class Torchrun(Magics):
         if options.name and (not options.name.isidentifier() or keyword.iskeyword(options.name)):
             raise UsageError(f"--name {options.name} is no name for a value: use letters, digits and _")
         text = "\n" + cell  # so that lines are counted as in the cell, whose first is the magic's
-        tree = parsed(text)
+        tree = parse_cell(text)
         assert self.shell
         known = self.shell.user_ns
-        names = {**modules_in(tree, known), **chosen(options.use, known)}
+        names = {**find_modules(tree, known), **lookup_names(options.use, known)}
         arguments = {"nproc": options.nproc, "device": options.device, "timeout_s": options.timeout}
         try:
-            result = run_given(PROGRAM, {CELL: text, **names}, **arguments)
+            result = run_with_payload(PROGRAM, {CELL_NAME: text, **names}, **arguments)
         except ParameterError as refused:
-            raise in_terms_of_the_cell(refused, str(refused)) from None
+            raise replace_traceback(refused, str(refused)) from None
         except RankFailed as failure:
-            show_output(failed_run(failure))
-            said = told_of(failure, text, known)
+            show_output(output_before_failure(failure))
+            said = failure_text(failure, text, known)
             if options.fails:
                 return self.show_failure(options.name, failure, said)
-            raise in_terms_of_the_cell(failure, f"{said}\nits output: {failure.log}") from None
+            raise replace_traceback(failure, f"{said}\nits output: {failure.log}") from None
         except RunTimedOut as late:
-            said = where_they_were(late, text)
+            said = timeout_text(late, text)
             if options.fails:
                 return self.show_failure(options.name, late, said)
-            raise in_terms_of_the_cell(late, said) from None
+            raise replace_traceback(late, said) from None
         show_output({rank.rank: rank.log() for rank in result.ranks})
         show_values(result)
         if options.name:
@@ -89,25 +85,25 @@ class Torchrun(Magics):
             self.shell.user_ns[name] = error
 
 
-def parsed(text: str) -> ast.Module:
+def parse_cell(text: str) -> ast.Module:
     """The code of a cell. Raises ParameterError for what is no Python, which IPython shows without labkit's frames."""
     try:
-        tree = ast.parse(text, CELL)
-        compile(tree, CELL, "exec")  # return outside of a function, and the like
+        tree = ast.parse(text, CELL_NAME)
+        compile(tree, CELL_NAME, "exec")  # return outside of a function, and the like
         return tree
     except SyntaxError as error:
         said = f"SyntaxError: {error.msg}. Nothing was started."
-        place = marked(text, error.lineno or 2)
-        raise in_terms_of_the_cell(ParameterError(), f"{place}\n{said}") from None
+        place = mark_line(text, error.lineno or 2)
+        raise replace_traceback(ParameterError(), f"{place}\n{said}") from None
 
 
-def modules_in(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
+def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
     """The modules of the notebook that code refers to, by the notebook's names for them."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return {name: known[name] for name in sorted(used) if isinstance(known.get(name), types.ModuleType)}
 
 
-def chosen(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
+def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the names that --use lists."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
@@ -117,28 +113,30 @@ def chosen(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def show_output(logs: Mapping[int, str]) -> None:
     """Print what ranks have printed: once where several have printed the same."""
-    for who, log in by_text(logs):
+    for who, log in group_by_text(logs):
         for line in log.splitlines():
             print(f"[{who}] {line}")
 
 
 def show_values(result: RunResult) -> None:
     """Print the values of the cell's last line."""
-    values = {rank.rank: rank.kept(VALUE) for rank in result.ranks if VALUE in rank.folder.names_kept(rank.rank)}
-    for who, value in by_text(values):
+    values = {
+        rank.rank: rank.artifact(VALUE_ARTIFACT) for rank in result.ranks if VALUE_ARTIFACT in rank.folder.artifact_names(rank.rank)
+    }
+    for who, value in group_by_text(values):
         print(f"{who}:{chr(10) if chr(10) in value else ' '}{value}")
 
 
-def by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
+def group_by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
     """Each different text with who has it, such as ("ranks 0–3", "…"); empty ones are left out."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         if text:
             ranks.setdefault(text, []).append(rank)
-    return [(in_words(having), text) for text, having in ranks.items()]
+    return [(rank_list_text(having), text) for text, having in ranks.items()]
 
 
-def in_words(ranks: list[int]) -> str:
+def rank_list_text(ranks: list[int]) -> str:
     """Ranks as a person lists them: "rank 2", "ranks 0–3", "ranks 0, 2–3"."""
     parts: list[list[int]] = []
     for rank in ranks:
@@ -150,57 +148,57 @@ def in_words(ranks: list[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(words)}"
 
 
-def failed_run(failure: RankFailed) -> dict[int, str]:
+def output_before_failure(failure: RankFailed) -> dict[int, str]:
     """The output of a failed run's ranks, without the traceback that the failing one printed at its end."""
     folder = RunFolder(failure.log.parent)
     paths = {int(path.stem.removeprefix("rank_")): path for path in folder.path.glob("rank_*.log")}
     logs = {rank: path.read_text(errors="replace") for rank, path in paths.items()}
-    return {rank: without_end(log, folder.error(rank)) for rank, log in sorted(logs.items())}
+    return {rank: strip_traceback(log, folder.error(rank)) for rank, log in sorted(logs.items())}
 
 
-def without_end(log: str, error: Path) -> str:
+def strip_traceback(log: str, error: Path) -> str:
     """A rank's output without the tracebacks, one or a chain, of the error that ended it."""
-    chain = read_json(error).get("traceback", "").count(TRACEBACK)
-    parts = log.split(TRACEBACK)
-    return re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", TRACEBACK.join(parts[: max(1, len(parts) - chain)]))
+    chain = read_json(error).get("traceback", "").count(TRACEBACK_HEADER)
+    parts = log.split(TRACEBACK_HEADER)
+    return re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)]))
 
 
-def told_of(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
+def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
     """What happened, on which rank, and the lines of the cell around it, marked."""
     lines = [f"rank {failure.rank} failed: {failure.exc_type}: {failure.message}".rstrip(": ")]
-    numbers = [int(number) for number in FRAME.findall(failure.traceback)]
-    lines += [marked(text, numbers[-1])] if numbers else []
+    numbers = [int(number) for number in CELL_FRAME_PATTERN.findall(failure.traceback)]
+    lines += [mark_line(text, numbers[-1])] if numbers else []
     missing = re.match(r"name '(\w+)' is not defined", failure.message)
     if failure.exc_type == "NameError" and missing and missing[1] in known:
         lines.append(f"{missing[1]} is a name of the notebook: hand it to the ranks with --use {missing[1]}")
     return "\n".join(lines)
 
 
-def where_they_were(late: RunTimedOut, text: str) -> str:
+def timeout_text(late: RunTimedOut, text: str) -> str:
     """The line of the cell in which every rank was when the time was over."""
     lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
-    places = {rank: line_of_main_thread(stack) for rank, stack in sorted(late.stacks.items())}
+    places = {rank: main_thread_line(stack) for rank, stack in sorted(late.stacks.items())}
     said = {
-        rank: marked(text, int(number)) if number else "not in the cell: " + late.stacks[rank].strip()
+        rank: mark_line(text, int(number)) if number else "not in the cell: " + late.stacks[rank].strip()
         for rank, number in places.items()
     }
-    return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in by_text(said))])
+    return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in group_by_text(said))])
 
 
-def line_of_main_thread(stack: str) -> str | None:
+def main_thread_line(stack: str) -> str | None:
     """The innermost line of the cell in the oldest thread that is in it."""
-    threads = [FRAME.findall(thread) for thread in stack.split("\n\n")]
+    threads = [CELL_FRAME_PATTERN.findall(thread) for thread in stack.split("\n\n")]
     return next((lines[0] for lines in reversed(threads) if lines), None)
 
 
-def marked(text: str, number: int) -> str:
+def mark_line(text: str, number: int) -> str:
     """Some lines of a cell with their numbers, and an arrow at one."""
     numbered = list(enumerate(text.rstrip().split("\n"), start=1))[1:]
     near = [(each, line) for each, line in numbered if abs(each - number) <= CONTEXT_LINES]
     return "\n".join(f"{'-->' if each == number else '   '} {each:3} | {line}" for each, line in near)
 
 
-def in_terms_of_the_cell(error: LabError, text: str) -> LabError:
+def replace_traceback(error: LabError, text: str) -> LabError:
     """The same error, which IPython will show as this text and not as labkit's own frames."""
     error.args = (text,)
     error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]

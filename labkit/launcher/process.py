@@ -24,55 +24,55 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from labkit import requirements
-from labkit.launcher import warm
-from labkit.runs import private
+from labkit.launcher import warm_start
+from labkit.runs import private_files
 from labkit.runs.folder import (
-    AHEAD,
-    CORES,
-    DEVICE,
-    GIVEN,
-    HOST,
-    NODE,
-    NOTEBOOK_PID,
-    RANKS,
+    ENV_CLOCK_AHEAD_S,
+    ENV_DEVICE,
+    ENV_EXPECTED_WORLD_SIZE,
+    ENV_HOST_INDEX,
+    ENV_HOST_NAME,
+    ENV_NOTEBOOK_PID,
+    ENV_PAYLOAD_SHA256,
+    ENV_RUN_FOLDER,
+    ENV_TOTAL_CORES,
     ROOT,
-    VARIABLE,
     RunFolder,
 )
 
 if TYPE_CHECKING:
-    from labkit_cluster.meeting import Guest, Meeting
+    from labkit_cluster.host_rendezvous import RendezvousMember, RendezvousResult
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
-CACHE, TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
-WORKER = ("--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker")
+ENV_COMPILE_CACHE, TORCH_CACHE_PREFIX = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
+WORKER_ARGUMENTS = ("--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker")
 ONE_HOST, SEVERAL_HOSTS = "one-host", "several-hosts"
 """What rendezvous.py registers with torchrun."""
-TORCHRUNS_OWN = "PET_"
+TORCHRUN_ENV_PREFIX = "PET_"
 """How the names of environment variables begin that are options of torchrun."""
-LONGEST_WORD = 4096
+MAX_MESSAGE_BYTES = 4096
 """Of what a torchrun is told of a meeting."""
-STARTING_FRAMES = (
+STARTUP_FRAMES = (
     "<frozen runpy>",
-    *(str(Path(__file__).with_name(name)) for name in ("worker.py", "torchrun.py", "parent.py")),
+    *(str(Path(__file__).with_name(name)) for name in ("worker.py", "torchrun.py", "fork_server.py")),
     "torch/distributed/elastic/",
     "torch/distributed/launcher/",
     "torch/distributed/run.py",
 )
 
 
-Running = subprocess.Popen[bytes] | warm.Torchrun
+TorchrunProcess = subprocess.Popen[bytes] | warm_start.WarmTorchrun
 
 
-def start(
+def start_torchrun(
     folder: RunFolder,
     program: str,
     arguments: Sequence[str],
     nproc: int,
     own: dict[str, str],
-    parent: warm.Parent | None,
-) -> Running:
+    parent: warm_start.ForkServer | None,
+) -> TorchrunProcess:
     """Start torchrun with ``nproc`` ranks of a program; returns at once.
 
     Args:
@@ -86,13 +86,13 @@ def start(
     words = [str(folder.path), *_torchrun_arguments(folder, nproc), program, *arguments]
     if parent:
         request = {"arguments": words, "environment": own, "log": str(folder.torchrun_log)}
-        with contextlib.suppress(warm.Gone):
+        with contextlib.suppress(warm_start.ForkServerGone):
             return parent.fork(request | {"working_folder": os.getcwd()})
-    return _begin(words, own, folder.torchrun_log)
+    return _spawn_torchrun(words, own, folder.torchrun_log)
 
 
-def start_among_hosts(
-    folder: RunFolder, request: Mapping[str, Any], guest: Guest, told: socket.socket
+def start_torchrun_among_hosts(
+    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, told: socket.socket
 ) -> subprocess.Popen[bytes]:
     """Start the torchrun of one host of several; returns at once.
 
@@ -105,29 +105,32 @@ def start_among_hosts(
         told: is closed here afterwards.
     """
     nproc = request["nproc"]
-    own = environment(folder, nproc, request["device"], guest.hosts) | {HOST: guest.name, NODE: str(guest.index)}
+    own = rank_environment(folder, nproc, request["device"], guest.hosts) | {
+        ENV_HOST_NAME: guest.name,
+        ENV_HOST_INDEX: str(guest.index),
+    }
     meet = ["--rdzv-backend", SEVERAL_HOSTS, "--rdzv-endpoint", "met", "--rdzv-id", folder.path.name]
     meet += ["--rdzv-conf", f"told={told.fileno()}", "--nnodes", str(guest.hosts), "--nproc-per-node", str(nproc)]
-    words = [str(folder.path), *meet, "--log-dir", str(folder.torchrun_folder(guest.index)), *WORKER]
+    words = [str(folder.path), *meet, "--log-dir", str(folder.torchrun_folder(guest.index)), *WORKER_ARGUMENTS]
     words += [request["target"], *request["arguments"]]
     with told:
-        return _begin(words, own, folder.torchrun_log_of(guest.index), told.fileno())
+        return _spawn_torchrun(words, own, folder.host_torchrun_log(guest.index), told.fileno())
 
 
-def tell_meeting(teller: socket.socket, guest: Guest, meeting: Meeting) -> None:
+def send_rendezvous_result(teller: socket.socket, guest: RendezvousMember, meeting: RendezvousResult) -> None:
     """Let the torchrun of this host go on with what came of the meeting, and give it the door of its store."""
     interface = meeting.interface
     environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    environment |= {CORES: str(meeting.cores), AHEAD: str(meeting.ahead_s)}
+    environment |= {ENV_TOTAL_CORES: str(meeting.cores), ENV_CLOCK_AHEAD_S: str(meeting.clock_ahead_s)}
     word = {"index": guest.index, "hosts": guest.hosts, "address": meeting.address, "port": meeting.port}
-    door = [meeting.door.fileno()] if meeting.door else []
-    with meeting.door or contextlib.nullcontext(), contextlib.suppress(BrokenPipeError):  # its exit status says more
+    door = [meeting.listener.fileno()] if meeting.listener else []
+    with meeting.listener or contextlib.nullcontext(), contextlib.suppress(BrokenPipeError):  # its exit status says more
         socket.send_fds(teller, [json.dumps(word | {"environment": environment}).encode()], door)
 
 
-def _begin(words: Sequence[str], own: dict[str, str], log: Path, *files: int) -> subprocess.Popen[bytes]:
+def _spawn_torchrun(words: Sequence[str], own: dict[str, str], log: Path, *files: int) -> subprocess.Popen[bytes]:
     """A new Python that is torchrun, with these arguments, this environment and these open files."""
-    with private.open_file(log, "wb") as output:
+    with private_files.open_file(log, "wb") as output:
         return subprocess.Popen(
             # -P: a random.py in the notebook's folder must not shadow the real one
             [sys.executable, "-P", "-m", "labkit.launcher.torchrun", *words],
@@ -140,38 +143,44 @@ def _begin(words: Sequence[str], own: dict[str, str], log: Path, *files: int) ->
         )
 
 
-def environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1) -> dict[str, str]:
+def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1) -> dict[str, str]:
     """The environment of one host's torchrun and its ranks: the notebook's, plus what a run needs."""
-    outer = {"MPLBACKEND", HOST, NODE, CORES, AHEAD}  # the first needs a notebook, the others are of an outer run
+    outer = {
+        "MPLBACKEND",
+        ENV_HOST_NAME,
+        ENV_HOST_INDEX,
+        ENV_TOTAL_CORES,
+        ENV_CLOCK_AHEAD_S,
+    }  # the first needs a notebook, the others are of an outer run
     inherited = {
-        name: value for name, value in os.environ.items() if name not in outer and not name.startswith(TORCHRUNS_OWN)
+        name: value for name, value in os.environ.items() if name not in outer and not name.startswith(TORCHRUN_ENV_PREFIX)
     }
     loopback = loopback_interface()
     return inherited | {
-        VARIABLE: str(folder.path),
-        NOTEBOOK_PID: str(os.getpid()),
-        DEVICE: device,
-        GIVEN: folder.given_sha256,
-        "OMP_NUM_THREADS": str(max(1, len(requirements.cores()) // nproc)),
-        RANKS: str(hosts * nproc),
+        ENV_RUN_FOLDER: str(folder.path),
+        ENV_NOTEBOOK_PID: str(os.getpid()),
+        ENV_DEVICE: device,
+        ENV_PAYLOAD_SHA256: folder.payload_sha256,
+        "OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // nproc)),
+        ENV_EXPECTED_WORLD_SIZE: str(hosts * nproc),
         "GLOO_SOCKET_IFNAME": loopback,  # of several hosts another, which they say when they have met
         "NCCL_SOCKET_IFNAME": loopback,
         "PYTHONUNBUFFERED": "1",
-        **_compile_cache(inherited),
+        **_compile_cache_variables(inherited),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
     }
 
 
-def _compile_cache(inherited: Mapping[str, str]) -> dict[str, str]:
+def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     """Where torch.compile keeps programs: by itself in a folder of /tmp that another user may have made before.
 
     What a person chose stays. In a process that has compiled, torch has set its own choice.
     """
-    chosen = inherited.get(CACHE, "")
-    if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), TORCHS_OWN)):
+    chosen = inherited.get(ENV_COMPILE_CACHE, "")
+    if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), TORCH_CACHE_PREFIX)):
         return {}
     with contextlib.suppress(OSError):  # no place for it: torch will say so, if it compiles
-        return {CACHE: str(private.shared_folder(f"{TORCHS_OWN}{os.getuid()}"))}
+        return {ENV_COMPILE_CACHE: str(private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}"))}
     return {}
 
 
@@ -181,7 +190,7 @@ def loopback_interface() -> str:
     return next((name for name, found in interfaces.items() if any(a.address == "127.0.0.1" for a in found)), "lo")
 
 
-def processes_of(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[psutil.Process]:
+def find_run_processes(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[psutil.Process]:
     """The living processes of the run with this folder, except the one that asks; given ``node``, of one host."""
     found, family = [], set()
     if torchrun_pid is not None:
@@ -190,29 +199,29 @@ def processes_of(folder: Path, torchrun_pid: int | None = None, node: str | None
             family = {torchrun, *torchrun.children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # another user's, or gone
-            own = process in family or (_is_of(process.environ(), folder, node) and _is_own(process))
+            own = process in family or (_is_in_run(process.environ(), folder, node) and _is_own_process(process))
             if own and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def _is_own(process: psutil.Process) -> bool:
+def _is_own_process(process: psutil.Process) -> bool:
     """Whether this user began it. Root can read other users' environments, in which they write what they like."""
     return bool(process.uids().real == os.getuid())
 
 
-def _is_of(environment: Mapping[str, str], folder: Path, node: str | None) -> bool:
-    return environment.get(VARIABLE) == str(folder) and node in (None, environment.get(NODE))
+def _is_in_run(environment: Mapping[str, str], folder: Path, node: str | None) -> bool:
+    return environment.get(ENV_RUN_FOLDER) == str(folder) and node in (None, environment.get(ENV_HOST_INDEX))
 
 
-def stop(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[int]:
+def kill_run_processes(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[int]:
     """Kill every process of the run, again until none is left, and touch no other; those of one host, given ``node``.
 
     Returns:
         The ids of those that are still there after five seconds: the system cannot end one that waits for a device.
     """
     give_up = time.monotonic() + STOP_LIMIT_S
-    while alive := processes_of(folder, torchrun_pid, node):
+    while alive := find_run_processes(folder, torchrun_pid, node):
         if time.monotonic() > give_up:
             return sorted(process.pid for process in alive)
         for process in alive:
@@ -222,16 +231,16 @@ def stop(folder: Path, torchrun_pid: int | None = None, node: str | None = None)
     return []
 
 
-def stack_of(folder: RunFolder, rank: int) -> str:
+def read_stack(folder: RunFolder, rank: int) -> str:
     """The stacks that a rank left, without the frames that start every program; "" where it left none."""
     path = folder.stack(rank)
     if not path.exists():
         return ""
     lines = path.read_text(errors="replace").splitlines()
-    return "\n".join(line for line in lines if not any(frame in line for frame in STARTING_FRAMES))
+    return "\n".join(line for line in lines if not any(frame in line for frame in STARTUP_FRAMES))
 
 
-def stacks_of(folder: RunFolder, ranks: Iterable[int], host: str | None = None) -> dict[int, str]:
+def collect_stacks(folder: RunFolder, ranks: Iterable[int], host: str | None = None) -> dict[int, str]:
     """The Python stacks of every rank at this moment, for as many as answer within a second.
 
     Args:
@@ -239,12 +248,12 @@ def stacks_of(folder: RunFolder, ranks: Iterable[int], host: str | None = None) 
         ranks: those that it started.
         host: ask the ranks of the host of this name alone, where there are several.
     """
-    living = {process.pid for process in processes_of(folder.path)}
+    living = {process.pid for process in find_run_processes(folder.path)}
     stacks, asked = {}, []
     for rank in ranks:
-        if host is not None and host_of(folder, rank) != host:
+        if host is not None and read_host_name(folder, rank) != host:
             continue
-        pid = pid_of(folder, rank)
+        pid = read_pid(folder, rank)
         stacks[rank] = "(this rank had ended already)" if pid else "(this rank had not started its program yet)"
         if pid in living:
             with contextlib.suppress(ProcessLookupError):  # gone since
@@ -252,10 +261,10 @@ def stacks_of(folder: RunFolder, ranks: Iterable[int], host: str | None = None) 
                 asked.append(rank)
     with contextlib.suppress(FileNotFoundError):  # the folder was deleted
         _wait_for_text([folder.stack(rank) for rank in asked])
-    return stacks | {rank: stack_of(folder, rank) or "(no answer)" for rank in asked}
+    return stacks | {rank: read_stack(folder, rank) or "(no answer)" for rank in asked}
 
 
-def pid_of(folder: RunFolder, rank: int) -> int:
+def read_pid(folder: RunFolder, rank: int) -> int:
     """Process id of a rank, or 0 where its worker has not started yet."""
     try:
         return int(folder.pid(rank).read_text() or 0)
@@ -263,7 +272,7 @@ def pid_of(folder: RunFolder, rank: int) -> int:
         return 0
 
 
-def host_of(folder: RunFolder, rank: int) -> str:
+def read_host_name(folder: RunFolder, rank: int) -> str:
     """Name of a rank's host, or "" where there is one host alone or the rank's worker has not started yet."""
     path = folder.host(rank)
     return path.read_text() if path.exists() else ""
@@ -273,7 +282,7 @@ def _torchrun_arguments(folder: RunFolder, nproc: int) -> list[str]:
     rendezvous = ["--rdzv-backend", ONE_HOST, "--rdzv-endpoint", "127.0.0.1", "--rdzv-id", folder.path.name]
     local = ["--nnodes", "1", "--nproc-per-node", str(nproc), "--local-addr", "127.0.0.1"]
     local += ["--log-dir", str(folder.torchrun_folder())]
-    return [*rendezvous, *local, *WORKER]
+    return [*rendezvous, *local, *WORKER_ARGUMENTS]
 
 
 def _wait_for_text(files: Sequence[Path]) -> None:

@@ -25,19 +25,19 @@ from labkit.runs import records
 from labkit.runs.folder import RunFolder
 
 REDRAW_PERIOD_S = 0.25
-SHOWN_LINES = 20
-SHOWN_CHARACTERS = 1000
-UNSAID_LINES = 10_000
-MALFORMED = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
+MAX_DISPLAY_LINES = 20
+MAX_DISPLAY_CHARACTERS = 1000
+MAX_PENDING_LINES = 10_000
+PARSE_ERRORS = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
-class Tail:
+class TailReader:
     """Reads a growing text file, whole lines at a time. The file need not exist yet."""
 
     def __init__(self, path: Path):
         self.path, self._position, self._rest = path, 0, b""
 
-    def read(self) -> list[str]:
+    def read_lines(self) -> list[str]:
         """The lines that were completed since the last call."""
         try:
             with self.path.open("rb") as file:
@@ -49,14 +49,14 @@ class Tail:
         *lines, self._rest = (self._rest + new).split(b"\n")  # bytes: a read may end inside a letter
         return [line.decode(errors="replace") for line in lines]
 
-    def rest(self) -> list[str]:
+    def read_remainder(self) -> list[str]:
         """What follows the last complete line, once the file no longer grows."""
         unfinished, self._rest = self._rest, b""
         return [unfinished.decode(errors="replace")] if unfinished else []
 
 
 @dataclass
-class State:
+class ProgressState:
     """How far a run has come."""
 
     program: str
@@ -64,7 +64,7 @@ class State:
     started_ranks: int = 0
     done_steps: int = 0
     planned_steps: int = 0
-    begun: float = field(default_factory=time.monotonic)
+    start_time_s: float = field(default_factory=time.monotonic)
 
     @property
     def fraction(self) -> float:
@@ -74,23 +74,23 @@ class State:
     def __str__(self) -> str:
         steps = f", step {self.done_steps} of {self.planned_steps}" if self.planned_steps else ""
         ranks = f"ranks started {self.started_ranks}/{self.nproc}"
-        return f"{self.program}: {ranks}{steps}, {time.monotonic() - self.begun:.0f} s"
+        return f"{self.program}: {ranks}{steps}, {time.monotonic() - self.start_time_s:.0f} s"
 
 
 class Display:
     """Where progress is shown; this one shows nothing."""
 
-    def wait(self, text: str) -> None:
+    def show_wait_reason(self, text: str) -> None:
         """Show why the run has not begun yet."""
 
-    def show(self, state: State, lines: list[str]) -> None:
+    def show(self, state: ProgressState, lines: list[str]) -> None:
         """Show the state, and lines that ranks have printed since the last call."""
 
-    def close(self, state: State, outcome: str) -> None:
+    def close(self, state: ProgressState, outcome: str) -> None:
         """The run has ended: "ok", "failed", "timed out", "interrupted"."""
 
 
-class Text(Display):
+class TextDisplay(Display):
     """Lines on stderr: the ranks' output, and the state at the start, at each quarter of the steps and at the end."""
 
     def __init__(self) -> None:
@@ -99,42 +99,42 @@ class Text(Display):
         self._unsaid: deque[str] = deque()
         self._left_out = 0
 
-    def wait(self, text: str) -> None:
+    def show_wait_reason(self, text: str) -> None:
         if text != self._waits_for:
             self._waits_for = text
-            self._say(text)
+            self._print_lines(text)
 
-    def show(self, state: State, lines: list[str]) -> None:
-        self._say(*lines)
+    def show(self, state: ProgressState, lines: list[str]) -> None:
+        self._print_lines(*lines)
         quarter = int(4 * state.fraction)
         if quarter > self._quarter:
             self._quarter = quarter
-            self._say(str(state))
+            self._print_lines(str(state))
 
-    def close(self, state: State, outcome: str) -> None:
-        self._say(f"{state}: {outcome}", whoever_reads=True)
+    def close(self, state: ProgressState, outcome: str) -> None:
+        self._print_lines(f"{state}: {outcome}", whoever_reads=True)
 
-    def _say(self, *lines: str, whoever_reads: bool = False) -> None:
+    def _print_lines(self, *lines: str, whoever_reads: bool = False) -> None:
         """Print what is still unsaid and these lines, as far as somebody reads, or all of it.
 
         Who reads a pipe slowly must hold up neither the run nor its time limit, and who has gone must not end it.
         """
         self._unsaid.extend(lines)
         try:
-            while self._unsaid and (whoever_reads or takes_a_line(sys.stderr)):
+            while self._unsaid and (whoever_reads or can_write_line(sys.stderr)):
                 if self._left_out:
                     remark = f"... {self._left_out:,} lines left out here; they are in the output of the run ..."
                     print(remark, file=sys.stderr)
                     self._left_out = 0
                 print(self._unsaid.popleft(), file=sys.stderr, flush=True)
         except BrokenPipeError:
-            to_nobody(sys.stderr)
-        while len(self._unsaid) > UNSAID_LINES:
+            redirect_to_devnull(sys.stderr)
+        while len(self._unsaid) > MAX_PENDING_LINES:
             self._unsaid.popleft()
             self._left_out += 1
 
 
-def takes_a_line(file: Any) -> bool:
+def can_write_line(file: Any) -> bool:
     """Whether a line goes into this file at once, and not only when somebody has read from the pipe that it is."""
     try:
         number = file.fileno()
@@ -145,14 +145,14 @@ def takes_a_line(file: Any) -> bool:
     return bool(poll.poll(0))
 
 
-def to_nobody(file: Any) -> None:
+def redirect_to_devnull(file: Any) -> None:
     """Let what is written to this pipe, whose reader has gone, vanish. Otherwise Python fails at its end once more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)
 
 
-class Notebook(Display):
+class NotebookDisplay(Display):
     """One block of HTML under the cell, redrawn in place at most four times a second, empty at the end."""
 
     def __init__(self) -> None:
@@ -162,13 +162,13 @@ class Notebook(Display):
         self._drawn = time.monotonic()
         self._handle: Any = display({"text/html": ""}, raw=True, display_id=True)
 
-    def wait(self, text: str) -> None:
+    def show_wait_reason(self, text: str) -> None:
         if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
             self._drawn = time.monotonic()
             self._handle.update({"text/html": f"<div><progress></progress> {escape(text)}</div>"}, raw=True)
 
-    def show(self, state: State, lines: list[str]) -> None:
-        self._lines = [*self._lines, *lines][-SHOWN_LINES:]
+    def show(self, state: ProgressState, lines: list[str]) -> None:
+        self._lines = [*self._lines, *lines][-MAX_DISPLAY_LINES:]
         if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
             self._drawn = time.monotonic()
             value = f'max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
@@ -176,65 +176,65 @@ class Notebook(Display):
             output = f"<pre>{escape(chr(10).join(self._lines))}</pre>" if self._lines else ""
             self._handle.update({"text/html": f"<div>{bar} {escape(str(state))}</div>{output}"}, raw=True)
 
-    def close(self, state: State, outcome: str) -> None:
+    def close(self, state: ProgressState, outcome: str) -> None:
         self._handle.update({"text/html": ""}, raw=True)
 
 
-class Progress:
+class RunMonitor:
     """Follows the files of one run and feeds a display."""
 
     def __init__(self, folder: RunFolder, program: str, ranks: Sequence[int], display: Display):
-        self.state = State(program, len(ranks))
+        self.state = ProgressState(program, len(ranks))
         self._folder, self._ranks = folder, ranks
-        self._logs = [Tail(folder.log(rank)) for rank in ranks]
-        self._records = Tail(records.path_of(folder.path, ranks[0]))
+        self._logs = [TailReader(folder.log(rank)) for rank in ranks]
+        self._records = TailReader(records.record_path(folder.path, ranks[0]))
         self._display = display
 
     def update(self) -> None:
         """Read what is new and show it."""
-        for record in self._records.read():
-            with contextlib.suppress(*MALFORMED):  # the reader of results reports it, with its place
-                self._follow(json.loads(record))
+        for record in self._records.read_lines():
+            with contextlib.suppress(*PARSE_ERRORS):  # the reader of results reports it, with its place
+                self._count_steps(json.loads(record))
         if self.state.started_ranks < self.state.nproc:
             self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in self._ranks)
-        self._display.show(self.state, self._output(Tail.read))
+        self._display.show(self.state, self._new_output_lines(TailReader.read_lines))
 
     def close(self, outcome: str) -> None:
         """Show the rest, then the end."""
         self.update()
-        self._display.show(self.state, self._output(Tail.rest))
+        self._display.show(self.state, self._new_output_lines(TailReader.read_remainder))
         self._display.close(self.state, outcome)
 
-    def _output(self, read: Callable[[Tail], list[str]]) -> list[str]:
+    def _new_output_lines(self, read: Callable[[TailReader], list[str]]) -> list[str]:
         prefixes = [f"[rank {rank}] " if index else "" for index, rank in enumerate(self._ranks)]
         together = zip(prefixes, self._logs, strict=True)
-        return [prefix + _cut(line, log.path) for prefix, log in together for line in read(log)]
+        return [prefix + _clip_line(line, log.path) for prefix, log in together for line in read(log)]
 
-    def _follow(self, record: Any) -> None:
+    def _count_steps(self, record: Any) -> None:
         if record["name"] == records.PLANNED_STEPS:
             self.state.planned_steps = int(record["value"])
         elif record["name"] == "step" and record["kind"] == "span":
             self.state.done_steps = max(self.state.done_steps, min(record["step"] + 1, self.state.planned_steps))
 
 
-def _cut(line: str, log: Path) -> str:
+def _clip_line(line: str, log: Path) -> str:
     """A line that is short enough to be shown."""
-    if len(line) <= SHOWN_CHARACTERS:
+    if len(line) <= MAX_DISPLAY_CHARACTERS:
         return line
-    return f"{line[:SHOWN_CHARACTERS]} ... ({len(line):,} characters; all are in {log})"
+    return f"{line[:MAX_DISPLAY_CHARACTERS]} ... ({len(line):,} characters; all are in {log})"
 
 
-_given: ContextVar[Display | None] = ContextVar("_given", default=None)
+_display_override: ContextVar[Display | None] = ContextVar("_given", default=None)
 
 
 @contextlib.contextmanager
-def shown_on(display: Display) -> Iterator[None]:
+def use_display(display: Display) -> Iterator[None]:
     """Runs of this thread show their progress on this display. One that raises KeyboardInterrupt ends its run."""
-    token = _given.set(display)
+    token = _display_override.set(display)
     try:
         yield
     finally:
-        _given.reset(token)
+        _display_override.reset(token)
 
 
 def choose_display() -> Display:
@@ -243,18 +243,14 @@ def choose_display() -> Display:
     Raises:
         ParameterError: LABKIT_PROGRESS asks for one that there is not.
     """
-    if given := _given.get():
+    if given := _display_override.get():
         return given
     wanted = os.environ.get("LABKIT_PROGRESS") or ("notebook" if in_kernel() else "text")
-    displays = {"off": Display, "text": Text, "notebook": Notebook}
+    displays = {"off": Display, "text": TextDisplay, "notebook": NotebookDisplay}
     if wanted not in displays:
-        raise ParameterError(
-            f"LABKIT_PROGRESS={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose"
-        )
+        raise ParameterError(f"LABKIT_PROGRESS={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose")
     if wanted == "notebook" and not in_kernel():
-        raise ParameterError(
-            "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off"
-        )
+        raise ParameterError("LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off")
     return displays[wanted]()
 
 

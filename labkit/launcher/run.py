@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 from labkit import config, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
-from labkit.launcher import failure, network, packet, process, queue, shortage
-from labkit.launcher.progress import Display, Progress, choose_display
-from labkit.launcher.warm import Parent, Torchrun, decide, keeper
-from labkit.runs import private
+from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits, run_queue
+from labkit.launcher.progress import Display, RunMonitor, choose_display
+from labkit.launcher.warm_start import ForkServer, WarmTorchrun, choose_warm_start, fork_server_manager
+from labkit.runs import private_files
 from labkit.runs.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
-from labkit.runs.records import VERSION
+from labkit.runs.records import FORMAT_VERSION
 from labkit.runs.result import RunResult, load
 
 if TYPE_CHECKING:
-    from labkit_cluster.hosts import Host, Hosts
+    from labkit_cluster.hosts import Host, MultiHostTorchrun
 
 DEVICES = ("auto", "cpu", "cuda")
 POLL_PERIOD_S = 0.1
 FAILURE_GRACE_S = 3.0
 RANKS_PER_CORE = 64
-NAME_IN_FOLDER = 100  # characters of a program's name; a file's name may have 255
+MAX_PROGRAM_NAME_CHARACTERS = 100  # characters of a program's name; a file's name may have 255
 
 
 def run(
@@ -77,13 +77,13 @@ def run(
         HostLost: a host was lost, or cannot be reached.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = plan_of(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params)
-    return execute(plan, b"" if use is None else packet.pack(use))
+    plan = make_run_request(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params)
+    return execute_request(plan, b"" if use is None else payload_pickling.pack_payload(use))
 
 
-def run_given(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
+def run_with_payload(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
     """``run`` for a program of labkit's own that takes whatever it is given, see rank/given.py."""
-    return execute(plan_of(program, **arguments), packet.pack(given))
+    return execute_request(make_run_request(program, **arguments), payload_pickling.pack_payload(given))
 
 
 def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: Any) -> list[RunResult]:
@@ -97,13 +97,13 @@ def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: An
     Raises:
         ParameterError: a bad argument of any of the runs; nothing was started.
     """
-    chosen = combinations(over, fixed)
+    chosen = argument_combinations(over, fixed)
     for one in chosen:  # all of them before the first run: a bad value must not cost an hour
-        plan_of(program, **(fixed | one))
+        make_run_request(program, **(fixed | one))
     return [run(program, **(fixed | one)) for one in chosen]
 
 
-def combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def argument_combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every combination of the values of some arguments, in order; the last one varies fastest.
 
     Raises:
@@ -114,9 +114,7 @@ def combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]) ->
         raise ParameterError(f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out")
     for name, each in over.items():
         if isinstance(each, str) or not isinstance(each, Iterable):
-            raise ParameterError(
-                f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out"
-            )
+            raise ParameterError(f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out")
     values = [list(each) for each in over.values()]
     return [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
 
@@ -130,7 +128,7 @@ def _is_several(running: Any) -> bool:
 
 
 @dataclass
-class Plan:
+class RunRequest:
     """A checked request, in the words of run.json; ``target`` is what the worker is to run."""
 
     program: str
@@ -146,7 +144,7 @@ class Plan:
     hosts: list[Host]
 
     @property
-    def ranks_of_a_host(self) -> int:
+    def local_world_size(self) -> int:
         """Ranks on each."""
         return self.nproc // max(1, len(self.hosts))
 
@@ -156,22 +154,22 @@ class Plan:
         return self.program
 
     @property
-    def started(self) -> list[int]:
+    def active_ranks(self) -> list[int]:
         """The ranks that are started."""
         return list(range(self.nproc))
 
     @property
-    def command(self) -> tuple[str, list[str]]:
+    def worker_command(self) -> tuple[str, list[str]]:
         """What each of them is, and its command line."""
         return self.target, self.arguments
 
     @property
-    def variables(self) -> dict[str, str]:
+    def extra_environment(self) -> dict[str, str]:
         """What they find in their environment besides what every rank does."""
         return {}
 
 
-def plan_of(
+def make_run_request(
     program: str | Path,
     *,
     nproc: Any = 2,
@@ -181,11 +179,11 @@ def plan_of(
     use: Any = None,
     hosts: Any = None,
     **params: Any,
-) -> Plan:
+) -> RunRequest:
     """Check everything that can be checked before a start; the arguments are those of ``run``."""
-    nproc = positive("nproc", nproc, int, "not a number of ranks: give an int of at least 1")
-    timeout_s = positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
-    cores = len(requirements.cores())
+    nproc = require_positive("nproc", nproc, int, "not a number of ranks: give an int of at least 1")
+    timeout_s = require_positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
+    cores = len(requirements.usable_cores())
     if nproc > RANKS_PER_CORE * cores:
         limit = f"{RANKS_PER_CORE} for each of {cores} cores = {RANKS_PER_CORE * cores} is the limit"
         raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
@@ -194,18 +192,18 @@ def plan_of(
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
     places = _several().checked(hosts) if hosts is not None else []
-    if network.is_wanted() and places:
-        raise ParameterError(f"{network.SWITCH}=own keeps ranks to this machine, so none can run on hosts: unset it")
+    if network_namespace.is_namespace_requested() and places:
+        raise ParameterError(f"{network_namespace.ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
     nproc *= max(1, len(places))
     path, target = find_program(program)
     if use is not None:
-        packet.refuse_what_does_not_fit(use, config.read_replaceable(path), path.stem)
-    sources = {name: packet.source_of(function) for name, function in (use or {}).items()}
-    resolved = resolve(path, params, nproc)
-    return Plan(path.stem, str(path), target, *resolved, nproc, device, timeout_s, decide(warm), sources, places)
+        payload_pickling.validate_replacements(use, config.read_replaceable(path), path.stem)
+    sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
+    resolved = resolve_params(path, params, nproc)
+    return RunRequest(path.stem, str(path), target, *resolved, nproc, device, timeout_s, choose_warm_start(warm), sources, places)
 
 
-def positive(name: str, value: Any, wanted: type, rule: str) -> Any:
+def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
     """The value as the wanted type of number. Raises ParameterError, with the rule, unless it is one above 0."""
     try:
         number = config.convert(value, wanted)
@@ -216,23 +214,23 @@ def positive(name: str, value: Any, wanted: type, rule: str) -> Any:
     return number
 
 
-def execute(plan: Plan, given: bytes) -> RunResult:
+def execute_request(plan: RunRequest, given: bytes) -> RunResult:
     """Run what was checked when its turn has come; ``given`` goes to the ranks."""
     display = choose_display()
 
-    def waits(before: int) -> None:
+    def show_queue_position(before: int) -> None:
         runs = "1 run" if before == 1 else f"{before} runs"
-        display.wait(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
+        display.show_wait_reason(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
 
-    with shortage.explained():
-        _refuse_where_no_rank_can_run(plan)
-        here, device = (0, "cpu") if plan.hosts else (len(plan.started), plan.device)  # on hosts: other machines
-        need = queue.Need.of(here, device)
-        with queue.turn(need, waits):
-            return _run_now(plan, given, display)
+    with resource_limits.explain_shortage():
+        _refuse_unusable_machine(plan)
+        here, device = (0, "cpu") if plan.hosts else (len(plan.active_ranks), plan.device)  # on hosts: other machines
+        need = run_queue.ResourceNeeds.for_run(here, device)
+        with run_queue.wait_for_turn(need, show_queue_position):
+            return _execute_now(plan, given, display)
 
 
-def _refuse_where_no_rank_can_run(plan: Plan) -> None:
+def _refuse_unusable_machine(plan: RunRequest) -> None:
     """Raise LabError for what would let a run fail late, or with words that do not name the cause."""
     try:
         os.getcwd()
@@ -243,42 +241,42 @@ def _refuse_where_no_rank_can_run(plan: Plan) -> None:
         raise LabError(f"{problem}, and ranks of one machine talk over it: {requirements.LOOPBACK_FIX}")
 
 
-def _run_now(plan: Plan, given: bytes, display: Display) -> RunResult:
-    info = describe(plan)
-    folder = new_folder(info, given)
-    progress = Progress(folder, plan.title, plan.started, display)
+def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
+    info = initial_run_info(plan)
+    folder = make_run_folder(info, given)
+    progress = RunMonitor(folder, plan.title, plan.active_ranks, display)
     started = time.monotonic()
     try:
-        with keeper.during_a_run(False if plan.hosts else plan.warm) as parent:
-            started = progress.state.begun = time.monotonic()
+        with fork_server_manager.server_for_run(False if plan.hosts else plan.warm) as parent:
+            started = progress.state.start_time_s = time.monotonic()
             _run_ranks(plan, folder, progress, parent, info)
         info["exit"] = "ok"
     except BaseException as error:
-        info |= {"exit": outcome_of(error), "error": f"{type(error).__name__}: {error}"}
+        info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(LabError):  # what ended the run says more
-            write_end(info, folder, started)
+            write_run_end(info, folder, started)
         raise
     else:
-        write_end(info, folder, started)
+        write_run_end(info, folder, started)
     finally:
         progress.close(info["exit"])  # last: whoever reads what is shown may keep it waiting
     return load(folder.path)
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def initial_run_info(plan: RunRequest) -> dict[str, Any]:
     """What run.json says before the start."""
     return {
-        "version": VERSION,
+        "version": FORMAT_VERSION,
         **asdict(plan),
         "hosts": [host.name for host in plan.hosts],
         "python": platform.python_version(),
         "labkit": next((found.version for found in metadata.distributions(name="labkit")), "unknown"),
-        "start": this_moment(),
+        "start": timestamp_now(),
         "exit": "running",
     }
 
 
-def this_moment() -> str:
+def timestamp_now() -> str:
     """Date and time, as run.json writes them."""
     return datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
 
@@ -298,47 +296,45 @@ def find_program(program: str | Path) -> tuple[Path, str]:
     return found[str(program)], f"launch.{program}"
 
 
-def resolve(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[str, Any], list[str]]:
+def resolve_params(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[str, Any], list[str]]:
     """All parameters of the program by name, and its command line."""
     config_class = config.read_config(path)
     if config_class is None:
         if params:
-            raise ParameterError(
-                f"{path.stem} has no class Config, so it takes no parameters: omit {', '.join(params)}"
-            )
+            raise ParameterError(f"{path.stem} has no class Config, so it takes no parameters: omit {', '.join(params)}")
         return {}, []
     try:
-        made = config.make(config_class, params, nproc)
+        made = config.build_config(config_class, params, nproc)
     except ParameterError as error:
         raise ParameterError(f"{path.stem}: {error}") from None
     return asdict(made), config.to_argv(made)
 
 
-def new_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFolder:
+def make_run_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFolder:
     """Make a run's folder, of this name or a new one, with its run.json. Raises LabError where that cannot be."""
     parent = runs_folder()
-    folder = RunFolder(parent / (name or new_name(info["program"])))
+    folder = RunFolder(parent / (name or make_run_name(info["program"])))
     try:
-        private.make_folder(parent)
+        private_files.make_private_folder(parent)
         if problem := disk_problem(parent):
             raise LabError(problem)
-        folder.path.mkdir(mode=private.FOLDER_MODE)
+        folder.path.mkdir(mode=private_files.FOLDER_MODE)
         write_json(folder.run_json, info)
         if given:
-            folder.give(given)
+            folder.write_payload(given)
     except OSError as error:
-        fix = shortage.remedy(str(error)) or "set LABKIT_RUNS to a folder that can be written"
+        fix = resource_limits.shortage_fix(str(error)) or "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error
     return folder
 
 
-def new_name(program: str) -> str:
+def make_run_name(program: str) -> str:
     """A name for a folder of a run of this program that no other has."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return f"{stamp}-{program[:NAME_IN_FOLDER]}-{secrets.token_hex(3)}"
+    return f"{stamp}-{program[:MAX_PROGRAM_NAME_CHARACTERS]}-{secrets.token_hex(3)}"
 
 
-def write_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
+def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
     """Complete run.json. Raises LabError where that cannot be written."""
     info = info | {"duration_s": round(time.monotonic() - started, 3)}
     with contextlib.suppress(RecordError):  # load tells it, with the name of the file
@@ -347,15 +343,15 @@ def write_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
         write_json(folder.run_json, info)
     except OSError as error:
         if not folder.path.is_dir():
-            raise _lost(folder) from error
+            raise _folder_lost_error(folder) from error
         folder.remove_pids(info["nproc"])  # on a full disk, that makes room for the end of the run
         try:
             write_json(folder.run_json, info)
         except OSError:
-            raise _lost(folder) from error
+            raise _folder_lost_error(folder) from error
 
 
-def _lost(folder: RunFolder) -> LabError:
+def _folder_lost_error(folder: RunFolder) -> LabError:
     """The error of a run whose folder can no longer be written."""
     if not folder.path.is_dir():
         what = f"the run's folder {folder.path} was deleted during the run, so its results are lost"
@@ -363,41 +359,41 @@ def _lost(folder: RunFolder) -> LabError:
     return LabError(disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again")
 
 
-def _run_ranks(plan: Plan, folder: RunFolder, progress: Progress, parent: Parent | None, info: dict[str, Any]) -> None:
+def _run_ranks(plan: RunRequest, folder: RunFolder, progress: RunMonitor, parent: ForkServer | None, info: dict[str, Any]) -> None:
     """Start the ranks and wait for their end; raises what went wrong, and leaves no process behind."""
-    with _processes(plan, folder, parent) as running:
-        info |= {"warm": isinstance(running, Torchrun), "git_revision": git_revision()}  # while the ranks start
-        status = _watch(running, folder, plan, progress)
+    with _launch_processes(plan, folder, parent) as running:
+        info |= {"warm": isinstance(running, WarmTorchrun), "git_revision": git_revision()}  # while the ranks start
+        status = _watch_ranks(running, folder, plan, progress)
     if not folder.path.is_dir():
-        raise _lost(folder)
+        raise _folder_lost_error(folder)
     if status != 0:
         raise failure.first_failure(folder, status)
 
 
 @contextlib.contextmanager
-def _processes(plan: Plan, folder: RunFolder, parent: Parent | None) -> Iterator[process.Running | Hosts]:
+def _launch_processes(
+    plan: RunRequest, folder: RunFolder, parent: ForkServer | None
+) -> Iterator[process.TorchrunProcess | MultiHostTorchrun]:
     """The run's torchrun; on leaving, every process of the run is gone. Raises LabError if one does not die."""
     immortal: list[int] = []
-    running: process.Running | Hosts | None = (
-        _several().Hosts(folder, plan.hosts, _request(plan)) if plan.hosts else None
+    running: process.TorchrunProcess | MultiHostTorchrun | None = (
+        _several().Hosts(folder, plan.hosts, _host_request(plan)) if plan.hosts else None
     )
     try:
         if _is_several(running):
             running.start()
         else:
-            own = process.environment(folder, len(plan.started), plan.device) | plan.variables
-            running = process.start(folder, *plan.command, len(plan.started), own, parent)
+            own = process.rank_environment(folder, len(plan.active_ranks), plan.device) | plan.extra_environment
+            running = process.start_torchrun(folder, *plan.worker_command, len(plan.active_ranks), own, parent)
         yield running
     finally:
-        _undisturbed(lambda: immortal.extend(_stop(folder, running)))
-        folder.remove_torchruns_files()
+        _run_uninterrupted(lambda: immortal.extend(_stop_ranks(folder, running)))
+        folder.remove_torchrun_files()
     if immortal:
-        raise LabError(
-            f"processes {immortal} of {folder.path} did not die of SIGKILL: they wait for a device; restart the machine"
-        )
+        raise LabError(f"processes {immortal} of {folder.path} did not die of SIGKILL: they wait for a device; restart the machine")
 
 
-def _undisturbed(work: Callable[[], None]) -> None:
+def _run_uninterrupted(work: Callable[[], None]) -> None:
     """Do this in a thread, which a second interrupt does not reach; here, where no thread may be started any more."""
     thread = threading.Thread(target=work)
     try:
@@ -408,30 +404,34 @@ def _undisturbed(work: Callable[[], None]) -> None:
         thread.join()
 
 
-def _request(plan: Plan) -> dict[str, Any]:
+def _host_request(plan: RunRequest) -> dict[str, Any]:
     """What each host is to run."""
-    return {"target": plan.target, "arguments": plan.arguments, "nproc": plan.ranks_of_a_host, "device": plan.device}
+    return {"target": plan.target, "arguments": plan.arguments, "nproc": plan.local_world_size, "device": plan.device}
 
 
-def _stop(folder: RunFolder, running: process.Running | Hosts | None) -> list[int]:
+def _stop_ranks(folder: RunFolder, running: process.TorchrunProcess | MultiHostTorchrun | None) -> list[int]:
     """End every process of the run; returns those that cannot be ended."""
     if _is_several(running):
         running.close()
         return []
-    immortal = process.stop(folder.path, running.pid if running else None)
+    immortal = process.kill_run_processes(folder.path, running.pid if running else None)
     if running and not immortal:
         running.wait(process.STOP_LIMIT_S)
     return immortal
 
 
-def _stacks(running: process.Running | Hosts, folder: RunFolder, ranks: Sequence[int]) -> dict[int, str]:
+def _collect_stacks(
+    running: process.TorchrunProcess | MultiHostTorchrun, folder: RunFolder, ranks: Sequence[int]
+) -> dict[int, str]:
     """Where every rank is at this moment."""
     if _is_several(running):
-        return dict.fromkeys(ranks, "(its host does not answer)") | running.stacks()
-    return process.stacks_of(folder, ranks)
+        return dict.fromkeys(ranks, "(its host does not answer)") | running.collect_stacks()
+    return process.collect_stacks(folder, ranks)
 
 
-def _watch(running: process.Running | Hosts, folder: RunFolder, plan: Plan, progress: Progress) -> int:
+def _watch_ranks(
+    running: process.TorchrunProcess | MultiHostTorchrun, folder: RunFolder, plan: RunRequest, progress: RunMonitor
+) -> int:
     """Wait for torchrun's end and return its exit status."""
     limit = time.monotonic() + plan.timeout_s
     failed_at = 0.0
@@ -443,16 +443,16 @@ def _watch(running: process.Running | Hosts, folder: RunFolder, plan: Plan, prog
             return 1
         now = time.monotonic()
         if now > limit:
-            stacks = _stacks(running, folder, plan.started)
-            outputs = {rank: failure.tail(folder.log(rank), lines=100_000) for rank in plan.started}
+            stacks = _collect_stacks(running, folder, plan.active_ranks)
+            outputs = {rank: failure.read_tail(folder.log(rank), lines=100_000) for rank in plan.active_ranks}
             raise RunTimedOut(plan.timeout_s, stacks, outputs)
-        if not failed_at and failure.errors_of(folder):
+        if not failed_at and failure.read_rank_errors(folder):
             failed_at = now
         if failed_at and now - failed_at > FAILURE_GRACE_S:  # a rank that failed but cannot leave
             return 1
 
 
-def outcome_of(error: BaseException) -> str:
+def exit_label(error: BaseException) -> str:
     """What run.json calls the end of a run that this ended."""
     if isinstance(error, RunTimedOut):
         return "timed out"

@@ -2,7 +2,7 @@
 
 torch's own torchrun runs here unchanged. Four things are added: the run ends when the notebook's process is gone,
 however it went (torchrun alone would go on); no process that a rank has started outlives it; the way each failed rank
-ended is written to exit.json; and it meets itself at once (rendezvous.py). Two are shortened: once a rank has failed,
+ended is written to exit.json; and it meets itself at once (rendezvous_handlers.py). Two are shortened: once a rank has failed,
 the others have two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch and what
 else the program takes of it is imported already, instead of each starting Python and importing it again. This process
 in its turn is a fork of the warm parent (parent.py) where there is one.
@@ -25,15 +25,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from labkit.launcher import network, process, worker
-from labkit.runs.folder import NODE, NOTEBOOK_PID, TORCHRUN_PID, RunFolder, write_json
-from labkit.session.ending import begin_anew
+from labkit.launcher import network_namespace, process, worker
+from labkit.runs.folder import ENV_HOST_INDEX, ENV_NOTEBOOK_PID, ENV_TORCHRUN_PID, RunFolder, write_json
+from labkit.session.process_exit import reset_exit_handlers
 
 PR_SET_CHILD_SUBREAPER = 36
-WATCH_PERIOD_S = 0.5
+NOTEBOOK_POLL_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
-POLL_PERIOD_S, PAUSE_S = 0.05, 0.001
-WORKER = "labkit.launcher.worker"
+POLL_PERIOD_S, FORK_POLL_PERIOD_S = 0.05, 0.001
+WORKER_MODULE = "labkit.launcher.worker"
 MEMORY_TRACKER = "torch.distributed._tools.mem_tracker"
 """What follows the memory of a model in its last step. It is imported late, and brings in the compiler."""
 
@@ -42,10 +42,10 @@ def main() -> None:
     """Be torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
     folder = RunFolder(Path(sys.argv[1]))
     _adopt_orphans()
-    if process.ONE_HOST in sys.argv and network.is_wanted():  # before there is a thread
-        network.begin()
-    threading.Thread(target=_end_with_notebook, args=[folder], daemon=True).start()
-    os.environ[TORCHRUN_PID] = str(os.getpid())
+    if process.ONE_HOST in sys.argv and network_namespace.is_namespace_requested():  # before there is a thread
+        network_namespace.enter_namespace()
+    threading.Thread(target=_watch_notebook, args=[folder], daemon=True).start()
+    os.environ[ENV_TORCHRUN_PID] = str(os.getpid())
     try:
         status = _run_torchrun(folder, sys.argv[2:])
     except SystemExit as error:
@@ -55,8 +55,8 @@ def main() -> None:
         with contextlib.suppress(OSError):  # the log's disk is full
             traceback.print_exc()
     # gone a moment ago, and the watch has not seen it or not finished
-    if _notebook_is_gone() or _has_children():
-        process.stop(folder.path, os.getpid(), os.environ.get(NODE))
+    if _is_notebook_gone() or _has_children():
+        process.kill_run_processes(folder.path, os.getpid(), os.environ.get(ENV_HOST_INDEX))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,17 +81,17 @@ def _has_children() -> bool:
     return False
 
 
-def may_fork() -> bool:
+def can_fork() -> bool:
     """Whether ranks can be forked from this process. Otherwise each starts a Python of its own.
 
     CUDA does not survive a fork: it is untouched as long as this process holds no file of the driver open. Outside
     Linux the systems' own libraries do not survive it: forking after they were loaded can crash (Python's own default
     there is spawn).
     """
-    return sys.platform == "linux" and not any(name.startswith("/dev/nvidia") for name in _open_files())
+    return sys.platform == "linux" and not any(name.startswith("/dev/nvidia") for name in _list_open_files())
 
 
-def _open_files() -> Iterator[str]:
+def _list_open_files() -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own
             yield os.readlink(f"/proc/self/fd/{number}")
@@ -102,19 +102,19 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     from torch.distributed import run  # after the watch has begun: this import takes a second
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from labkit.launcher import rendezvous
+    from labkit.launcher import rendezvous_handlers
 
-    rendezvous.register()
-    _shorten_shutdown()
+    rendezvous_handlers.register_handlers()
+    _limit_shutdown_time()
     _fork_ranks()
-    if may_fork():
+    if can_fork():
         _import_for_ranks(arguments)
-    pause = PAUSE_S if may_fork() else POLL_PERIOD_S  # a forked rank's poll waits by itself
+    pause = FORK_POLL_PERIOD_S if can_fork() else POLL_PERIOD_S  # a forked rank's poll waits by itself
     try:
         run.main(["--monitor-interval", str(pause), *arguments])
     except ChildFailedError as error:
-        failures = [_failure(rank, failed) for rank, failed in error.failures.items()]
-        write_json(folder.exit_json(int(os.environ.get(NODE, "0"))), {"failures": failures})
+        failures = [_failure_entry(rank, failed) for rank, failed in error.failures.items()]
+        write_json(folder.exit_json(int(os.environ.get(ENV_HOST_INDEX, "0"))), {"failures": failures})
         return 1
     return 0
 
@@ -122,10 +122,10 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
 def _import_for_ranks(arguments: list[str]) -> None:
     """Import what the program imports of torch and labkit: once for all ranks of this host, rather than in each."""
     with contextlib.suppress(Exception):  # torchrun and the ranks say what is wrong
-        program = arguments[arguments.index(WORKER) + 1]
+        program = arguments[arguments.index(WORKER_MODULE) + 1]
         spec = None if program.endswith(".py") else importlib.util.find_spec(program)
         path = spec.origin if spec and spec.origin else program
-        names = list(_imports_of(ast.parse(Path(path).read_bytes())))
+        names = list(_program_imports(ast.parse(Path(path).read_bytes())))
         if any(name.startswith("labkit.models") for name in names):
             names.append(MEMORY_TRACKER)
         for name in names:
@@ -134,7 +134,7 @@ def _import_for_ranks(arguments: list[str]) -> None:
                     importlib.import_module(name)
 
 
-def _imports_of(program: ast.Module) -> Iterator[str]:
+def _program_imports(program: ast.Module) -> Iterator[str]:
     """The modules that a program imports at its top, and what may be modules of them."""
     for statement in program.body:
         if isinstance(statement, ast.Import):
@@ -144,11 +144,11 @@ def _imports_of(program: ast.Module) -> Iterator[str]:
             yield from (f"{statement.module}.{each.name}" for each in statement.names)
 
 
-def _failure(rank: int, failed: Any) -> dict[str, Any]:
+def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
     """One failed rank as torchrun saw it; ``signal`` is "" for a rank that left by itself."""
     name = signal.Signals(-failed.exitcode).name if failed.exitcode < 0 else ""
     return {
-        "rank": worker.simulated_rank(rank),
+        "rank": worker.global_rank(rank),
         "pid": failed.pid,
         "exitcode": failed.exitcode,
         "signal": name,
@@ -156,16 +156,16 @@ def _failure(rank: int, failed: Any) -> dict[str, Any]:
     }
 
 
-def _shorten_shutdown() -> None:
+def _limit_shutdown_time() -> None:
     """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not reach the end after a failure."""
     from torch.distributed.elastic.multiprocessing import PContext
 
     close = PContext.close
 
-    def close_soon(context: PContext, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_LIMIT_S) -> None:
+    def close_with_limit(context: PContext, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_LIMIT_S) -> None:
         close(context, death_sig, min(timeout, SHUTDOWN_LIMIT_S))
 
-    PContext.close = close_soon  # type: ignore[assignment, method-assign]
+    PContext.close = close_with_limit  # type: ignore[assignment, method-assign]
 
 
 def _fork_ranks() -> None:
@@ -178,22 +178,22 @@ def _fork_ranks() -> None:
 
     start_anew = SubprocessHandler._popen
 
-    def fork(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
-        if may_fork():
-            return ForkedRank(command[command.index(WORKER) + 1 :], env)
+    def fork_rank(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
+        if can_fork():
+            return RankProcess(command[command.index(WORKER_MODULE) + 1 :], env)
         return start_anew(handler, command, env)
 
-    SubprocessHandler._popen = fork  # type: ignore[assignment, method-assign]
+    SubprocessHandler._popen = fork_rank  # type: ignore[assignment, method-assign]
 
 
-class ForkedRank:
+class RankProcess:
     """A rank that was forked, with what torchrun uses of subprocess.Popen: ``pid``, ``returncode``, poll and wait.
 
     torchrun polls its ranks in turn, again and again. Here that is a wait until any rank ends, so that torchrun learns
     of it at once and does not take time from the ranks meanwhile.
     """
 
-    alive: ClassVar[dict[int, int]] = {}
+    pidfds: ClassVar[dict[int, int]] = {}
     """A file descriptor that becomes readable when the rank ends, by process id."""
 
     def __init__(self, arguments: tuple[str, ...], env: dict[str, str]):
@@ -202,17 +202,17 @@ class ForkedRank:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_a_rank(arguments, env)
-        ForkedRank.alive[self.pid] = os.pidfd_open(self.pid)
+            _run_as_rank(arguments, env)
+        RankProcess.pidfds[self.pid] = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         if self.returncode is None:
-            select.select([*ForkedRank.alive.values()], [], [], POLL_PERIOD_S / len(ForkedRank.alive))
+            select.select([*RankProcess.pidfds.values()], [], [], POLL_PERIOD_S / len(RankProcess.pidfds))
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
-                os.close(ForkedRank.alive.pop(pid))
+                os.close(RankProcess.pidfds.pop(pid))
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -220,25 +220,25 @@ class ForkedRank:
         begun = time.monotonic()
         while (status := self.poll()) is None:
             if timeout is not None and time.monotonic() - begun > timeout:
-                raise subprocess.TimeoutExpired(WORKER, timeout)
+                raise subprocess.TimeoutExpired(WORKER_MODULE, timeout)
         return status
 
 
-def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
+def _run_as_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
     """What Popen and a new Python would have done, then the worker. Does not return."""
     try:
         os.setsid()
-        for descriptor in ForkedRank.alive.values():
+        for descriptor in RankProcess.pidfds.values():
             os.close(descriptor)
-        begin_anew()
+        reset_exit_handlers()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)  # torchrun has its own handlers
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(env)
-        _start_random_numbers_anew()
+        _reseed_generators()
         sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))  # a new one reads it when it imports torch
-        sys.argv = [WORKER, *arguments]
+        sys.argv = [WORKER_MODULE, *arguments]
         worker.main()
     except BaseException:  # before the program began
         traceback.print_exc()
@@ -246,25 +246,25 @@ def _be_a_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
         os._exit(1)
 
 
-def _start_random_numbers_anew() -> None:
+def _reseed_generators() -> None:
     """As new Pythons have them: other ones in every rank and every run."""
     random.seed()
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].default_generator.seed()
 
 
-def _end_with_notebook(folder: RunFolder) -> None:
-    while not _notebook_is_gone():
-        time.sleep(WATCH_PERIOD_S)
+def _watch_notebook(folder: RunFolder) -> None:
+    while not _is_notebook_gone():
+        time.sleep(NOTEBOOK_POLL_PERIOD_S)
     try:
-        process.stop(folder.path, os.getpid(), os.environ.get(NODE))
+        process.kill_run_processes(folder.path, os.getpid(), os.environ.get(ENV_HOST_INDEX))
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _notebook_is_gone() -> bool:
+def _is_notebook_gone() -> bool:
     """Whether this process has another parent than the one that started it."""
-    return os.getppid() != int(os.environ[NOTEBOOK_PID])
+    return os.getppid() != int(os.environ[ENV_NOTEBOOK_PID])
 
 
 if __name__ == "__main__":

@@ -21,24 +21,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from labkit.errors import shorten
-from labkit.runs import private
+from labkit.runs import private_files
 from labkit.runs.folder import (
-    AHEAD,
-    HOST,
-    RANKS,
-    SIMULATED,
-    TORCHRUN_PID,
-    VARIABLE,
+    ENV_CLOCK_AHEAD_S,
+    ENV_EXPECTED_WORLD_SIZE,
+    ENV_HOST_NAME,
+    ENV_RUN_FOLDER,
+    ENV_SIMULATION,
+    ENV_TORCHRUN_PID,
     RunFolder,
-    simulated_ranks,
+    simulation_ranks,
     write_json,
     write_text,
 )
-from labkit.session.ending import leave, status_after, status_of
+from labkit.session.process_exit import exit_process, exit_status, print_error_and_status
 
 PR_SET_PDEATHSIG = 1
-AROUND = (__file__, str(Path(__file__).parents[2] / "labkit_simulate" / "world.py"))
-ECHO_WORDS = (
+LAUNCHER_FRAMES = (__file__, str(Path(__file__).parents[2] / "labkit_simulate" / "run_rank.py"))
+CONNECTION_LOSS_WORDS = (
     "connection closed by peer",
     "connection reset",
     "connection refused",
@@ -56,55 +56,55 @@ ECHO_WORDS = (
 def main() -> NoReturn:
     """Be this rank: run the program named in sys.argv to its end."""
     _die_with_torchrun()
-    _take_simulated_place()
-    rank, folder = int(os.environ["RANK"]), RunFolder(Path(os.environ[VARIABLE]))
+    _assume_simulated_rank()
+    rank, folder = int(os.environ["RANK"]), RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
     _redirect_output(folder.log(rank))
-    stacks = private.open_file(folder.stack(rank), "w")
+    stacks = private_files.open_file(folder.stack(rank), "w")
     faulthandler.enable(file=stacks)  # for a crash in native code
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    if HOST in os.environ:
-        write_text(folder.host(rank), os.environ[HOST])
+    if ENV_HOST_NAME in os.environ:
+        write_text(folder.host(rank), os.environ[ENV_HOST_NAME])
     write_text(folder.pid(rank), str(os.getpid()))  # last: whoever reads it may send SIGUSR1 at once
     status = 1
     try:
-        status = _status_of_program(folder.error(rank), rank)
+        status = _run_to_exit_status(folder.error(rank), rank)
     finally:
-        leave(status)
+        exit_process(status)
 
 
-def simulated_rank(index: int) -> int:
+def global_rank(index: int) -> int:
     """The rank of torchrun's ``index``-th process: another one where ranks are simulated."""
-    return (simulated_ranks() or range(index + 1))[index]
+    return (simulation_ranks() or range(index + 1))[index]
 
 
-def _take_simulated_place() -> None:
+def _assume_simulated_rank() -> None:
     """Be one of many ranks, of which torchrun has started only those that are simulated."""
-    if not simulated_ranks():
+    if not simulation_ranks():
         return
-    rank, world = simulated_rank(int(os.environ["RANK"])), json.loads(os.environ[SIMULATED])
+    rank, world = global_rank(int(os.environ["RANK"])), json.loads(os.environ[ENV_SIMULATION])
     on_each = min(world["ranks_per_host"], world["world_size"])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % on_each), "GROUP_RANK": str(rank // on_each)}
     os.environ |= {"WORLD_SIZE": str(world["world_size"]), "LOCAL_WORLD_SIZE": str(on_each)}
 
 
-def _status_of_program(error_file: Path, rank: int) -> int:
+def _run_to_exit_status(error_file: Path, rank: int) -> int:
     """Run the program; its exit status. What ended it, if anything did, is in the error file and printed."""
     try:
         _refuse_smaller_world()
         run_program(sys.argv[1], sys.argv[2:])
     except BaseException as error:
-        error.__traceback__ = _own_frames(error.__traceback__)
-        if status_of(error):
-            _report(error_file, rank, error)  # before it is printed: torchrun may end this rank between the two
-        return status_after(error)
+        error.__traceback__ = _drop_launcher_frames(error.__traceback__)
+        if exit_status(error):
+            _write_error_file(error_file, rank, error)  # before it is printed: torchrun may end this rank between the two
+        return print_error_and_status(error)
     return 0
 
 
 def _refuse_smaller_world() -> None:
     """Do not train among fewer ranks than were asked for: each host that falls back to itself would do so alone."""
-    world_size, asked = os.environ.get("WORLD_SIZE"), os.environ.get(RANKS)
+    world_size, asked = os.environ.get("WORLD_SIZE"), os.environ.get(ENV_EXPECTED_WORLD_SIZE)
     if asked and asked != world_size:
-        host = os.environ.get(HOST, "this host")
+        host = os.environ.get(ENV_HOST_NAME, "this host")
         raise RuntimeError(
             f"{host} is in a world of {world_size} ranks, and {asked} were asked for: it went on alone, or torchrun "
             f"was started by other means; let labkit start it on all hosts"
@@ -115,8 +115,8 @@ def is_echo(error: BaseException) -> bool:
     """Whether an exception looks like the consequence of another rank's end: a lost connection, an absent peer."""
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
-    words = _text_of(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(known in words for known in ECHO_WORDS)
+    words = _error_text(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(known in words for known in CONNECTION_LOSS_WORDS)
 
 
 def _die_with_torchrun() -> None:
@@ -124,14 +124,14 @@ def _die_with_torchrun() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get(TORCHRUN_PID, os.getppid())):  # it died before the request
+    if os.getppid() != int(os.environ.get(ENV_TORCHRUN_PID, os.getppid())):  # it died before the request
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _redirect_output(log: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    with private.open_file(log, "ab") as file:
+    with private_files.open_file(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
@@ -146,7 +146,7 @@ def run_program(program: str, arguments: list[str]) -> None:
     if program.endswith(".py"):
         folder = Path(program).parent
         sys.path.insert(0, str(folder))
-        _forget_what_is_shadowed_in(folder)
+        _unload_shadowed_modules(folder)
         code: Any = compile(Path(program).read_bytes(), program, "exec")
         vars(module).update(__file__=program, __cached__=None)
     else:
@@ -159,7 +159,7 @@ def run_program(program: str, arguments: list[str]) -> None:
     exec(code, vars(module))
 
 
-def _forget_what_is_shadowed_in(folder: Path) -> None:
+def _unload_shadowed_modules(folder: Path) -> None:
     """Let the program import its own statistics.py, if it has one, and not the one that torch has imported before.
 
     What a rank cannot do without stays: a torch.py beside the program is not PyTorch.
@@ -173,12 +173,12 @@ def _forget_what_is_shadowed_in(folder: Path) -> None:
                 del sys.modules[each]
 
 
-def _report(path: Path, rank: int, error: BaseException) -> None:
+def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
     content = {
         "rank": rank,
-        "time": time.time() + float(os.environ.get(AHEAD, 0)),  # of several hosts: by the clock of the first
+        "time": time.time() + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),  # of several hosts: by the clock of the first
         "exc_type": type(error).__name__,
-        "message": shorten(f"exit status {error.code}" if isinstance(error, SystemExit) else _text_of(error)),
+        "message": shorten(f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)),
         "traceback": shorten("".join(traceback.format_exception(error))),
         "echo": is_echo(error),
     }
@@ -186,16 +186,16 @@ def _report(path: Path, rank: int, error: BaseException) -> None:
         write_json(path, content)
 
 
-def _text_of(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException as another:  # the program's own code
         return f"(no text: its __str__ raises {type(another).__name__})"
 
 
-def _own_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
+def _drop_launcher_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
     """A traceback without its leading frames around the program, which are not the learner's."""
-    while frames and frames.tb_frame.f_code.co_filename in AROUND:
+    while frames and frames.tb_frame.f_code.co_filename in LAUNCHER_FRAMES:
         frames = frames.tb_next
     return frames
 

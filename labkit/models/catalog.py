@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ModelEntry:
     """Where a model is and what is in it."""
 
     module: str
@@ -38,13 +38,13 @@ class Entry:
     """Whether the input is numbers, which can have a gradient, and not tokens."""
 
     @cached_property
-    def classes(self) -> dict[str, int]:
+    def class_counts(self) -> dict[str, int]:
         """How many modules of each class are inside, by class name, sorted; the model itself is not among them."""
         return {name: int(count) for name, count in map(str.split, self.counts.split(", "))}
 
 
-MODELS: dict[str, Entry] = {
-    "toy": Entry(
+MODELS: dict[str, ModelEntry] = {
+    "toy": ModelEntry(
         "labkit.models.toy",
         "ToyModel",
         ("MyModule",),
@@ -52,7 +52,7 @@ MODELS: dict[str, Entry] = {
         sizes={"hidden": 256, "narrow": 64, "batch": 20},
         paper={"hidden": 10000, "narrow": 1000},
     ),
-    "hf_bert": Entry(
+    "hf_bert": ModelEntry(
         "labkit.models.hf",
         "Bert",
         ("BertLayer", "BertLMPredictionHead"),
@@ -66,7 +66,7 @@ MODELS: dict[str, Entry] = {
         multiples={"hidden": 2},
         takes_numbers=False,
     ),
-    "hf_t5": Entry(
+    "hf_t5": ModelEntry(
         "labkit.models.hf",
         "T5",
         ("T5Block",),
@@ -79,7 +79,7 @@ MODELS: dict[str, Entry] = {
         multiples={"hidden": 2},
         takes_numbers=False,
     ),
-    "transformer": Entry(
+    "transformer": ModelEntry(
         "labkit.models.transformer",
         "TransformerWithSharedParams",
         ("TransformerEncoderLayer", "TransformerDecoderLayer"),
@@ -88,42 +88,42 @@ MODELS: dict[str, Entry] = {
         "TransformerEncoder 1, TransformerEncoderLayer 2",
         takes_numbers=False,
     ),
-    "nested": Entry(
+    "nested": ModelEntry(
         "labkit.models.nested",
         "NestedWrappedModule",
         ("NestedBlock",),
         "Linear 5, NestedBlock 3, Sequential 1",
     ),
-    "nonuniform": Entry(
+    "nonuniform": ModelEntry(
         "labkit.models.nested",
         "NonUniformReqGradNWM",
         ("NestedBlock",),
         "Linear 5, NestedBlock 3, Sequential 1",
     ),
-    "delay": Entry(
+    "delay": ModelEntry(
         "labkit.models.delay",
         "NestedWithDelay",
         ("NestedBlock",),
         "Linear 5, NestedBlock 3, NestedWrappedModule 1, Sequential 1",
         sizes={"delay_after_loss_ms": 0, "delay_before_reduction_ms": 0},
     ),
-    "moe": Entry(
+    "moe": ModelEntry(
         "labkit.models.moe",
         "MixtureOfExperts",
         ("Shared",),
         "Expert 1, Linear 2, Sequential 1, Shared 1",
         sizes={"delay_before_free_ms": 0},
     ),
-    "mlp_stack": Entry(
+    "mlp_stack": ModelEntry(
         "labkit.models.mlp",
         "MLPStack",
         ("MLP",),
         "Linear 6, MLP 3, ModuleList 1",
         sizes={"dim": 16, "batch": 2, "layers": 3},
     ),
-    "double_linear": Entry("labkit.models.mlp", "DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
-    "unused_linear": Entry("labkit.models.mlp", "UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
-    "skip": Entry(
+    "double_linear": ModelEntry("labkit.models.mlp", "DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
+    "unused_linear": ModelEntry("labkit.models.mlp", "UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
+    "skip": ModelEntry(
         "labkit.models.skip",
         "SkipModel",
         ("NestedLinear",),
@@ -133,12 +133,12 @@ MODELS: dict[str, Entry] = {
 }
 
 
-def check(
+def check_model(
     model: str,
     block_types: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
     **counted: Sequence[int],
-) -> Entry:
+) -> ModelEntry:
     """The model's entry, if it can be built here and has these blocks and sizes.
 
     Args:
@@ -156,9 +156,9 @@ def check(
     if entry.extra and importlib.util.find_spec(entry.extra) is None:
         others = ", ".join(name for name, other in MODELS.items() if not other.extra)
         raise ValueError(f"model {model} needs {entry.extra}: pip install 'labkit[hf]'; without it: {others}")
-    missing = [name for name in block_types if name not in entry.classes]
+    missing = [name for name in block_types if name not in entry.class_counts]
     if missing:
-        raise ValueError(f"model {model} has no block of type {', '.join(missing)}: it has {', '.join(entry.classes)}")
+        raise ValueError(f"model {model} has no block of type {', '.join(missing)}: it has {', '.join(entry.class_counts)}")
     for name, size in (sizes or {}).items():
         if name not in entry.sizes:
             raise ValueError(f"model {model} has no size {name}: it has {', '.join(entry.sizes) or 'none to choose'}")
@@ -166,10 +166,8 @@ def check(
         if size < least:
             raise ValueError(f"{name} {size} must be at least {least}")
         if rest := size % entry.multiples.get(name, 1):
-            raise ValueError(
-                f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads: {rest} over"
-            )
-    blocks = sum(entry.classes[name] for name in set(block_types or entry.block_types))
+            raise ValueError(f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads: {rest} over")
+    blocks = sum(entry.class_counts[name] for name in set(block_types or entry.block_types))
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
             last = f"{blocks} blocks, from 0 to {blocks - 1}"
@@ -177,7 +175,7 @@ def check(
     return entry
 
 
-def build(model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int) -> LabModel:
+def create_model(model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int) -> LabModel:
     """A model by name, with random weights from the global RNG.
 
     Args:
@@ -189,7 +187,7 @@ def build(model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes:
     Raises:
         ValueError: see ``check``.
     """
-    check(model, sizes=sizes)
+    check_model(model, sizes=sizes)
     entry = MODELS[model]
     chosen: type[LabModel] = getattr(importlib.import_module(entry.module), entry.class_name)
     if seed is not None:

@@ -7,10 +7,10 @@ Shapes: N samples, D width.
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit.models.protocol import NumbersModel
+from labkit.models.protocol import FloatInputModel
 
 
-class LinearChain(NumbersModel):
+class LinearChain(FloatInputModel):
     """fc1 to fc4, or as many as you say, each D -> D with a bias. At D = 2000 a weight has 16 MB and a bias 8 kB.
 
     Args:

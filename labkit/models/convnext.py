@@ -56,7 +56,7 @@ class StochasticDepth(nn.Module):
         self.generator: torch.Generator | None = None
         self.shard, self.shards = 0, 1
 
-    def keep(self, samples: int) -> Tensor:
+    def keep_factors(self, samples: int) -> Tensor:
         """The factor of each of this rank's samples, 0 or 1 / (1 - drop_rate), shape [N], on the CPU."""
         drawn = torch.rand(samples * self.shards, generator=self.generator, device="cpu")
         mine = drawn[self.shard * samples : (self.shard + 1) * samples]
@@ -66,7 +66,7 @@ class StochasticDepth(nn.Module):
         """[N, C, H, W] to the same shape."""
         if not self.training or self.drop_rate == 0:
             return branch
-        return branch * self.keep(branch.shape[0]).to(branch).view(-1, 1, 1, 1)
+        return branch * self.keep_factors(branch.shape[0]).to(branch).view(-1, 1, 1, 1)
 
 
 class ConvNeXtBlock(nn.Module):

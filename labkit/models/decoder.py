@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.models.protocol import LabModel, at_least_float32, seeded_tokens
+from labkit.models.protocol import LabModel, random_tokens, upcast_to_float32
 
 EPSILON = 1e-5
 ROTATION_BASE = 500_000.0
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.query, self.key, self.value)
         )  # [N, S, H, E], [N, S, K, E] twice
-        query, key = rotate(query, rotations), rotate(key, rotations)
+        query, key = apply_rotary(query, rotations), apply_rotary(key, rotations)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # heads before places
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -119,7 +119,7 @@ class DecoderModel(LabModel):
         self.blocks = nn.ModuleList(DecoderBlock(width, heads, kv_heads, feedforward) for _ in range(layers))
         self.norm = nn.RMSNorm(width, eps=EPSILON)
         self.output = nn.Linear(width, vocab, bias=False)
-        self.register_buffer("rotations", rotations_of(sequence, width // heads), persistent=False)
+        self.register_buffer("rotations", rotary_cos_sin(sequence, width // heads), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [N, S] to logits [N, S, V]."""
@@ -131,22 +131,22 @@ class DecoderModel(LabModel):
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """Token ids [N, S]."""
-        return (seeded_tokens(*self.input_shape, below=self.vocab, device=device, seed=seed),)
+        return (random_tokens(*self.input_shape, below=self.vocab, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Mean cross-entropy of the logits with the tokens that come next; after a sample's last comes its first."""
         following = inputs[0].roll(-1, dims=1)
-        return functional.cross_entropy(at_least_float32(output).flatten(0, 1), following.flatten())
+        return functional.cross_entropy(upcast_to_float32(output).flatten(0, 1), following.flatten())
 
 
-def rotations_of(sequence: int, head_width: int) -> Tensor:
+def rotary_cos_sin(sequence: int, head_width: int) -> Tensor:
     """By how much each pair of a head's numbers is turned at each place: cosine and sine, [S, E / 2, 2]."""
     speeds = ROTATION_BASE ** (-torch.arange(0, head_width, 2) / head_width)
     angles = torch.outer(torch.arange(sequence), speeds)
     return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
-def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, rotations: Tensor) -> Tensor:
     """Turn each pair of numbers of each head: [N, S, H, E] by complex numbers [S, E / 2], in float32."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotations.unsqueeze(1)).flatten(-2).to(x.dtype)

@@ -31,7 +31,7 @@ def _cycles_per_ms(device: torch.device) -> float:
         return _CALIBRATION_CYCLES / start.elapsed_time(end)
 
 
-def pause(ms: float, device: torch.device) -> None:
+def pause_device(ms: float, device: torch.device) -> None:
     """Do nothing for ``ms`` milliseconds: on the current stream of a GPU, else in this thread."""
     if ms <= 0:
         return
@@ -51,7 +51,7 @@ class _PauseBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        pause(ctx.ms, grads[0].device)
+        pause_device(ctx.ms, grads[0].device)
         return grads[0], None
 
 
@@ -59,7 +59,7 @@ def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
     """``values`` with a pause in the backward of its first tensor that needs a gradient, and whether there was one."""
     found = False
 
-    def attach(x: Tensor) -> Tensor:
+    def attach_pause(x: Tensor) -> Tensor:
         nonlocal found
         if found or not x.requires_grad:
             return x
@@ -67,10 +67,10 @@ def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
         delayed: Tensor = _PauseBackward.apply(x, ms)
         return delayed
 
-    return tree_map_only(Tensor, attach, values), found
+    return tree_map_only(Tensor, attach_pause, values), found
 
 
-def _device_of(values: Any, module: nn.Module) -> torch.device:
+def _output_device(values: Any, module: nn.Module) -> torch.device:
     """Where a module's output is."""
     tensors = [value for value in [*tree_leaves(values), *module.parameters()] if isinstance(value, Tensor)]
     return tensors[0].device
@@ -89,11 +89,11 @@ def delay_compute(block: nn.Module, ms: float) -> None:
     if ms <= 0:
         return
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        pause(ms, _device_of(output, module))
+    def pause_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        pause_device(ms, _output_device(output, module))
         return _pause_once(output, ms)[0]
 
-    block.register_forward_hook(hook)
+    block.register_forward_hook(pause_forward)
 
 
 def delay_reduction(block: nn.Module, ms: float) -> None:
@@ -107,16 +107,16 @@ def delay_reduction(block: nn.Module, ms: float) -> None:
         return
     at_input = False
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def pause_at_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal at_input
         changed, at_input = _pause_once((args, kwargs), ms)
         return changed
 
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
+    def pause_at_output(module: nn.Module, args: Any, output: Any) -> Any:
         return output if at_input else _pause_once(output, ms)[0]
 
-    block.register_forward_pre_hook(before, with_kwargs=True)
-    block.register_forward_hook(after)
+    block.register_forward_pre_hook(pause_at_input, with_kwargs=True)
+    block.register_forward_hook(pause_at_output)
 
 
 class ModuleWithDelay(LabModel):
@@ -145,7 +145,7 @@ class ModuleWithDelay(LabModel):
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
         loss = self.module.get_loss(inputs, output)
-        pause(self.delay_after_loss_ms, loss.device)
+        pause_device(self.delay_after_loss_ms, loss.device)
         return loss
 
     def run_backward(self, loss: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from labkit.models.protocol import LabModel, at_least_float32, seeded_tokens
+from labkit.models.protocol import LabModel, random_tokens, upcast_to_float32
 
 BATCH, TOKENS = 2, 8
 
@@ -19,11 +19,11 @@ class _TokenModel(LabModel):
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """Token ids [2, 8]; 0 is left out, it fills gaps and starts the decoder."""
-        return (1 + seeded_tokens(BATCH, TOKENS, below=self.vocab - 1, device=device, seed=seed),)
+        return (1 + random_tokens(BATCH, TOKENS, below=self.vocab - 1, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Mean cross-entropy of the logits with the input's own tokens."""
-        return functional.cross_entropy(at_least_float32(output).flatten(0, 1), inputs[0].flatten())
+        return functional.cross_entropy(upcast_to_float32(output).flatten(0, 1), inputs[0].flatten())
 
 
 class Bert(_TokenModel):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.models.protocol import NumbersModel
+from labkit.models.protocol import FloatInputModel
 
-SEQUENCE = 8
+SEQUENCE_LENGTH = 8
 MULTIPLIERS = (3, 4, 3)
 
 
@@ -49,7 +49,7 @@ class MLP(nn.Module):
         return x if self.buffer is None else x + self.buffer
 
 
-class MLPStack(NumbersModel):
+class MLPStack(FloatInputModel):
     """MLPs whose inner widths are 3, 4 and 3 times D, and again from the start where there are more than three.
 
     Args:
@@ -63,7 +63,7 @@ class MLPStack(NumbersModel):
 
     def __init__(self, dim: int = 16, with_layer_norm: bool = False, batch: int = 2, layers: int = len(MULTIPLIERS)):
         super().__init__()
-        self.dim, self.input_shape = dim, (batch, SEQUENCE, dim)
+        self.dim, self.input_shape = dim, (batch, SEQUENCE_LENGTH, dim)
         inner = islice(cycle(MULTIPLIERS), layers)
         self.layers = nn.ModuleList(MLP(dim, dim_multiplier=multiplier) for multiplier in inner)
         self.norm = nn.LayerNorm(dim, bias=False) if with_layer_norm else None
@@ -75,7 +75,7 @@ class MLPStack(NumbersModel):
         return x if self.norm is None else self.norm(x)
 
 
-class DoubleLinear(NumbersModel):
+class DoubleLinear(FloatInputModel):
     """Two linear layers side by side, each with ReLU, on the same input.
 
     Args:
@@ -87,7 +87,7 @@ class DoubleLinear(NumbersModel):
 
     def __init__(self, dim: int = 16, use_second_linear: bool = True):
         super().__init__()
-        self.use_second_linear, self.input_shape = use_second_linear, (SEQUENCE, dim)
+        self.use_second_linear, self.input_shape = use_second_linear, (SEQUENCE_LENGTH, dim)
         self.lin1, self.lin2 = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.models.delay import pause
-from labkit.models.protocol import NumbersModel
+from labkit.models.delay import pause_device
+from labkit.models.protocol import FloatInputModel
 
 BATCH = 4
-INPUT, SHARED, EXPERT = 8, 12, 23
+INPUT_WIDTH, SHARED_WIDTH, EXPERT_WIDTH = 8, 12, 23
 
 
 class Shared(nn.Linear):
@@ -32,7 +32,7 @@ class Expert(nn.Linear):
                 parameter.copy_((2 * drawn - 1) * bound)
 
 
-class MixtureOfExperts(NumbersModel):
+class MixtureOfExperts(FloatInputModel):
     """Widths 8, 12, 23, 12, 8: the step to 23 is the shared part, the step back the expert.
 
     All but the expert is drawn from the global RNG: ranks that seed it alike agree on it.
@@ -44,19 +44,19 @@ class MixtureOfExperts(NumbersModel):
     """
 
     block_types = ("Shared",)
-    input_shape = (BATCH, INPUT)
+    input_shape = (BATCH, INPUT_WIDTH)
 
     def __init__(self, expert_seed: int = 0, delay_before_free_ms: int = 0):
         super().__init__()
-        shared, expert = Shared(SHARED, EXPERT), Expert(EXPERT, SHARED, expert_seed)
-        self.net = nn.Sequential(nn.Linear(INPUT, SHARED), shared, expert, nn.Linear(SHARED, INPUT))
+        shared, expert = Shared(SHARED_WIDTH, EXPERT_WIDTH), Expert(EXPERT_WIDTH, SHARED_WIDTH, expert_seed)
+        self.net = nn.Sequential(nn.Linear(INPUT_WIDTH, SHARED_WIDTH), shared, expert, nn.Linear(SHARED_WIDTH, INPUT_WIDTH))
         if delay_before_free_ms:
 
-            def hold(module: nn.Module, args: Any, output: Tensor) -> None:
-                pause(delay_before_free_ms, output.device)
+            def pause_before_free(module: nn.Module, args: Any, output: Tensor) -> None:
+                pause_device(delay_before_free_ms, output.device)
 
-            shared.register_forward_hook(hold)
-            expert.register_forward_hook(hold)
+            shared.register_forward_hook(pause_before_free)
+            expert.register_forward_hook(pause_before_free)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, 8] to [N, 8]."""

@@ -5,14 +5,14 @@ Shapes: N samples.
 
 from torch import Tensor, nn
 
-from labkit.models.protocol import NumbersModel
+from labkit.models.protocol import FloatInputModel
 
 
 class NestedBlock(nn.Sequential):
     """A part that is wrapped by itself; a class of its own so that a rule can name it."""
 
 
-class NestedWrappedModule(NumbersModel):
+class NestedWrappedModule(FloatInputModel):
     """Widths 8, 4, 16, 16, 4, 8: the middle is a block that holds a block, and another block follows it."""
 
     block_types = ("NestedBlock",)

@@ -18,7 +18,7 @@ REGION_ROWS, REGION_COLUMNS = 5, 2
 
 
 @functools.cache
-def photo() -> numpy.ndarray:
+def load_photo() -> numpy.ndarray:
     """The photo, [height, width, 3] = [600, 512, 3], bytes, read-only."""
     matplotlib = importlib.util.find_spec("matplotlib")  # found, not imported: that would take each rank half a second
     assert matplotlib and matplotlib.origin
@@ -26,7 +26,7 @@ def photo() -> numpy.ndarray:
         return numpy.asarray(file)
 
 
-def term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
+def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
     """One of ``terms`` pictures that add up to this one exactly: what it has between two brightnesses, from 0 up.
 
     Values are 0 to 255, bytes or floats; a term has them from 0 to 256 / terms.
@@ -35,7 +35,7 @@ def term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
     return picture.clip(low, high) - numpy.asarray(low, picture.dtype)
 
 
-def batch(
+def image_batch(
     kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Random numbers, or tiles of the photo, as N = ``count`` images, and labels below ``classes``.
@@ -53,19 +53,19 @@ def batch(
         raise ValueError(f"{classes} classes cannot label the photo's {regions} regions: take at least {regions}")
     random = numpy.random.default_rng(seed)
     if kind == "photo":
-        images, labels = tiles(random, count, height, width)
+        images, labels = photo_tiles(random, count, height, width)
     else:
         images = random.standard_normal((count, 3, height, width), dtype=numpy.float32)
         labels = random.integers(0, classes, count)
     return torch.from_numpy(images).contiguous(memory_format=torch.channels_last), torch.from_numpy(labels)
 
 
-def tiles(random: numpy.random.Generator, count: int, height: int, width: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+def photo_tiles(random: numpy.random.Generator, count: int, height: int, width: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Random tiles of the photo, from -1 to 1, and the region in which each starts, from 0 to 9.
 
     The photo goes on mirrored beyond its border, so any size works.
     """
-    picture = photo()
+    picture = load_photo()
     rows, columns = picture.shape[:2]
     padded = numpy.pad(picture, ((0, height), (0, width), (0, 0)), mode="symmetric")
     tops, lefts = random.integers(0, rows, count), random.integers(0, columns, count)

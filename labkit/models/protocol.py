@@ -57,7 +57,7 @@ class LabModel(nn.Module, ABC):
         It keeps pulling where a sum of ReLU outputs, minimised, reaches 0 within a few steps and has no gradient from
         there on, so that a comparison of gradients would compare zeros.
         """
-        return (at_least_float32(output) - 1).square().mean()
+        return (upcast_to_float32(output) - 1).square().mean()
 
     def run_backward(self, loss: Tensor) -> None:
         """Fill the gradients."""
@@ -72,7 +72,7 @@ class LabModel(nn.Module, ABC):
         return []
 
 
-class NumbersModel(LabModel):
+class FloatInputModel(LabModel):
     """A LabModel whose one input is a tensor of normal numbers.
 
     Attributes:
@@ -82,19 +82,19 @@ class NumbersModel(LabModel):
     input_shape: tuple[int, ...]
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        return (seeded_normal(*self.input_shape, device=device, seed=seed),)
+        return (random_normal(*self.input_shape, device=device, seed=seed),)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
+def upcast_to_float32(x: Tensor) -> Tensor:
     """The same numbers, in float32 where they are in a shorter type: a loss should not be rounded to 8 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def seeded_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
+def random_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
     """Standard normal numbers, drawn on the CPU so that every device gets the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
 
 
-def seeded_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
+def random_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
     """Whole numbers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the same."""
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)

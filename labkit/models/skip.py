@@ -5,7 +5,7 @@ Shapes: N samples, D width.
 
 from torch import Tensor, nn
 
-from labkit.models.protocol import NumbersModel
+from labkit.models.protocol import FloatInputModel
 
 
 class SkipModule(nn.Module):
@@ -37,7 +37,7 @@ class NestedLinear(nn.Module):
         return self.nested_linear(x)
 
 
-class SkipModel(NumbersModel):
+class SkipModel(FloatInputModel):
     """A linear layer, one that is skipped, and one that is wrapped.
 
     Args:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from labkit.models.protocol import NumbersModel
+from labkit.models.protocol import FloatInputModel
 
 
 class CustomLinear(nn.Module):
@@ -40,7 +40,7 @@ class MyModule(nn.Module):
         return self.net(x)
 
 
-class ToyModel(NumbersModel):
+class ToyModel(FloatInputModel):
     """Linear layers with ReLU between: inputs, hidden, hidden, two blocks down to narrow, a tail of blocks, outputs.
 
     At the default sizes it holds 217 million parameters, 869 MB in fp32, of which three layers hold 97 %.

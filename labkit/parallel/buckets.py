@@ -48,22 +48,22 @@ class GradientBuckets:
         self.groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self.ranks = mesh.size()
         trained = [p for p in parameters if p.requires_grad]
-        self.buckets = in_buckets(trained, bucket_bytes, rule or closed_when_full)
+        self.buckets = bucket_parameters(trained, bucket_bytes, rule or assign_buckets)
         self._sizes = [len(bucket) for bucket in self.buckets]
         self._waiting = list(self._sizes)
         self._flights: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._count_gradient(index))
 
-    def _arrived(self, index: int) -> None:
+    def _count_gradient(self, index: int) -> None:
         if self._waiting == self._sizes:  # the first of a backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._refuse_unused)  # as torch's own DDP does
         self._waiting[index] -= 1
         if self._waiting[index] == 0:
-            self._send(self.buckets[index])
+            self._start_all_reduce(self.buckets[index])
         if not any(self._waiting):
-            self._finish()
+            self._wait_and_copy()
 
     def _refuse_unused(self) -> None:
         """At the end of a backward pass: nothing may be missing."""
@@ -75,7 +75,7 @@ class GradientBuckets:
                 f"freeze what the model does not use (requires_grad_(False)), or wrap the model with FSDP"
             )
 
-    def _send(self, bucket: list[nn.Parameter]) -> None:
+    def _start_all_reduce(self, bucket: list[nn.Parameter]) -> None:
         flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
         flat.div_(self.ranks)
         for group in self.groups[:-1]:
@@ -83,7 +83,7 @@ class GradientBuckets:
         work = dist.all_reduce(flat, group=self.groups[-1], async_op=True) if self.groups else None
         self._flights.append((bucket, flat, work))
 
-    def _finish(self) -> None:
+    def _wait_and_copy(self) -> None:
         for bucket, flat, work in self._flights:
             if work is not None:
                 work.wait()
@@ -94,7 +94,7 @@ class GradientBuckets:
         self._waiting = list(self._sizes)
 
 
-def closed_when_full(sizes: list[int], limit: int) -> list[list[int]]:
+def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
     """Buckets that close once they hold ``limit`` bytes or more, as DDP's do."""
     buckets: list[list[int]] = []
     held = limit
@@ -107,7 +107,7 @@ def closed_when_full(sizes: list[int], limit: int) -> list[list[int]]:
     return buckets
 
 
-def in_buckets(parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule) -> list[list[nn.Parameter]]:
+def bucket_parameters(parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule) -> list[list[nn.Parameter]]:
     """Parameters in reverse order, in the buckets of a rule. Raises ValueError unless each is in exactly one."""
     coming = parameters[::-1]
     buckets = rule([parameter.numel() * parameter.element_size() for parameter in coming], bucket_bytes)

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 BlockTypes = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are blocks: those whose class has one of these names, or those for which a function says so."""
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-DEAR = (
+GEMM_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+OPS_TO_SAVE = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -47,13 +47,15 @@ def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str
         ValueError: the model has no block of these types.
     """
     chosen = outer_blocks(model, block_types)
-    how: dict[str, Any] = {"context_fn": lambda: create_selective_checkpoint_contexts(KeepDear())} if selective else {}
+    how: dict[str, Any] = (
+        {"context_fn": lambda: create_selective_checkpoint_contexts(SelectiveCheckpointPolicy())} if selective else {}
+    )
     non_reentrant = partial(wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT, **how)
     wrapper.apply_activation_checkpointing(model, non_reentrant, lambda module: module in chosen)
     return len(chosen)
 
 
-class KeepDear:
+class SelectiveCheckpointPolicy:
     """What selective checkpointing keeps of one block in one step: attention, and its products 1, 3, 5 and so on."""
 
     def __init__(self) -> None:
@@ -61,14 +63,14 @@ class KeepDear:
 
     def __call__(self, context: Any, operator: Any, *unused: Any, **others: Any) -> CheckpointPolicy:
         """Keep the operator's result, or compute it again."""
-        keep = operator in DEAR
-        if operator in PRODUCTS:
+        keep = operator in OPS_TO_SAVE
+        if operator in GEMM_OPS:
             self._products[context.is_recompute] += 1
             keep = self._products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def blocks_of(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
+def find_blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
     """Modules inside ``model`` that are blocks, outer ones first; the checkpointed ones included."""
     inner = [module for module in model.modules() if module is not model]
     if callable(block_types):
@@ -78,7 +80,7 @@ def blocks_of(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
 
 def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
     """The same without blocks inside of blocks. Raises ValueError where there is none."""
-    blocks = blocks_of(model, block_types)
+    blocks = find_blocks(model, block_types)
     inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
     if not blocks:
         raise ValueError(f"no block of type {', '.join(block_types) or '(none given)'} in {type(model).__name__}")
@@ -91,14 +93,14 @@ def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collec
     Raises:
         ValueError: an index beyond the blocks that there are.
     """
-    blocks = blocks_of(model, block_types)
+    blocks = find_blocks(model, block_types)
     if not set(chosen) <= set(range(len(blocks))):
         raise ValueError(f"freeze {sorted(chosen)} counts blocks that are not there: there are {len(blocks)}, from 0")
     for index in chosen:
         blocks[index].requires_grad_(False)
 
 
-def checkpointed(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointWrapper]:
+def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointWrapper]:
     """The wrapper of every checkpointed block, by block."""
     wrappers = [module for module in model.modules() if isinstance(module, wrapper.CheckpointWrapper)]
     return {each._checkpoint_wrapped_module: each for each in wrappers}

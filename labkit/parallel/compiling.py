@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.parallel.checkpointing import checkpointed, outer_blocks
+from labkit.parallel.checkpointing import checkpoint_wrappers, outer_blocks
 
 
-def apply_compile(
-    model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True, eager_random: bool = False
-) -> int:
+def apply_compile(model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True, eager_random: bool = False) -> int:
     """Compile every block of these types in place, or without types the whole model. Names do not change.
 
     It compiles when it is first called. Shapes are static: a DTensor's backward pass does not compile with dynamic ones
@@ -41,14 +39,14 @@ def apply_compile(
     if not block_types:
         model.compile(**how)
         return 1
-    blocks, wrappers = outer_blocks(model, block_types), checkpointed(model)
+    blocks, wrappers = outer_blocks(model, block_types), checkpoint_wrappers(model)
     for block in blocks:
         outermost = wrappers.get(block, block)
         outermost.forward = torch.compile(outermost.forward, **how)  # not its hooks, which FSDP will hang there
     return len(blocks)
 
 
-def graphs_compiled() -> int:
+def count_compiled_graphs() -> int:
     """How many graphs this process has compiled so far: none means that what was to be compiled runs as it is."""
     from torch._dynamo.utils import counters  # half a second for each rank
 

@@ -32,17 +32,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.parallel.compiling import apply_compile
 
-Fuse = Literal["none", "coalesced", "concat"]
-Mode = Literal["ddp", "replicate", "compiled_ddp", "compiled", "yours"]
-DEFAULT_MB = 25.0
-HOOKS: dict[torch.dtype, Callable[..., Any]] = {
+FuseMode = Literal["none", "coalesced", "concat"]
+DDPMode = Literal["ddp", "replicate", "compiled_ddp", "compiled", "yours"]
+DEFAULT_BUCKET_MB = 25.0
+COMPRESSION_HOOKS: dict[torch.dtype, Callable[..., Any]] = {
     torch.bfloat16: default_hooks.bf16_compress_hook,
     torch.float16: default_hooks.fp16_compress_hook,
 }
 
 
 @dataclass(frozen=True)
-class Case:
+class DDPCase:
     """One way to train with DDP and the compiler.
 
     Attributes:
@@ -63,26 +63,26 @@ class Case:
         return (False, True) if self.no_sync else (True,)
 
 
-CASES = {
-    "cpu": Case(),
-    "cpu_no_sync": Case(no_sync=True),
-    "gpu": Case(),
-    "bf16": Case(torch.bfloat16),
-    "fp16": Case(torch.float16),
-    "backward_only": Case(forward=False),
-    "checkpoint": Case(checkpoint=True),
+DDP_CASES = {
+    "cpu": DDPCase(),
+    "cpu_no_sync": DDPCase(no_sync=True),
+    "gpu": DDPCase(),
+    "bf16": DDPCase(torch.bfloat16),
+    "fp16": DDPCase(torch.float16),
+    "backward_only": DDPCase(forward=False),
+    "checkpoint": DDPCase(checkpoint=True),
 }
 
 
 @contextlib.contextmanager
-def applied(
+def apply_technique(
     model: nn.Module,
     mesh: DeviceMesh,
-    mode: Mode,
-    case: Case,
+    mode: DDPMode,
+    case: DDPCase,
     *,
-    fuse: Fuse = "coalesced",
-    bucket_mb: float = DEFAULT_MB,
+    fuse: FuseMode = "coalesced",
+    bucket_mb: float = DEFAULT_BUCKET_MB,
     inductor: bool = True,
     late_waits: bool = True,
     yours: Callable[..., nn.Module] | None = None,
@@ -105,41 +105,41 @@ def applied(
         apply = yours
     with contextlib.ExitStack() as stack:
         if compiled:
-            stack.enter_context(fused(fuse, bucket_mb, late_waits=late_waits))
-            stack.enter_context(compiled_backward(inductor=inductor))
-            programs = stack.enter_context(generated_code())
+            stack.enter_context(fuse_all_reduces(fuse, bucket_mb, late_waits=late_waits))
+            stack.enter_context(compile_backward(inductor=inductor))
+            programs = stack.enter_context(capture_generated_code())
         replicated = apply(model, mesh, bucket_mb=bucket_mb)
-        compress(replicated, mesh, case.dtype)
+        compress_gradients(replicated, mesh, case.dtype)
         if compiled and case.forward:
             apply_compile(replicated, inductor=inductor)
         yield replicated, programs
 
 
-def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_MB) -> DistributedDataParallel:
+def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB) -> DistributedDataParallel:
     """Wrap a model with DistributedDataParallel; its parameters are made rank 0's.
 
     A bucket is sent once it holds ``bucket_mb`` MiB. At 25, the default, the first one is sent at 1 MiB already; for
     any other size DDP drops this exception. The first backward pass sends everything in one bucket: only then does
     DDP know in which order gradients become ready. Gradients are averaged over the mesh, which has one axis.
     """
-    return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_cap(bucket_mb))
+    return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
 
-def apply_replicate(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_MB) -> nn.Module:
+def apply_replicate(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB) -> nn.Module:
     """The same in place, without a wrapper: the module keeps its names. See ``apply_ddp``.
 
     Where the mesh is one axis of a larger one and parameters are DTensors on another axis, they leave the module's
     ``parameters()`` after the first forward pass: keep hold of them before.
     """
-    return replicate(model, device_mesh=mesh, bucket_cap_mb=_cap(bucket_mb))
+    return replicate(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
 
-def _cap(bucket_mb: float) -> float | None:
+def _bucket_cap_mb(bucket_mb: float) -> float | None:
     """None, unlike 25, keeps the small first bucket."""
-    return None if bucket_mb == DEFAULT_MB else bucket_mb
+    return None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb
 
 
-def compress(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Let gradients travel in a shorter type: rounded, summed in that type, and put back into float32.
 
     Gloo sums both types. Inductor fuses only all-reduces whose result is the gradient itself, and here it is not:
@@ -147,7 +147,7 @@ def compress(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     ``apply_compile``; float32 changes nothing.
     """
     if dtype != torch.float32:
-        hook = HOOKS[dtype]
+        hook = COMPRESSION_HOOKS[dtype]
         # DDP refuses the name bf16_compress_hook without a GPU, and any annotation in the form of text: so, a lambda
         model.register_comm_hook(mesh.get_group(), lambda state, bucket: hook(state, bucket))
 
@@ -170,7 +170,9 @@ def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fused(mode: Fuse = "coalesced", bucket_mb: float = DEFAULT_MB, *, late_waits: bool = True) -> Iterator[None]:
+def fuse_all_reduces(
+    mode: FuseMode = "coalesced", bucket_mb: float = DEFAULT_BUCKET_MB, *, late_waits: bool = True
+) -> Iterator[None]:
     """In here, DDP leaves the averaging to the compiler, which fuses all-reduces into buckets.
 
     Models are built, called and differentiated in here, the backward pass in ``compiled_backward``. What was compiled
@@ -212,7 +214,7 @@ def fused(mode: Fuse = "coalesced", bucket_mb: float = DEFAULT_MB, *, late_waits
 
 
 @contextlib.contextmanager
-def compiled_backward(*, inductor: bool = True) -> Iterator[None]:
+def compile_backward(*, inductor: bool = True) -> Iterator[None]:
     """In here, ``backward()`` is traced by compiled autograd, DDP's all-reduces included, and compiled.
 
     Shapes are static: with dynamic ones a DTensor's backward pass does not compile (torch 2.13).
@@ -229,14 +231,14 @@ def compiled_backward(*, inductor: bool = True) -> Iterator[None]:
         yield
 
 
-def buckets_counted() -> int:
+def pop_bucket_count() -> int:
     """How many buckets inductor has made of the backward pass that it compiled since this was last asked."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"].pop("ddp_buckets", 0))
 
 
-def backwards_traced() -> int:
+def count_traced_backwards() -> int:
     """How many backward passes compiled autograd has traced so far in this process."""
     from torch._dynamo.utils import counters
 
@@ -244,7 +246,7 @@ def backwards_traced() -> int:
 
 
 @contextlib.contextmanager
-def generated_code() -> Iterator[list[str]]:
+def capture_generated_code() -> Iterator[list[str]]:
     """The programs that inductor writes in here, in order; those of a backward pass hold ``_c10d_functional``."""
     from torch._inductor.graph import GraphLowering
 

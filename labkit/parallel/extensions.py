@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from labkit import tensors
 
-Gather = str | tensors.Extension | Callable[[Tensor], Tensor]
+ExtensionChoice = str | tensors.Extension | Callable[[Tensor], Tensor]
 """How parameters are gathered: "none" (as FSDP2 does by itself), "two_tensor", a key of ``tensors.EXTENSIONS``, an
 Extension of one's own, or a function that makes of each parameter a tensor of a type with hooks."""
 
@@ -17,7 +17,7 @@ Extension of one's own, or a function that makes of each parameter a tensor of a
 def apply_extension(
     model: nn.Sequential,
     mesh: DeviceMesh,
-    extension: Gather,
+    extension: ExtensionChoice,
     *,
     reshard_after_forward: bool = True,
     **policies: Any,
@@ -44,18 +44,18 @@ def apply_extension(
     if mesh.size() < 2:
         raise ValueError("an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing")
     if extension == "two_tensor" or callable(extension):
-        tensors.convert_parameters(model, extension if callable(extension) else tensors.twice)
+        tensors.convert_parameters(model, extension if callable(extension) else tensors.make_two_tensor)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     for child in model:
         if list(child.parameters()):
             fully_shard(child, mesh=mesh, reshard_after_forward=reshard_after_forward, **policies)
     fully_shard(model, mesh=mesh, **policies)
     if not on_meta:
-        add_hooks(model, extension)
+        add_extension_hooks(model, extension)
     return model
 
 
-def add_hooks(model: nn.Module, extension: Gather) -> None:
+def add_extension_hooks(model: nn.Module, extension: ExtensionChoice) -> None:
     """Put the hooks of an extension onto a sharded model's parameters; those of a type with hooks have them."""
     if not callable(extension) and extension not in ("none", "two_tensor"):
-        tensors.extend_all(model, extension)
+        tensors.extend_model(model, extension)

@@ -36,12 +36,12 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
 from labkit.parallel.buckets import apply_gradient_buckets
-from labkit.parallel.checkpointing import BlockTypes, apply_activation_checkpointing, blocks_of, plain_name
-from labkit.parallel.units import ROOT, Units, every_module, fsdp_units, inner_first, larger_than, layer_types
+from labkit.parallel.checkpointing import BlockTypes, apply_activation_checkpointing, find_blocks, plain_name
+from labkit.parallel.units import ROOT, Units, fsdp_units, inner_first, large_modules, layer_types, modules_with_parameters
 
-Wrap = Literal["none", "root", "block", "layer", "every", "size", "yours"]
+WrapMode = Literal["none", "root", "block", "layer", "every", "size", "yours"]
 Precision = Literal["fp32", "bf16", "fp16", "pure_fp16", "autocast"]
-GATHERED_IN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GATHER_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What FSDP rounds parameters to; ``pure_fp16`` and ``autocast`` are not its business."""
 
 
@@ -49,7 +49,7 @@ def apply_fsdp(
     model: LabModel,
     mesh: DeviceMesh,
     *,
-    wrap: Wrap = "block",
+    wrap: WrapMode = "block",
     fsdp: Literal[1, 2] = 2,
     blocks: Sequence[str] = (),
     skip: Collection[int] = (),
@@ -92,22 +92,20 @@ def apply_fsdp(
         ValueError: block types that the model does not have; bf16 or offload with nothing wrapped.
     """
     if wrap == "none":
-        if precision in GATHERED_IN or offload:
-            raise ValueError(
-                f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap root or block"
-            )
-        apply_gradient_buckets(model, mesh["data"], blocks_of(model, ignore))
+        if precision in GATHER_DTYPES or offload:
+            raise ValueError(f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap root or block")
+        apply_gradient_buckets(model, mesh["data"], find_blocks(model, ignore))
         return model, {}
     types: BlockTypes = tuple(blocks) or model.block_types
     if wrap in ("every", "size"):
-        chosen = set(every_module(model) if wrap == "every" else larger_than(model, min_numbers))
+        chosen = set(modules_with_parameters(model) if wrap == "every" else large_modules(model, min_numbers))
         types = chosen.__contains__ if chosen else ()  # a model that is too small is one unit
     elif wrap != "block":
         types = is_unit if wrap == "yours" and is_unit else {"root": (), "layer": layer_types(model)}[wrap]
-    compute = GATHERED_IN.get(precision)
+    compute = GATHER_DTYPES.get(precision)
     reduce = torch.float32 if compute else None
     shared: dict[str, Any] = {"block_types": types, "skip": skip, "local_modules": model.local_modules()}
-    shared |= {"ignored_modules": blocks_of(model, ignore), "reshard_after_forward": reshard_after_forward}
+    shared |= {"ignored_modules": find_blocks(model, ignore), "reshard_after_forward": reshard_after_forward}
     if fsdp == 1:
         mixed = MixedPrecision(compute, reduce) if compute else None
         device = next(model.parameters()).device
@@ -119,11 +117,11 @@ def apply_fsdp(
     to_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else None
     units = apply_fsdp2(model, mesh, mp_policy=policy, offload_policy=to_host, **shared)
     if prefetch:
-        gather_ahead(model, units)
+        enable_prefetch(model, units)
     return model, units
 
 
-def drawn_block(seed: int, blocks: int) -> int:
+def random_block_index(seed: int, blocks: int) -> int:
     """The block, counted from 0, that a seed draws: so a notebook can ask which it is without having named it."""
     return random.Random(seed).randrange(blocks)
 
@@ -144,14 +142,14 @@ def init_model(
     """
     if cuda_init is CUDAInitMode.BEFORE:
         model.to(device)
-    wrap: Wrap = "none" if fsdp_init is FSDPInitMode.NO_FSDP else "block"
+    wrap: WrapMode = "none" if fsdp_init is FSDPInitMode.NO_FSDP else "block"
     wrapped, units = apply_fsdp(model, mesh, wrap=wrap, **how)
     if cuda_init is CUDAInitMode.AFTER:
         wrapped.to(device)
     return wrapped, units
 
 
-def gather_ahead(model: nn.Module, units: Units) -> None:
+def enable_prefetch(model: nn.Module, units: Units) -> None:
     """Let each unit's parameters arrive while the unit before it computes, in both directions.
 
     On a GPU FSDP2 does so by itself, since its streams run side by side. Gloo has no streams: there FSDP2 waits for
@@ -279,7 +277,7 @@ def apply_fsdp1(
         group = (group, mesh["replicate"].get_group())
         full, kept = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
-    def wraps(module: nn.Module) -> bool | dict[str, Any]:
+    def wrap_rule(module: nn.Module) -> bool | dict[str, Any]:
         return to_itself if module in local_modules else module in single
 
     prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
@@ -287,7 +285,7 @@ def apply_fsdp1(
         model,
         sharding_strategy=full if reshard_after_forward else kept,
         process_group=group,
-        auto_wrap_policy=CustomPolicy(wraps) if single or local_modules else None,
+        auto_wrap_policy=CustomPolicy(wrap_rule) if single or local_modules else None,
         ignored_modules=ignored_modules or None,
         backward_prefetch=prefetch[backward_prefetch],
         forward_prefetch=forward_prefetch,

@@ -47,13 +47,13 @@ class Strip:
     pad: Callable[[Tensor, int, Strip], Tensor] | None = None
 
     @classmethod
-    def along(cls, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Strip:
+    def from_mesh(cls, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Strip:
         """This rank's strip when the image is cut along one axis of a mesh."""
         ranks = mesh.size(mesh_dim)
         return cls(dim, mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), ranks, 1 / ranks)
 
 
-def halo_of(conv: nn.Conv2d, dim: int) -> int:
+def halo_size(conv: nn.Conv2d, dim: int) -> int:
     """Columns (or rows, dim 2) that one rank needs from each neighbour for this convolution; 0 needs no exchange.
 
     Raises:
@@ -61,9 +61,7 @@ def halo_of(conv: nn.Conv2d, dim: int) -> int:
     """
     kernel, stride, dilation = (setting[dim - 2] for setting in (conv.kernel_size, conv.stride, conv.dilation))
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
-        raise ValueError(
-            f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a number and zeros"
-        )
+        raise ValueError(f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a number and zeros")
     padding, reach = conv.padding[dim - 2], dilation * (kernel - 1)
     if stride == 1 and 2 * padding == reach:
         return padding
@@ -119,7 +117,7 @@ class ConvolutionSettings(NamedTuple):
     groups: int
 
     @classmethod
-    def of(cls, conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
+    def from_conv(cls, conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
         """Those of ``conv``, but with no padding along the cut dimension."""
         assert isinstance(conv.padding, tuple)  # halo_of refuses text
         padding = tuple(0 if index == dim - 2 else size for index, size in enumerate(conv.padding))
@@ -131,7 +129,7 @@ class _HaloConv2d(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: int, strip: Strip, settings: ConvolutionSettings
     ) -> Tensor:
-        padded = with_halo(x, halo, strip)
+        padded = pad_with_halo(x, halo, strip)
         ctx.save_for_backward(padded, weight)
         ctx.halo, ctx.strip, ctx.settings = halo, strip, settings
         return torch.conv2d(padded, weight, bias, *settings)
@@ -142,24 +140,24 @@ class _HaloConv2d(torch.autograd.Function):
         padded, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
 
-        def gradients(*wanted: bool) -> list[Tensor | None]:
+        def convolution_gradients(*wanted: bool) -> list[Tensor | None]:
             return torch.ops.aten.convolution_backward(
                 grads[0], padded, weight, [len(weight)], stride, padding, dilation, False, [0, 0], groups, wanted
             )
 
-        grad_padded = gradients(wants_x, False, False)[0]
-        homecoming = None if grad_padded is None else send_home(grad_padded, ctx.halo, ctx.strip)
-        grad_weight = gradients(False, wants_weight, False)[1]  # while the halos' gradients travel
+        grad_padded = convolution_gradients(wants_x, False, False)[0]
+        homecoming = None if grad_padded is None else return_halo_gradients(grad_padded, ctx.halo, ctx.strip)
+        grad_weight = convolution_gradients(False, wants_weight, False)[1]  # while the halos' gradients travel
         grad_bias = grads[0].sum(dim=(0, 2, 3)) if wants_bias else None  # on CPU far faster than from the convolution
         grad_x = None if homecoming is None else homecoming()
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
+def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     """A strip with ``halo`` columns of the neighbours at both ends; zeros at the borders of the image."""
     size, dim = x.shape[strip.dim], strip.dim
-    arrivals = _trade(x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip)
-    padded = _new_like(x, dim, size + 2 * halo)
+    arrivals = _exchange_with_neighbours(x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip)
+    padded = _empty_with_size(x, dim, size + 2 * halo)
     padded.narrow(dim, halo, size).copy_(x)  # while the halos travel
     for start, arrived in zip((0, size + halo), arrivals(), strict=True):
         border = padded.narrow(dim, start, halo)
@@ -167,25 +165,25 @@ def with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     return padded
 
 
-def send_home(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
+def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
     """The adjoint of ``with_halo``: gradients of a halo set out for the ranks that own the columns.
 
     Call what is returned for the gradient of the strip: its own, and at both ends what the neighbours' halos add.
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
     own = grad_padded.narrow(dim, halo, size)  # what arrives is added in place
-    arrivals = _trade(grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo), strip)
+    arrivals = _exchange_with_neighbours(grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo), strip)
 
-    def wait() -> Tensor:
+    def wait_and_add() -> Tensor:
         for arrived, start in zip(arrivals(), (0, size - halo), strict=True):
             if arrived is not None:
                 own.narrow(dim, start, halo).add_(arrived)
         return own
 
-    return wait
+    return wait_and_add
 
 
-def _trade(first: Tensor, last: Tensor, strip: Strip) -> Callable[[], list[Tensor | None]]:
+def _exchange_with_neighbours(first: Tensor, last: Tensor, strip: Strip) -> Callable[[], list[Tensor | None]]:
     """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as much from each.
 
     Call what is returned to wait for what the two send; None at a border of the image.
@@ -214,13 +212,13 @@ def _trade(first: Tensor, last: Tensor, strip: Strip) -> Callable[[], list[Tenso
     return wait
 
 
-def _new_like(x: Tensor, dim: int, size: int) -> Tensor:
+def _empty_with_size(x: Tensor, dim: int, size: int) -> Tensor:
     """An empty tensor of x's kind and memory format with another size along ``dim``."""
     shape = [size if index == dim else length for index, length in enumerate(x.shape)]
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=image_memory_format(x))
 
 
-def memory_format_of(x: Tensor) -> torch.memory_format:
+def image_memory_format(x: Tensor) -> torch.memory_format:
     """Channels last, where images [N, C, H, W] lie in memory so; else contiguous."""
     channels_last = x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if channels_last else torch.contiguous_format

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def ring_steps(tensor: Tensor) -> Iterator[Tensor]:
+def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
     """What this rank holds after each of the 2 (ranks - 1) steps; the last is the sum. A collective.
 
     Args:

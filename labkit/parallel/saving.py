@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from labkit.parallel.reading import DataPlanner, DataReader
+from labkit.parallel.safe_checkpoint import SafeCheckpointReader, SafeLoadPlanner
 
-PLAIN = ".pt"
+PLAIN_FILE_SUFFIX = ".pt"
 """How the name of a plain file ends; any other name is a folder's."""
-KEPT = 2
+CHECKPOINTS_TO_KEEP = 2
 """So many checkpoints stay: the newest, and one for whoever distrusts it."""
 
 
@@ -40,7 +40,7 @@ def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int)
         optimizer: of its parameters.
         step: steps trained so far.
     """
-    plain = path.suffix == PLAIN
+    plain = path.suffix == PLAIN_FILE_SUFFIX
     on_gpu = next(model.parameters()).device.type == "cuda"
     options = StateDictOptions(full_state_dict=plain, cpu_offload=plain and on_gpu)  # FSDP1 on a CPU crashes with it
     weights, updates = get_state_dict(model, optimizer, options=options)
@@ -66,21 +66,19 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     Raises:
         RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have other names or shapes.
     """
-    if path.suffix != PLAIN:
+    if path.suffix != PLAIN_FILE_SUFFIX:
         weights, updates = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": 0}
-        state_dict_loader.load(state, storage_reader=DataReader(path), planner=DataPlanner())
+        state_dict_loader.load(state, storage_reader=SafeCheckpointReader(path), planner=SafeLoadPlanner())
         options = StateDictOptions()
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
     return int(state["step"])
 
 
-class Checkpoints:
+class CheckpointFolder:
     """A folder of saves, one a step, that all ranks see. Training goes on from the newest that is complete.
 
     A save takes its name in one step, once every rank has written its part: one that was cut off is never taken. Making
@@ -121,5 +119,5 @@ class Checkpoints:
         save_training(self._folder / f".{name}", model, optimizer, step)  # none leaves it before all have written
         if self._is_first:
             (self._folder / f".{name}").rename(self._folder / name)
-            for old in sorted(self._folder.glob("step_*"))[:-KEPT]:
+            for old in sorted(self._folder.glob("step_*"))[:-CHECKPOINTS_TO_KEEP]:
                 shutil.rmtree(old.rename(self._folder / f".{old.name}"))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.buckets import closed_when_full
+from labkit.parallel.buckets import assign_buckets
 
 
 def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
@@ -20,7 +20,7 @@ def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
         bucket_bytes: a bucket is closed once it holds so many.
     """
     parameters = list(model.parameters())[::-1]  # as DDP does before it knows better: the last layer's come first
-    plan = closed_when_full([parameter.nbytes for parameter in parameters], bucket_bytes)
+    plan = assign_buckets([parameter.nbytes for parameter in parameters], bucket_bytes)
     buckets = [[parameters[position] for position in bucket] for bucket in plan]
     missing = [len(bucket) for bucket in buckets]
     on_their_way: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []

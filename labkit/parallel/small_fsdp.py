@@ -24,9 +24,9 @@ gradient is the mean over the ranks.
 def shard_unit(unit: nn.Module) -> nn.Parameter:
     """Shard a unit over all ranks, see ``ShardUnit``."""
     parameters, ranks = list(unit.parameters()), dist.get_world_size()
-    full = flat([p.detach() for p in parameters], ranks)
+    full = flatten_tensors([p.detach() for p in parameters], ranks)
     shard = nn.Parameter(full.chunk(ranks)[dist.get_rank()].clone())
-    for parameter, piece in zip(parameters, cut(full, parameters), strict=True):
+    for parameter, piece in zip(parameters, split_flat(full, parameters), strict=True):
         parameter.data = piece  # a view: its numbers are there while the buffer is
     buffer, size = full.untyped_storage(), full.untyped_storage().nbytes()
     ready: list[nn.Parameter] = []
@@ -45,7 +45,7 @@ def shard_unit(unit: nn.Module) -> nn.Parameter:
         if len(ready) == len(parameters):
             ready.clear()
             buffer.resize_(0)
-            gradients = flat([p.grad for p in parameters if p.grad is not None], ranks)
+            gradients = flatten_tensors([p.grad for p in parameters if p.grad is not None], ranks)
             for each in parameters:
                 each.grad = None
             shard.grad = torch.empty_like(shard)
@@ -60,14 +60,14 @@ def shard_unit(unit: nn.Module) -> nn.Parameter:
     return shard
 
 
-def flat(tensors: Iterable[Tensor], ranks: int) -> Tensor:
+def flatten_tensors(tensors: Iterable[Tensor], ranks: int) -> Tensor:
     """Tensors one after another, with zeros at the end until the ranks divide them."""
     pieces = [tensor.flatten() for tensor in tensors]
     missing = -sum(map(len, pieces)) % ranks
     return torch.cat([*pieces, pieces[0].new_zeros(missing)])
 
 
-def cut(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def split_flat(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat tensor, shaped as these tensors, in their order."""
     sizes = [tensor.numel() for tensor in like]
     return [piece.view(each.shape) for piece, each in zip(row[: sum(sizes)].split(sizes), like, strict=True)]
@@ -94,23 +94,23 @@ class FlatShards(nn.Module):
         if missing or len(set(held)) < len(held):
             what = f"{missing[0]} is in no unit" if missing else "two units share a parameter"
             raise ValueError(f"{what}, and nobody but a unit gathers it: choose units that hold each parameter once")
-        self.shards = nn.ParameterList(_share(shard, name, unit) for name, unit in units.items())
+        self.shards = nn.ParameterList(_make_share(shard, name, unit) for name, unit in units.items())
 
     def forward(self, *inputs: Tensor) -> Any:
         """Of the model."""
         return self._model[0](*inputs)
 
-    def whole(self) -> nn.Module:
+    def unshard_model(self) -> nn.Module:
         """The model with all parameters and gradients, and no longer sharded. A collective."""
         for parameters, shard in zip(self._units.values(), self.shards, strict=True):
-            values = cut(_gathered(shard.detach()), parameters)
-            gradients = values if shard.grad is None else cut(_gathered(shard.grad), parameters)
+            values = split_flat(_all_gather_flat(shard.detach()), parameters)
+            gradients = values if shard.grad is None else split_flat(_all_gather_flat(shard.grad), parameters)
             for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
                 parameter.data, parameter.grad = value, None if shard.grad is None else gradient
         return self._model[0]
 
 
-def _share(shard: ShardUnit, name: str, unit: nn.Module) -> nn.Parameter:
+def _make_share(shard: ShardUnit, name: str, unit: nn.Module) -> nn.Parameter:
     whole, ranks = sum(parameter.numel() for parameter in unit.parameters()), dist.get_world_size()
     share, wanted = shard(unit), -(-whole // ranks)
     if not isinstance(share, nn.Parameter) or share.shape != (wanted,):
@@ -122,7 +122,7 @@ def _share(shard: ShardUnit, name: str, unit: nn.Module) -> nn.Parameter:
     return share
 
 
-def _gathered(share: Tensor) -> Tensor:
+def _all_gather_flat(share: Tensor) -> Tensor:
     whole = share.new_empty(len(share) * dist.get_world_size())
     dist.all_gather_into_tensor(whole, share)
     return whole

@@ -24,7 +24,7 @@ from labkit.models.mlp import MLPStack
 
 ShareLayer = Callable[[nn.Linear, ProcessGroup], nn.Module]
 """Makes one rank's share of a linear layer with bias, a module with parameters ``weight`` and ``bias``."""
-PLACEMENTS: dict[str, dict[str, Placement]] = {
+PAIR_PLACEMENTS: dict[str, dict[str, Placement]] = {
     "in_proj": {"weight": Shard(0), "bias": Shard(0)},
     "out_proj": {"weight": Shard(1), "bias": Replicate()},
 }
@@ -118,7 +118,7 @@ def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: Shar
         for name, share in (("in_proj", column), ("out_proj", row)):
             layer = getattr(mlp, name)
             own = share(layer, line.get_group())
-            _check_share(own, layer, f"layers.{index}.{name}", PLACEMENTS[name], line.size())
+            _check_share(own, layer, f"layers.{index}.{name}", PAIR_PLACEMENTS[name], line.size())
             setattr(mlp, name, own)
     return model
 
@@ -136,7 +136,7 @@ def _check_share(own: Any, layer: nn.Linear, name: str, placements: Mapping[str,
         raise ValueError(f"{name}: one of {ranks} ranks needs a module with parameters {wants}, and got {has or own!r}")
 
 
-class SharedPairs(nn.Module):
+class TensorParallelPairs(nn.Module):
     """A stack whose parameters are plain shares along ``tp``, or FSDP's shards of these.
 
     Args:
@@ -158,6 +158,6 @@ class SharedPairs(nn.Module):
         for name, share in shares.items():
             layer, own_name = name.split(".")[-2:]
             share = share.full_tensor() if isinstance(share, DTensor) else share
-            placement = PLACEMENTS[layer][own_name]
+            placement = PAIR_PLACEMENTS[layer][own_name]
             whole[name] = DTensor.from_local(share, self.line, [placement], run_check=False)
         return whole

@@ -36,8 +36,8 @@ from labkit.parallel.halo import (
     ConvolutionSettings,
     Strip,
     halo_conv2d,
-    halo_of,
-    memory_format_of,
+    halo_size,
+    image_memory_format,
     spatial_mean,
 )
 from labkit.theory import sizes
@@ -77,11 +77,11 @@ def apply_spatial(
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
     if tensor_dim not in (2, 3):
         raise ValueError(f"tensor_dim {tensor_dim} is neither 2 (height) nor 3 (width)")
-    requirements.refuse_if_broken(strategy)
+    requirements.refuse_native_strategy(strategy)
     axis = axis_index(mesh, mesh_dim)
-    strip = Strip.along(mesh, axis, tensor_dim)
+    strip = Strip.from_mesh(mesh, axis, tensor_dim)
     strip.pad = pad
-    halos = {module: halo_of(module, tensor_dim) for module in model.modules() if isinstance(module, nn.Conv2d)}
+    halos = {module: halo_size(module, tensor_dim) for module in model.modules() if isinstance(module, nn.Conv2d)}
     _agree_on_dropped_samples(model, mesh, axis)
     if strategy == "local":
         _apply_local(model, mesh, strip, halos)
@@ -130,7 +130,7 @@ def shard_batch(
     index = mesh.get_local_rank(axis)
     samples = own_samples(mesh, len(images), mesh_dim)
     strip = images[samples].narrow(tensor_dim, sum(widths[:index]), widths[index])
-    strip = strip.clone(memory_format=memory_format_of(images))
+    strip = strip.clone(memory_format=image_memory_format(images))
     placements = [Shard(tensor_dim) if each == axis else Shard(0) for each in range(mesh.ndim)]
     whole = DTensor.from_local(strip, mesh, placements, shape=images.shape, stride=images.stride())
     return whole, labels[samples]
@@ -152,7 +152,7 @@ class HaloConv2d(nn.Module):
         super().__init__()
         self.weight, self.bias = conv.weight, conv.bias
         self.halo, self.strip = halo, strip
-        self.settings = ConvolutionSettings.of(conv, strip.dim)
+        self.settings = ConvolutionSettings.from_conv(conv, strip.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """A strip [N, C, H, W], plain or DTensor, to this rank's strip of the output, of the same kind."""
@@ -171,7 +171,7 @@ def _local_parameter(parameter: Tensor) -> Tensor:
 
 
 def _apply_local(model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn.Conv2d, int]) -> None:
-    _replace(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo})
+    _replace_modules(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo})
     for tensor in [*model.parameters(), *model.buffers()]:
         for axis in range(mesh.ndim):
             dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
@@ -196,12 +196,12 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
             if shared.requires_grad:
                 shared.register_post_accumulate_grad_hook(lambda p: _sum_gradient(p, replicated, data_ranks))
             module.register_parameter(name, shared)
-    _replace(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
+    _replace_modules(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
     for module in model.modules():
         if isinstance(module, StochasticDepth):
-            module.forward = partial(_on_strips, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_forward_on_strips, module.forward)  # type: ignore[method-assign]
     if not halos and requirements.torch_version() >= (2, 12):
-        _run_on_despite_known_bug(model)
+        _relabel_as_strips(model)
 
     def check_strips(module: nn.Module, args: tuple[DTensor]) -> None:
         # A feature map made from local strips does not know how long the others are, so they must be equal.
@@ -216,7 +216,7 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
     model.register_forward_hook(lambda module, args, logits: logits.to_local())
 
 
-def _run_on_despite_known_bug(model: nn.Module) -> None:
+def _relabel_as_strips(model: nn.Module) -> None:
     """Say of every convolution's input and output that they are strips, where torch calls the output replicated.
 
     So the model trains, and every number that depends on a halo or on a sum over ranks is wrong: only to be looked at.
@@ -239,7 +239,7 @@ def _run_on_despite_known_bug(model: nn.Module) -> None:
             module.register_forward_hook(relabel_output)
 
 
-def _on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
+def _forward_on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
     """What works on each pixel alone, run on the plain local strip of a DTensor."""
     return DTensor.from_local(forward(x.to_local()), x.device_mesh, x.placements)
 
@@ -268,7 +268,7 @@ def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> 
                 module.shard, module.shards = mesh.get_local_rank(1 - axis), mesh.size(1 - axis)
 
 
-def _replace(model: nn.Module, replacements: dict[Any, nn.Module]) -> None:
+def _replace_modules(model: nn.Module, replacements: dict[Any, nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in replacements:

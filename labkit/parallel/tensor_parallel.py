@@ -39,7 +39,7 @@ from labkit.models.chain import LinearChain
 from labkit.models.decoder import DecoderModel
 from labkit.models.mlp import MULTIPLIERS, MLPStack
 
-SEQUENCE = Shard(1)
+SEQUENCE_LAYOUT = Shard(1)
 CHAIN_PAIRS: dict[str, ParallelStyle] = {"fc[13]": ColwiseParallel(), "fc[24]": RowwiseParallel()}
 """The two pairs of a LinearChain."""
 
@@ -66,14 +66,14 @@ def apply_tensor_parallel(
         ValueError: the mesh lacks an axis; the ranks of both axes, since FSDP cuts what is left, cannot share an inner
             width evenly.
     """
-    _check(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
+    _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
     line = mesh["tp"]  # taken once: inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
     if line.size() > 1:
-        parallelize_module(model, line, dict(plan or stack_plan(model, sequence_parallel)))
+        parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
         if sequence_parallel:
             whole = Replicate()
-            parallelize_module(model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE))
-            parallelize_module(model, line, PrepareModuleOutput(output_layouts=SEQUENCE, desired_output_layouts=whole))
+            parallelize_module(model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE_LAYOUT))
+            parallelize_module(model, line, PrepareModuleOutput(output_layouts=SEQUENCE_LAYOUT, desired_output_layouts=whole))
     return model
 
 
@@ -92,7 +92,7 @@ def apply_decoder_tensor_parallel(model: DecoderModel, mesh: DeviceMesh, *, sequ
     Raises:
         ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the heads, an inner width or the words.
     """
-    _check(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
+    _check_widths(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
     parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
 
 
@@ -107,7 +107,7 @@ def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainPa
     Raises:
         ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the width evenly.
     """
-    _check(mesh, ("tp",), model.fc1.out_features, model.fc3.out_features)
+    _check_widths(mesh, ("tp",), model.fc1.out_features, model.fc3.out_features)
     line = mesh["tp"]
     return PlainParameters(parallelize_module(model, line, CHAIN_PAIRS), line)
 
@@ -142,17 +142,16 @@ class PlainParameters(nn.Module):
     def as_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's shards of parameters or gradients, by the names of the model's parameters, as DTensors."""
         return {
-            name: DTensor.from_local(shard, self.mesh, self.placements[name], run_check=False)
-            for name, shard in shards.items()
+            name: DTensor.from_local(shard, self.mesh, self.placements[name], run_check=False) for name, shard in shards.items()
         }
 
 
-def stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Every MLP as a pair. Where the sequence is cut between, it is a DTensor, which knows an uneven one's length."""
     columns, rows = ColwiseParallel(), RowwiseParallel()
     if sequence_parallel:
-        columns = ColwiseParallel(input_layouts=SEQUENCE)
-        rows = RowwiseParallel(output_layouts=SEQUENCE, use_local_output=False)
+        columns = ColwiseParallel(input_layouts=SEQUENCE_LAYOUT)
+        rows = RowwiseParallel(output_layouts=SEQUENCE_LAYOUT, use_local_output=False)
     plan: dict[str, ParallelStyle] = {"layers.*.in_proj": columns, "layers.*.out_proj": rows}
     if sequence_parallel and model.norm is not None:
         plan["norm"] = SequenceParallel(sequence_dim=1)
@@ -164,7 +163,7 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
     The embedding is cut by its width, and so needs no sum.
     """
-    between = SEQUENCE if sequence_parallel else Replicate()
+    between = SEQUENCE_LAYOUT if sequence_parallel else Replicate()
     whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=between)
     taken = {name: columns for name in ("attention.query", "attention.key", "attention.value")}
     taken |= {name: columns for name in ("feedforward.gate", "feedforward.up")}
@@ -184,7 +183,7 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _check(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
+def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
     """Refuse a mesh without the two axes, and inner widths that the ranks of the sharing ones cannot share."""
     names = mesh.mesh_dim_names or ()
     if not {"data", "tp"} <= set(names):

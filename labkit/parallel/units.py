@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from labkit.parallel.checkpointing import BlockTypes, blocks_of, checkpointed, plain_name
+from labkit.parallel.checkpointing import BlockTypes, checkpoint_wrappers, find_blocks, plain_name
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 ROOT = "root"
@@ -28,16 +28,16 @@ def layer_types(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted({type(module).__name__ for module in holders}))
 
 
-def every_module(model: nn.Module) -> tuple[nn.Module, ...]:
+def modules_with_parameters(model: nn.Module) -> tuple[nn.Module, ...]:
     """What ``--wrap every`` wraps: all that is called and holds parameters, one inside the other."""
-    return tuple(module for module in _apart_from_others(model) if any(True for _ in module.parameters()))
+    return tuple(module for module in _self_contained_parts(model) if any(True for _ in module.parameters()))
 
 
-def larger_than(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
+def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
     """What ``--wrap size`` wraps: each module that holds so many numbers outside of the units inside it."""
     chosen: list[nn.Module] = []
     taken: set[int] = set()
-    for module in reversed(_apart_from_others(model)):  # a module comes after those that contain it
+    for module in reversed(_self_contained_parts(model)):  # a module comes after those that contain it
         own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if own and sum(own.values()) >= numbers:
             chosen.append(module)
@@ -50,16 +50,16 @@ def wrap(module: ModuleType) -> ModuleType:
 
     With ``is_marked`` for ``block_types`` those become units. FSDP1's own ``wrap`` is called in the same place.
     """
-    _marked.add(module)
+    _unit_marks.add(module)
     return module
 
 
 def is_marked(module: nn.Module) -> bool:
     """Whether ``wrap`` was called with it."""
-    return module in _marked
+    return module in _unit_marks
 
 
-_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_unit_marks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _callable_parts(model: nn.Module) -> list[nn.Module]:
@@ -72,13 +72,13 @@ def _callable_parts(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if m is not model and m not in uncalled and not isinstance(m, containers)]
 
 
-def _apart_from_others(model: nn.Module) -> list[nn.Module]:
+def _self_contained_parts(model: nn.Module) -> list[nn.Module]:
     """The callable parts without those around only one of several modules that share a parameter.
 
     A unit of such a part would have to hold the others, which may lie in a unit that holds this part.
     """
     parts = _callable_parts(model)
-    return [part for part in parts if any(True for _ in part.parameters(recurse=False)) or not tied_to(model, part)]
+    return [part for part in parts if any(True for _ in part.parameters(recurse=False)) or not modules_sharing_weights(model, part)]
 
 
 def fsdp_units(
@@ -102,13 +102,11 @@ def fsdp_units(
         ValueError: block types are given and the model has none of them, or not as many as ``skip`` counts.
     """
     outside = {part for module in local_modules for part in module.modules()}
-    blocks = [block for block in blocks_of(model, block_types) if block not in outside and list(block.parameters())]
+    blocks = [block for block in find_blocks(model, block_types) if block not in outside and list(block.parameters())]
     if block_types and not blocks:
-        if apart := [block for block in blocks_of(model, block_types) if block in outside]:
+        if apart := [block for block in find_blocks(model, block_types) if block in outside]:
             kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
-            raise ValueError(
-                f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is left to wrap"
-            )
+            raise ValueError(f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is left to wrap")
         if callable(block_types):
             raise ValueError(f"is_unit chose no module of {type(model).__name__} that has parameters: choose one")
         has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
@@ -116,11 +114,11 @@ def fsdp_units(
     if not set(skip) <= set(range(len(blocks))):
         raise ValueError(f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)}, from 0")
     blocks = [block for index, block in enumerate(blocks) if index not in skip]
-    wrappers, names = checkpointed(model), {module: name for name, module in model.named_modules()}
+    wrappers, names = checkpoint_wrappers(model), {module: name for name, module in model.named_modules()}
     units: Units = {}
     unit_of: dict[nn.Module, str] = {}
     for block in blocks:
-        tied = tied_to(model, block)
+        tied = modules_sharing_weights(model, block)
         name = next((unit_of[other] for other in (block, *tied) if other in unit_of), plain_name(names[block]))
         for module in (block, *tied):
             if module not in unit_of and not any(module in set(member.modules()) for member in units.get(name, [])):
@@ -136,7 +134,7 @@ def inner_first(units: Units) -> Iterator[list[nn.Module]]:
     return (units[name] for name in TopologicalSorter(needs).static_order())
 
 
-def tied_to(model: nn.Module, block: nn.Module) -> list[nn.Module]:
+def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Module]:
     """Modules outside ``block`` that hold one of its parameters themselves."""
     own, inside = {id(p) for p in block.parameters()}, set(block.modules())
     others = [module for module in model.modules() if module not in inside]

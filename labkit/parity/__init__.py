@@ -5,16 +5,16 @@ models and state dicts against each other, rank by rank and shard by shard. What
 that has the lab's name.
 """
 
-from labkit.parity.one_device import OneDevice, optimizer_of, samples_and_seed, seed_of
+from labkit.parity.one_device import OneDevice, draw_samples, make_sgd, sample_seed
 from labkit.parity.states import (
     assert_module_states,
     broadcast_state_dict,
     check_sharded_parity,
+    copy_state_dict,
     full_params,
-    state_dict_of,
     zero_model,
 )
-from labkit.parity.training import LIMITS, Parity, relative_error, seed_parameters, seeded_copy
+from labkit.parity.training import LIMITS, Parity, relative_error, seed_and_copy, seed_parameters
 
 __all__ = [
     "LIMITS",
@@ -24,12 +24,12 @@ __all__ = [
     "broadcast_state_dict",
     "check_sharded_parity",
     "full_params",
-    "optimizer_of",
+    "make_sgd",
     "relative_error",
-    "samples_and_seed",
-    "seed_of",
+    "draw_samples",
+    "sample_seed",
     "seed_parameters",
-    "seeded_copy",
-    "state_dict_of",
+    "seed_and_copy",
+    "copy_state_dict",
     "zero_model",
 ]

@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit import inductor
 from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
-from labkit.parallel.ddp import Case
-from labkit.parity.one_device import OneDevice, optimizer_of, samples_and_seed
-from labkit.parity.training import LIMITS, Named, Parity, count_tensors, tensors_of
-from labkit.session.traffic import CommunicationCounter, Wire
+from labkit.parallel.ddp import DDPCase
+from labkit.parity.one_device import OneDevice, draw_samples, make_sgd
+from labkit.parity.training import LIMITS, Parity, TensorList, count_tensors, tensors_by_name
+from labkit.session.traffic import BucketRecorder, CommunicationCounter
 from labkit.theory.ddp import chain_buckets
 
-MODES: tuple[ddp.Mode, ...] = ("ddp", "replicate", "compiled_ddp", "compiled")
+COMPARISON_MODES: tuple[ddp.DDPMode, ...] = ("ddp", "replicate", "compiled_ddp", "compiled")
 
 
-def chain(dim: int, case: Case, device: torch.device, batch: int, layers: int = 4) -> LinearChain:
+def build_chain(dim: int, case: DDPCase, device: torch.device, batch: int, layers: int = 4) -> LinearChain:
     """The model of both checks and of the training, equal on all ranks."""
     torch.manual_seed(0)
     return LinearChain(dim, case.checkpoint, batch, layers).to(device)
@@ -36,13 +36,13 @@ def chain(dim: int, case: Case, device: torch.device, batch: int, layers: int = 
 def compare_techniques(
     mesh: DeviceMesh,
     device: torch.device,
-    case: Case,
+    case: DDPCase,
     *,
     dim: int,
     batch: int = 1,
     layers: int = 4,
     steps: int = 2,
-    modes: Sequence[ddp.Mode] = MODES,
+    modes: Sequence[ddp.DDPMode] = COMPARISON_MODES,
     **how: Any,
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
@@ -56,23 +56,23 @@ def compare_techniques(
         programs with communication inductor wrote, or without it, how many backward passes compiled autograd traced,
         so that nobody compares eager runs with each other.
     """
-    build = partial(chain, dim, case, device, batch, layers)
+    build = partial(build_chain, dim, case, device, batch, layers)
     one_device = OneDevice(lambda rank: build(), mesh.size(), device=device, batches=len(case.batches))
     reference, found, expected = one_device.copies[0], Parity(), []
     for step in range(steps):
-        one_device.step(step)
-        found.watch(reference)
+        one_device.train_step(step)
+        found.count_gradients(reference)
         output = one_device.outputs[mesh.get_local_rank()].detach()
-        expected.append((output, copy.deepcopy(tensors_of(reference, "gradient"))))
+        expected.append((output, copy.deepcopy(tensors_by_name(reference, "gradient"))))
     sent_bytes, backwards, without_sync = {}, {}, 0
     with_inductor = how.get("inductor", True)
     for mode in modes:
-        lab, before = build(), ddp.backwards_traced()
-        with ddp.applied(lab, mesh, mode, case, **how) as (model, programs):
-            sent = _train(found, mode, lab, model, case, mesh.get_local_rank(), expected)
-        found.add_all(f"{mode}, parameter", tensors_of(lab, "parameter"), tensors_of(reference, "parameter"))
+        lab, before = build(), ddp.count_traced_backwards()
+        with ddp.apply_technique(lab, mesh, mode, case, **how) as (model, programs):
+            sent = _train_and_compare(found, mode, lab, model, case, mesh.get_local_rank(), expected)
+        found.compare_named(f"{mode}, parameter", tensors_by_name(lab, "parameter"), tensors_by_name(reference, "parameter"))
         sent_bytes[mode] = sent.total()
-        traced = ddp.backwards_traced() - before
+        traced = ddp.count_traced_backwards() - before
         backwards[mode] = sum("_c10d_functional" in program for program in programs) if with_inductor else traced
         without_sync += sent[False]
     each = steps * (1 + count_tensors(reference, "gradient")) + count_tensors(reference, "parameter")
@@ -87,33 +87,33 @@ def compare_techniques(
     }
 
 
-def _train(
+def _train_and_compare(
     found: Parity,
     mode: str,
     lab: LinearChain,
     model: nn.Module,
-    case: Case,
+    case: DDPCase,
     rank: int,
-    expected: list[tuple[Tensor, Named]],
+    expected: list[tuple[Tensor, TensorList]],
 ) -> Counter[bool]:
     """Train with one technique, and compare each step's last output and gradients; bytes sent, by whether synced."""
-    optimizer, sent, batches = optimizer_of(lab), Counter[bool](), len(case.batches)
+    optimizer, sent, batches = make_sgd(lab), Counter[bool](), len(case.batches)
     for step, (expected_output, gradients) in enumerate(expected):
         optimizer.zero_grad()
         for batch, synced in enumerate(case.batches):
             with CommunicationCounter() as counter, ddp.gradient_sync(model, synced):
-                output, loss = _forward(lab, model, step, rank, batch, batches)
+                output, loss = _output_and_loss(lab, model, step, rank, batch, batches)
                 loss.backward()
             sent[synced] += counter.bytes["all_reduce"]
-        found.add(f"{mode}, step {step}, output", output.detach(), expected_output)
-        found.add_all(f"{mode}, step {step}, gradient", tensors_of(lab, "gradient"), gradients)
+        found.compare_tensor(f"{mode}, step {step}, output", output.detach(), expected_output)
+        found.compare_named(f"{mode}, step {step}, gradient", tensors_by_name(lab, "gradient"), gradients)
         optimizer.step()
     return sent
 
 
-def _forward(lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: int) -> tuple[Tensor, Tensor]:
+def _output_and_loss(lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: int) -> tuple[Tensor, Tensor]:
     """Output and loss of one of a rank's batches: its index, and how many there are."""
-    inputs = samples_and_seed(lab, lab.fc1.weight.device, step, rank, *batch)
+    inputs = draw_samples(lab, lab.fc1.weight.device, step, rank, *batch)
     output = model(*inputs)
     return output, lab.get_loss(inputs, output)
 
@@ -121,7 +121,7 @@ def _forward(lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: i
 def compare_buckets(
     mesh: DeviceMesh,
     device: torch.device,
-    case: Case,
+    case: DDPCase,
     *,
     dim: int,
     batch: int = 1,
@@ -140,14 +140,14 @@ def compare_buckets(
     expected = chain_buckets(dim, bucket_mb, way="compiled" if case.forward else "backward_only", layers=layers)
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
     assert predicted_bytes, "a chain has gradients, and they are in some bucket"
-    lab, rounds = chain(dim, case, device, batch, layers), []
-    with ddp.applied(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how) as (model, programs):
+    lab, rounds = build_chain(dim, case, device, batch, layers), []
+    with ddp.apply_technique(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how) as (model, programs):
         for step in range(2):
-            with Wire() as wire:
-                _forward(lab, model, step, mesh.get_local_rank())[1].backward()
-            rounds.append((ddp.buckets_counted(), programs[-1], wire.buckets(lab.named_parameters())))
+            with BucketRecorder() as wire:
+                _output_and_loss(lab, model, step, mesh.get_local_rank())[1].backward()
+            rounds.append((ddp.pop_bucket_count(), programs[-1], wire.buckets(lab.named_parameters())))
     counts, written, sent = zip(*rounds, strict=True)
-    listed = [inductor.buckets(program) for program in written]
+    listed = [inductor.find_buckets(program) for program in written]
     result: dict[str, Any] = {
         "predicted": len(expected),
         "predicted_bytes": predicted_bytes,
@@ -155,8 +155,8 @@ def compare_buckets(
         "listed_bytes": [[bucket.bytes for bucket in buckets] for buckets in listed],
         "handed_bytes": [[sum(bucket.values()) for bucket in buckets] for buckets in sent],
         "programs": len(set(written)),
-        "orders": list(map(order_of, listed)),
-        "most_in_flight": list(map(_most_in_flight, listed)),
+        "orders": list(map(request_wait_order, listed)),
+        "most_in_flight": list(map(_max_in_flight, listed)),
         "waits_missing": sum(len(inductor.missing_waits(program)) for program in written),
     }
     ok = (
@@ -164,27 +164,27 @@ def compare_buckets(
         and result["listed_bytes"] == result["handed_bytes"] == [predicted_bytes] * 2
         and all(list(map(OrderedDict, buckets)) == list(map(OrderedDict, expected)) for buckets in sent)
         and (result["programs"], result["waits_missing"]) == (2, 0)
-        and all(_in_turn(order, "request") for order in result["orders"])
-        and _in_turn(result["orders"][0], "wait")
+        and all(_is_in_bucket_order(order, "request") for order in result["orders"])
+        and _is_in_bucket_order(result["orders"][0], "wait")
         and (result["most_in_flight"][0] == len(expected) or not how.get("late_waits", True))
     )
     return {"check": "buckets", "compared": len(expected), **result, "ok": ok}
 
 
-def order_of(buckets: Sequence[inductor.Bucket]) -> list[str]:
+def request_wait_order(buckets: Sequence[inductor.Bucket]) -> list[str]:
     """Requests and waits of a program in its order, as "request 0" and "wait 0": each bucket once or more."""
     events = [(bucket.request.number, f"request {index}") for index, bucket in enumerate(buckets)]
     events += [(wait.number, f"wait {index}") for index, bucket in enumerate(buckets) for wait in bucket.waits]
     return [event for event, _ in itertools.groupby(text for _, text in sorted(events))]
 
 
-def _in_turn(order: list[str], what: str) -> bool:
+def _is_in_bucket_order(order: list[str], what: str) -> bool:
     """Whether the first requests, or waits, of all buckets come in the order of the buckets."""
     first = list(dict.fromkeys(int(event.split()[1]) for event in order if event.startswith(what)))
     return first == sorted(first)
 
 
-def _most_in_flight(buckets: Sequence[inductor.Bucket]) -> int:
+def _max_in_flight(buckets: Sequence[inductor.Bucket]) -> int:
     """How many buckets have been asked for and not been waited for yet, at most, in a program.
 
     All of them where nobody needs a result before the end. A program that adds to older gradients has reason to wait

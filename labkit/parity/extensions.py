@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 
 from labkit import tensors
 from labkit.models.mlp import MLP
-from labkit.models.protocol import at_least_float32, seeded_normal
-from labkit.parallel.extensions import Gather, add_hooks, apply_extension
-from labkit.parity.one_device import seed_of
-from labkit.parity.training import Parity, count_tensors, shard_of
+from labkit.models.protocol import random_normal, upcast_to_float32
+from labkit.parallel.extensions import ExtensionChoice, add_extension_hooks, apply_extension
+from labkit.parity.one_device import sample_seed
+from labkit.parity.training import Parity, count_tensors, local_shard
 from labkit.session.traffic import CommunicationCounter
 from labkit.theory import extensions as theory
 
 DIM, BATCH = 8, 2
-COUNTED = ("parameters", "on_meta", "poisoned", "nan_after", "trained")
-adam = partial(torch.optim.Adam, lr=1e-2, foreach=True)
+COUNT_KEYS = ("parameters", "on_meta", "poisoned", "nan_after", "trained")
+make_foreach_adam = partial(torch.optim.Adam, lr=1e-2, foreach=True)
 
 
 def three_mlps(device: torch.device | str) -> nn.Sequential:
@@ -39,7 +39,7 @@ def three_mlps(device: torch.device | str) -> nn.Sequential:
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
-def compare_training(mesh: DeviceMesh, device: torch.device, extension: Gather, steps: int) -> dict[str, Any]:
+def compare_extension_training(mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int) -> dict[str, Any]:
     """Compare every loss, gradient and shard with plain training whose gradients are reduced by hand. A collective.
 
     Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive. So the
@@ -51,36 +51,36 @@ def compare_training(mesh: DeviceMesh, device: torch.device, extension: Gather, 
         reference = three_mlps(device)
         model = apply_extension(copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard)
         halves = len(tensors.plain_shards(next(model.parameters())))
-        optimizer, expected_optimizer = adam(model.parameters()), adam(reference.parameters())
+        optimizer, expected_optimizer = make_foreach_adam(model.parameters()), make_foreach_adam(reference.parameters())
         for step in range(steps):
-            x = _samples(mesh, device, step)
-            loss, expected = _backward(model, optimizer, x), _backward(reference, expected_optimizer, x)
+            x = _local_samples(mesh, device, step)
+            loss, expected = _forward_backward(model, optimizer, x), _forward_backward(reference, expected_optimizer, x)
             for parameter in reference.parameters():
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, group=mesh.get_group())
                 parameter.grad /= mesh.size()
-            found.watch(reference)
+            found.count_gradients(reference)
             optimizer.step()
             expected_optimizer.step()
             where = f"of step {step}, reshard {reshard}"
             for plain in tensors.plain_tensors(loss):
-                found.add(f"loss {where}", plain, expected)
+                found.compare_tensor(f"loss {where}", plain, expected)
             _compare_shards(found, where, model, reference)
     a_step = halves * (1 + count_tensors(reference, "parameter")) + count_tensors(reference, "gradient")
     return found.verdict(limit=0.0, expected=2 * steps * a_step)
 
 
-def train_from_meta_device(mesh: DeviceMesh, device: torch.device, extension: Gather, steps: int) -> dict[str, Any]:
+def train_from_meta_device(mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int) -> dict[str, Any]:
     """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
 
     With and without resharding after the forward pass; the losses are those of the second.
     """
-    first, second = (_from_meta(mesh, device, extension, steps, reshard) for reshard in (True, False))
-    counted = {name: first[name] + second[name] for name in ("compared", *COUNTED)}
+    first, second = (_train_one_way(mesh, device, extension, steps, reshard) for reshard in (True, False))
+    counted = {name: first[name] + second[name] for name in ("compared", *COUNT_KEYS)}
     return {"check": "meta"} | second | counted | {"ok": first["ok"] and second["ok"]}
 
 
-def _from_meta(mesh: DeviceMesh, device: torch.device, extension: Gather, steps: int, reshard: bool) -> dict[str, Any]:
+def _train_one_way(mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int, reshard: bool) -> dict[str, Any]:
     """The same, one way.
 
     Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN after training, and have
@@ -93,18 +93,18 @@ def _from_meta(mesh: DeviceMesh, device: torch.device, extension: Gather, steps:
     parameters = list(model.parameters())
     for parameter in parameters:
         nn.init.constant_(parameter, math.nan)  # memory that is fresh often holds zeros, which hide what was forgotten
-    poisoned = sum(map(_holds_nan, parameters))
+    poisoned = sum(map(_has_nan, parameters))
     torch.manual_seed(0)
     for parameter in parameters:
-        _initialise(parameter)
+        _initialise_shard(parameter)
     alike = all(half.equal(halves[0]) for halves in map(tensors.plain_shards, parameters) for half in halves)
-    add_hooks(model, extension)
+    add_extension_hooks(model, extension)
     start = [tensors.plain_shards(parameter)[0].clone() for parameter in parameters]
-    optimizer, x, losses = adam(parameters), _samples(mesh, device, 0).bfloat16(), []
+    optimizer, x, losses = make_foreach_adam(parameters), _local_samples(mesh, device, 0).bfloat16(), []
     for _ in range(steps):
-        losses.append(float(_backward(model, optimizer, x)))
+        losses.append(float(_forward_backward(model, optimizer, x)))
         optimizer.step()
-    nan_after = sum(map(_holds_nan, parameters))
+    nan_after = sum(map(_has_nan, parameters))
     trained = sum(not tensors.plain_shards(now)[0].equal(old) for now, old in zip(parameters, start, strict=True))
     all_of_them = len(parameters) == on_meta == poisoned == trained
     return {
@@ -129,10 +129,10 @@ def compare_bytes(
     and a backward pass; with ``reshard``, parameters are gathered in both.
     """
     measured, predicted = {}, {}
-    for name in theory.BYTES:
+    for name in theory.EXTENSION_BYTES:
         model = build(name)
         shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-        predicted[name] = theory.step_bytes(shapes, mesh.size(), name, reshard=reshard)
+        predicted[name] = theory.step_gather_bytes(shapes, mesh.size(), name, reshard=reshard)
         with CommunicationCounter() as counter:
             backward(model)
         measured[name] = counter.bytes["all_gather"]
@@ -154,14 +154,14 @@ def compare_final_losses(mesh: DeviceMesh, train: Callable[[str], Sequence[Tenso
     return {"check": "loss", "compared": len(final), **final, "ok": ok}
 
 
-def _samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
-    return seeded_normal(BATCH, DIM, device=device, seed=seed_of(step, mesh.get_local_rank()))
+def _local_samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
+    return random_normal(BATCH, DIM, device=device, seed=sample_seed(step, mesh.get_local_rank()))
 
 
-def _backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+def _forward_backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Forward and backward; the loss, the mean squared distance to 1."""
     optimizer.zero_grad()
-    loss = (at_least_float32(model(x)) - 1).square().mean()
+    loss = (upcast_to_float32(model(x)) - 1).square().mean()
     loss.backward()
     return loss.detach()
 
@@ -171,12 +171,12 @@ def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.M
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         for what, mine, whole in (("parameter", parameter, expected), ("gradient", parameter.grad, expected.grad)):
             assert isinstance(mine, DTensor) and whole is not None
-            part = shard_of(whole.detach(), mine)
+            part = local_shard(whole.detach(), mine)
             for index, plain in enumerate(tensors.plain_shards(mine)):
-                found.add(f"{what} {name}, half {index}, {where}", plain, part)
+                found.compare_tensor(f"{what} {name}, half {index}, {where}", plain, part)
 
 
-def _initialise(parameter: Tensor) -> None:
+def _initialise_shard(parameter: Tensor) -> None:
     """Draw a shard's values, and give both halves of a TwoTensor the same, since each draws its own."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators")  # ranks need not draw alike on a CPU
@@ -186,5 +186,5 @@ def _initialise(parameter: Tensor) -> None:
         other.copy_(first)
 
 
-def _holds_nan(parameter: Tensor) -> bool:
+def _has_nan(parameter: Tensor) -> bool:
     return any(bool(plain.isnan().any()) for plain in tensors.plain_shards(parameter))

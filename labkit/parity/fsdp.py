@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from labkit.parity.one_device import OneDevice
-from labkit.parity.training import FLOORS, LIMITS, Parity, What, count_leaves, count_tensors
+from labkit.parity.training import FLOORS, LIMITS, Parity, TensorKind, count_leaves, count_tensors
 
 
-class Trained(NamedTuple):
+class StepOutcome(NamedTuple):
     """What one step of a rank leaves behind: of its last batch, where there are several."""
 
     loss: Tensor
@@ -20,8 +20,8 @@ class Trained(NamedTuple):
     inputs: tuple[Tensor, ...]
 
 
-def compare_training(
-    one_device: OneDevice, model: nn.Module, trained: Sequence[Trained], *, rank: int, steps: int
+def compare_fsdp_training(
+    one_device: OneDevice, model: nn.Module, trained: Sequence[StepOutcome], *, rank: int, steps: int
 ) -> dict[str, Any]:
     """Let one device, not trained yet, train as many steps as this rank has, and compare. A collective.
 
@@ -37,26 +37,26 @@ def compare_training(
     if not trained:
         raise ValueError("no loss, so nothing was trained that could be compared: train 1 step or more")
     floor = FLOORS.get(one_device.dtype, 0.0) if one_device.rounding == "everything" else 0.0
-    found, reference, kinds = Parity(floor=floor), one_device.copies[rank], kinds_of(model)
+    found, reference, kinds = Parity(floor=floor), one_device.copies[rank], comparable_kinds(model)
     each = 0
     for index, step in enumerate(trained):
-        found.add(f"loss of step {index}", step.loss.detach(), one_device.step(index)[rank])
-        found.add_leaves(f"output of step {index}", step.output, one_device.outputs[rank])
+        found.compare_tensor(f"loss of step {index}", step.loss.detach(), one_device.train_step(index)[rank])
+        found.compare_leaves(f"output of step {index}", step.output, one_device.outputs[rank])
         each = 1 + count_leaves(one_device.outputs[rank])
         for place, (mine, expected) in enumerate(zip(step.inputs, one_device.inputs[rank], strict=True)):
             if expected.requires_grad:
-                found.add(f"gradient of input {place} of step {index}", mine.grad, expected.grad)
+                found.compare_tensor(f"gradient of input {place} of step {index}", mine.grad, expected.grad)
                 each += 1
     gather = FullyShardedDataParallel.summon_full_params(model, with_grads="gradient" in kinds)
     with gather if isinstance(model, FullyShardedDataParallel) else contextlib.nullcontext():
         for what in kinds:
-            found.add_training(model, reference, what)
+            found.compare_models(model, reference, what)
     if "gradient" not in kinds:
-        found.watch(reference)
+        found.count_gradients(reference)
     return found.verdict(LIMITS[one_device.dtype], steps * each + count_tensors(reference, *kinds))
 
 
-def kinds_of(model: nn.Module) -> tuple[What, ...]:
+def comparable_kinds(model: nn.Module) -> tuple[TensorKind, ...]:
     """What of a model's training can be compared by name."""
     flat = isinstance(model, FullyShardedDataParallel) and not model._use_orig_params
     return ("parameter", "buffer") if flat else ("gradient", "parameter", "buffer")

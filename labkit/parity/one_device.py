@@ -14,33 +14,33 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
 from labkit.models.protocol import LabModel
-from labkit.parallel.checkpointing import blocks_of
+from labkit.parallel.checkpointing import find_blocks
 
-MOST_BATCHES = 10_000
+MAX_BATCHES = 10_000
 """Of all ranks in a step."""
 Rounding = Literal["parameters", "autocast", "everything"]
 """What is in the short type: parameters and samples of both passes; what autocast chooses; updates as well."""
 
 
-def seed_of(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
+def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
     """The seed of a rank's samples in one of its batches of a step: another one for each, up to 10,000 in a step.
 
     One rank that goes through four batches has the samples of four ranks with one batch each.
     """
-    return (step + 1) * MOST_BATCHES + rank * batches + batch
+    return (step + 1) * MAX_BATCHES + rank * batches + batch
 
 
-def samples_and_seed(
+def draw_samples(
     model: LabModel, device: torch.device, step: int, rank: int, batch: int = 0, batches: int = 1
 ) -> tuple[Tensor, ...]:
     """A rank's samples in one batch. What is drawn next, such as dropout, is that rank's and that batch's as well."""
-    seed = seed_of(step, rank, batch, batches)
+    seed = sample_seed(step, rank, batch, batches)
     inputs = model.get_input(device, seed)
     torch.manual_seed(seed)
     return inputs
 
 
-def optimizer_of(model: nn.Module) -> Optimizer:
+def make_sgd(model: nn.Module) -> Optimizer:
     """SGD with momentum for a check: Adam turns the rounding of a gradient near zero into a step of full size."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
 
@@ -81,14 +81,14 @@ class OneDevice:
         self.copies = [build(rank) for rank in range(ranks)]
         if rounding == "everything":
             self.copies = [copy.to(dtype) for copy in self.copies]
-        self.optimizers = [optimizer_of(copy) for copy in self.copies]
+        self.optimizers = [make_sgd(copy) for copy in self.copies]
         self.dtype, self.rounding, self.device = dtype, rounding, device or torch.device("cpu")
         self.batches, self.mean, self.input_gradients = batches, mean, input_gradients
         self.local_types = local_types
         self.outputs: list[Any] = [None] * ranks
         self.inputs: list[tuple[Tensor, ...]] = [()] * ranks
 
-    def step(self, index: int) -> list[Tensor]:
+    def train_step(self, index: int) -> list[Tensor]:
         """One training step; each rank's loss, of its last batch."""
         losses = [self._forward_backward(index, rank) for rank in range(len(self.copies))]
         self._average_shared_gradients()
@@ -100,16 +100,16 @@ class OneDevice:
         copy = self.copies[rank]
         self.optimizers[rank].zero_grad()
         for batch in range(self.batches):
-            inputs = samples_and_seed(copy, self.device, index, rank, batch, self.batches)
+            inputs = draw_samples(copy, self.device, index, rank, batch, self.batches)
             if self.input_gradients:
-                inputs = with_gradients(inputs)
-            output = self._forward(copy, inputs)
+                inputs = require_gradients(inputs)
+            output = self._forward_in_dtype(copy, inputs)
             loss = copy.get_loss(inputs, output)
             copy.run_backward(loss / self.batches if self.mean else loss)
         self.inputs[rank], self.outputs[rank] = inputs, output
         return loss.detach()
 
-    def _forward(self, copy: LabModel, inputs: tuple[Tensor, ...]) -> Any:
+    def _forward_in_dtype(self, copy: LabModel, inputs: tuple[Tensor, ...]) -> Any:
         if self.dtype == torch.float32:
             return copy(*inputs)
         if self.rounding == "autocast":
@@ -117,7 +117,7 @@ class OneDevice:
                 return copy(*inputs)
         kept = {id(p) for module in copy.modules() if isinstance(module, BatchNorm) for p in module.parameters()}
         rounded = {name: p if id(p) in kept else p.to(self.dtype) for name, p in copy.named_parameters()}
-        return torch.func.functional_call(copy, rounded, tuple(to_dtype(each, self.dtype) for each in inputs))
+        return torch.func.functional_call(copy, rounded, tuple(cast_floats(each, self.dtype) for each in inputs))
 
     def _average_shared_gradients(self) -> None:
         local = [{id(p) for module in self._local_modules(copy) for p in module.parameters()} for copy in self.copies]
@@ -129,14 +129,14 @@ class OneDevice:
                     gradient.copy_(mean)
 
     def _local_modules(self, copy: LabModel) -> list[nn.Module]:
-        return [*copy.local_modules(), *blocks_of(copy, self.local_types)]
+        return [*copy.local_modules(), *find_blocks(copy, self.local_types)]
 
 
-def with_gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def require_gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Samples of which those that are numbers need a gradient."""
     return tuple(each.requires_grad_() if each.is_floating_point() else each for each in inputs)
 
 
-def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_floats(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another floating-point type; token ids and masks stay what they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from labkit.parity.training import LIMITS, Parity, count_tensors
 
 
-def compare_training_step(
+def compare_spatial_step(
     model: nn.Module, outputs: Tensor, reference: nn.Module, expected: Tensor, *, drops_samples: bool = False
 ) -> dict[str, Any]:
     """The verdict on outputs, gradients and parameters after one step of two models that started equal. A collective.
@@ -17,7 +17,7 @@ def compare_training_step(
     ``drops_samples``, these may skip a block, whose gradients are zeros if all of them do.
     """
     found = Parity()
-    found.add("outputs", outputs, expected)
-    found.add_training(model, reference, "gradient", some_zeros=drops_samples)
-    found.add_training(model, reference, "parameter")
+    found.compare_tensor("outputs", outputs, expected)
+    found.compare_models(model, reference, "gradient", some_zeros=drops_samples)
+    found.compare_models(model, reference, "parameter")
     return found.verdict(LIMITS[torch.float32], 1 + count_tensors(reference, "gradient", "parameter"))

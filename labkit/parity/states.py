@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Placement
 
 from labkit.parallel.checkpointing import plain_name
-from labkit.parity.one_device import to_dtype
-from labkit.parity.training import shard_of, whole
+from labkit.parity.one_device import cast_floats
+from labkit.parity.training import local_shard, to_full_tensor
 
 
 def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()) -> int:
@@ -37,7 +37,7 @@ def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_
         AssertionError: a name, value or gradient differs, by more than torch.testing allows for its dtype.
         ValueError: a parameter is not a DTensor; two axes of the mesh shard the same dim; there is nothing to compare.
     """
-    pairs = _paired(replicated, sharded, prefixes_to_ignore)
+    pairs = _pair_parameters(replicated, sharded, prefixes_to_ignore)
     if not pairs:
         raise ValueError(f"nothing to compare: {type(replicated).__name__} has no parameters")
     compared = 0
@@ -45,13 +45,13 @@ def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_
         if not isinstance(actual, DTensor):
             raise ValueError(f"{name} is a plain tensor, not a shard: shard the model before it is compared")
         _refuse_ambiguous(name, actual.placements)
-        _compare(f"parameter {name}", actual, expected.detach(), actual)
+        _compare_shard(f"parameter {name}", actual, expected.detach(), actual)
         compared += 1
         if (actual.grad is None) != (expected.grad is None):
             missing = "sharded" if actual.grad is None else "replicated"
             raise AssertionError(f"{name}: only the {missing} module has no gradient")
         if expected.grad is not None:
-            _compare(f"gradient of {name}", actual.grad, expected.grad, actual)
+            _compare_shard(f"gradient of {name}", actual.grad, expected.grad, actual)
             compared += 1
     return compared
 
@@ -66,7 +66,7 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
         ValueError: the model holds shards, which differ by design, or no tensors at all.
     """
     states = dict(model.named_parameters()) | dict(model.named_buffers())
-    mine = {name: _digest(name, tensor) for name, tensor in states.items()}
+    mine = {name: _tensor_digest(name, tensor) for name, tensor in states.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
@@ -77,7 +77,7 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
         for rank, digests in enumerate(everyone):
             holders.setdefault(digests.get(name), []).append(rank)
         if len(holders) > 1:
-            camps = [f"{_who(ranks)} {'one value' if digest else 'none'}" for digest, ranks in holders.items()]
+            camps = [f"{_ranks_text(ranks)} {'one value' if digest else 'none'}" for digest, ranks in holders.items()]
             raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
 
 
@@ -86,7 +86,7 @@ def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
 
     ``_zero_model`` in torch's FSDP tests.
     """
-    _free_gathered(model)
+    _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model):
         for tensor in [*model.parameters(), *(model.buffers() if zero_buffers else ())]:
             tensor.zero_()
@@ -97,9 +97,9 @@ def full_params(model: nn.Module) -> dict[str, Tensor]:
 
     ``get_full_params`` in torch's FSDP tests, which gives a list. FSDP1 must have ``use_orig_params``.
     """
-    _free_gathered(model)
+    _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
-        whole_ones = [(name, whole(parameter.detach())) for name, parameter in model.named_parameters()]
+        whole_ones = [(name, to_full_tensor(parameter.detach())) for name, parameter in model.named_parameters()]
         return {plain_name(name): tensor.clone() for name, tensor in whole_ones if tensor is not None}
 
 
@@ -126,7 +126,7 @@ def broadcast_state_dict(
     return {name: tensor.to(device) for name, tensor in box[0].items()}
 
 
-def state_dict_of(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Tensor]:
+def copy_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Tensor]:
     """A copy of the model's state dict; the model itself stays as it is. FSDP2's gives shards, FSDP1's is a collective.
 
     ``_get_state_dict`` in torch's FSDP tests, which changes the model instead. ``cpu_offload`` puts the copies into
@@ -134,18 +134,18 @@ def state_dict_of(model: nn.Module, cpu_offload: bool = False, half: bool = Fals
     """
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if half:
-        copies = {name: to_dtype(tensor, torch.float16) for name, tensor in copies.items()}
+        copies = {name: cast_floats(tensor, torch.float16) for name, tensor in copies.items()}
     return {name: tensor.cpu() for name, tensor in copies.items()} if cpu_offload else copies
 
 
-def _free_gathered(model: nn.Module) -> None:
+def _reshard_modules(model: nn.Module) -> None:
     """After a forward pass that kept FSDP2's full parameters: those are copies, perhaps in another dtype; free them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _paired(
+def _pair_parameters(
     replicated: nn.Module, sharded: nn.Module, prefixes: Sequence[str]
 ) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
     """Parameters of two models under one name, in order. Raises AssertionError where the names differ."""
@@ -171,7 +171,7 @@ def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
         )
 
 
-def _compare(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
+def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
     """Raises AssertionError unless this rank's shard of ``actual`` is that which it would hold of ``expected``."""
     if not isinstance(actual, DTensor):
         raise ValueError(f"{what} is a plain tensor, not a shard")
@@ -180,10 +180,10 @@ def _compare(what: str, actual: Tensor | None, expected: Tensor, parameter: DTen
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
     where = f"{what}, the shard of rank {dist.get_rank()}"
-    torch.testing.assert_close(actual.to_local(), shard_of(expected, actual), msg=lambda text: f"{where}: {text}")
+    torch.testing.assert_close(actual.to_local(), local_shard(expected, actual), msg=lambda text: f"{where}: {text}")
 
 
-def _digest(name: str, tensor: Tensor) -> bytes:
+def _tensor_digest(name: str, tensor: Tensor) -> bytes:
     """Equal for equal dtype, shape and bits, so that only this crosses the wire."""
     if isinstance(tensor, DTensor):
         if not all(placement.is_replicate() for placement in tensor.placements):
@@ -194,5 +194,5 @@ def _digest(name: str, tensor: Tensor) -> bytes:
     return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()
 
 
-def _who(ranks: list[int]) -> str:
+def _ranks_text(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"

@@ -20,8 +20,8 @@ from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import plain_name
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
-What = Literal["gradient", "parameter", "buffer"]
-Named = list[tuple[str, Tensor | None]]
+TensorKind = Literal["gradient", "parameter", "buffer"]
+TensorList = list[tuple[str, Tensor | None]]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative error that is still right, by the shortest type on the way.
 
@@ -50,13 +50,13 @@ class Parity:
     zero_gradients: int = 0
     floor: float = 0.0
 
-    def add(self, name: str, actual: Tensor | None, expected: Tensor | None) -> None:
+    def compare_tensor(self, name: str, actual: Tensor | None, expected: Tensor | None) -> None:
         """Compare one tensor. A DTensor is gathered, so every rank must add the same tensors in the same order.
 
         Raises:
             ValueError: one of the two is missing, or their shapes differ.
         """
-        actual, expected = whole(actual), whole(expected)
+        actual, expected = to_full_tensor(actual), to_full_tensor(expected)
         if actual is None or expected is None:
             missing = "distributed" if actual is None else "single-device"
             raise ValueError(f"{name}: the {missing} side has none to compare")
@@ -67,7 +67,7 @@ class Parity:
         if math.isnan(error) or error > self.max_rel_error:  # once nan, it stays nan
             self.max_rel_error, self.worst = error, name
 
-    def add_leaves(self, name: str, actual: Any, expected: Any) -> None:
+    def compare_leaves(self, name: str, actual: Any, expected: Any) -> None:
         """Compare two outputs of any structure, such as a tuple or a dict of tensors, leaf by leaf.
 
         Raises:
@@ -80,40 +80,40 @@ class Parity:
             raise ValueError(f"{name} holds no tensor to compare")
         for (path, leaf), (_, other) in zip(left, right, strict=True):
             if isinstance(other, Tensor):
-                self.add(f"{name}{keystr(path)}", leaf.detach(), other.detach())
+                self.compare_tensor(f"{name}{keystr(path)}", leaf.detach(), other.detach())
 
-    def add_all(self, prefix: str, actual: Iterable[tuple[str, Any]], expected: Iterable[tuple[str, Any]]) -> None:
+    def compare_named(self, prefix: str, actual: Iterable[tuple[str, Any]], expected: Iterable[tuple[str, Any]]) -> None:
         """Compare two lists of named tensors. Raises ValueError where the names differ."""
         left, right = dict(actual), dict(expected)
         if left.keys() != right.keys():
             raise ValueError(f"{prefix}: only on one side: {sorted(left.keys() ^ right.keys())}")
         for name, tensor in left.items():
-            self.add(f"{prefix} {name}", tensor, right[name])
+            self.compare_tensor(f"{prefix} {name}", tensor, right[name])
 
-    def add_training(self, actual: nn.Module, expected: nn.Module, what: What, *, some_zeros: bool = False) -> None:
+    def compare_models(self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False) -> None:
         """Compare the tensors of one kind of two models, see ``tensors_of``, and ``watch`` the gradients.
 
         Raises:
             ValueError: the models differ in names; a parameter that is used has no gradient, or one that is not used
                 has one.
         """
-        left, right = tensors_of(actual, what), tensors_of(expected, what)
+        left, right = tensors_by_name(actual, what), tensors_by_name(expected, what)
         if what == "gradient":
-            unused = unused_names(expected)
+            unused = find_unused_parameters(expected)
             touched = [name for name, tensor in left if name in unused and tensor is not None and bool(tensor.any())]
             if touched:
                 raise ValueError(f"the model does not use {', '.join(touched)}, which must have no gradient")
             left, right = ([pair for pair in pairs if pair[0] not in unused] for pairs in (left, right))
-            self.watch(expected, some_zeros=some_zeros)
-        self.add_all(what, left, right)
+            self.count_gradients(expected, some_zeros=some_zeros)
+        self.compare_named(what, left, right)
 
-    def watch(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
+    def count_gradients(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
         """Count the gradients of what a single-device model uses, and those that are all zeros.
 
         With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are zeros.
         """
-        unused = unused_names(reference)
-        used = [gradient for name, gradient in tensors_of(reference, "gradient") if name not in unused]
+        unused = find_unused_parameters(reference)
+        used = [gradient for name, gradient in tensors_by_name(reference, "gradient") if name not in unused]
         zeros = [gradient is None or not bool(gradient.any()) for gradient in used]
         self.gradients += len(zeros)
         self.zero_gradients += sum(zeros) if all(zeros) or not some_zeros else 0
@@ -146,7 +146,7 @@ class Parity:
         }
 
 
-def tensors_of(model: nn.Module, what: What) -> Named:
+def tensors_by_name(model: nn.Module, what: TensorKind) -> TensorList:
     """A model's tensors of one kind by name, without what wrappers put into names.
 
     Of gradients, those of all parameters that are trained; None where one is missing.
@@ -159,17 +159,17 @@ def tensors_of(model: nn.Module, what: What) -> Named:
     return [(name, parameter.grad) for name, parameter in named if parameter.requires_grad]
 
 
-def unused_names(model: nn.Module) -> set[str]:
+def find_unused_parameters(model: nn.Module) -> set[str]:
     """Names of the trained parameters that a LabModel leaves out of its forward pass on purpose."""
     unused = model.unused_modules() if isinstance(model, LabModel) else []
     numbers = {id(parameter) for module in unused for parameter in module.parameters()}
     return {plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) in numbers}
 
 
-def count_tensors(model: nn.Module, *kinds: What) -> int:
+def count_tensors(model: nn.Module, *kinds: TensorKind) -> int:
     """How many tensors of these kinds a comparison of ``model`` has to look at."""
-    unused = len(unused_names(model)) if "gradient" in kinds else 0
-    return sum(len(tensors_of(model, what)) for what in kinds) - unused
+    unused = len(find_unused_parameters(model)) if "gradient" in kinds else 0
+    return sum(len(tensors_by_name(model, what)) for what in kinds) - unused
 
 
 def count_leaves(output: Any) -> int:
@@ -177,12 +177,12 @@ def count_leaves(output: Any) -> int:
     return sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
+def to_full_tensor(tensor: Tensor | None) -> Tensor | None:
     """A plain tensor with all shards of a DTensor (a collective), or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_of(tensor: Tensor, like: DTensor) -> Tensor:
+def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
     """This rank's part of a whole tensor, cut as ``like`` is: its own tensor, where torch's default takes rank 0's."""
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
@@ -196,7 +196,7 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
     return difference / scale if scale else math.inf
 
 
-def seeded_copy(model: ModelType, seed: int) -> ModelType:
+def seed_and_copy(model: ModelType, seed: int) -> ModelType:
     """Make a model's parameters non-degenerate (see ``seed_parameters``), and return a copy to compare it with."""
     seed_parameters(model, seed)
     return copy.deepcopy(model)

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.models.protocol import LabModel
-from labkit.parallel.compiling import graphs_compiled
-from labkit.parallel.ddp import backwards_traced, compiled_backward, fused
-from labkit.parallel.small_tensor_parallel import SharedPairs
+from labkit.parallel.compiling import count_compiled_graphs
+from labkit.parallel.ddp import compile_backward, count_traced_backwards, fuse_all_reduces
+from labkit.parallel.small_tensor_parallel import TensorParallelPairs
 from labkit.parallel.tensor_parallel import PlainParameters
 from labkit.parity import training
-from labkit.parity.one_device import OneDevice, optimizer_of, samples_and_seed
+from labkit.parity.one_device import OneDevice, draw_samples, make_sgd
 from labkit.parity.training import LIMITS, Parity, count_tensors
 
-LIMIT = LIMITS[torch.float32]
+FLOAT32_LIMIT = LIMITS[torch.float32]
 ModelType = TypeVar("ModelType", bound=LabModel)
-Tensors = list[tuple[str, Tensor]]  # by name; shards as DTensors
-Backward = Callable[[], AbstractContextManager[None]]  # for forward and backward pass, such as the compiler's
+NamedShards = list[tuple[str, Tensor]]  # by name; shards as DTensors
+BackwardContext = Callable[[], AbstractContextManager[None]]  # for forward and backward pass, such as the compiler's
 
 
-def compare_training(
+def compare_mesh_training(
     build: Callable[[], ModelType],
     apply: Callable[..., nn.Module],
     mesh: DeviceMesh,
@@ -47,36 +47,38 @@ def compare_training(
     """
     line, found, between = mesh["data"].get_local_rank(), Parity(), Parity()
 
-    def train(name: str, model: nn.Module, backward: Backward = contextlib.nullcontext) -> list[Tensors]:
-        one_device, optimizer = OneDevice(lambda _: build(), mesh["data"].size(), device=device), optimizer_of(model)
+    def train_and_compare(name: str, model: nn.Module, backward: BackwardContext = contextlib.nullcontext) -> list[NamedShards]:
+        one_device, optimizer = OneDevice(lambda _: build(), mesh["data"].size(), device=device), make_sgd(model)
         reference, results = one_device.copies[line], []
         for index in range(steps):
-            inputs = samples_and_seed(reference, device, index, line)
+            inputs = draw_samples(reference, device, index, line)
             expected = reference(*inputs).detach()
-            one_device.step(index)
-            found.watch(reference)
+            one_device.train_step(index)
+            found.count_gradients(reference)
             optimizer.zero_grad()
             with backward():
                 output = model(*inputs)
                 reference.get_loss(inputs, output).backward()
             optimizer.step()
-            results.append([("output", output.detach()), *tensors_of(model)])
-            compare(found, f"{name}, step {index},", results[-1], [("output", expected), *tensors_of(reference)])
+            results.append([("output", output.detach()), *gradients_and_parameters(model)])
+            compare_quietly(
+                found, f"{name}, step {index},", results[-1], [("output", expected), *gradients_and_parameters(reference)]
+            )
         return results
 
-    eager = train("eager", apply(build()))  # not in fused(), where DDP would not use its own reducer
+    eager = train_and_compare("eager", apply(build()))  # not in fused(), where DDP would not use its own reducer
     expected = steps * (1 + count_tensors(build(), "gradient", "parameter"))
     if not compile:
-        return found.verdict(LIMIT, expected)
-    with fused():
-        before, model = (graphs_compiled(), backwards_traced()), apply(build(), compile=True)
+        return found.verdict(FLOAT32_LIMIT, expected)
+    with fuse_all_reduces():
+        before, model = (count_compiled_graphs(), count_traced_backwards()), apply(build(), compile=True)
         replicated = isinstance(model, PlainParameters)  # then DDP averages, in the backward pass that is compiled
-        compiled = train("compiled", model, compiled_backward if replicated else contextlib.nullcontext)
+        compiled = train_and_compare("compiled", model, compile_backward if replicated else contextlib.nullcontext)
         for index, (result, uncompiled) in enumerate(zip(compiled, eager, strict=True)):
-            compare(between, f"step {index},", result, uncompiled)
-        graphs, backwards = graphs_compiled() - before[0], backwards_traced() - before[1]
-    verdict, (against_eager, _) = found.verdict(LIMIT, 2 * expected), between.largest_error()
-    equal = between.compared == expected and against_eager <= LIMIT
+            compare_quietly(between, f"step {index},", result, uncompiled)
+        graphs, backwards = count_compiled_graphs() - before[0], count_traced_backwards() - before[1]
+    verdict, (against_eager, _) = found.verdict(FLOAT32_LIMIT, 2 * expected), between.largest_error()
+    equal = between.compared == expected and against_eager <= FLOAT32_LIMIT
     enough = graphs > 0 and (backwards > 0 or not replicated)
     return verdict | {
         "compiled_vs_eager": against_eager,
@@ -86,32 +88,32 @@ def compare_training(
     }
 
 
-def compare(found: Parity, prefix: str, actual: Tensors, expected: Tensors) -> None:
+def compare_quietly(found: Parity, prefix: str, actual: NamedShards, expected: NamedShards) -> None:
     """Add tensors to a comparison, without torch's warning that gathering along two axes is slow. A collective."""
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        found.add_all(prefix, actual, expected)
+        found.compare_named(prefix, actual, expected)
     finally:
         logger.setLevel(level)
 
 
-def tensors_of(model: nn.Module) -> Tensors:
+def gradients_and_parameters(model: nn.Module) -> NamedShards:
     """Copies of a model's gradients and parameters.
 
     Raises:
         ValueError: a parameter has no gradient.
     """
-    inner = model.model if isinstance(model, PlainParameters | SharedPairs) else model
+    inner = model.model if isinstance(model, PlainParameters | TensorParallelPairs) else model
     assert isinstance(inner, nn.Module)
-    found: Tensors = []
+    found: NamedShards = []
     for what in ("gradient", "parameter"):
-        tensors = training.tensors_of(inner, what)
+        tensors = training.tensors_by_name(inner, what)
         without = [name for name, tensor in tensors if tensor is None]
         if without or not tensors:
             raise ValueError(f"nothing to compare: no gradient for {', '.join(without) or 'no parameters'}")
         shards = {name: tensor.clone() for name, tensor in tensors if tensor is not None}
-        whole = model.as_dtensors(shards) if isinstance(model, PlainParameters | SharedPairs) else shards
+        whole = model.as_dtensors(shards) if isinstance(model, PlainParameters | TensorParallelPairs) else shards
         found += [(f"{what} {name}", tensor) for name, tensor in whole.items()]
     return found

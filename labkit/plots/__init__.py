@@ -5,29 +5,44 @@ runs; CPU ranks beyond the cores are labelled "mechanism, not speed". Everywhere
 runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is where to draw, by default a new figure.
 """
 
-from labkit.plots.collectives import batch_pays, held, messages, pieces
-from labkit.plots.ddp import backward_by_bucket, backward_line, bucket_sizes, buckets, program
-from labkit.plots.extensions import (
-    bytes_against_error,
-    error_histogram,
-    gather_costs,
-    gather_times,
-    handed_bytes,
-    hook_memory,
-    padded_shards,
+from labkit.plots.collectives import all_reduce_time_by_count, all_reduce_time_by_size, communication_break_even, values_by_rank
+from labkit.plots.ddp import (
+    backward_program,
+    backward_time_by_bucket_size,
+    backward_timeline,
+    bucket_schedule,
+    pass_time_by_bucket_size,
 )
-from labkit.plots.failures import aids, by_step, waits
-from labkit.plots.fsdp import breakdown, over_step, passes, sent_beside
-from labkit.plots.runs import latency, loss, memory, table
-from labkit.plots.spatial import amounts, convnext, halos, loss_difference, placed, shards, strips, strips_pay
-from labkit.plots.timelines import exposed, timeline
-from labkit.plots.two_dim import mesh, pair, split_times, step_times, traffic
+from labkit.plots.extensions import (
+    error_by_bytes,
+    error_histogram,
+    gather_byte_bars,
+    gather_costs,
+    gather_time_by_bandwidth,
+    hook_memory,
+    shard_padding,
+)
+from labkit.plots.failures import debug_costs, values_by_step, wait_times
+from labkit.plots.fsdp import communication_passes, memory_comparison, memory_over_step, traffic_by_collective
+from labkit.plots.runs import comparison_table, latency_bars, loss_curves, memory_by_category
+from labkit.plots.spatial import (
+    byte_bars,
+    convnext_diagram,
+    halo_diagram,
+    loss_difference_curves,
+    placement_picture,
+    shard_panels,
+    strip_layout,
+    strip_step_times,
+)
+from labkit.plots.timelines import communication_exposure, timeline
+from labkit.plots.two_dim import mesh_diagram, pair_diagram, step_time_by_split, step_time_by_tp, traffic_by_axis
 
 __all__ = [
-    "aids", "amounts", "backward_by_bucket", "backward_line", "batch_pays", "breakdown", "bucket_sizes", "buckets",
-    "by_step", "bytes_against_error", "convnext", "error_histogram", "exposed", "gather_costs",
-    "gather_times", "halos", "handed_bytes", "held", "hook_memory", "latency", "loss",
-    "loss_difference", "memory", "mesh", "messages", "over_step",
-    "padded_shards", "pair", "passes", "pieces", "placed", "program", "sent_beside", "shards", "split_times",
-    "step_times", "strips", "strips_pay", "table", "timeline", "traffic", "waits",
+    "debug_costs", "byte_bars", "backward_time_by_bucket_size", "backward_timeline", "communication_break_even", "memory_comparison", "pass_time_by_bucket_size", "bucket_schedule",
+    "values_by_step", "error_by_bytes", "convnext_diagram", "error_histogram", "communication_exposure", "gather_costs",
+    "gather_time_by_bandwidth", "halo_diagram", "gather_byte_bars", "values_by_rank", "hook_memory", "latency_bars", "loss_curves",
+    "loss_difference_curves", "memory_by_category", "mesh_diagram", "all_reduce_time_by_size", "memory_over_step",
+    "shard_padding", "pair_diagram", "communication_passes", "all_reduce_time_by_count", "placement_picture", "backward_program", "traffic_by_collective", "shard_panels", "step_time_by_split",
+    "step_time_by_tp", "strip_layout", "strip_step_times", "comparison_table", "timeline", "traffic_by_axis", "wait_times",
 ]  # fmt: skip

@@ -15,16 +15,16 @@ from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit, readable_bytes
 
-ON_THE_WAY, WAIT = inductor.COLOURS["collective"], inductor.COLOURS["wait"]
-DOT: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
-TICK: dict[str, Any] = {"color": WAIT, "marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
-SHARE, GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
-LETTER = 0.0125  # of the width: a letter in a box
-MANY = 40  # messages, between which no white line would leave anything to see
-LETTERS_BELOW = 60  # that fit below the boxes
+IN_FLIGHT_COLOUR, WAIT_COLOUR = inductor.KIND_COLOURS["collective"], inductor.KIND_COLOURS["wait"]
+DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
+TICK_STYLE: dict[str, Any] = {"color": WAIT_COLOUR, "marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
+BOXES_SHARE, BOXES_GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
+LETTER_WIDTH = 0.0125  # of the width: a letter in a box
+OUTLINE_LIMIT = 40  # messages, between which no white line would leave anything to see
+MAX_LETTERS_BELOW = 60  # that fit below the boxes
 
 
-def buckets(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:
+def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:
     """A row a bucket. Left, its gradients, as wide as their bytes; right, when it is asked for and waited for.
 
     The scale on the right counts lines of the generated program, as ``inductor.Listing`` does. A dot is a kernel or a
@@ -39,46 +39,46 @@ def buckets(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> A
         FileNotFoundError: rank 0 of the run kept no code.
         ValueError: there is no bucket, or the records do not fit the code.
     """
-    rows = _recorded(drawn) if isinstance(drawn, RunResult) else list(drawn)
+    rows = _name_bucket_gradients(drawn) if isinstance(drawn, RunResult) else list(drawn)
     if not rows:
         raise ValueError("no bucket to draw: the program holds no all-reduce; were gradients synchronised?")
-    ax = style.axes(ax, height=1.6 + 0.6 * len(rows))
+    ax = style.make_axes(ax, height=1.6 + 0.6 * len(rows))
     longest = max(bucket.bytes for bucket in rows)
     unit, size = byte_unit(longest)
-    ax.set_xlim(0, longest / size / SHARE)
+    ax.set_xlim(0, longest / size / BOXES_SHARE)
     for row, bucket in enumerate(rows):
-        _boxes(ax, row, bucket, size)
+        _draw_gradient_boxes(ax, row, bucket, size)
     labels = [f"bucket {bucket.index}\n{readable_bytes(bucket.bytes)}" for bucket in rows]
     ax.set(yticks=range(len(rows)), yticklabels=labels, ylim=(len(rows) - 0.4, -0.5))
     ax.set_xticks([tick for tick in ax.get_xticks() if tick <= longest / size])
     ax.spines["bottom"].set_bounds(0, longest / size)
-    ax.set_xlabel(f"gradients that travel together, {unit}", x=SHARE / 2)
+    ax.set_xlabel(f"gradients that travel together, {unit}", x=BOXES_SHARE / 2)
     ax.tick_params(axis="y", length=0)
-    _program_order(ax, rows)
-    return style.stamp(ax, [drawn] if isinstance(drawn, RunResult) else [])
+    _draw_program_order(ax, rows)
+    return style.add_stamp(ax, [drawn] if isinstance(drawn, RunResult) else [])
 
 
-def program(result: RunResult) -> inductor.Listing:
+def backward_program(result: RunResult) -> inductor.ProgramListing:
     """What inductor wrote for rank 0's backward pass, each buffer with the name of what it holds, as far as is known.
 
     Raises:
         FileNotFoundError: rank 0 kept no code.
     """
-    code = result.ranks[0].kept("code")
-    names = [gradient.name for bucket in _recorded(result) for gradient in bucket.gradients]
-    return inductor.Listing(code, inductor.named(code, names))
+    code = result.ranks[0].artifact("code")
+    names = [gradient.name for bucket in _name_bucket_gradients(result) for gradient in bucket.gradients]
+    return inductor.ProgramListing(code, inductor.name_buffers(code, names))
 
 
-def pass_times(result: RunResult) -> pandas.Series:
+def pass_seconds(result: RunResult) -> pandas.Series:
     """Seconds of forward and backward pass in each timed step, of the slowest rank; messages are in the latter."""
     spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].isin(["forward", "backward"])]
     return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
 
 
-def bucket_sizes(results: Mapping[str, RunResult], predicted_s: Mapping[str, float], *, ax: Axes | None = None) -> Axes:
+def pass_time_by_bucket_size(results: Mapping[str, RunResult], predicted_s: Mapping[str, float], *, ax: Axes | None = None) -> Axes:
     """Forward and backward pass: the median of each run as a bar, each step as a dot, what was predicted dashed."""
-    ax = style.axes(ax)
-    steps = {label: pass_times(result) * 1e3 for label, result in results.items()}
+    ax = style.make_axes(ax)
+    steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
     medians = {label: times.median() for label, times in steps.items()}
     predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
     top = 1.25 * max(*medians.values(), *predicted.values())
@@ -91,7 +91,7 @@ def bucket_sizes(results: Mapping[str, RunResult], predicted_s: Mapping[str, flo
         text = f"{medians[label]:.3g}"
         if label in predicted:
             mark = "predicted" if first else None
-            ax.plot([column - 0.36, column + 0.36], [predicted[label]] * 2, label=mark, **style.PREDICTED)
+            ax.plot([column - 0.36, column + 0.36], [predicted[label]] * 2, label=mark, **style.PREDICTION_STYLE)
             text += f" ({predicted[label]:.3g})"
         height = max(medians[label], predicted.get(label, 0.0), inside.max())
         place: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "fontsize": 9}
@@ -101,11 +101,11 @@ def bucket_sizes(results: Mapping[str, RunResult], predicted_s: Mapping[str, flo
             ax.text(column + 0.3, top, above, fontsize=7, ha="left", va="top", color=style.GREY)
     ax.set_xticks(range(len(results)), list(results))
     ax.set(ylabel="forward and backward pass, ms (predicted)", ylim=(0, 1.1 * top))
-    style.legend_above(ax, 3)
-    return style.stamp(ax, results.values())
+    style.add_legend_above(ax, 3)
+    return style.add_stamp(ax, results.values())
 
 
-def backward_line(
+def backward_timeline(
     journeys_s: Sequence[tuple[float, float]],
     backward_s: float,
     *,
@@ -122,46 +122,46 @@ def backward_line(
         measured_s: what the backward pass took on real ranks: a bar below.
         ax: where to draw.
     """
-    ax = style.axes(ax)
+    ax = style.make_axes(ax)
     messages = [(1e3 * leaves, 1e3 * arrives) for leaves, arrives in journeys_s]
     pauses = [] if hidden else messages
     starts, stops = [0.0, *(arrives for _, arrives in pauses)], [leaves for leaves, _ in pauses]
     computes_ms = 1e3 * backward_s
     stops.append(computes_ms + sum(arrives - leaves for leaves, arrives in pauses))
-    ax.broken_barh(_spans(starts, stops), (-0.3, 0.6), facecolor=style.ORANGE)
+    ax.broken_barh(_nonempty_spans(starts, stops), (-0.3, 0.6), facecolor=style.ORANGE)
     ends = [min(arrives, computes_ms) if hidden else leaves for leaves, arrives in messages]
-    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 if len(messages) <= MANY else 0.0}
+    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0}
     for colour, first, last in (
-        (style.COMMUNICATION["all_reduce"], [leaves for leaves, _ in messages], ends),
-        (style.EXPOSED, [max(leaves, end) for (leaves, _), end in zip(messages, ends, strict=True)], None),
+        (style.COLLECTIVE_COLOURS["all_reduce"], [leaves for leaves, _ in messages], ends),
+        (style.EXPOSURE_COLOUR, [max(leaves, end) for (leaves, _), end in zip(messages, ends, strict=True)], None),
     ):
         stop = [arrives for _, arrives in messages] if last is None else last
-        ax.broken_barh(_spans(first, stop), (0.7, 0.6), facecolor=colour, **look)
+        ax.broken_barh(_nonempty_spans(first, stop), (0.7, 0.6), facecolor=colour, **look)
     end = max([stops[-1], *(arrives for _, arrives in messages)])
-    ax.axvline(end, **style.PREDICTED)
-    labels = ["computes", style.counted(len(messages), "bucket")]
+    ax.axvline(end, **style.PREDICTION_STYLE)
+    labels = ["computes", style.count_text(len(messages), "bucket")]
     if measured_s is not None:
         ax.barh(2, 1e3 * measured_s, height=0.6, color=style.BLUE)
-        ax.text(1e3 * measured_s, 2, f" {style.digits(1e3 * measured_s)}", va="center", fontsize=9)
+        ax.text(1e3 * measured_s, 2, f" {style.short_number_text(1e3 * measured_s)}", va="center", fontsize=9)
         labels.append("measured")
     longest = max(end, 1e3 * (measured_s or 0.0))
     ax.set_yticks(range(len(labels)), labels)
     ax.set(xlim=(0, 1.12 * longest), ylim=(len(labels) - 0.5, -0.9), xlabel="since the backward pass began, ms")
     ax.tick_params(axis="y", length=0)
     ax.annotate(
-        f"predicted {style.digits(end)}", (end, -0.6), (-4, 0), textcoords="offset points", ha="right", fontsize=9
+        f"predicted {style.short_number_text(end)}", (end, -0.6), (-4, 0), textcoords="offset points", ha="right", fontsize=9
     )
-    named = {"arithmetic": style.ORANGE, "hidden message": style.COMMUNICATION["all_reduce"], "exposed": style.EXPOSED}
-    style.legend_above(ax, 3, [Patch(color=colour, label=label) for label, colour in named.items()])
+    named = {"arithmetic": style.ORANGE, "hidden message": style.COLLECTIVE_COLOURS["all_reduce"], "exposed": style.EXPOSURE_COLOUR}
+    style.add_legend_above(ax, 3, [Patch(color=colour, label=label) for label, colour in named.items()])
     return ax
 
 
-def _spans(starts: Sequence[float], stops: Sequence[float]) -> list[tuple[float, float]]:
+def _nonempty_spans(starts: Sequence[float], stops: Sequence[float]) -> list[tuple[float, float]]:
     """Start and length of each stretch that has a length."""
     return [(start, stop - start) for start, stop in zip(starts, stops, strict=True) if stop > start]
 
 
-def backward_by_bucket(
+def backward_time_by_bucket_size(
     predicted_s: Mapping[str, tuple[float, float]],
     chosen: str,
     *,
@@ -178,11 +178,11 @@ def backward_by_bucket(
         measured_s: of the chosen one.
         ax: where to draw.
     """
-    ax = style.axes(ax)
+    ax = style.make_axes(ax)
     rows = range(len(predicted_s))
     parts = [[1e3 * part for part in parts] for parts in predicted_s.values()]
     left = [0.0] * len(parts)
-    for index, colour in enumerate((style.ORANGE, style.EXPOSED)):
+    for index, colour in enumerate((style.ORANGE, style.EXPOSURE_COLOUR)):
         widths = [each[index] for each in parts]
         look: dict[str, Any] = {"edgecolor": "black", "linestyle": "--", "linewidth": 0.8}
         ax.barh(rows, widths, 0.6, left, color=colour, **look)
@@ -191,7 +191,7 @@ def backward_by_bucket(
     for row, end in enumerate(left):
         beside = max(end, 1.03e3 * (measured_s or 0.0)) if row == where else end
         weight = "bold" if row == where else "normal"
-        ax.text(beside, row, f" {style.digits(end)}", va="center", fontsize=9, weight=weight)
+        ax.text(beside, row, f" {style.short_number_text(end)}", va="center", fontsize=9, weight=weight)
     if measured_s is not None:
         ax.plot(1e3 * measured_s, where, "o", color=style.BLUE, markeredgecolor="white")
     ax.set_yticks(rows, list(predicted_s))
@@ -203,50 +203,50 @@ def backward_by_bucket(
     return ax
 
 
-def _boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:
+def _draw_gradient_boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:
     """One box a gradient, in units of so many bytes; names that are too long for their box stand below."""
     start, others = 0.0, []
     for gradient in bucket.gradients:
         width, name = gradient.bytes / size, gradient.name or gradient.buffer
         ax.barh(row, width, left=start, height=0.56, color=style.SKY, edgecolor="black", linewidth=0.5)
-        if len(name) * LETTER < width / ax.get_xlim()[1]:
+        if len(name) * LETTER_WIDTH < width / ax.get_xlim()[1]:
             ax.text(start + width / 2, row, name, ha="center", va="center", fontsize=8)
         else:
             others.append(name)
         start += width
     text = f"also here: {', '.join(others)}" if len(others) < len(bucket.gradients) else ", ".join(others)
-    text = text if len(text) <= LETTERS_BELOW else f"also here: {len(others)} gradients"
+    text = text if len(text) <= MAX_LETTERS_BELOW else f"also here: {len(others)} gradients"
     if others:
         ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
 
 
-def _program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
+def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
     """Beside the boxes, along the lines of the program: the request, compute, the waits."""
-    order = ax.inset_axes((SHARE + GAP, 0, 1 - SHARE - GAP, 1), sharey=ax)
+    order = ax.inset_axes((BOXES_SHARE + BOXES_GAP, 0, 1 - BOXES_SHARE - BOXES_GAP, 1), sharey=ax)
     for row, bucket in enumerate(rows):
         asked, hidden_by = bucket.request.number, [line.number for line in bucket.hidden_by]
         waits = [line.number for line in bucket.waits]
         until = max([asked, *waits, *hidden_by]) + 1
-        order.barh(row, until - asked, left=asked, height=0.3, color=ON_THE_WAY, edgecolor="black", linewidth=0.5)
-        order.plot(hidden_by, [row] * len(hidden_by), **DOT)
-        order.plot(waits, [row] * len(waits), **TICK)
+        order.barh(row, until - asked, left=asked, height=0.3, color=IN_FLIGHT_COLOUR, edgecolor="black", linewidth=0.5)
+        order.plot(hidden_by, [row] * len(hidden_by), **DOT_STYLE)
+        order.plot(waits, [row] * len(waits), **TICK_STYLE)
         text = f"{len(hidden_by) or 'nothing'} in between" if waits else "never waited for"
-        order.text(until, row - 0.2, text, ha="right", fontsize=7, color=style.GREY if waits else WAIT)
+        order.text(until, row - 0.2, text, ha="right", fontsize=7, color=style.GREY if waits else WAIT_COLOUR)
     order.spines[["top", "right", "left"]].set_visible(False)
     order.tick_params(axis="y", length=0, labelleft=False)
     order.set_xlim(1, order.get_xlim()[1])
     order.set_xlabel("line of the generated program")
     handles = [
-        Patch(facecolor=ON_THE_WAY, edgecolor="black", linewidth=0.5, label="on its way"),
-        Line2D([], [], label="compute", **DOT),
-        Line2D([], [], label="wait", **TICK),
+        Patch(facecolor=IN_FLIGHT_COLOUR, edgecolor="black", linewidth=0.5, label="on its way"),
+        Line2D([], [], label="compute", **DOT_STYLE),
+        Line2D([], [], label="wait", **TICK_STYLE),
     ]
-    style.legend_above(order, 3, handles, fontsize=8, handlelength=1.2, columnspacing=1.0)
+    style.add_legend_above(order, 3, handles, fontsize=8, handlelength=1.2, columnspacing=1.0)
 
 
-def _recorded(result: RunResult) -> list[Bucket]:
+def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
     """The buckets of rank 0's program with the names that the run recorded."""
-    found = inductor.buckets(result.ranks[0].kept("code"))
+    found = inductor.find_buckets(result.ranks[0].artifact("code"))
     frame = result.frame
     records = frame[(frame["rank"] == 0) & (frame["kind"] == "bucket")].drop_duplicates(["index", "name"], keep="last")
     coded = [(bucket.index, gradient.bytes) for bucket in found for gradient in bucket.gradients]
@@ -257,6 +257,5 @@ def _recorded(result: RunResult) -> list[Bucket]:
         )
     names = iter(records["name"])
     return [
-        replace(bucket, gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients))
-        for bucket in found
+        replace(bucket, gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients)) for bucket in found
     ]

@@ -10,11 +10,11 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
 from labkit.plots import style
-from labkit.plots.runs import memory_parts
+from labkit.plots.runs import peak_bytes_by_category
 from labkit.runs.result import RunResult
 
-UNITS = {"MB": 1e6, "GB": 1e9}
-BESIDE: dict[str, Any] = {
+BYTE_UNITS = {"MB": 1e6, "GB": 1e9}
+EDGE_LABEL_STYLE: dict[str, Any] = {
     "xycoords": ("axes fraction", "data"),
     "textcoords": "offset points",
     "va": "center",
@@ -22,7 +22,7 @@ BESIDE: dict[str, Any] = {
 }
 
 
-def breakdown(
+def memory_comparison(
     predicted: Mapping[str, Mapping[str, float]],
     measured: Mapping[str, RunResult] | None = None,
     *,
@@ -38,33 +38,33 @@ def breakdown(
     dotted line over all bars.
     """
     measured = measured or {}
-    ax = style.axes(ax, width=8.0, height=4.2)
-    bars = {label: _segments(sizes) for label, sizes in predicted.items()}
-    peaks = {label: memory_parts(result) for label, result in measured.items()}
+    ax = style.make_axes(ax, width=8.0, height=4.2)
+    bars = {label: _bytes_by_category(sizes) for label, sizes in predicted.items()}
+    peaks = {label: peak_bytes_by_category(result) for label, result in measured.items()}
     shown = {name for drawn in (*bars.values(), *peaks.values()) for name, size in drawn.items() if size}
-    colours = {name: colour for name, (_, colour) in style.MEMORY.items()}
+    colours = {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()}
     legend = {name: colour for name, colour in colours.items() if name in shown}
-    style.stacks(ax, bars, peaks, colours, UNITS[unit], legend, columns=4)
+    style.draw_bar_stacks(ax, bars, peaks, colours, BYTE_UNITS[unit], legend, columns=4)
     if bound is not None:
         for text in ax.texts:  # a number that the line crosses stays legible
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-        ax.axhline(bound / UNITS[unit], color="black", lw=1, ls=":")
-        ax.annotate(f"bound\n{bound / UNITS[unit]:.3g} {unit}", (1, bound / UNITS[unit]), (3, 0), **BESIDE)
+        ax.axhline(bound / BYTE_UNITS[unit], color="black", lw=1, ls=":")
+        ax.annotate(f"bound\n{bound / BYTE_UNITS[unit]:.3g} {unit}", (1, bound / BYTE_UNITS[unit]), (3, 0), **EDGE_LABEL_STYLE)
     ax.set_ylabel(f"{ylabel}, {unit}")
     ax.margins(y=0.06)
-    return style.stamp(ax, measured.values())
+    return style.add_stamp(ax, measured.values())
 
 
-def passes(predicted: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
+def communication_passes(predicted: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
     """What a rank sends over the wire in one step, by collective, one bar a label, times the parameters' bytes.
 
     Predicted are passes over the parameters, such as ``{"all_gather": 1.5, "reduce_scatter": 0.75}``.
     """
-    ax = style.axes(ax, height=1.3 + 0.5 * len(predicted))
+    ax = style.make_axes(ax, height=1.3 + 0.5 * len(predicted))
     for row, sent in enumerate(predicted.values()):
         end = 0.0
-        for name in (name for name in style.COMMUNICATION if name in sent):
-            ax.barh(row, sent[name], 0.6, end, color=style.COMMUNICATION[name], edgecolor="white")
+        for name in (name for name in style.COLLECTIVE_COLOURS if name in sent):
+            ax.barh(row, sent[name], 0.6, end, color=style.COLLECTIVE_COLOURS[name], edgecolor="white")
             ax.text(end + sent[name] / 2, row, f"{sent[name]:.3g}", ha="center", va="center", fontsize=9)
             end += sent[name]
         ax.text(end, row, f"  {end:.4g} in all", va="center", fontsize=9)
@@ -72,13 +72,13 @@ def passes(predicted: Mapping[str, Mapping[str, float]], *, ax: Axes | None = No
     ax.set_xlabel("sent over the wire by each rank in a step, times the parameters' bytes")
     ax.margins(x=0.15)
     ax.invert_yaxis()
-    shown = [name for name in style.COMMUNICATION if any(name in sent for sent in predicted.values())]
-    handles = [Patch(color=style.COMMUNICATION[name], label=name.replace("_", "-")) for name in shown]
-    style.legend_above(ax, len(handles), handles)
+    shown = [name for name in style.COLLECTIVE_COLOURS if any(name in sent for sent in predicted.values())]
+    handles = [Patch(color=style.COLLECTIVE_COLOURS[name], label=name.replace("_", "-")) for name in shown]
+    style.add_legend_above(ax, len(handles), handles)
     return ax
 
 
-def over_step(
+def memory_over_step(
     moments: Sequence[Mapping[str, float]],
     backward: int,
     result: RunResult | None = None,
@@ -91,10 +91,10 @@ def over_step(
     ``moments`` are bytes by category after each event, ``backward`` is the first of the backward pass. The peak of a
     measured run is a bar at the end. A ``budget``, in bytes, is a dotted line.
     """
-    ax = style.axes(ax, width=6.5, height=3.8)
-    parts = [_segments(moment) for moment in moments]
-    shown = [name for name in style.MEMORY if any(part[name] for part in parts)]
-    colours = [style.MEMORY[name][1] for name in shown]
+    ax = style.make_axes(ax, width=6.5, height=3.8)
+    parts = [_bytes_by_category(moment) for moment in moments]
+    shown = [name for name in style.MEMORY_CATEGORIES if any(part[name] for part in parts)]
+    colours = [style.MEMORY_CATEGORIES[name][1] for name in shown]
     tops = numpy.cumsum([[part[name] / 1e6 for part in parts] for name in shown], axis=0)  # [category, moment]
     edges = numpy.repeat(numpy.arange(len(parts) + 1), 2)[1:-1]
     outlines = [numpy.repeat(top, 2) for top in (numpy.zeros(len(parts)), *tops)]
@@ -104,7 +104,7 @@ def over_step(
     ]
     # one collection without limits of its own, since an explorer redraws this at once
     ax.add_collection(PolyCollection(areas, facecolors=colours, alpha=0.45, linewidths=0), autolim=False)
-    ax.plot(edges, outlines[-1], **style.PREDICTED)
+    ax.plot(edges, outlines[-1], **style.PREDICTION_STYLE)
     fullest, end = int(tops[-1].argmax()), len(parts)
     peak, middle, width = tops[-1][fullest], 1.09 * end, 0.09 * end
     _mark_peak(ax, fullest + 0.5, peak, "right" if fullest > end / 2 else "left")
@@ -112,21 +112,21 @@ def over_step(
     bar = 0.0
     if result is not None:
         places["measured"] = middle
-        for name, size in memory_parts(result).items():
-            ax.bar(middle, size / 1e6, width, bar, color=style.MEMORY[name][1], edgecolor="white", linewidth=0.5)
+        for name, size in peak_bytes_by_category(result).items():
+            ax.bar(middle, size / 1e6, width, bar, color=style.MEMORY_CATEGORIES[name][1], edgecolor="white", linewidth=0.5)
             bar += size / 1e6
         ax.text(middle, bar, f"{bar:.3g}", ha="center", va="bottom", fontsize=9)
     if budget is not None:
         ax.axhline(budget / 1e6, color="black", lw=1, ls=":")
-        ax.annotate(f"budget\n{budget / 1e6:.3g} MB", (1, budget / 1e6), (3, 0), **BESIDE)
+        ax.annotate(f"budget\n{budget / 1e6:.3g} MB", (1, budget / 1e6), (3, 0), **EDGE_LABEL_STYLE)
     ax.axvline(backward, color=style.GREY, lw=1)
     ax.set_xticks(list(places.values()), list(places))
     ax.tick_params(axis="x", length=0)
     top = 1.14 * max(peak, bar, (budget or 0.0) / 1e6)
     ax.set(ylabel="held by a rank, MB", xlim=(0, 1.18 * end if result else end), ylim=(0, top))
     handles = [Patch(color=colour, label=name) for name, colour in zip(shown, colours, strict=True)]
-    style.legend_above(ax, 3, handles)
-    return style.stamp(ax, [result] if result else [])
+    style.add_legend_above(ax, 3, handles)
+    return style.add_stamp(ax, [result] if result else [])
 
 
 def _mark_peak(ax: Axes, place: float, peak: float, side: Literal["left", "right"]) -> None:
@@ -136,22 +136,22 @@ def _mark_peak(ax: Axes, place: float, peak: float, side: Literal["left", "right
     text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8})
 
 
-def sent_beside(
+def traffic_by_collective(
     predicted: Mapping[str, Mapping[str, float]],
     measured: Mapping[str, Mapping[str, float]] | None = None,
     *,
     ax: Axes | None = None,
 ) -> Axes:
     """Bytes that leave a rank in a step, by collective, one bar a label, in MB: predicted, and beside it measured."""
-    ax = style.axes(ax, width=3.0, height=3.8)
+    ax = style.make_axes(ax, width=3.0, height=3.8)
     given = (*predicted.values(), *(measured or {}).values())
-    shown = [name for name in style.COMMUNICATION if any(name in sent for sent in given)]
-    legend = {name.replace("_", "-"): style.COMMUNICATION[name] for name in shown}
-    style.stacks(ax, predicted, measured or {}, style.COMMUNICATION, 1e6, legend, columns=1)
+    shown = [name for name in style.COLLECTIVE_COLOURS if any(name in sent for sent in given)]
+    legend = {name.replace("_", "-"): style.COLLECTIVE_COLOURS[name] for name in shown}
+    style.draw_bar_stacks(ax, predicted, measured or {}, style.COLLECTIVE_COLOURS, 1e6, legend, columns=1)
     ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
     ax.set_ylabel("sent by a rank in a step, MB")
     return ax
 
 
-def _segments(sizes: Mapping[str, float]) -> dict[str, float]:
-    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in style.MEMORY.items()}
+def _bytes_by_category(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in style.MEMORY_CATEGORIES.items()}

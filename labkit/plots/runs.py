@@ -11,11 +11,11 @@ from matplotlib.patches import Patch
 from labkit.plots import style
 from labkit.runs.result import RunResult
 
-SHORT_STEPS = 30
+MAX_STEPS_WITH_MARKERS = 30
 """Lines of so many steps have a marker at each."""
 
 
-def table(
+def comparison_table(
     result: RunResult,
     predicted: Mapping[str, float],
     *,
@@ -29,7 +29,7 @@ def table(
     yours and theory's are off; None, for a number that you have not committed to, is shown as –.
     """
     if yours is None:
-        rows = {name: _held(expected, result.value(name), tolerance) for name, expected in predicted.items()}
+        rows = {name: _comparison_row(expected, result.value(name), tolerance) for name, expected in predicted.items()}
         return pandas.DataFrame.from_dict(rows, orient="index")
     unknown = yours.keys() - predicted.keys()
     if unknown:
@@ -38,16 +38,16 @@ def table(
     for name, expected in predicted.items():
         mine, measured = yours.get(name), result.value(name)
         lines[name] = {
-            "yours": "–" if mine is None else _digits(mine),
-            "theory": _digits(expected),
-            "measured": _digits(measured),
-            "yours is": "–" if mine is None else off(mine, measured, tolerance),
-            "theory is": off(expected, measured, tolerance),
+            "yours": "–" if mine is None else _number_text(mine),
+            "theory": _number_text(expected),
+            "measured": _number_text(measured),
+            "yours is": "–" if mine is None else relative_error_text(mine, measured, tolerance),
+            "theory is": relative_error_text(expected, measured, tolerance),
         }
     return pandas.DataFrame.from_dict(lines, orient="index")
 
 
-def compared(
+def text_comparison_table(
     predicted: Mapping[str, float], result: RunResult | None, tolerances: Mapping[str, float]
 ) -> pandas.DataFrame:
     """Predicted beside measured, one row a value, as text; – where nothing was measured yet.
@@ -58,14 +58,14 @@ def compared(
     for name, expected in predicted.items():
         measured = None if result is None else result.value(name)
         lines[name] = {
-            "theory": _digits(expected),
-            "measured": "–" if measured is None else _digits(measured),
-            "theory is": "–" if measured is None else off(expected, measured, tolerances.get(name, 0.0)),
+            "theory": _number_text(expected),
+            "measured": "–" if measured is None else _number_text(measured),
+            "theory is": "–" if measured is None else relative_error_text(expected, measured, tolerances.get(name, 0.0)),
         }
     return pandas.DataFrame.from_dict(lines, orient="index")
 
 
-def off(predicted: float, measured: float, tolerance: float = 0.0) -> str:
+def relative_error_text(predicted: float, measured: float, tolerance: float = 0.0) -> str:
     """How far a prediction is from what was measured, in words: "right", "within 5%", "2 × too large"."""
     if predicted == measured:
         return "right"
@@ -73,29 +73,27 @@ def off(predicted: float, measured: float, tolerance: float = 0.0) -> str:
         return f"within {tolerance:.0%}"
     if not predicted or not measured or (predicted < 0) != (measured < 0):
         return "too large" if predicted > measured else "too small"
-    factor, side = (
-        (predicted / measured, "large") if abs(predicted) > abs(measured) else (measured / predicted, "small")
-    )
+    factor, side = (predicted / measured, "large") if abs(predicted) > abs(measured) else (measured / predicted, "small")
     return f"{factor:.3g} × too {side}"
 
 
-def _held(expected: float, measured: float, tolerance: float) -> dict[str, float | str]:
+def _comparison_row(expected: float, measured: float, tolerance: float) -> dict[str, float | str]:
     ratio = measured / expected if expected else float(measured == expected)
     close = f"within {tolerance:.0%}" if abs(ratio - 1) <= tolerance else "differs"
     verdict = "equal" if measured == expected else close
     return {"predicted": expected, "measured": measured, "ratio": round(ratio, 4), "verdict": verdict}
 
 
-def _digits(value: float) -> str:
+def _number_text(value: float) -> str:
     """A number with commas, and no more digits than it needs."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
-def latency(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
+def latency_bars(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
     """Time of a step, split into forward, backward and optimizer, one bar a run."""
-    ax = style.axes(ax, height=1.1 + 0.5 * len(results))
+    ax = style.make_axes(ax, height=1.1 + 0.5 * len(results))
     ends = numpy.zeros(len(results))
-    for span, colour in style.TIME.items():
+    for span, colour in style.PHASE_COLOURS.items():
         durations = [result.value(f"{span}_ms") for result in results.values()]
         ax.barh(list(results), durations, left=ends, color=colour, label=span, height=0.6)
         ends = ends + durations
@@ -103,59 +101,59 @@ def latency(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes
         ax.text(end, row, f"  {end:.0f} ms", va="center", fontsize=9)
     ax.set(xlabel="time of one training step, ms (mean of the timed steps, slowest rank)", xlim=(0, max(ends) * 1.15))
     ax.invert_yaxis()
-    style.legend_above(ax, 3)
-    return style.stamp(ax, results.values())
+    style.add_legend_above(ax, 3)
+    return style.add_stamp(ax, results.values())
 
 
-def memory(
+def memory_by_category(
     results: Mapping[str, RunResult], *, predicted: Mapping[str, float] | None = None, ax: Axes | None = None
 ) -> Axes:
     """Peak memory of the fullest rank by category, one bar a run; a dashed line where theory puts the activations.
 
     Numbers are MB: what the bar comes to, and the activations at its foot.
     """
-    ax = style.axes(ax, height=4.0)
-    peaks = {label: memory_parts(result) for label, result in results.items()}
-    style.stacks(ax, {}, peaks, {name: colour for name, (_, colour) in style.MEMORY.items()}, 1e6, {}, 1)
+    ax = style.make_axes(ax, height=4.0)
+    peaks = {label: peak_bytes_by_category(result) for label, result in results.items()}
+    style.draw_bar_stacks(ax, {}, peaks, {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()}, 1e6, {}, 1)
     for column, parts in enumerate(peaks.values()):
         activations = parts["activations"] / 1e6
         ax.text(column, activations / 2, f"{activations:.3g}", ha="center", va="center", fontsize=8, color="white")
-    shown = [name for name in style.MEMORY if any(parts[name] for parts in peaks.values())]
-    handles: list[Any] = [Patch(color=style.MEMORY[name][1], label=name) for name in shown]
+    shown = [name for name in style.MEMORY_CATEGORIES if any(parts[name] for parts in peaks.values())]
+    handles: list[Any] = [Patch(color=style.MEMORY_CATEGORIES[name][1], label=name) for name in shown]
     for label, expected in (predicted or {}).items():
         middle = list(results).index(label)
-        (line,) = ax.plot([middle - 0.3, middle + 0.3], [expected / 1e6] * 2, **style.PREDICTED)
+        (line,) = ax.plot([middle - 0.3, middle + 0.3], [expected / 1e6] * 2, **style.PREDICTION_STYLE)
     if predicted:
         line.set_label("activations, predicted")
         handles.append(line)
     ax.set(ylabel="peak memory of a rank, MB", xlim=(-0.6, len(results) - 0.4))
     ax.margins(y=0.08)
-    style.legend_above(ax, 3, handles)
-    return style.stamp(ax, results.values())
+    style.add_legend_above(ax, 3, handles)
+    return style.add_stamp(ax, results.values())
 
 
-def memory_parts(result: RunResult) -> dict[str, float]:
+def peak_bytes_by_category(result: RunResult) -> dict[str, float]:
     """The bytes of a run's peak by what they are used for, as ``style.MEMORY`` names it."""
     known = result.summary()
     return {
         name: sum(result.value(f"peak_{part}_bytes") for part in parts if f"peak_{part}_bytes" in known)
-        for name, (parts, _) in style.MEMORY.items()
+        for name, (parts, _) in style.MEMORY_CATEGORIES.items()
     }
 
 
-def loss(results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None) -> Axes:
+def loss_curves(results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None) -> Axes:
     """The loss by step, one line a run. ``chance`` draws the loss of guessing, such as ln(classes).
 
     A run that went on from the checkpoints of another counts on: its line begins where the other's ends. Of a run that
     lost a host, the steps are left out of which some rank's loss is missing.
     """
-    ax = style.axes(ax)
+    ax = style.make_axes(ax)
     dashes: Sequence[str] = ("-", "--", ":", "-.")
     for index, (label, result) in enumerate(results.items()):
         found = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"]
         losses = found.mean()[found.size() == found.size().max()]
         look: dict[str, Any] = {"color": style.RANK_COLOURS[index % 4], "linestyle": dashes[index % 4], "lw": 2}
-        if len(losses) <= SHORT_STEPS:  # each step is seen, also where lines lie on each other
+        if len(losses) <= MAX_STEPS_WITH_MARKERS:  # each step is seen, also where lines lie on each other
             look |= {"marker": "osD^"[index % 4], "markersize": 10 - 2 * (index % 4), "fillstyle": "none"}
         ax.plot(losses.index, losses, label=label, **look)
     if chance is not None:
@@ -164,4 +162,4 @@ def loss(results: Mapping[str, RunResult], *, chance: float | None = None, ax: A
         ax.annotate("guessing", (1, chance), (-2, 2), fontsize=9, color=style.GREY, **place)
     ax.set(xlabel="training step", ylabel="loss (cross-entropy, nats)")
     ax.legend(frameon=False, fontsize=9)
-    return style.stamp(ax, results.values())
+    return style.add_stamp(ax, results.values())

@@ -13,60 +13,67 @@ from matplotlib.ticker import MaxNLocator
 
 from labkit.plots import style
 from labkit.runs.result import RunResult
-from labkit.theory.placements import Piece
+from labkit.theory.placements import TensorPiece
 from labkit.theory.sizes import byte_unit
-from labkit.theory.spatial import Stage
+from labkit.theory.spatial import ConvNeXtStage
 
-GAP = 0.8  # between the frames of two ranks, in cells
-BLOCK = ("7 × 7\ndepthwise", "norm", "1 × 1\nC → 4C", "GELU", "1 × 1\n4C → C", "layer\nscale")
-NEEDS_NEIGHBOURS, OWN_PIXELS, ALL_RANKS = style.ORANGE, style.SKY, style.PURPLE
+FRAME_GAP = 0.8  # between the frames of two ranks, in cells
+BLOCK_LAYERS = ("7 × 7\ndepthwise", "norm", "1 × 1\nC → 4C", "GELU", "1 × 1\n4C → C", "layer\nscale")
+NEIGHBOURS_COLOUR, OWN_PIXELS_COLOUR, ALL_RANKS_COLOUR = style.ORANGE, style.SKY, style.PURPLE
 
 
-def convnext(stages: Sequence[Stage], height: int, width: int, classes: int = 10, *, ax: Axes | None = None) -> Axes:
+def convnext_diagram(
+    stages: Sequence[ConvNeXtStage], height: int, width: int, classes: int = 10, *, ax: Axes | None = None
+) -> Axes:
     """A ConvNeXt from images of this size to logits with the shapes between, and below it one block.
 
     ``stages`` are those of the whole images. Colours say what an operation needs once the images are cut.
     """
-    ax = style.axes(ax, 10, 4.2)
+    ax = style.make_axes(ax, 10, 4.2)
     boxes = [(f"image\n3 × {height} × {width}", "white")]
     for index, stage in enumerate(stages):
         shape = f"{stage.channels} × {stage.height} × {stage.width}"
         into = "down: norm,\n2 × 2, /2" if index else "stem: 4 × 4,\n/4, norm"
-        boxes.append((f"{into}\n{shape}", OWN_PIXELS))
-        boxes.append((f"{stage.depth} block{'s' * (stage.depth > 1)}\n{shape}", NEEDS_NEIGHBOURS))
-    boxes += [(f"mean over H, W\n{stages[-1].channels}", ALL_RANKS), (f"head: linear\n{classes} logits", OWN_PIXELS)]
-    _row(ax, boxes, top=2.0, height=0.8, size=9)
+        boxes.append((f"{into}\n{shape}", OWN_PIXELS_COLOUR))
+        boxes.append((f"{stage.depth} block{'s' * (stage.depth > 1)}\n{shape}", NEIGHBOURS_COLOUR))
+    boxes += [(f"mean over H, W\n{stages[-1].channels}", ALL_RANKS_COLOUR), (f"head: linear\n{classes} logits", OWN_PIXELS_COLOUR)]
+    _draw_row(ax, boxes, top=2.0, height=0.8, size=9)
     step = 10 / len(boxes)
     for index, stage in enumerate(stages):
         left, right = (1 + 2 * index) * step, (3 + 2 * index) * step - 0.12
         ax.plot([left, right], [2.95, 2.95], color=style.GREY, lw=1)
         ax.text((left + right) / 2, 3.0, f"stage {index}: C = {stage.channels}", ha="center", va="bottom", fontsize=9)
-    _row(ax, [("x", "white"), *((name, OWN_PIXELS) for name in BLOCK), ("+ x", OWN_PIXELS)], 0.35, 0.75, 9, BLOCK[0])
+    _draw_row(
+        ax,
+        [("x", "white"), *((name, OWN_PIXELS_COLOUR) for name in BLOCK_LAYERS), ("+ x", OWN_PIXELS_COLOUR)],
+        0.35,
+        0.75,
+        9,
+        BLOCK_LAYERS[0],
+    )
     ax.text(0, 1.25, "one block, C channels in and out:", fontsize=10, va="bottom")
     around = FancyArrowPatch(
         (0.5, 0.33), (9.4, 0.33), connectionstyle="arc3,rad=0.06", arrowstyle="-|>", mutation_scale=10, color=style.GREY
     )
     ax.add_patch(around)
     meanings = {
-        "needs what the rank holds": OWN_PIXELS,
-        "needs the neighbours' columns": NEEDS_NEIGHBOURS,
-        "needs a sum over all ranks": ALL_RANKS,
+        "needs what the rank holds": OWN_PIXELS_COLOUR,
+        "needs the neighbours' columns": NEIGHBOURS_COLOUR,
+        "needs a sum over all ranks": ALL_RANKS_COLOUR,
     }
-    handles = [Rectangle((0, 0), 1, 1, facecolor=_tint(colour, 0.55)) for colour in meanings.values()]
-    ax.legend(
-        handles, list(meanings), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9
-    )
+    handles = [Rectangle((0, 0), 1, 1, facecolor=_mix_with_white(colour, 0.55)) for colour in meanings.values()]
+    ax.legend(handles, list(meanings), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9)
     ax.set(xlim=(-0.05, 10), ylim=(-0.15, 3.3))
     ax.set_axis_off()
     return ax
 
 
-def _row(ax: Axes, boxes: Sequence[tuple[str, str]], top: float, height: float, size: float, special: str = "") -> None:
+def _draw_row(ax: Axes, boxes: Sequence[tuple[str, str]], top: float, height: float, size: float, special: str = "") -> None:
     """Boxes with text from left to right, with arrows between; the ``special`` one asks its neighbours."""
     step = 10 / len(boxes)
     for index, (text, colour) in enumerate(boxes):
-        colour = NEEDS_NEIGHBOURS if special and text == special else colour
-        face = _tint(colour, 0.55) if colour != "white" else "white"
+        colour = NEIGHBOURS_COLOUR if special and text == special else colour
+        face = _mix_with_white(colour, 0.55) if colour != "white" else "white"
         ax.add_patch(Rectangle((index * step, top), step - 0.18, height, facecolor=face, edgecolor="#444444", lw=0.8))
         ax.text(index * step + (step - 0.18) / 2, top + height / 2, text, ha="center", va="center", fontsize=size)
         if index:
@@ -74,30 +81,30 @@ def _row(ax: Axes, boxes: Sequence[tuple[str, str]], top: float, height: float, 
             ax.annotate("", (index * step, start[1]), start, arrowprops={"arrowstyle": "->", "lw": 1})
 
 
-def _tint(colour: str, strength: float = 0.35) -> tuple[float, ...]:
+def _mix_with_white(colour: str, strength: float = 0.35) -> tuple[float, ...]:
     """A colour mixed with white, on which black digits can be read."""
     return tuple(strength * channel + 1 - strength for channel in to_rgb(colour))
 
 
-def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: Axes | None = None) -> Axes:
+def halo_diagram(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: Axes | None = None) -> Axes:
     """A picture [height, width, 3] cut into a strip a rank, and below it what ``rank`` holds once halos came.
 
     The ``halo`` columns that travel to it are framed in their owner's colour where they come from and where they go.
     """
     height, width = picture.shape[:2]
     strip, gap = width / ranks, max(2.0, width / 60)
-    ax = style.axes(ax, 4.8, 4.8 * 2.3 * height / width)
+    ax = style.make_axes(ax, 4.8, 4.8 * 2.3 * height / width)
     ax.imshow(picture, extent=(0, width, height, 0), zorder=0)
     ax.axis((-gap, width + gap, 2.32 * height, -0.14 * height))
     for index in range(ranks):
         colour = style.RANK_COLOURS[index % 4]
-        _frame(ax, index * strip, 0, strip, height, colour, 1.5)
+        _draw_frame(ax, index * strip, 0, strip, height, colour, 1.5)
         place = ((index + 0.5) * strip, -0.06 * height)
         ax.text(*place, f"rank {index}", ha="center", va="center", weight="bold", color=colour)
     below = 1.26 * height
     own = slice(round(rank * strip), round((rank + 1) * strip))
     ax.imshow(picture[:, own], extent=(own.start, own.stop, below + height, below), zorder=0)
-    _frame(ax, own.start, below, own.stop - own.start, height, style.RANK_COLOURS[rank % 4], 1.5)
+    _draw_frame(ax, own.start, below, own.stop - own.start, height, style.RANK_COLOURS[rank % 4], 1.5)
     for source in (rank - 1, rank + 1):
         if not 0 <= source < ranks:
             continue
@@ -107,7 +114,7 @@ def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: A
         columns = picture[:, round(start) : round(start) + halo]
         ax.imshow(columns, extent=(to, to + halo, below + height, below), zorder=0)
         for left, top in ((start, 0), (to, below)):
-            _frame(ax, left, top, halo, height, colour, 2.5)
+            _draw_frame(ax, left, top, halo, height, colour, 2.5)
         ax.annotate("", (to + halo / 2, below), (start + halo / 2, height), arrowprops={"arrowstyle": "-|>", "lw": 1.5})
         side, align = (to - gap, "right") if source < rank else (to + halo + gap, "left")
         text = f"halo: {halo} columns\nfrom rank {source}"
@@ -116,13 +123,11 @@ def halos(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1, ax: A
     return ax
 
 
-def _frame(
-    ax: Axes, left: float, top: float, width: float, height: float, colour: str, thick: float, line: str = "-"
-) -> None:
+def _draw_frame(ax: Axes, left: float, top: float, width: float, height: float, colour: str, thick: float, line: str = "-") -> None:
     ax.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=colour, lw=thick, ls=line, zorder=3))
 
 
-def shards(
+def shard_panels(
     whole: numpy.ndarray,
     tensors: Mapping[str, Mapping[int, numpy.ndarray]],
     *,
@@ -143,30 +148,30 @@ def shards(
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
         axes = list(panels.flat)[: len(tensors) + 1]
     rows, columns = whole.shape
-    _panel(axes[0], "the matrix", rows, columns)
-    _tile(axes[0], whole, (columns + GAP) / 2, (rows + GAP) / 2, _tint(style.GREY))
+    _prepare_panel(axes[0], "the matrix", rows, columns)
+    _draw_tile(axes[0], whole, (columns + FRAME_GAP) / 2, (rows + FRAME_GAP) / 2, _mix_with_white(style.GREY))
     for ax, (name, held) in zip(axes[1:], tensors.items(), strict=True):
-        _panel(ax, name, rows, columns)
+        _prepare_panel(ax, name, rows, columns)
         parts: list[numpy.ndarray] = []
         for rank, local in held.items():
-            left, top = (rank % 2) * (columns + GAP), (rank // 2) * (rows + GAP)
+            left, top = (rank % 2) * (columns + FRAME_GAP), (rank // 2) * (rows + FRAME_GAP)
             known = [index for index, part in enumerate(parts) if numpy.array_equal(part, local)]
             parts += [] if known else [local]
             colour = style.RANK_COLOURS[(known[0] if known else len(parts) - 1) % 4]
             ax.text(left, top - 0.08, f"rank {rank}", va="bottom", fontsize=8, color="#444444")
             ax.add_patch(Rectangle((left, top), columns, rows, facecolor="#F2F2F2", edgecolor=style.GREY, lw=0.8))
-            row, column = _place(local, whole)
-            _tile(ax, local, left + column, top + row, _tint(colour, 0.45))
+            row, column = _find_part(local, whole)
+            _draw_tile(ax, local, left + column, top + row, _mix_with_white(colour, 0.45))
     return axes
 
 
-def _panel(ax: Axes, name: str, rows: int, columns: int) -> None:
-    ax.set(xlim=(-0.1, 2 * columns + GAP + 0.1), ylim=(2 * rows + GAP + 0.1, -0.75), aspect="equal")
+def _prepare_panel(ax: Axes, name: str, rows: int, columns: int) -> None:
+    ax.set(xlim=(-0.1, 2 * columns + FRAME_GAP + 0.1), ylim=(2 * rows + FRAME_GAP + 0.1, -0.75), aspect="equal")
     ax.set_title(name, fontsize=10, loc="left")
     ax.set_axis_off()
 
 
-def _place(local: numpy.ndarray, whole: numpy.ndarray) -> tuple[int, int]:
+def _find_part(local: numpy.ndarray, whole: numpy.ndarray) -> tuple[int, int]:
     """Row and column at which a part begins in the whole matrix."""
     for row in range(whole.shape[0] - local.shape[0] + 1):
         for column in range(whole.shape[1] - local.shape[1] + 1):
@@ -175,16 +180,16 @@ def _place(local: numpy.ndarray, whole: numpy.ndarray) -> tuple[int, int]:
     return 0, 0  # a summand of the whole
 
 
-def _tile(ax: Axes, local: numpy.ndarray, left: float, top: float, colour: tuple[float, ...]) -> None:
+def _draw_tile(ax: Axes, local: numpy.ndarray, left: float, top: float, colour: tuple[float, ...]) -> None:
     for (row, column), number in numpy.ndenumerate(local):
         ax.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=colour, edgecolor="white", lw=0.8))
         middle = left + column + 0.5, top + row + 0.5
         ax.text(*middle, f"{number:g}", ha="center", va="center", color="black", fontsize=8)
 
 
-def placed(
+def placement_picture(
     picture: numpy.ndarray,
-    pieces: Mapping[int, Piece],
+    pieces: Mapping[int, TensorPiece],
     held: Mapping[int, numpy.ndarray],
     columns: int,
     *,
@@ -205,58 +210,56 @@ def placed(
         measured: rows and columns of each rank's tensor.
         ax: where to draw, without ticks.
     """
-    ax = style.axes(ax, 8.5, 3.6)
+    ax = style.make_axes(ax, 8.5, 3.6)
     distinct = list(dict.fromkeys(pieces.values()))
     line = "-" if measured else "--"
-    _whose(ax, picture, pieces, (0, 0, WIDE))
+    _draw_owners(ax, picture, pieces, (0, 0, PICTURE_WIDTH))
     ax.text(0, -0.04, "which ranks hold it?", va="bottom", fontsize=10)
-    scale = min(1.02 / (1.12 * WIDE * columns), 1 / (1.5 * -(-len(pieces) // columns)))
+    scale = min(1.02 / (1.12 * PICTURE_WIDTH * columns), 1 / (1.5 * -(-len(pieces) // columns)))
     for index, piece in pieces.items():
-        left, top = MIDDLE + index % columns * 1.12 * WIDE * scale, 0.1 + index // columns * 1.5 * scale
+        left, top = PIECES_LEFT + index % columns * 1.12 * PICTURE_WIDTH * scale, 0.1 + index // columns * 1.5 * scale
         look: dict[str, Any] = {"colour": style.RANK_COLOURS[distinct.index(piece) % 4], "line": line, "thick": 1.6}
-        _piece(ax, held[index], piece, picture, (left, top, WIDE * scale), **look)
+        _draw_piece(ax, held[index], piece, picture, (left, top, PICTURE_WIDTH * scale), **look)
         weight, shape = "bold" if index == rank else "normal", measured[index] if measured else piece.shape
         ax.text(left, top - 0.02, f"rank {index}", va="bottom", fontsize=9, weight=weight)
         ax.text(left, top + scale + 0.02, f"{shape[0]} × {shape[1]}", va="top", fontsize=9 if columns < 3 else 8)
-    ax.text(MIDDLE, -0.04, "rows × columns, " + ("measured" if measured else "predicted"), va="bottom", fontsize=10)
-    piece, right = pieces[rank], MIDDLE + 1.14
+    ax.text(PIECES_LEFT, -0.04, "rows × columns, " + ("measured" if measured else "predicted"), va="bottom", fontsize=10)
+    piece, right = pieces[rank], PIECES_LEFT + 1.14
     colour = style.RANK_COLOURS[distinct.index(piece) % 4]
-    _piece(ax, held[rank], piece, picture, (right, 0, WIDE), colour, line, thick=3)
+    _draw_piece(ax, held[rank], piece, picture, (right, 0, PICTURE_WIDTH), colour, line, thick=3)
     ax.text(right, -0.04, f"rank {rank}", va="bottom", fontsize=10, weight="bold")
     term = f"term {piece.term + 1} of {piece.terms}, drawn {piece.terms} × as bright" if piece.terms > 1 else ""
-    spans = [
-        f"{name} {part.start}–{part.stop - 1}" for name, part in zip(("rows", "columns"), piece.indices, strict=False)
-    ]
+    spans = [f"{name} {part.start}–{part.stop - 1}" for name, part in zip(("rows", "columns"), piece.indices, strict=False)]
     below = "\n".join(filter(None, [", ".join(spans) if all(piece.shape) else "nothing is left for it", term]))
     ax.text(right, 1.03, below, va="top", fontsize=9)
-    ax.set(xlim=(-0.02, right + WIDE + 0.02), ylim=(1.22, -0.12), aspect="equal")
+    ax.set(xlim=(-0.02, right + PICTURE_WIDTH + 0.02), ylim=(1.22, -0.12), aspect="equal")
     ax.set_axis_off()
     return ax
 
 
-WIDE, MIDDLE = 0.86, 1.0  # of a picture of height 1: its width, and where the ranks' begin
+PICTURE_WIDTH, PIECES_LEFT = 0.86, 1.0  # of a picture of height 1: its width, and where the ranks' begin
 
 
-def _whose(ax: Axes, picture: numpy.ndarray, pieces: Mapping[int, Piece], place: tuple[float, float, float]) -> None:
+def _draw_owners(ax: Axes, picture: numpy.ndarray, pieces: Mapping[int, TensorPiece], place: tuple[float, float, float]) -> None:
     """The picture cut into its parts, and on each the ranks that hold it: or, where they hold the same; + for terms."""
-    _piece(ax, picture, Piece((range(len(picture)), range(len(picture[0])))), picture, place, "#CCCCCC")
+    _draw_piece(ax, picture, TensorPiece((range(len(picture)), range(len(picture[0])))), picture, place, "#CCCCCC")
     parts: dict[tuple[range, ...], dict[int, list[str]]] = {}
     for rank, piece in pieces.items():
         parts.setdefault(piece.indices, {}).setdefault(piece.term, []).append(str(rank))
     for indices, terms in parts.items():
         if not all(map(len, indices)):
             continue
-        left, top, width, height = box = _box(Piece(indices), picture, place)
-        _frame(ax, *box, "white", 2)
+        left, top, width, height = box = _piece_box(TensorPiece(indices), picture, place)
+        _draw_frame(ax, *box, "white", 2)
         text = "\n+ ".join(" or ".join(ranks) for ranks in terms.values())
         back = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2}
         ax.text(left + width / 2, top + height / 2, text, ha="center", va="center", fontsize=10, bbox=back)
 
 
-def _piece(
+def _draw_piece(
     ax: Axes,
     pixels: numpy.ndarray,
-    piece: Piece,
+    piece: TensorPiece,
     picture: numpy.ndarray,
     place: tuple[float, float, float],
     colour: str,
@@ -265,22 +268,22 @@ def _piece(
 ) -> None:
     """A piece where it belongs in the picture, whose outline has its left upper corner and its width at ``place``."""
     left, top, width = place
-    _frame(ax, left, top, width, width / WIDE, "#CCCCCC", 0.8)
-    x, y, across, down = _box(piece, picture, place)
+    _draw_frame(ax, left, top, width, width / PICTURE_WIDTH, "#CCCCCC", 0.8)
+    x, y, across, down = _piece_box(piece, picture, place)
     if pixels.size:
         ax.imshow(pixels, extent=(x, x + across, y + down, y), interpolation="nearest")
-        _frame(ax, x, y, across, down, colour, thick, line)
+        _draw_frame(ax, x, y, across, down, colour, thick, line)
 
 
-def _box(piece: Piece, picture: numpy.ndarray, place: tuple[float, float, float]) -> tuple[float, float, float, float]:
+def _piece_box(piece: TensorPiece, picture: numpy.ndarray, place: tuple[float, float, float]) -> tuple[float, float, float, float]:
     """Left, top, width and height of a piece in a picture drawn at this place."""
     left, top, width = place
     rows, columns = piece.indices[:2]
-    a_row, a_column = width / WIDE / len(picture), width / len(picture[0])
+    a_row, a_column = width / PICTURE_WIDTH / len(picture), width / len(picture[0])
     return left + columns.start * a_column, top + rows.start * a_row, len(columns) * a_column, len(rows) * a_row
 
 
-def strips(
+def strip_layout(
     picture: numpy.ndarray,
     mesh: tuple[int, int],
     batch: int,
@@ -300,7 +303,7 @@ def strips(
         ax: where to draw.
     """
     data, space = mesh
-    ax = style.axes(ax, 5, 3)
+    ax = style.make_axes(ax, 5, 3)
     height = len(picture) / len(picture[0])  # of a picture whose width is 1
     pitch, share = height + 0.16, batch // data
     for rank in range(data * space):
@@ -309,10 +312,10 @@ def strips(
         if not place:
             ax.text(0, top - 0.01, f"images {row * share} to {(row + 1) * share - 1}", va="bottom", fontsize=9)
             ax.imshow(picture, extent=(0, 1, top + height, top))
-        box = _part(place / space, 1 / space, top, height, tensor_dim)
-        _frame(ax, *box, colour, 2)
+        box = _strip_box(place / space, 1 / space, top, height, tensor_dim)
+        _draw_frame(ax, *box, colour, 2)
         for start in [place / space] * (place > 0) + [(place + 1) / space - halo] * (place < space - 1):
-            edge = _part(start, halo, top, height, tensor_dim)
+            edge = _strip_box(start, halo, top, height, tensor_dim)
             ax.add_patch(Rectangle(edge[:2], *edge[2:], facecolor=colour, alpha=0.6, edgecolor="none"))
         left, up, width, high = box
         middle = left + width / 2, up + high / 2
@@ -323,12 +326,12 @@ def strips(
     return ax
 
 
-def _part(start: float, size: float, top: float, height: float, tensor_dim: int) -> tuple[float, float, float, float]:
+def _strip_box(start: float, size: float, top: float, height: float, tensor_dim: int) -> tuple[float, float, float, float]:
     """Left, top, width and height of a part of a picture of width 1, along the side that is cut."""
     return (start, top, size, height) if tensor_dim == 3 else (0, top + start * height, 1, size * height)
 
 
-def amounts(
+def byte_bars(
     predicted: Mapping[str, Mapping[str, float]],
     measured: Mapping[str, Mapping[str, float]],
     colours: Mapping[str, str],
@@ -338,11 +341,11 @@ def amounts(
     ax: Axes | None = None,
 ) -> Axes:
     """Bytes by label and part, predicted and, beside it, measured; a dotted line at the ``budget``, in bytes."""
-    ax = style.axes(ax, 3, 3)
+    ax = style.make_axes(ax, 3, 3)
     found = [sum(parts.values()) for drawn in (predicted, measured) for parts in drawn.values()]
     most = max(*found, budget or 0) or 1
     unit, size = byte_unit(most)
-    style.stacks(ax, predicted, measured, colours, size, {}, columns=1)
+    style.draw_bar_stacks(ax, predicted, measured, colours, size, {}, columns=1)
     ax.set(ylabel=f"{ylabel}, {unit}", xlim=(-0.5, len(predicted) - 0.5), ylim=(0, 1.12 * most / size))
     ax.yaxis.set_major_locator(MaxNLocator(4))
     if budget is not None:
@@ -352,28 +355,28 @@ def amounts(
     return ax
 
 
-def losses(result: RunResult) -> pandas.Series:
+def mean_loss_by_step(result: RunResult) -> pandas.Series:
     """The loss of every timed step, by step: the mean over ranks."""
     rows = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0")
     return rows.groupby("step")["value"].mean()
 
 
-def loss_difference(
+def loss_difference_curves(
     results: Mapping[str, RunResult], reference: RunResult, *, name: str = "one device", ax: Axes | None = None
 ) -> Axes:
     """How far each run's loss is from the reference's, whose ``name`` is given, as a part of it; from 1e-9 on."""
-    ax = style.axes(ax)
-    expected = losses(reference)
+    ax = style.make_axes(ax)
+    expected = mean_loss_by_step(reference)
     for index, (label, result) in enumerate(results.items()):
-        difference = ((losses(result) - expected).abs() / expected).clip(lower=1e-9)
+        difference = ((mean_loss_by_step(result) - expected).abs() / expected).clip(lower=1e-9)
         look: dict[str, Any] = {"marker": "osD^"[index % 4], "markersize": 9 - 2 * index, "fillstyle": "none"}
         ax.plot(difference.index, difference, lw=1.2, color=style.RANK_COLOURS[index % 4], label=label, **look)
     ax.set(yscale="log", xlabel="training step", ylabel=f"relative difference\nfrom the loss of {name}")
-    style.legend_above(ax, 2)
-    return style.stamp(ax, [*results.values(), reference])
+    style.add_legend_above(ax, 2)
+    return style.add_stamp(ax, [*results.values(), reference])
 
 
-def strips_pay(
+def strip_step_times(
     seconds: Mapping[str, Mapping[int, tuple[float, float]]], *, axes: Sequence[Axes] | None = None
 ) -> Sequence[Axes]:
     """Time of a step by number of ranks, a panel a machine: arithmetic and messages, stacked; all of it predicted.
@@ -382,15 +385,15 @@ def strips_pay(
         seconds: for each machine's name, by number of ranks, seconds of arithmetic and of messages.
         axes: one for each machine.
     """
-    axes = style.panels(axes, seconds, width=4.2, height=3.2)
+    axes = style.make_panels(axes, seconds, width=4.2, height=3.2)
     for ax, by_ranks in zip(axes, seconds.values(), strict=True):
         arithmetic, messages = (numpy.array([each[part] * 1e3 for each in by_ranks.values()]) for part in (0, 1))
         labels = [str(ranks) for ranks in by_ranks]
         look: dict[str, Any] = {"edgecolor": "black", "ls": "--", "lw": 1, "width": 0.6}
-        ax.bar(labels, arithmetic, color=_tint(style.BLUE, 0.6), label="arithmetic", **look)
-        ax.bar(labels, messages, bottom=arithmetic, color=_tint(style.ORANGE, 0.6), label="messages", **look)
+        ax.bar(labels, arithmetic, color=_mix_with_white(style.BLUE, 0.6), label="arithmetic", **look)
+        ax.bar(labels, messages, bottom=arithmetic, color=_mix_with_white(style.ORANGE, 0.6), label="messages", **look)
         for column, total in enumerate(arithmetic + messages):
             ax.text(column, total, f"{total:.3g}", ha="center", va="bottom", fontsize=9)
         ax.set(xlabel="ranks", ylabel="predicted time of a step, ms", ylim=(0, 1.12 * max(arithmetic + messages)))
-        style.legend_above(ax, 2)
+        style.add_legend_above(ax, 2)
     return axes

@@ -16,7 +16,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "
 VERMILION, YELLOW, GREY = "#D55E00", "#F0E442", "#8A8A8A"
 RANK_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 
-MEMORY: dict[str, tuple[tuple[str, ...], str]] = {
+MEMORY_CATEGORIES: dict[str, tuple[tuple[str, ...], str]] = {
     "activations": (("activation",), GREEN),
     "parameters": (("parameter",), BLUE),
     "optimizer state": (("optstate", "optimizer"), PURPLE),
@@ -26,14 +26,14 @@ MEMORY: dict[str, tuple[tuple[str, ...], str]] = {
     "temporary": (("temp", "unsharded_gradient", "inputs", "buffer", "other"), GREY),
 }
 """What memory is used for, in every figure: its name, the recorded categories that it adds up, its colour."""
-TIME = {"forward": BLUE, "backward": ORANGE, "optimizer": PURPLE}
-COMMUNICATION = {"all_gather": SKY, "reduce_scatter": GREEN, "all_reduce": YELLOW}
-EXPOSED = VERMILION
-PREDICTED: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.3}
+PHASE_COLOURS = {"forward": BLUE, "backward": ORANGE, "optimizer": PURPLE}
+COLLECTIVE_COLOURS = {"all_gather": SKY, "reduce_scatter": GREEN, "all_reduce": YELLOW}
+EXPOSURE_COLOUR = VERMILION
+PREDICTION_STYLE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.3}
 """How a prediction looks, in every figure: a dashed line."""
 
 
-def axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
+def make_axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
     """The given Axes, or those of a new figure, sizes in inches."""
     if ax is None:
         ax = pyplot.subplots(figsize=(width, height), layout="constrained")[1]
@@ -41,26 +41,24 @@ def axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
     return ax
 
 
-def panels(given: Sequence[Axes] | None, names: Iterable[str], width: float, height: float) -> list[Axes]:
+def make_panels(given: Sequence[Axes] | None, names: Iterable[str], width: float, height: float) -> list[Axes]:
     """The given Axes, or those of a new figure, side by side, each with its name on top; sizes of one in inches."""
     names = list(names)
     if given is None:
-        figure = pyplot.subplots(
-            1, len(names), figsize=(width * len(names), height), squeeze=False, layout="constrained"
-        )
+        figure = pyplot.subplots(1, len(names), figsize=(width * len(names), height), squeeze=False, layout="constrained")
         given = list(figure[1][0])
     for ax, name in zip(given, names, strict=True):
-        axes(ax).set_title(name, fontsize=10, loc="left", pad=22)
+        make_axes(ax).set_title(name, fontsize=10, loc="left", pad=22)
     return list(given)
 
 
-def legend_above(ax: Axes, columns: int, handles: list[Any] | None = None, *, middle: float = 0.5, **look: Any) -> None:
+def add_legend_above(ax: Axes, columns: int, handles: list[Any] | None = None, *, middle: float = 0.5, **look: Any) -> None:
     """A legend on one line above the axes, around this part of their width, of all that is labelled or of handles."""
     look = {"frameon": False, "fontsize": 9, "handles": handles, **look}
     ax.legend(loc="lower center", bbox_to_anchor=(middle, 1.0), ncols=columns, **look)
 
 
-def stacks(
+def draw_bar_stacks(
     ax: Axes,
     predicted: Mapping[str, Mapping[str, float]],
     measured: Mapping[str, Mapping[str, float]],
@@ -93,10 +91,10 @@ def stacks(
     handles = [Patch(color=colour, label=meaning) for meaning, colour in legend.items()]
     if predicted and measured:
         handles.append(Patch(facecolor="#EEEEEE", edgecolor="black", linestyle="--", label="predicted"))
-    legend_above(ax, columns, handles)
+    add_legend_above(ax, columns, handles)
 
 
-def digits(value: float) -> str:
+def short_number_text(value: float) -> str:
     """A number for a label: three digits, or all of a large one, with commas."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -107,25 +105,25 @@ def time_unit(longest_s: float) -> tuple[str, float]:
     return next(((name, size) for name, size in units if longest_s >= size), units[-1])
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """A time in the unit that reads best: ``7.33 ms``."""
     unit, size = time_unit(seconds)
-    return f"{digits(seconds / size)} {unit}"
+    return f"{short_number_text(seconds / size)} {unit}"
 
 
-def counted(number: int, thing: str) -> str:
+def count_text(number: int, thing: str) -> str:
     """``1 bucket``, ``2 buckets``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def stamp(ax: Axes, results: Iterable[RunResult]) -> Axes:
+def add_stamp(ax: Axes, results: Iterable[RunResult]) -> Axes:
     """Write below the figure where its numbers come from, one line a machine, and give its Axes back."""
-    drawn = _drawn.setdefault(ax.figure, [])
+    drawn = _runs_by_figure.setdefault(ax.figure, [])
     drawn.extend(results)
     if drawn:
-        ax.figure.supxlabel(result.stamp(drawn), fontsize=7, color=GREY, x=0.99, ha="right")
+        ax.figure.supxlabel(result.stamp_text(drawn), fontsize=7, color=GREY, x=0.99, ha="right")
     return ax
 
 
-_drawn: weakref.WeakKeyDictionary[Any, list[RunResult]] = weakref.WeakKeyDictionary()
+_runs_by_figure: weakref.WeakKeyDictionary[Any, list[RunResult]] = weakref.WeakKeyDictionary()
 """The runs of each figure, whose axes may be drawn one after another."""

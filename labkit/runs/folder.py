@@ -38,41 +38,41 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import LabError, ParameterError, RecordError
-from labkit.runs import private
+from labkit.runs import private_files
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where labkit's checkout lies, or what stands in its place where labkit was installed."""
 IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 """Whether that is a checkout, which has room for runs and copies; an installed labkit has them where one works."""
-HIDDEN = ".labkit"
+LABKIT_FOLDER_NAME = ".labkit"
 """The folder of labkit's own files among a learner's copies, by which these are known."""
-VARIABLE = "LABKIT_RUN_FOLDER"
+ENV_RUN_FOLDER = "LABKIT_RUN_FOLDER"
 """Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
-DEVICE = "LABKIT_DEVICE"
+ENV_DEVICE = "LABKIT_DEVICE"
 """Environment variable for the ranks: "auto", "cpu" or "cuda", as ``labkit.run(device=...)`` was asked."""
-GIVEN = "LABKIT_GIVEN"
+ENV_PAYLOAD_SHA256 = "LABKIT_GIVEN"
 """Environment variable for the ranks: the SHA-256 of given.pickle, without which they unpickle nothing."""
-NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
+ENV_NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
 """Environment variable for torchrun: the process with which the run is to end."""
-HOST = "LABKIT_HOST"
+ENV_HOST_NAME = "LABKIT_HOST"
 """Environment variable for the ranks: the name of their host, where there are several."""
-NODE = "LABKIT_NODE"
+ENV_HOST_INDEX = "LABKIT_NODE"
 """Environment variable for torchrun: which of the run's hosts this is, from 0."""
-RANKS = "LABKIT_RANKS"
+ENV_EXPECTED_WORLD_SIZE = "LABKIT_RANKS"
 """Environment variable for the ranks: how many were asked for. A smaller world must not train."""
-SIMULATED = "LABKIT_SIMULATED"
+ENV_SIMULATION = "LABKIT_SIMULATED"
 """Environment variable for the ranks, where they are simulated: as JSON which, of how many, how many on each host."""
-CURVE, BLOCKS, EVENTS = "memory", "blocks", "events"
+ARTIFACT_MEMORY, ARTIFACT_BLOCKS, ARTIFACT_EVENTS = "memory", "blocks", "events"
 """Names of the texts that a simulated rank keeps: what it held, whose that was, and what it did in its step."""
-CORES = "LABKIT_CORES"
+ENV_TOTAL_CORES = "LABKIT_CORES"
 """Environment variable for the ranks: the cores of all hosts together, where there are several."""
-AHEAD = "LABKIT_AHEAD_S"
+ENV_CLOCK_AHEAD_S = "LABKIT_AHEAD_S"
 """Environment variable for the ranks: by how much the clock of host 0 is ahead of their host's."""
-TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
+ENV_TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
 """Environment variable for the ranks: the process with which they are to end."""
 
-REPAIR = "labkit writes this file as an object: mend it by hand, or run again"
-FULL_BELOW_BYTES = 64 * 1024
+JSON_FIX = "labkit writes this file as an object: mend it by hand, or run again"
+MIN_FREE_DISK_BYTES = 64 * 1024
 
 
 class RunFolder:
@@ -85,21 +85,21 @@ class RunFolder:
         self.job_json = path / "job.json"
         self.submitted_json = path / "submitted.json"
         self.cluster_log = path / "cluster.log"
-        self.given = path / "given.pickle"
-        self.given_sha256 = ""
-        self.torchrun_log = self.torchrun_log_of(0)
+        self.payload = path / "given.pickle"
+        self.payload_sha256 = ""
+        self.torchrun_log = self.host_torchrun_log(0)
 
-    def give(self, content: bytes) -> None:
+    def write_payload(self, content: bytes) -> None:
         """Leave for the ranks what the notebook gives them; ``given_sha256`` tells it from what anybody else left."""
-        with private.open_file(self.given, "wb") as file:
+        with private_files.open_file(self.payload, "wb") as file:
             file.write(content)
-        self.given_sha256 = sha256(content).hexdigest()
+        self.payload_sha256 = sha256(content).hexdigest()
 
     def exit_json(self, node: int = 0) -> Path:
         """How the ranks of one host ended."""
         return self.path / (f"exit_{node}.json" if node else "exit.json")
 
-    def torchrun_log_of(self, node: int) -> Path:
+    def host_torchrun_log(self, node: int) -> Path:
         """What torchrun said on one host."""
         return self.path / (f"torchrun_{node}.log" if node else "torchrun.log")
 
@@ -111,7 +111,7 @@ class RunFolder:
         """Only during the run: what torchrun keeps for each rank of a host, which labkit does not use."""
         return self.path / (f"torchrun_{node}" if node else "torchrun")
 
-    def remove_torchruns_files(self, node: int = 0) -> None:
+    def remove_torchrun_files(self, node: int = 0) -> None:
         """Remove what nobody needs after the run."""
         shutil.rmtree(self.torchrun_folder(node), ignore_errors=True)
 
@@ -121,18 +121,18 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self.pid(rank).unlink()
 
-    def _of_rank(self, rank: int, ending: str) -> Path:
+    def _rank_file(self, rank: int, ending: str) -> Path:
         return self.path / f"rank_{rank:05d}.{ending}"
 
-    log = partialmethod(_of_rank, ending="log")
-    pid = partialmethod(_of_rank, ending="pid")
-    stack = partialmethod(_of_rank, ending="stack")
-    host = partialmethod(_of_rank, ending="host")
-    error = partialmethod(_of_rank, ending="error.json")
-    gave = partialmethod(_of_rank, ending="gave.pt")
-    trace = partialmethod(_of_rank, ending="trace.json.gz")
+    log = partialmethod(_rank_file, ending="log")
+    pid = partialmethod(_rank_file, ending="pid")
+    stack = partialmethod(_rank_file, ending="stack")
+    host = partialmethod(_rank_file, ending="host")
+    error = partialmethod(_rank_file, ending="error.json")
+    report = partialmethod(_rank_file, ending="gave.pt")
+    trace = partialmethod(_rank_file, ending="trace.json.gz")
 
-    def kept(self, rank: int, name: str) -> Path:
+    def artifact(self, rank: int, name: str) -> Path:
         """A text that a rank's program keeps with its run.
 
         Raises:
@@ -140,9 +140,9 @@ class RunFolder:
         """
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             raise ParameterError(f"cannot keep a text as {name!r}: use letters, digits, - and _, at most 100")
-        return self._of_rank(rank, f"{name}.txt")
+        return self._rank_file(rank, f"{name}.txt")
 
-    def names_kept(self, rank: int) -> list[str]:
+    def artifact_names(self, rank: int) -> list[str]:
         """The names of all texts that a rank kept."""
         return sorted(path.name.split(".")[1] for path in self.path.glob(f"rank_{rank:05d}.*.txt"))
 
@@ -156,7 +156,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a file in one step: a reader finds the old file, the new one, or none, never half of one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with private.open_file(unfinished, "w", encoding="utf-8") as file:
+        with private_files.open_file(unfinished, "w", encoding="utf-8") as file:
             file.write(text)
         unfinished.replace(path)
     except OSError:
@@ -176,26 +176,26 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({error.strerror}). {REPAIR}") from None
+        raise RecordError(f"{path}: cannot be read ({error.strerror}). {JSON_FIX}") from None
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not JSON ({error}). {REPAIR}") from None
+        raise RecordError(f"{path}: not JSON ({error}). {JSON_FIX}") from None
     if not isinstance(content, dict):
-        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {REPAIR}")
+        raise RecordError(f"{path}: a JSON {type(content).__name__}, not an object. {JSON_FIX}")
     return content
 
 
-def require(path: Path, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
+def require_fields(path: Path, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
     """Raise RecordError, with the name of the file, unless its content has these fields, of these types."""
     for name, wanted in types.items():
         if name not in content:
-            raise RecordError(f"{path}: holds no {name!r}. {REPAIR}")
+            raise RecordError(f"{path}: holds no {name!r}. {JSON_FIX}")
         if not isinstance(content[name], wanted):
-            raise RecordError(f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {REPAIR}")
+            raise RecordError(f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {JSON_FIX}")
 
 
-def simulated_ranks() -> list[int]:
+def simulation_ranks() -> list[int]:
     """The ranks of the simulation that this process is a part of; [] in a real run."""
-    return list(json.loads(os.environ[SIMULATED])["ranks"]) if os.environ.get(SIMULATED) else []
+    return list(json.loads(os.environ[ENV_SIMULATION])["ranks"]) if os.environ.get(ENV_SIMULATION) else []
 
 
 def runs_folder() -> Path:
@@ -209,22 +209,24 @@ def runs_folder() -> Path:
         raise LabError(f"LABKIT_RUNS={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs")
     if chosen:
         return Path(chosen).resolve()
-    return home() / "runs"
+    return workspace_folder() / "runs"
 
 
-def home() -> Path:
+def workspace_folder() -> Path:
     """Where runs/ and my/ lie: the checkout. Where labkit was installed without one, the current folder, or the one
     with the copies in which a notebook's kernel works.
     """
     if IN_CHECKOUT:
         return ROOT
     here = Path.cwd()
-    return next((folder.parent for folder in (here, *here.parents) if private.is_own(folder / HIDDEN)), here)
+    return next(
+        (folder.parent for folder in (here, *here.parents) if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)), here
+    )
 
 
 def disk_problem(path: Path) -> str:
     """What to do about the disk of this folder, or "" where it has room."""
     with contextlib.suppress(OSError):  # the folder is gone
-        if shutil.disk_usage(path).free < FULL_BELOW_BYTES:
+        if shutil.disk_usage(path).free < MIN_FREE_DISK_BYTES:
             return f"the disk of {path} is full: delete old runs or other files, or set LABKIT_RUNS to another disk"
     return ""

@@ -28,23 +28,23 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from labkit.errors import LabError, ParameterError, RecordError
-from labkit.runs.folder import VARIABLE, read_json, require, runs_folder
-from labkit.runs.result import INFO, Missing, RunResult
+from labkit.runs.folder import ENV_RUN_FOLDER, read_json, require_fields, runs_folder
+from labkit.runs.result import RUN_JSON_TYPES, RunFileNotFound, RunResult
 
 if TYPE_CHECKING:
     import pandas
 
-OURS = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}(_\d+)?", re.DOTALL)
+RUN_NAME_PATTERN = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}(_\d+)?", re.DOTALL)
 """The name that a run's folder has from labkit."""
 RUNNING = "running"
-ENDS = ("ok", "failed", "timed out", "interrupted", "cancelled")
-GRACE_S = 3600.0
+FINAL_EXITS = ("ok", "failed", "timed out", "interrupted", "cancelled")
+ABANDON_GRACE_S = 3600.0
 DAY_S = 86400.0
-SETTINGS = ("program", "nproc", "device", "exit", "labkit", "python", "git_revision")
+SETTING_NAMES = ("program", "nproc", "device", "exit", "labkit", "python", "git_revision")
 
 
 @dataclass(frozen=True)
-class Entry:
+class HistoryEntry:
     """One run of a list.
 
     Attributes:
@@ -58,18 +58,18 @@ class Entry:
     problem: str = ""
 
     @cached_property
-    def started(self) -> float:
+    def start_time_s(self) -> float:
         """When it began, in seconds since 1970; 0 where run.json does not say."""
         with suppress(KeyError, ValueError, TypeError, OverflowError):
             return datetime.fromisoformat(self.info["start"]).timestamp()
         return 0.0
 
     @property
-    def limit_has_passed(self) -> bool:
+    def is_past_limit(self) -> bool:
         """Whether the run, wherever it began, must have come to its end by now."""
         limit_s = self.info.get("timeout_s")
         limit_s = float(limit_s) if isinstance(limit_s, int | float) else 0.0
-        return datetime.now().timestamp() > self.started + limit_s + GRACE_S
+        return datetime.now().timestamp() > self.start_time_s + limit_s + ABANDON_GRACE_S
 
     def state(self, in_use: set[str]) -> str:
         """How it ended, or "running", "broken off" (it wrote no end), "damaged" (nobody can say).
@@ -80,10 +80,10 @@ class Entry:
         said = "damaged" if self.problem else str(self.info["exit"])
         if str(self.folder) in in_use:
             return RUNNING
-        return "broken off" if said == RUNNING and self.limit_has_passed else said
+        return "broken off" if said == RUNNING and self.is_past_limit else said
 
 
-def runs(*, program: str | None = None, limit: int | None = None) -> list[Entry]:
+def find_runs(*, program: str | None = None, limit: int | None = None) -> list[HistoryEntry]:
     """The runs of the runs folder, the newest first.
 
     Args:
@@ -101,20 +101,20 @@ def runs(*, program: str | None = None, limit: int | None = None) -> list[Entry]
         return []
     except OSError as error:
         raise LabError(f"cannot list {place} ({error.strerror}): set LABKIT_RUNS to the folder of your runs") from error
-    entries = [entry for entry in map(_read, paths) if entry]
+    entries = [entry for entry in map(_read_entry, paths) if entry]
     if program is not None:
         entries = [entry for entry in entries if entry.info.get("program") == program]
-    return sorted(entries, key=lambda entry: (entry.started, entry.folder.name), reverse=True)[:limit]
+    return sorted(entries, key=lambda entry: (entry.start_time_s, entry.folder.name), reverse=True)[:limit]
 
 
-def _read(path: str) -> Entry | None:
+def _read_entry(path: str) -> HistoryEntry | None:
     """The entry for a folder; None where it holds no run.json of its own."""
     file, folder = os.path.join(path, "run.json"), Path(path)
     try:
         with open(file, "rb", opener=_open_no_link) as opened:
             info = json.loads(opened.read())
-        if INFO.keys() <= info.keys():
-            return Entry(folder, info)
+        if RUN_JSON_TYPES.keys() <= info.keys():
+            return HistoryEntry(folder, info)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError, AttributeError):  # told below
@@ -122,9 +122,9 @@ def _read(path: str) -> Entry | None:
     if os.path.islink(file) or not os.path.isfile(file):
         return None
     try:
-        require(Path(file), read_json(Path(file)), INFO)
+        require_fields(Path(file), read_json(Path(file)), RUN_JSON_TYPES)
     except RecordError as error:
-        return Entry(folder, {}, str(error))
+        return HistoryEntry(folder, {}, str(error))
     return None
 
 
@@ -137,11 +137,11 @@ def folders_in_use() -> set[str]:
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            found.add(process.environ().get(VARIABLE, ""))
+            found.add(process.environ().get(ENV_RUN_FOLDER, ""))
     return found
 
 
-def find(name: str) -> Path:
+def find_run_folder(name: str) -> Path:
     """The folder of a run.
 
     Args:
@@ -155,26 +155,26 @@ def find(name: str) -> Path:
         return place / name
     if (Path(name) / "run.json").is_file():
         return Path(name)
-    fitting = [entry.folder for entry in runs() if name and entry.folder.name.endswith(name)]
+    fitting = [entry.folder for entry in find_runs() if name and entry.folder.name.endswith(name)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise Missing(f"{len(fitting)} runs in {place} end with {name!r}: give more of the name")
-    raise Missing(f"no run in {place} is called {name!r}, nor ends so: `python -m labkit runs` lists them")
+        raise RunFileNotFound(f"{len(fitting)} runs in {place} end with {name!r}: give more of the name")
+    raise RunFileNotFound(f"no run in {place} is called {name!r}, nor ends so: `python -m labkit runs` lists them")
 
 
-def table(entries: Sequence[Entry]) -> str:
+def format_table(entries: Sequence[HistoryEntry]) -> str:
     """The list as text: start, program, ranks, how it ended, duration, parameters that were given, folder."""
-    unsure = any(entry.info.get("exit") not in ENDS for entry in entries)
+    unsure = any(entry.info.get("exit") not in FINAL_EXITS for entry in entries)
     in_use = folders_in_use() if unsure else set()
-    rows = [_cells(entry, in_use) for entry in entries]
+    rows = [_table_row(entry, in_use) for entry in entries]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, *(entry.problem for entry in entries if entry.problem)])
 
 
-def _cells(entry: Entry, in_use: set[str]) -> list[str]:
-    started = datetime.fromtimestamp(entry.started).isoformat(" ", "seconds") if entry.started else "?"
+def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
+    started = datetime.fromtimestamp(entry.start_time_s).isoformat(" ", "seconds") if entry.start_time_s else "?"
     ranks, duration, given = (entry.info.get(name, "?") for name in ("nproc", "duration_s", "arguments"))
     texts = [
         started,
@@ -201,7 +201,7 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
     names = [result.folder.name for result in results]
     if len(set(names)) < max(2, len(names)):
         raise ParameterError(f"compare needs two runs or more, each once: {', '.join(names) or 'none'} given")
-    asked = [{name: result.info.get(name) for name in SETTINGS} | result.params for result in results]
+    asked = [{name: result.info.get(name) for name in SETTING_NAMES} | result.params for result in results]
     wanted = dict.fromkeys(name for each in asked for name in each)
     rows = [(name, [each.get(name, "") for each in asked]) for name in wanted]
     rows = [(name, row) for name, row in rows if any(value != row[0] for value in row)]
@@ -211,9 +211,9 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
     return pandas.DataFrame([row for _, row in rows], [name for name, _ in rows], names, dtype=object)
 
 
-def outdated(
+def find_prunable_runs(
     *, keep: int | None = None, older_than_days: float | None = None, program: str | None = None
-) -> list[Entry]:
+) -> list[HistoryEntry]:
     """The runs that may be removed, the newest first; where both limits are given, those beyond both.
 
     Args:
@@ -229,22 +229,22 @@ def outdated(
     if (keep or 0) < 0 or not (older_than_days or 0) >= 0:
         raise ParameterError(f"keep = {keep} and older_than = {older_than_days}: neither may be negative")
     begun_before = datetime.now().timestamp() - DAY_S * (older_than_days or 0)
-    old = [entry for entry in runs(program=program)[keep or 0 :] if entry.started < begun_before]
+    old = [entry for entry in find_runs(program=program)[keep or 0 :] if entry.start_time_s < begun_before]
     in_use = folders_in_use()
     return [entry for entry in old if not _reason_to_stay(entry, in_use)]
 
 
-def _reason_to_stay(entry: Entry, in_use: set[str]) -> str:
+def _reason_to_stay(entry: HistoryEntry, in_use: set[str]) -> str:
     """Why a run must not be removed, or ""."""
-    if entry.folder.parent != runs_folder() or not OURS.fullmatch(entry.folder.name):
+    if entry.folder.parent != runs_folder() or not RUN_NAME_PATTERN.fullmatch(entry.folder.name):
         return "it is not in the runs folder under a name of labkit's"
-    if entry.folder.is_symlink() or entry.problem or not entry.started:
+    if entry.folder.is_symlink() or entry.problem or not entry.start_time_s:
         return "it is not certainly a run"
     state = entry.state(in_use)
-    return "" if state in (*ENDS, "broken off") else f"it may still go on ({state})"
+    return "" if state in (*FINAL_EXITS, "broken off") else f"it may still go on ({state})"
 
 
-def prune(entries: Iterable[Entry]) -> list[str]:
+def prune(entries: Iterable[HistoryEntry]) -> list[str]:
     """Remove these runs, each after another look at it.
 
     Returns:
@@ -252,11 +252,11 @@ def prune(entries: Iterable[Entry]) -> list[str]:
     """
     left, in_use = [], folders_in_use()
     for entry in entries:
-        now = _read(str(entry.folder))
+        now = _read_entry(str(entry.folder))
         reason = _reason_to_stay(now, in_use) if now else "it is gone, or no run any more"
         try:
             if not reason:
-                _remove(entry.folder)
+                _remove_run_folder(entry.folder)
         except OSError as error:
             reason = str(error)
         if reason:
@@ -264,7 +264,7 @@ def prune(entries: Iterable[Entry]) -> list[str]:
     return left
 
 
-def _remove(folder: Path) -> None:
+def _remove_run_folder(folder: Path) -> None:
     """Remove a run's folder, run.json last: what an interrupt leaves is still a run, and can be removed later."""
     with os.scandir(folder) as found:
         others = [each for each in found if each.name != "run.json"]
@@ -277,7 +277,7 @@ def _remove(folder: Path) -> None:
     folder.rmdir()
 
 
-def size_of(entries: Iterable[Entry]) -> int:
+def total_bytes(entries: Iterable[HistoryEntry]) -> int:
     """Bytes of all files of these runs."""
     sizes = 0
     for entry in entries:

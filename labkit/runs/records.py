@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from labkit.errors import RecordError
-from labkit.runs import private
+from labkit.runs import private_files
 
-VERSION = 2
+FORMAT_VERSION = 2
 """Of what a run leaves, records and run.json: the one that is written."""
-READABLE = (1, 2)
-FIELDS: dict[str, dict[str, type]] = {
+READABLE_VERSIONS = (1, 2)
+FIELDS_BY_KIND: dict[str, dict[str, type]] = {
     "span": {"start_us": float, "dur_us": float},
     "bar": {"lane": str, "phase": str, "start_us": float, "dur_us": float},
     "bucket": {"index": int, "bytes": int},
@@ -43,22 +43,20 @@ FIELDS: dict[str, dict[str, type]] = {
     "memory": {"bytes": int},
     "comm": {"axis": str, "group_size": int, "hosts": int, "count": int, "bytes": int},
 }
-MAY_LACK = {"group_size", "hosts"}
-COMMON: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
-REPAIR = (
-    "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
-)
+OPTIONAL_FIELDS = {"group_size", "hosts"}
+COMMON_FIELDS: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
+RECORD_FIX = "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
 PLANNED_STEPS = "planned_steps"
 """The scalar in which a rank says how many steps it will time, for whoever shows progress."""
-LARGEST = 2**63 - 1  # that a column of a table holds
+MAX_INT64 = 2**63 - 1  # that a column of a table holds
 
 
-def path_of(folder: Path, rank: int) -> Path:
+def record_path(folder: Path, rank: int) -> Path:
     """The record file of one rank."""
     return folder / f"rank_{rank:05d}.jsonl"
 
 
-class Writer:
+class RecordWriter:
     """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in ``lines``.
 
     Raises:
@@ -68,14 +66,14 @@ class Writer:
     def __init__(self, folder: Path | None, rank: int):
         self.folder, self.rank = folder, rank
         self.lines: list[dict[str, Any]] = []
-        self._file: IO[str] | None = private.open_file(path_of(folder, rank), "a", buffering=1) if folder else None
+        self._file: IO[str] | None = private_files.open_file(record_path(folder, rank), "a", buffering=1) if folder else None
         if self._file:
-            _claim(self._file)
+            _lock_record_file(self._file)
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
         """Write one record. Raises RecordError for a field that its kind does not have, or a number that is not one."""
-        line = {"v": VERSION, "rank": self.rank, "step": step, "kind": kind, "name": name, **fields}
-        problem = problem_with(line)
+        line = {"v": FORMAT_VERSION, "rank": self.rank, "step": step, "kind": kind, "name": name, **fields}
+        problem = record_problem(line)
         if problem:
             raise RecordError(f"record {line}: {problem}")
         self.lines.append(line)
@@ -87,7 +85,7 @@ class Writer:
             self._file.close()
 
 
-def _claim(file: IO[str]) -> None:
+def _lock_record_file(file: IO[str]) -> None:
     """Lock a rank's file for this process: the lock goes with it, and its children do not have it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,34 +95,34 @@ def _claim(file: IO[str]) -> None:
             raise RecordError(f"{file.name}: another process is writing records here: {fix}") from None
 
 
-def name_along(axis: str, name: str) -> str:
+def collective_label(axis: str, name: str) -> str:
     """What a collective is called among the values of a run: ``tp/all_reduce`` along an axis, ``all_reduce`` in all."""
     return f"{axis}/{name}" if axis else name
 
 
-def problem_with(line: Any) -> str:
+def record_problem(line: Any) -> str:
     """What is wrong with a decoded line of the present version, or "" where nothing is."""
     if not isinstance(line, dict):
         return "not a JSON object"
-    if line.get("v") != VERSION:
-        return f"version {line.get('v')!r} is none of {', '.join(map(str, READABLE))}"
+    if line.get("v") != FORMAT_VERSION:
+        return f"version {line.get('v')!r} is none of {', '.join(map(str, READABLE_VERSIONS))}"
     kind = line.get("kind")
-    if not isinstance(kind, str) or kind not in FIELDS:
-        return f"kind {kind!r} is none of {', '.join(FIELDS)}"
-    expected = COMMON | FIELDS[kind]
-    if not expected.keys() - MAY_LACK <= line.keys() <= expected.keys():
+    if not isinstance(kind, str) or kind not in FIELDS_BY_KIND:
+        return f"kind {kind!r} is none of {', '.join(FIELDS_BY_KIND)}"
+    expected = COMMON_FIELDS | FIELDS_BY_KIND[kind]
+    if not expected.keys() - OPTIONAL_FIELDS <= line.keys() <= expected.keys():
         return f"fields {sorted(line)} are not {sorted(expected)}"
     for name, value in line.items():
         wanted = expected[name]
         allowed = (int, float) if wanted is float else wanted
         if not isinstance(value, allowed) or isinstance(value, bool):
             return f"{name} = {value!r} is not {wanted.__name__}"
-        if isinstance(value, int) and abs(value) > LARGEST:
+        if isinstance(value, int) and abs(value) > MAX_INT64:
             return f"{name} has {len(str(abs(value)))} digits, more than 64 bits hold"
     return ""
 
 
-def from_version_1(line: Any) -> Any:
+def upgrade_from_version_1(line: Any) -> Any:
     """A decoded line as version 2 has it. What cannot be taken apart stays as it is, for ``problem_with`` to judge.
 
     Where version 2 has fields, version 1 had names: a span ``compute/forward/layers.0`` was a bar, a comm record
@@ -149,10 +147,10 @@ class Records:
     """All records of a run, and the files whose last line was cut off (a rank killed while it wrote)."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
-    truncated: list[Path] = field(default_factory=list)
+    incomplete_files: list[Path] = field(default_factory=list)
 
 
-def read(folder: Path) -> Records:
+def read_records(folder: Path) -> Records:
     """Read and check the records of every rank in a run's folder, by rank, in the order they were written.
 
     Raises:
@@ -163,19 +161,19 @@ def read(folder: Path) -> Records:
         try:
             *whole, rest = path.read_text(errors="replace").split("\n")
         except OSError as error:
-            raise RecordError(f"{path}: cannot be read ({error.strerror}). {REPAIR}") from None
+            raise RecordError(f"{path}: cannot be read ({error.strerror}). {RECORD_FIX}") from None
         if rest:
-            records.truncated.append(path)
-        records.lines += [_read_line(content, f"{path}:{number}") for number, content in enumerate(whole, start=1)]
+            records.incomplete_files.append(path)
+        records.lines += [_parse_record(content, f"{path}:{number}") for number, content in enumerate(whole, start=1)]
     return records
 
 
-def _read_line(content: str, place: str) -> dict[str, Any]:
+def _parse_record(content: str, place: str) -> dict[str, Any]:
     try:
-        line: dict[str, Any] = from_version_1(json.loads(content))
-        problem = problem_with(line)
+        line: dict[str, Any] = upgrade_from_version_1(json.loads(content))
+        problem = record_problem(line)
     except (ValueError, RecursionError) as error:
         problem = f"not JSON ({error})"
     if problem:
-        raise RecordError(f"{place}: {problem}. {REPAIR}")
+        raise RecordError(f"{place}: {problem}. {RECORD_FIX}")
     return line

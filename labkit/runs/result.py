@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.errors import LabError, RecordError
 from labkit.runs import records
-from labkit.runs.folder import REPAIR, RunFolder, read_json, require
-from labkit.theory.collectives import ON_THE_WIRE, wire_bytes
+from labkit.runs.folder import JSON_FIX, RunFolder, read_json, require_fields
+from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
 
 if TYPE_CHECKING:
     import pandas
 
-FIELDS = {name: wanted for kind in records.FIELDS.values() for name, wanted in kind.items()}
-WHOLE = [name for name, wanted in FIELDS.items() if wanted is int]
-COLUMNS = ["rank", "step", "kind", "name", *FIELDS]
-INFO = {"program": str, "params": dict, "nproc": int, "exit": str}
+FIELD_TYPES = {name: wanted for kind in records.FIELDS_BY_KIND.values() for name, wanted in kind.items()}
+INT_FIELDS = [name for name, wanted in FIELD_TYPES.items() if wanted is int]
+COLUMNS = ["rank", "step", "kind", "name", *FIELD_TYPES]
+RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
 """What run.json has to hold, whoever wrote it."""
-MOST_RANKS = 1_000_000
-SIMULATED = {"ranks": list, "ranks_per_host": int}
+MAX_RANKS = 1_000_000
+SIMULATION_TYPES = {"ranks": list, "ranks_per_host": int}
 """What it has to hold of a simulation besides."""
-SESSION = {"device": str, "device_name": str, "cores": int, "torch": str}
+SESSION_TYPES = {"device": str, "device_name": str, "cores": int, "torch": str}
 """What a session has to hold, where there was one."""
 
 
@@ -36,7 +36,7 @@ class UnknownValue(LabError, KeyError):
         return str(self.args[0])
 
 
-class Missing(LabError, FileNotFoundError):
+class RunFileNotFound(LabError, FileNotFoundError):
     """The folder holds no run, or a rank kept no text of this name."""
 
 
@@ -53,25 +53,25 @@ class RankOutput:
         return path.read_text(errors="replace") if path.exists() else ""
 
     @cached_property
-    def gave(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """What this rank's program gave to the notebook, by name, with ``labkit.rank.give``; {} for nothing."""
         import torch
 
-        path = self.folder.gave(self.rank)
+        path = self.folder.report(self.rank)
         content: dict[str, Any] = torch.load(path, weights_only=True) if path.exists() else {}
         return content
 
-    def kept(self, name: str) -> str:
+    def artifact(self, name: str) -> str:
         """The text that this rank's program kept under this name, with ``here.keep``.
 
         Raises:
             Missing: there is none; the message lists those that there are. It is a FileNotFoundError.
         """
-        path = self.folder.kept(self.rank, name)
+        path = self.folder.artifact(self.rank, name)
         if not path.exists():
-            names = ", ".join(self.folder.names_kept(self.rank)) or "nothing"
+            names = ", ".join(self.folder.artifact_names(self.rank)) or "nothing"
             fix = "take one of these, or run a program that calls here.keep with this name"
-            raise Missing(f"rank {self.rank} kept no {name!r} in {self.folder.path}, it kept {names}: {fix}")
+            raise RunFileNotFound(f"rank {self.rank} kept no {name!r} in {self.folder.path}, it kept {names}: {fix}")
         return path.read_bytes().decode(errors="replace")
 
 
@@ -88,7 +88,7 @@ class RunResult:
     folder: Path
     info: dict[str, Any]
     lines: list[dict[str, Any]]
-    truncated: list[Path]
+    incomplete_files: list[Path]
 
     @property
     def ok(self) -> bool:
@@ -101,14 +101,14 @@ class RunResult:
         return int(self.info["nproc"])
 
     @property
-    def simulated(self) -> bool:
+    def is_simulated(self) -> bool:
         """Whether ``labkit.simulate`` made it: it has sizes and counts of some ranks, no values, and reckoned times."""
         return bool(self.info.get("simulated", False))
 
     @property
-    def recorded_ranks(self) -> list[int]:
+    def active_ranks(self) -> list[int]:
         """The ranks that ran: all of them, or those that were simulated."""
-        return list(self.info["ranks"]) if self.simulated else list(range(self.world_size))
+        return list(self.info["ranks"]) if self.is_simulated else list(range(self.world_size))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class RunResult:
     @cached_property
     def hosts(self) -> tuple[str, ...]:
         """The name of each rank's host, by rank; () where all were on one. "" for a rank that never started."""
-        if self.simulated:
+        if self.is_simulated:
             on_each = int(self.info["ranks_per_host"])
             names = tuple(f"host {rank // on_each}" for rank in range(self.world_size))
             return names if self.world_size > on_each else ()
@@ -147,14 +147,14 @@ class RunResult:
         import pandas
 
         frame = pandas.DataFrame(self.lines, columns=COLUMNS)
-        for name in WHOLE:  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
+        for name in INT_FIELDS:  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
             frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
         return frame
 
     @property
     def stamp(self) -> str:
         """Where the numbers come from, in one line: device, ranks, cores, torch version."""
-        return stamp([self])
+        return stamp_text([self])
 
     def value(self, name: str) -> float:
         """One number of the run.
@@ -171,7 +171,7 @@ class RunResult:
         Raises:
             UnknownValue: the run recorded no such thing; the message lists what there is.
         """
-        values = self._values
+        values = self._value_by_name
         if name not in values:
             known = ", ".join(sorted(values)) or "no records at all"
             raise UnknownValue(f"this run has no value {name!r}; it has: {known}")
@@ -182,16 +182,16 @@ class RunResult:
         import pandas
 
         rows: dict[int, dict[str, Any]] = {}
-        for rank in self.recorded_ranks:
+        for rank in self.active_ranks:
             host = {"host": self.hosts[rank]} if self.hosts else {}
-            rows[rank] = host | _values_of(self.frame[self.frame["rank"] == rank], bool(self.hosts))
+            rows[rank] = host | _rank_values(self.frame[self.frame["rank"] == rank], bool(self.hosts))
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
         return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
     @cached_property
-    def _values(self) -> dict[str, float]:
+    def _value_by_name(self) -> dict[str, float]:
         """All that ``value`` knows; worked out once: an explorer asks for many while a control is moved."""
-        by_rank = [_values_of(rows, bool(self.hosts)) for _, rows in self.frame.groupby("rank")]
+        by_rank = [_rank_values(rows, bool(self.hosts)) for _, rows in self.frame.groupby("rank")]
         scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
         combined = {}
         for name in {name for values in by_rank for name in values}:
@@ -212,10 +212,10 @@ class RunResult:
 
     def _warnings(self) -> list[str]:
         cut = "the last line is cut off (the rank was killed while it wrote)"
-        return [f"{path.name}: {cut}" for path in self.truncated]
+        return [f"{path.name}: {cut}" for path in self.incomplete_files]
 
 
-def stamp(results: Iterable[RunResult]) -> str:
+def stamp_text(results: Iterable[RunResult]) -> str:
     """Where the numbers of several runs come from: a line for each machine and torch, with all numbers of ranks."""
     ranks: dict[tuple[str, str, str, str, int], set[int]] = {}
     for result in results:
@@ -227,18 +227,18 @@ def stamp(results: Iterable[RunResult]) -> str:
         version = f"torch {session['torch']}" if "torch" in session else ""
         origin = device, cores, version, str(session.get("note") or ""), len({*result.hosts} - {""})
         ranks.setdefault(origin, set()).add(result.world_size)
-    return "\n".join(_line_of_stamp(*origin, sorted(counts)) for origin, counts in ranks.items())
+    return "\n".join(_stamp_line(*origin, sorted(counts)) for origin, counts in ranks.items())
 
 
-def _line_of_stamp(device: str, cores: str, version: str, note: str, hosts: int, ranks: list[int]) -> str:
+def _stamp_line(device: str, cores: str, version: str, note: str, hosts: int, ranks: list[int]) -> str:
     *others, last = map(str, ranks)
-    counted = f"{', '.join(others)} and {last} ranks" if others else _counted(ranks[0], "rank")
+    counted = f"{', '.join(others)} and {last} ranks" if others else _count_text(ranks[0], "rank")
     crowded = [count for count in ranks if cores and count > int(cores)]
     warning = ""
     if crowded:
         which = "" if crowded == ranks else f"{', '.join(map(str, crowded))} ranks: "
         warning = f"{which}mechanism, not speed"
-    places = [f"{hosts} hosts" if hosts > 1 else "", _counted(int(cores), "core") if cores else ""]
+    places = [f"{hosts} hosts" if hosts > 1 else "", _count_text(int(cores), "core") if cores else ""]
     where = " with ".join(filter(None, places))
     on = f" on {where}" if where else ""
     return " · ".join(filter(None, [device, counted + on, warning, version, note]))
@@ -255,59 +255,61 @@ def load(folder: str | Path) -> RunResult:
     here = RunFolder(path)
     if not here.run_json.exists():
         rule = "give the folder of a run, such as runs/20260131-120000-name-a1b2c3"
-        raise Missing(f"{path} holds no run.json: {rule}")
-    info = _info(here)
-    found = records.read(path)
-    return RunResult(path, info, found.lines, found.truncated)
+        raise RunFileNotFound(f"{path} holds no run.json: {rule}")
+    info = _read_run_info(here)
+    found = records.read_records(path)
+    return RunResult(path, info, found.lines, found.incomplete_files)
 
 
-def _info(folder: RunFolder) -> dict[str, Any]:
+def _read_run_info(folder: RunFolder) -> dict[str, Any]:
     """The content of run.json, with that of session.json where the run did not come to its end."""
     path = folder.run_json
     info = read_json(path)
-    if info.get("version", 1) not in records.READABLE:
-        fix = f"update labkit, this one reads {' and '.join(map(str, records.READABLE))}"
+    if info.get("version", 1) not in records.READABLE_VERSIONS:
+        fix = f"update labkit, this one reads {' and '.join(map(str, records.READABLE_VERSIONS))}"
         raise RecordError(f"{path}: version {info['version']!r} is not known here: {fix}")
-    require(path, info, INFO | (SIMULATED if info.get("simulated") else {}))
+    require_fields(path, info, RUN_JSON_TYPES | (SIMULATION_TYPES if info.get("simulated") else {}))
     if info.get("hardware"):
-        require(path, info, {"hardware": dict})
-        require(path, info["hardware"], {"name": str})
-    if not 0 < info["nproc"] <= MOST_RANKS:
-        raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MOST_RANKS}. {REPAIR}")
+        require_fields(path, info, {"hardware": dict})
+        require_fields(path, info["hardware"], {"name": str})
+    if not 0 < info["nproc"] <= MAX_RANKS:
+        raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MAX_RANKS}. {JSON_FIX}")
     if "session" in info:
-        require(path, info, {"session": dict})
+        require_fields(path, info, {"session": dict})
     else:
         path = folder.session_json
         info["session"] = read_json(path)
     if info["session"]:
-        require(path, info["session"], SESSION)
+        require_fields(path, info["session"], SESSION_TYPES)
     return info
 
 
-def _counted(number: int, thing: str) -> str:
+def _count_text(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def _values_of(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[str, float]:
+def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[str, float]:
     """The values of one rank by name, from its rows."""
     spans, memory, comm, scalars = (rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar"))
-    mean_us = _settled(spans).groupby("name")["dur_us"].mean()
+    mean_us = _drop_warmup(spans).groupby("name")["dur_us"].mean()
     most_bytes = memory.groupby("name")["bytes"].max()  # the warm-up counts: a peak is a peak
-    comm = comm.assign(wire_bytes=_wire_bytes(comm), name=list(map(records.name_along, comm["axis"], comm["name"])))
+    comm = comm.assign(
+        wire_bytes=_collective_wire_bytes(comm), name=list(map(records.collective_label, comm["axis"], comm["name"]))
+    )
     if several_hosts:
-        comm = _with_what_leaves_the_host(comm)
-    steps = _settled(comm).groupby(["name", "step"])[["count", "bytes", "wire_bytes"]].sum(min_count=1)
+        comm = _add_between_hosts_rows(comm)
+    steps = _drop_warmup(comm).groupby(["name", "step"])[["count", "bytes", "wire_bytes"]].sum(min_count=1)
     largest = steps.groupby("name").max().stack().dropna()
     last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
     return {
         **{f"{name}_ms": float(value) / 1000 for name, value in mean_us.items()},
         **{f"{name}_bytes": int(value) for name, value in most_bytes.items()},
-        **{f"{name}_{field}": _whole(value) for (name, field), value in largest.items()},
+        **{f"{name}_{field}": _as_int_if_whole(value) for (name, field), value in largest.items()},
         **{str(name): float(value) for name, value in last.items()},
     }
 
 
-def _with_what_leaves_the_host(comm: pandas.DataFrame) -> pandas.DataFrame:
+def _add_between_hosts_rows(comm: pandas.DataFrame) -> pandas.DataFrame:
     """Rows of collectives, and each once more under a name of its own: empty where all its ranks are on one host."""
     import pandas
 
@@ -321,19 +323,19 @@ def _with_what_leaves_the_host(comm: pandas.DataFrame) -> pandas.DataFrame:
     return pandas.concat([comm, between])
 
 
-def _whole(value: float) -> float:
+def _as_int_if_whole(value: float) -> float:
     """The same number, as an int where it is whole."""
     return int(value) if int(value) == value else float(value)
 
 
-def _wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
+def _collective_wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
     """What the collectives of each row put on the wire; None where the record does not say among how many ranks."""
-    known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(ON_THE_WIRE)
+    known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(WIRE_FRACTIONS)
     given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
-    return [wire_bytes(name, size, ranks) if known else None for known, name, size, ranks in given]
+    return [collective_wire_bytes(name, size, ranks) if known else None for known, name, size, ranks in given]
 
 
-def _settled(rows: pandas.DataFrame) -> pandas.DataFrame:
+def _drop_warmup(rows: pandas.DataFrame) -> pandas.DataFrame:
     """Rows without the warm-up of names that have more than a warm-up."""
     settled = rows["step"] >= 0
     return rows[settled | ~rows["name"].isin(rows.loc[settled, "name"])]

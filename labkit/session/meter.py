@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.runs.folder import RunFolder
-from labkit.runs.records import PLANNED_STEPS, Writer
+from labkit.runs.records import PLANNED_STEPS, RecordWriter
 from labkit.session.traffic import CommunicationCounter
-from labkit_simulate.held import Held, category_of
+from labkit_simulate.memory_recorder import MemoryRecorder, category_name
 
 
 class Step:
@@ -39,11 +39,11 @@ class Step:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time what happens inside, as a record of kind span with this name."""
-        start = self._meter.now()
+        start = self._meter.mark_time()
         yield
-        self._spans.append((name, start, self._meter.now()))
+        self._spans.append((name, start, self._meter.mark_time()))
 
-    def scalar(self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0) -> None:
+    def record_scalar(self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0) -> None:
         """Record one number, such as the loss. A tensor is read only once the step is over.
 
         Args:
@@ -54,11 +54,11 @@ class Step:
         """
         self._scalars.append((name, value.detach() if isinstance(value, Tensor) else value, unit, self.index + before))
 
-    def write(self) -> None:
+    def write_records(self) -> None:
         """Write this step's records. Waits for the device."""
         self._meter.synchronize()
         for name, start, end in self._spans if self.timed else []:
-            start_us, dur_us = self._meter.microseconds(start, end)
+            start_us, dur_us = self._meter.start_and_duration_us(start, end)
             self._meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
         for name, value, unit, index in self._scalars:
             if self._meter.simulated and isinstance(value, Tensor):
@@ -69,11 +69,11 @@ class Step:
 class Meter:
     """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the clock."""
 
-    def __init__(self, writer: Writer, device: torch.device, *, simulated: bool = False):
+    def __init__(self, writer: RecordWriter, device: torch.device, *, simulated: bool = False):
         self.writer, self.device, self.simulated = writer, device, simulated
-        self._origin = self.now()
+        self._origin = self.mark_time()
 
-    def now(self) -> Any:
+    def mark_time(self) -> Any:
         """A moment: a CUDA event on a GPU, seconds on a CPU."""
         if self.device.type != "cuda":
             return time.perf_counter()
@@ -81,7 +81,7 @@ class Meter:
         event.record()
         return event
 
-    def microseconds(self, start: Any, end: Any) -> tuple[float, float]:
+    def start_and_duration_us(self, start: Any, end: Any) -> tuple[float, float]:
         """Start since the meter was made, and duration, of two moments. The device must have reached both."""
         if self.device.type == "cuda":
             return self._origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3
@@ -117,7 +117,7 @@ class Meter:
             after: is called after each step, once its records are written, outside of what is measured.
         """
         if self.simulated:
-            yield from self._simulated_steps(count, warmup, track, mesh, after)
+            yield from self._steps_in_simulation(count, warmup, track, mesh, after)
             return
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
@@ -129,16 +129,16 @@ class Meter:
             step = Step(index, index >= 0, self)
             with step.span("step"):
                 yield step
-            step.write()
+            step.write_records()
             after()
         self._write_peaks(count)
         if units:
-            yield from self._profiled_step(count, units)
+            yield from self._step_with_profile(count, units)
             after()
-        yield from self._traced_step(count, track, mesh)
+        yield from self._step_with_counts(count, track, mesh)
         after()
 
-    def _simulated_steps(
+    def _steps_in_simulation(
         self, count: int, warmup: int, track: Sequence[Any], mesh: DeviceMesh | None, after: Callable[[], None]
     ) -> Iterator[Step]:
         """The warm-up and the traced step, with what is between them left out: it would differ in its times alone.
@@ -148,40 +148,40 @@ class Meter:
         for _ in range(warmup + count % 2):
             yield Step(-1, False, self)
             after()
-        yield from self._traced_step(count, track, mesh)
+        yield from self._step_with_counts(count, track, mesh)
         after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
         """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
         return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
 
-    def _profiled_step(self, index: int, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[Step]:
+    def _step_with_profile(self, index: int, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[Step]:
         from labkit.session import timeline  # brings in the profiler
 
         step, folder = Step(index, False, self), self.writer.folder
         path = folder and RunFolder(folder).trace(self.writer.rank)
-        with timeline.record(path, units=units, device=self.device.type) as recording:
+        with timeline.profile_step(path, units=units, device=self.device.type) as recording:
             yield step
-        timeline.write(recording, self.writer, index)
+        timeline.write_profile(recording, self.writer, index)
 
-    def _traced_step(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
+    def _step_with_counts(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
         step = Step(index, False, self)
-        tracker = tracker_of(track) if track else None
-        counter: Any = recorder_of(mesh, tracker) if self.simulated else CommunicationCounter(mesh)
-        patience = contextlib.nullcontext() if self.simulated else finished_collectives_let_go()
+        tracker = make_memory_tracker(track) if track else None
+        counter: Any = make_event_recorder(mesh, tracker) if self.simulated else CommunicationCounter(mesh)
+        patience = contextlib.nullcontext() if self.simulated else let_gloo_free_tensors()
         held = None
         with tracker or contextlib.nullcontext(), patience, counter:
             if self.simulated and tracker:
-                held = Held(tracker, counter.where, track)  # now the tracker knows what is there already
+                held = MemoryRecorder(tracker, counter.where, track)  # now the tracker knows what is there already
             yield step
-            at_end = by_category(tracker, "current", self.device) if tracker else {}
-        step.write()
-        write_sent(self.writer, counter, index)
+            at_end = bytes_by_category(tracker, "current", self.device) if tracker else {}
+        step.write_records()
+        write_traffic(self.writer, counter, index)
         if held:
-            held.write(self.writer, index)
+            held.write_records(self.writer, index)
         if self.simulated:
             counter.write(self.writer)
-        memory = {"peak": by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
+        memory = {"peak": bytes_by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():
                 self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
@@ -194,23 +194,23 @@ class Meter:
             self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
 
 
-def recorder_of(mesh: DeviceMesh | None, tracker: Any) -> Any:
+def make_event_recorder(mesh: DeviceMesh | None, tracker: Any) -> Any:
     """What counts communication in a simulation, and writes down the step's events; the tracker knows its modules."""
-    from labkit_simulate.recorder import Recorder  # brings in the profiler
+    from labkit_simulate.event_recorder import EventRecorder  # brings in the profiler
 
-    return Recorder(mesh, tracker and tracker._mod_tracker)
+    return EventRecorder(mesh, tracker and tracker._mod_tracker)
 
 
-def write_sent(writer: Writer, counter: CommunicationCounter, index: int) -> None:
+def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: int) -> None:
     """Write what was counted in a step."""
     for axis, sent in counter.along.items():
         for (name, size, hosts), count in sorted(sent.calls.items()):
             group = {"axis": axis, "group_size": size, "hosts": hosts}
-            writer.write("comm", name, index, **group, count=count, bytes=sent.handed[name, size, hosts])
+            writer.write("comm", name, index, **group, count=count, bytes=sent.input_bytes[name, size, hosts])
 
 
 @contextlib.contextmanager
-def finished_collectives_let_go() -> Iterator[None]:
+def let_gloo_free_tensors() -> Iterator[None]:
     """In here, a rank that has waited for a collective gives gloo's thread a moment to drop the tensors of it.
 
     That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
@@ -221,23 +221,23 @@ def finished_collectives_let_go() -> Iterator[None]:
     # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
     with contextlib.ExitStack() as stack:
         for owner, name in ((torch.distributed.Work, "wait"), (InFlight, "wait"), (InFlight, "trigger_wait")):
-            stack.enter_context(wrapped(owner, name, and_rest))
+            stack.enter_context(patch_attribute(owner, name, add_pause))
         yield
 
 
-def and_rest(wait: Callable[..., Any]) -> Callable[..., Any]:
+def add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which takes 2 ms longer."""
 
-    def wait_and_rest(*args: Any, **kwargs: Any) -> Any:
+    def wait_and_pause(*args: Any, **kwargs: Any) -> Any:
         result = wait(*args, **kwargs)
         time.sleep(0.002)
         return result
 
-    return wait_and_rest
+    return wait_and_pause
 
 
 @contextlib.contextmanager
-def wrapped(owner: type, name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
+def patch_attribute(owner: type, name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
     """In here, a method of a class is what ``wrapper`` makes of it."""
     original = getattr(owner, name)
     setattr(owner, name, wrapper(original))
@@ -247,7 +247,7 @@ def wrapped(owner: type, name: str, wrapper: Callable[[Any], Any]) -> Iterator[N
         setattr(owner, name, original)
 
 
-def tracker_of(track: Sequence[Any]) -> Any:
+def make_memory_tracker(track: Sequence[Any]) -> Any:
     """A context that follows every tensor of these models and optimizers: FSDP2 has categories of its own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has nothing that is sharded by it
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
@@ -259,17 +259,17 @@ def tracker_of(track: Sequence[Any]) -> Any:
         # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third of a simulation
         tracker.memory_tracking = {}
         watch = tracker._fsdp_state_pre_forward
-        tracker._fsdp_state_pre_forward = lambda unit, begin: run_again(tracker, watch(unit, begin), unit)
+        tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(tracker, watch(unit, begin), unit)
         return tracker
     from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
 
     tracker = MemTracker()
     tracker.track_external(*track)
-    tracker._pre_fw_hook = run_again(tracker, tracker._pre_fw_hook)
+    tracker._pre_fw_hook = allow_second_forward(tracker, tracker._pre_fw_hook)
     return tracker
 
 
-def run_again(tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+def allow_second_forward(tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
     """A tracker's hook before a module's forward pass, for steps of several batches: the model runs once for each.
 
     torch's trackers keep an account of each module as well, of one step with one batch, and refuse a second forward
@@ -282,17 +282,17 @@ def run_again(tracker: Any, hook: Callable[..., Any], module: nn.Module | None =
         module: which module it is for, or None where the hook is told it first.
     """
 
-    def drop_and_run(*args: Any, **kwargs: Any) -> Any:
+    def reset_and_run(*args: Any, **kwargs: Any) -> Any:
         modules = tracker._mod_tracker
         own = modules.get_known_fqn(module or args[0])
         if not modules.is_bw and not set(modules.parents) - {own, "Global"}:
             tracker.reset_mod_stats()
         return hook(*args, **kwargs)
 
-    return drop_and_run
+    return reset_and_run
 
 
-def by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
+def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
     """Bytes of each category at a moment, and their sum as ``total``.
 
     Args:
@@ -302,7 +302,7 @@ def by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, in
     """
     snapshots = tracker.get_tracker_snapshot(moment)
     snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
-    return {category_of(reftype): int(amount) for reftype, amount in snapshot.items()}
+    return {category_name(reftype): int(amount) for reftype, amount in snapshot.items()}
 
 
 def resident_peak_bytes() -> int:

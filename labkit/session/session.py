@@ -29,17 +29,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit import config as configs
 from labkit import requirements
 from labkit.errors import ParameterError
-from labkit.runs.folder import CORES, DEVICE, VARIABLE, RunFolder, simulated_ranks, write_json, write_text
-from labkit.runs.records import Writer, name_along
-from labkit.session import given
-from labkit.session.cap import memory_cap
-from labkit.session.ending import leave, status_after
+from labkit.runs.folder import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES, RunFolder, simulation_ranks, write_json, write_text
+from labkit.runs.records import RecordWriter, collective_label
+from labkit.session import payload
+from labkit.session.memory_cap import cap_memory
 from labkit.session.meter import Meter, Step
+from labkit.session.process_exit import exit_process, print_error_and_status
 from labkit.theory.sizes import readable_bytes
 
 ConfigType = TypeVar("ConfigType")
-Measure = Callable[..., Iterator[Step]]  # Here.steps or Here.plain_steps
-_groups_of_this_process: list[dist.ProcessGroup] = []
+StepLoop = Callable[..., Iterator[Step]]  # Here.steps or Here.plain_steps
+_process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 """Keeps every process group, the meshes' too, until the process ends.
 
 A DDP model that outlives destroy_process_group would be the last owner. Its Reducer's destructor then joins gloo's
@@ -48,7 +48,7 @@ threads while it holds Python's global lock, for which one of these may be waiti
 """
 
 
-class Here:
+class Session:
     """This rank, for as long as its session lasts.
 
     Attributes:
@@ -61,9 +61,9 @@ class Here:
         plain_steps: the same without measurement, for a check, see ``meter.Meter.plain_steps``.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: Writer):
+    def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: RecordWriter):
         self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
-        self.simulated = bool(simulated_ranks())
+        self.simulated = bool(simulation_ranks())
         self._writer = writer
         meter = Meter(writer, device, simulated=self.simulated)
         self.steps, self.plain_steps = meter.steps, meter.plain_steps
@@ -78,40 +78,40 @@ class Here:
         if size != self.world_size:
             shape = " x ".join(map(str, axes.values()))
             raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
-        with threads_that_wait_their_turn(self.device):
+        with batch_schedule_new_threads(self.device):
             return device_mesh.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def memory_cap(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
+    def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
         """In here, this rank may hold so many MiB more than it does now; see ``cap.memory_cap``."""
-        return memory_cap(mib, self.device)
+        return cap_memory(mib, self.device)
 
-    def scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
+    def record_scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
         """Record one number about the whole run; not one in a tensor that is simulated."""
         if self.simulated and isinstance(value, torch.Tensor):
             return
         self._writer.write("scalar", name, -1, value=float(value), unit=unit)
 
-    def bucket(self, index: int, gradients: Mapping[str, int]) -> None:
+    def record_bucket(self, index: int, gradients: Mapping[str, int]) -> None:
         """Record what one bucket carries: bytes of gradients by parameter, in the order in which they lie in it."""
         for parameter, size in gradients.items():
             self._writer.write("bucket", parameter, -1, index=index, bytes=size)
 
-    def keep(self, name: str, text: str) -> None:
+    def save_artifact(self, name: str, text: str) -> None:
         """Keep a text of this rank in the run's folder, if there is one, for ``result.ranks[0].kept(name)``.
 
         Raises:
             ParameterError: the name has other signs than letters, digits, - and _.
         """
-        path = RunFolder(self._writer.folder or Path()).kept(self.rank, name)
+        path = RunFolder(self._writer.folder or Path()).artifact(self.rank, name)
         if self._writer.folder:
             write_text(path, text)
 
-    def print(self, text: str) -> None:
+    def print_on_rank_0(self, text: str) -> None:
         """Print on rank 0 alone."""
         if self.rank == 0:
             print(text, flush=True)
 
-    def verdict(self, **result: Any) -> None:
+    def finish_check(self, **result: Any) -> None:
         """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok.
 
         Args:
@@ -126,15 +126,15 @@ class Here:
         result["ok"] = all(everyone)
         for name, value in result.items():
             if isinstance(value, int | float):
-                self.scalar(name, value)
-        self.print(json.dumps(result))
+                self.record_scalar(name, value)
+        self.print_on_rank_0(json.dumps(result))
         if not result["ok"]:
             dist.barrier()  # a rank that left earlier would have torchrun end rank 0 before it has printed
             sys.exit(1)
 
 
 @contextlib.contextmanager
-def session() -> Iterator[Here]:
+def session() -> Iterator[Session]:
     """Join the process group that torchrun's environment describes (one rank without it); always leave it.
 
     NCCL where every rank has a GPU of its own, else gloo on CPU. LABKIT_DEVICE, which ``labkit.run(device=...)`` sets,
@@ -147,64 +147,62 @@ def session() -> Iterator[Here]:
     os.environ.update(one_rank | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()
-    cores = requirements.cores()
+    cores = requirements.usable_cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif not simulated_ranks():
-        stay_on_own_cores(cores)
-    folder = RunFolder(Path(os.environ[VARIABLE])) if os.environ.get(VARIABLE) else None
-    writer = Writer(folder.path if folder else None, rank)
-    with threads_that_wait_their_turn(device):
+    elif not simulation_ranks():
+        pin_to_own_cores(cores)
+    folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER])) if os.environ.get(ENV_RUN_FOLDER) else None
+    writer = RecordWriter(folder.path if folder else None, rank)
+    with batch_schedule_new_threads(device):
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, device_id=own)
     try:
-        here = Here(rank, world_size, device, note, writer)
-        if folder and rank == min(simulated_ranks(), default=0):
-            write_json(folder.session_json, describe(here, int(os.environ.get(CORES, len(cores)))))
+        here = Session(rank, world_size, device, note, writer)
+        if folder and rank == min(simulation_ranks(), default=0):
+            write_json(folder.session_json, session_info(here, int(os.environ.get(ENV_TOTAL_CORES, len(cores)))))
         yield here
         if not folder:
             tables: list[Any] = [None] * world_size
-            dist.all_gather_object(tables, table_of(writer))
+            dist.all_gather_object(tables, records_text(writer))
             if any(tables):
-                here.print("\n".join(filter(None, tables)).rstrip("\n"))
+                here.print_on_rank_0("\n".join(filter(None, tables)).rstrip("\n"))
     finally:
         writer.close()
-        _groups_of_this_process.extend(dist.distributed_c10d._world.pg_map)
+        _process_groups_to_keep_alive.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
 
 
 def choose_device() -> tuple[torch.device, str]:
     """This rank's device, and a note where GPUs were there but not used."""
-    wish = os.environ.get(DEVICE, "auto")
-    ranks, index = ranks_of_this_host()
+    wish = os.environ.get(ENV_DEVICE, "auto")
+    ranks, index = local_world_size_and_rank()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
-        raise ParameterError(
-            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'"
-        )
+        raise ParameterError(f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'")
     if wish != "cpu" and gpus >= ranks:
         return torch.device("cuda", index), ""
     return torch.device("cpu"), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
 
 
-def ranks_of_this_host() -> tuple[int, int]:
+def local_world_size_and_rank() -> tuple[int, int]:
     """How many ranks run here, and which of them this one is."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
 
 
-def stay_on_own_cores(cores: list[int]) -> None:
+def pin_to_own_cores(cores: list[int]) -> None:
     """Keep this rank's threads, and those of gloo, on its share of the cores, where there is a core for each rank.
 
     Otherwise the scheduler puts one rank's communication on another's core, where it waits for that one's arithmetic.
     """
-    ranks, index = ranks_of_this_host()
+    ranks, index = local_world_size_and_rank()
     share = len(cores) // ranks
     if share and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores[index * share : (index + 1) * share])
 
 
 @contextlib.contextmanager
-def threads_that_wait_their_turn(device: torch.device) -> Iterator[None]:
+def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
     """Make process groups in here, on CPU: gloo's threads will run while the rank waits, not interrupt its arithmetic.
 
     A gloo thread that wakes for a message polls the lock of the connection (``Pair::handleEvents`` in pytorch/gloo). If
@@ -225,7 +223,7 @@ def threads_that_wait_their_turn(device: torch.device) -> Iterator[None]:
             os.sched_setscheduler(0, policy, param)
 
 
-def describe(here: Here, cores: int) -> dict[str, Any]:
+def session_info(here: Session, cores: int) -> dict[str, Any]:
     """What a reader of this run must know of the machine; rank 0 leaves it in session.json."""
     name = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU"
     kind, name = ("simulated", "simulated") if here.simulated else (here.device.type, name)
@@ -241,7 +239,7 @@ def describe(here: Here, cores: int) -> dict[str, Any]:
     }
 
 
-def table_of(writer: Writer) -> str:
+def records_text(writer: RecordWriter) -> str:
     """This rank's records as text: spans averaged over timed steps in ms, memory, communication in one step."""
     rows = []
     spans = [line for line in writer.lines if line["kind"] == "span"]
@@ -255,11 +253,11 @@ def table_of(writer: Writer) -> str:
             case {"kind": "memory", "name": name, "bytes": size}:
                 rows.append(f"{name:<18} {readable_bytes(size):>13}")
             case {"kind": "comm", "name": name, "axis": axis, "count": count, "bytes": size}:
-                rows.append(f"{name_along(axis, name):<18} {readable_bytes(size):>13}    in {count} calls a step")
+                rows.append(f"{collective_label(axis, name):<18} {readable_bytes(size):>13}    in {count} calls a step")
     return "\n".join([f"rank {writer.rank}", *rows, ""]) if rows else ""
 
 
-def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
+def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
     """Run a rank program's ``main`` with the Config read from its command line and checked for this number of ranks.
 
     A refused value ends all ranks with status 2 and one line from rank 0, before any communication. Under a bare
@@ -269,18 +267,18 @@ def start(main: Callable[[ConfigType], None], config_class: type[ConfigType]) ->
         config = configs.parse_argv(config_class)
         configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     except ParameterError as error:
-        refuse(str(error))
+        exit_with_reason(str(error))
     try:
         main(config)
-        given.refuse_uncalled()
+        payload.check_replacements_called()
     except BaseException as error:
-        if VARIABLE in os.environ:
+        if ENV_RUN_FOLDER in os.environ:
             raise  # labkit's worker is around this program, reports it and leaves
-        leave(status_after(error))
-    leave(0)
+        exit_process(print_error_and_status(error))
+    exit_process(0)
 
 
-def refuse(reason: str) -> NoReturn:
+def exit_with_reason(reason: str) -> NoReturn:
     """Leave with status 2. Rank 0 says why; the others wait, since torchrun stops all with the first."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(reason, file=sys.stderr, flush=True)

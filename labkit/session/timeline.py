@@ -42,29 +42,29 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
-from labkit.runs import private
-from labkit.runs.records import Writer
-from labkit.session.meter import wrapped
+from labkit.runs import private_files
+from labkit.runs.records import RecordWriter
+from labkit.session.meter import patch_attribute
 from labkit.theory.overlap import uncovered_in_turn
 
-Event = dict[str, Any]
-Collective = tuple[Event, str, Event | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
-ROOT = "root"
-STEP, WAIT, FORWARD, BACKWARD, BACKWARD_END = (
+TraceEvent = dict[str, Any]
+CollectiveSpan = tuple[TraceEvent, str, TraceEvent | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
+ROOT_UNIT = "root"
+STEP_MARK, WAIT_MARK, FORWARD_MARK, BACKWARD_MARK, BACKWARD_END_MARK = (
     f"labkit::{what}" for what in ("step", "wait", "forward", "backward", "backward_end")
 )
-GAP_US, KERNEL_GAP_US = 100.0, 10.0  # a unit's compute is one bar across shorter gaps in which nothing is waited for
-_NOT_COMPUTE = (STEP, WAIT, "c10d::", "_c10d_functional::", "record_param_comms")
-_WAITS = (WAIT, "_c10d_functional::wait_tensor")  # in a compiled program, the latter alone
-_BACKWARD = ("autograd::engine", "Torch-Compiled Region: !")  # "!" is compiled autograd, on the caller's thread
-FSDP_RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce")
-_GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
-_ON_GPU = _GPU_WORK | {"gpu_user_annotation"}
+CPU_GAP_US, KERNEL_GAP_US = 100.0, 10.0  # a unit's compute is one bar across shorter gaps in which nothing is waited for
+_NON_COMPUTE_PREFIXES = (STEP_MARK, WAIT_MARK, "c10d::", "_c10d_functional::", "record_param_comms")
+_WAIT_NAMES = (WAIT_MARK, "_c10d_functional::wait_tensor")  # in a compiled program, the latter alone
+_BACKWARD_PREFIXES = ("autograd::engine", "Torch-Compiled Region: !")  # "!" is compiled autograd, on the caller's thread
+FSDP_RANGE_PATTERN = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
+_COLLECTIVE_NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce")
+_GPU_WORK_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+_GPU_CATEGORIES = _GPU_WORK_CATEGORIES | {"gpu_user_annotation"}
 
 
 @dataclass(frozen=True)
-class Bar:
+class LaneBar:
     """One stretch of a lane, in microseconds from the start of the step."""
 
     lane: str
@@ -82,10 +82,10 @@ class Bar:
 
 
 @dataclass
-class Recording:
+class StepProfile:
     """One profiled step of this rank; empty until the step is over."""
 
-    bars: list[Bar] = field(default_factory=list)
+    bars: list[LaneBar] = field(default_factory=list)
     step_us: float = 0.0
 
     @property
@@ -99,26 +99,24 @@ class Recording:
         return exposed_us(self.bars)
 
 
-def exposed(bars: Iterable[Bar]) -> list[Bar]:
+def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
     """The stretches of communication that no compute covers, each once, named by the collective that started first."""
     bars = sorted(bars, key=lambda bar: bar.start_us)
     covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
     sent = [bar for bar in bars if bar.lane == "communication"]
     open_parts = uncovered_in_turn([(bar.start_us, bar.end_us) for bar in sent], covers)
-    return [
-        replace(sent[place], lane="exposed", start_us=start, dur_us=end - start) for place, start, end in open_parts
-    ]
+    return [replace(sent[place], lane="exposed", start_us=start, dur_us=end - start) for place, start, end in open_parts]
 
 
-def exposed_us(bars: Iterable[Bar]) -> float:
+def exposed_us(bars: Iterable[LaneBar]) -> float:
     """Microseconds of communication that no compute covers; collectives at the same time count once."""
-    return sum(bar.dur_us for bar in exposed(bars))
+    return sum(bar.dur_us for bar in exposed_bars(bars))
 
 
 @contextlib.contextmanager
-def record(
+def profile_step(
     path: Path | None = None, *, units: Mapping[str, Sequence[nn.Module]] | None = None, device: str = "cpu"
-) -> Iterator[Recording]:
+) -> Iterator[StepProfile]:
     """Profile the step inside; the recording is filled when it ends. A collective: the ranks start together.
 
     Args:
@@ -127,32 +125,32 @@ def record(
             but for a forward pass that sleeps, which is no operator. In a compiled pass no unit is told apart.
         device: ``cuda`` records kernels as well.
     """
-    recording = Recording()
+    recording = StepProfile()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     profiler = profile(activities=activities)
     with contextlib.ExitStack() as stack:
-        with _quiet_stderr():
+        with _silence_stderr():
             profiler.start()
-        stack.callback(_quiet_stderr()(profiler.stop))
+        stack.callback(_silence_stderr()(profiler.stop))
         stack.enter_context(name_units(units or {}))
-        stack.enter_context(wrapped(dist.Work, "wait", _seen))  # a blocking call waits there as well
+        stack.enter_context(patch_attribute(dist.Work, "wait", _add_wait_range))  # a blocking call waits there as well
         if dist.is_initialized():
             dist.barrier()  # to start the profiler takes each rank its own time
-        with record_function(STEP):
+        with record_function(STEP_MARK):
             yield recording
             if device == "cuda":
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         raw = path or Path(folder) / "trace.json"
-        with private.open_file(raw, "wb"):
+        with private_files.open_file(raw, "wb"):
             pass  # torch writes into the file that is there
         profiler.export_chrome_trace(str(raw))
-        recording.step_us, recording.bars = step_and_bars(read(raw))
+        recording.step_us, recording.bars = step_us_and_bars(read_trace(raw))
 
 
-def write(recording: Recording, writer: Writer, step: int) -> None:
+def write_profile(recording: StepProfile, writer: RecordWriter, step: int) -> None:
     """Write a recording as records: its bars, the exposed stretches as bars of a lane of their own, and the sums."""
-    for bar in [*recording.bars, *exposed(recording.bars)]:
+    for bar in [*recording.bars, *exposed_bars(recording.bars)]:
         writer.write("bar", step=step, **asdict(bar))
     amounts = {
         "profiled_step": recording.step_us,
@@ -171,17 +169,17 @@ def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
         for module in modules:
             ranges: list[Any] = []
 
-            def enter(_: Any, args: Any, kwargs: Any, name: str = name, ranges: list[Any] = ranges) -> None:
-                ranges.append(record_function(f"{FORWARD} {name}"))
+            def begin_forward(_: Any, args: Any, kwargs: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+                ranges.append(record_function(f"{FORWARD_MARK} {name}"))
                 ranges[-1].__enter__()
-                _mark_gradients((args, kwargs), f"{BACKWARD_END} {name}")
+                _mark_gradients((args, kwargs), f"{BACKWARD_END_MARK} {name}")
 
-            def leave(_: Any, args: Any, output: Any, name: str = name, ranges: list[Any] = ranges) -> None:
-                _mark_gradients(output, f"{BACKWARD} {name}")
+            def end_forward(_: Any, args: Any, output: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+                _mark_gradients(output, f"{BACKWARD_MARK} {name}")
                 ranges.pop().__exit__(None, None, None)
 
-            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
+            handles.append(module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(end_forward))
     try:
         yield
     finally:
@@ -198,27 +196,27 @@ def _mark_gradients(tensors: Any, label: str) -> None:
     if getattr(compiled_autograd, "compiled_autograd_enabled", False):
         return
 
-    def mark(_: Tensor) -> None:
+    def mark_gradient(_: Tensor) -> None:
         with record_function(label):
             pass
 
     for tensor in tree_leaves(tensors):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(mark)
+            tensor.register_hook(mark_gradient)
 
 
-def _seen(wait: Callable[..., Any]) -> Callable[..., Any]:
+def _add_wait_range(wait: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, whose calls the profiler sees as a wait for a collective."""
 
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        with record_function(WAIT):
+    def wait_in_range(*args: Any, **kwargs: Any) -> Any:
+        with record_function(WAIT_MARK):
             return wait(*args, **kwargs)
 
-    return seen
+    return wait_in_range
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Drop what is written to file descriptor 2 in here: kineto reports each start and stop, at any log level."""
     sys.stderr.flush()
     kept = os.dup(2)
@@ -231,37 +229,39 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def read(path: Path) -> list[Event]:
+def read_trace(path: Path) -> list[TraceEvent]:
     """The complete events of a chrome trace, plain or gzipped."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
-def step_and_bars(events: Sequence[Event]) -> tuple[float, list[Bar]]:
+def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]]:
     """The length of the step in microseconds, and its bars, by start.
 
     Raises:
         ValueError: there is no step in the trace.
     """
-    step = next((e for e in events if e["name"] == STEP and e.get("cat") != "gpu_user_annotation"), None)
+    step = next((e for e in events if e["name"] == STEP_MARK and e.get("cat") != "gpu_user_annotation"), None)
     if step is None:
-        raise ValueError(f"no range {STEP} among {len(events)} events: record the trace with timeline.record")
+        raise ValueError(f"no range {STEP_MARK} among {len(events)} events: record the trace with timeline.record")
     inside = [e for e in events if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
-    gpu = [e for e in inside if e.get("cat") in _GPU_WORK]
+    gpu = [e for e in inside if e.get("cat") in _GPU_WORK_CATEGORIES]
     gloo = [e for e in inside if e["name"].startswith("gloo:")]
     others = {e["tid"] for e in gloo}  # gloo's threads record operators as well
-    asked = _Asked([e for e in inside if e.get("cat") not in _ON_GPU and e["tid"] not in others])
-    nccl = [(e, e["name"], asked.launch(e)) for e in gpu if _is_nccl(e)]
-    waits = sorted(e["ts"] for e in inside if e["name"] in _WAITS)
+    asked = _HostActivity([e for e in inside if e.get("cat") not in _GPU_CATEGORIES and e["tid"] not in others])
+    nccl = [(e, e["name"], asked.launch_call(e)) for e in gpu if _is_nccl(e)]
+    waits = sorted(e["ts"] for e in inside if e["name"] in _WAIT_NAMES)
     compute = (
-        _joined(_gpu_compute(gpu, asked), [], KERNEL_GAP_US) if gpu else _joined(_cpu_compute(asked), waits, GAP_US)
+        _merge_bars(_gpu_compute_bars(gpu, asked), [], KERNEL_GAP_US)
+        if gpu
+        else _merge_bars(_cpu_compute_bars(asked), waits, CPU_GAP_US)
     )
-    bars = [*compute, *_named([*nccl, *_gloo_calls(gloo, asked)], asked)]
+    bars = [*compute, *_communication_bars([*nccl, *_gloo_collectives(gloo, asked)], asked)]
     moved = [replace(bar, start_us=bar.start_us - step["ts"]) for bar in bars]
     return float(step["dur"]), sorted(moved, key=lambda bar: bar.start_us)
 
 
-class _Stretch(NamedTuple):
+class _ThreadInterval(NamedTuple):
     """A stretch of one thread in which the innermost recorded range is the same."""
 
     start: float
@@ -270,59 +270,59 @@ class _Stretch(NamedTuple):
     what: str
 
 
-class _Asked:
+class _HostActivity:
     """What this rank's own threads did, and when: phases, units, launches of kernels, calls for collectives."""
 
-    def __init__(self, events: Sequence[Event]):
-        threads: dict[Any, list[Event]] = defaultdict(list)
+    def __init__(self, events: Sequence[TraceEvent]):
+        threads: dict[Any, list[TraceEvent]] = defaultdict(list)
         for event in events:
             threads[event["tid"]].append(event)
-        self.stretches = {tid: list(_stretches(own)) for tid, own in threads.items()}
+        self.stretches = {tid: list(_thread_intervals(own)) for tid, own in threads.items()}
         self.calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
         self._launches = {e["args"].get("correlation"): e for e in events if str(e.get("cat")).startswith("cuda_")}
         moments = sorted(_unit_moments(events))
         self._units = [(moment, unit) for (moment, _, _), unit in zip(moments, _current_units(moments), strict=True)]
-        ranges = [(e["ts"], e["ts"] + e["dur"], FSDP_RANGE.match(e["name"])) for e in events]
+        ranges = [(e["ts"], e["ts"] + e["dur"], FSDP_RANGE_PATTERN.match(e["name"])) for e in events]
         asking = ("all_gather", "post_backward_reduce")
-        self._fsdp = sorted((start, end, unit_of(it[2])) for start, end, it in ranges if it and it[1] in asking)
+        self._fsdp = sorted((start, end, unit_name(it[2])) for start, end, it in ranges if it and it[1] in asking)
 
-    def launch(self, event: Event) -> Event | None:
+    def launch_call(self, event: TraceEvent) -> TraceEvent | None:
         """The call that put an event onto the GPU; None where it was made before the step."""
         return self._launches.get(event["args"].get("correlation"))
 
-    def what(self, event: Event) -> str:
+    def phase_for_event(self, event: TraceEvent) -> str:
         """The phase in which an event of these threads started."""
         stretches = self.stretches[event["tid"]]
-        return (_latest(stretches, event["ts"]) or stretches[0]).what
+        return (_last_before(stretches, event["ts"]) or stretches[0]).what
 
-    def unit(self, moment: float) -> str:
+    def unit_at(self, moment: float) -> str:
         """Whose forward or backward pass ran at this moment."""
-        found = _latest(self._units, moment)
-        return found[1] if found else ROOT
+        found = _last_before(self._units, moment)
+        return found[1] if found else ROOT_UNIT
 
-    def fsdp_unit(self, moment: float) -> str | None:
+    def fsdp_unit_at(self, moment: float) -> str | None:
         """The unit for which FSDP2 asked for communication at this moment, if it did."""
-        found = _latest(self._fsdp, moment)
+        found = _last_before(self._fsdp, moment)
         return found[2] if found and moment <= found[1] else None
 
 
-def _latest(found: Sequence[Any], moment: float) -> Any:
+def _last_before(found: Sequence[Any], moment: float) -> Any:
     """Of tuples that are in order of their first value, a time, the last one by this moment; None for none."""
     index = bisect_right(found, moment, key=itemgetter(0)) - 1
     return found[index] if index >= 0 else None
 
 
-def _stretches(events: Iterable[Event]) -> Iterator[_Stretch]:
+def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]:
     """Cut one thread's time where a recorded range begins or ends; time in no range is left out."""
     stack: list[tuple[float, bool, str]] = []  # end, whether it computes, phase
     now, phase = 0.0, "forward"
 
-    def until(moment: float) -> Iterator[_Stretch]:
+    def intervals_until(moment: float) -> Iterator[_ThreadInterval]:
         nonlocal now
         while stack:
             end, busy, what = stack[-1]
             if min(end, moment) > now:
-                yield _Stretch(now, min(end, moment), busy, what)
+                yield _ThreadInterval(now, min(end, moment), busy, what)
                 now = min(end, moment)
             if end > moment:
                 break
@@ -330,35 +330,35 @@ def _stretches(events: Iterable[Event]) -> Iterator[_Stretch]:
         now = moment
 
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        yield from until(event["ts"])
+        yield from intervals_until(event["ts"])
         name, inherited = event["name"], stack[-1][2] if stack else ""
         if name.startswith("Optimizer."):
             what, phase = "optimizer", "forward"
-        elif name.startswith(_BACKWARD):
+        elif name.startswith(_BACKWARD_PREFIXES):
             what = phase = "backward"
-        elif not inherited and name.startswith((FORWARD, "FSDP::root_pre_forward")):
+        elif not inherited and name.startswith((FORWARD_MARK, "FSDP::root_pre_forward")):
             what = phase = "forward"
         else:
             what = inherited or phase
-        stack.append((event["ts"] + event["dur"], not name.startswith(_NOT_COMPUTE), "" if name == STEP else what))
-    yield from until(max((end for end, _, _ in stack), default=now))
+        stack.append((event["ts"] + event["dur"], not name.startswith(_NON_COMPUTE_PREFIXES), "" if name == STEP_MARK else what))
+    yield from intervals_until(max((end for end, _, _ in stack), default=now))
 
 
-def _unit_moments(events: Iterable[Event]) -> Iterator[tuple[float, int, str]]:
+def _unit_moments(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int, str]]:
     """When a unit begins (1) or ends (0) its forward or backward pass."""
     for event in events:
         start, end = event["ts"], event["ts"] + event["dur"]
         label, _, name = event["name"].partition(" ")
-        if label == FORWARD:
+        if label == FORWARD_MARK:
             yield start, 1, name
             yield end, 0, name
-        elif label in (BACKWARD, BACKWARD_END):
-            yield start, int(label == BACKWARD), name
-        elif found := FSDP_RANGE.match(event["name"]):
+        elif label in (BACKWARD_MARK, BACKWARD_END_MARK):
+            yield start, int(label == BACKWARD_MARK), name
+        elif found := FSDP_RANGE_PATTERN.match(event["name"]):
             if found[1] in ("pre_forward", "pre_backward"):
-                yield start, 1, unit_of(found[2])
+                yield start, 1, unit_name(found[2])
             elif found[1] in ("post_forward", "post_backward_reduce"):
-                yield end, 0, unit_of(found[2])
+                yield end, 0, unit_name(found[2])
 
 
 def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
@@ -368,46 +368,46 @@ def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
     marks come together, in this order. So the beginning of a unit around the present one changes nothing, nor does the
     end of any other.
     """
-    names, current = {name for _, _, name in moments}, ROOT
+    names, current = {name for _, _, name in moments}, ROOT_UNIT
     for _, begins, name in moments:
         around = [other for other in names if current.startswith(f"{other}.")]
-        if begins and name not in (ROOT, *around):
+        if begins and name not in (ROOT_UNIT, *around):
             current = name
         elif not begins and current == name:
-            current = max(around, key=len, default=ROOT)
+            current = max(around, key=len, default=ROOT_UNIT)
         yield current
 
 
-def unit_of(qualified_name: str | None) -> str:
+def unit_name(qualified_name: str | None) -> str:
     """The unit's name: without checkpointing's wrappers, the first module's where several make one unit."""
     first = (qualified_name or "").split(", ")[0].replace("_checkpoint_wrapped_module", "")
-    return first.replace("..", ".").strip(".") or ROOT
+    return first.replace("..", ".").strip(".") or ROOT_UNIT
 
 
-def _cpu_compute(asked: _Asked) -> list[Bar]:
+def _cpu_compute_bars(asked: _HostActivity) -> list[LaneBar]:
     return [
-        Bar("compute", "" if what == "optimizer" else asked.unit(start), what, start, end - start)
+        LaneBar("compute", "" if what == "optimizer" else asked.unit_at(start), what, start, end - start)
         for stretches in asked.stretches.values()
         for start, end, busy, what in stretches
         if busy
     ]
 
 
-def _gpu_compute(events: Iterable[Event], asked: _Asked) -> list[Bar]:
+def _gpu_compute_bars(events: Iterable[TraceEvent], asked: _HostActivity) -> list[LaneBar]:
     bars = []
     for event in events:
         if _is_nccl(event):
             continue
-        call = asked.launch(event)
-        what = asked.what(call) if call else "forward"
-        unit = "" if what == "optimizer" else asked.unit(call["ts"]) if call else ROOT
-        bars.append(Bar("compute", unit, what, event["ts"], event["dur"]))
+        call = asked.launch_call(event)
+        what = asked.phase_for_event(call) if call else "forward"
+        unit = "" if what == "optimizer" else asked.unit_at(call["ts"]) if call else ROOT_UNIT
+        bars.append(LaneBar("compute", unit, what, event["ts"], event["dur"]))
     return bars
 
 
-def _joined(bars: Iterable[Bar], waits: Sequence[float], gap_us: float) -> list[Bar]:
+def _merge_bars(bars: Iterable[LaneBar], waits: Sequence[float], gap_us: float) -> list[LaneBar]:
     """One bar for each run of compute of the same unit and phase; ``waits`` begin at these moments."""
-    runs: list[Bar] = []
+    runs: list[LaneBar] = []
     for bar in sorted(bars, key=lambda bar: bar.start_us):
         last = runs[-1] if runs else bar
         gap_starts, gap_ends = last.end_us, bar.start_us
@@ -420,22 +420,22 @@ def _joined(bars: Iterable[Bar], waits: Sequence[float], gap_us: float) -> list[
     return runs
 
 
-def _is_nccl(event: Event) -> bool:
+def _is_nccl(event: TraceEvent) -> bool:
     return "nccl" in event["name"].lower()
 
 
-def _collective_of(name: str) -> str:
+def _collective_name(name: str) -> str:
     """``all_gather`` for c10d::_allgather_base_, gloo:all_gather and ncclDevKernel_AllGather_RING_LL alike."""
     plain = re.sub("[^a-z]", "", name.lower())
-    return next((what for what in _COLLECTIVES if what.replace("_", "") in plain), plain)
+    return next((what for what in _COLLECTIVE_NAMES if what.replace("_", "") in plain), plain)
 
 
-def _gloo_calls(events: Iterable[Event], asked: _Asked) -> Iterator[Collective]:
+def _gloo_collectives(events: Iterable[TraceEvent], asked: _HostActivity) -> Iterator[CollectiveSpan]:
     """The stretches of gloo's threads with the calls that asked for them: first come, first served.
 
     gloo carries a reduce-scatter out as an all-reduce, so both stand in one line.
     """
-    lines: dict[bool, deque[Event]] = {True: deque(), False: deque()}
+    lines: dict[bool, deque[TraceEvent]] = {True: deque(), False: deque()}
     for call in asked.calls:
         lines["reduce" in call["name"]].append(call)
     for event in sorted(events, key=lambda e: e["ts"]):
@@ -444,7 +444,7 @@ def _gloo_calls(events: Iterable[Event], asked: _Asked) -> Iterator[Collective]:
         yield event, (asked_by or event)["name"], asked_by
 
 
-def _named(collectives: Iterable[Collective], asked: _Asked) -> Iterator[Bar]:
+def _communication_bars(collectives: Iterable[CollectiveSpan], asked: _HostActivity) -> Iterator[LaneBar]:
     """Communication's bars, named by FSDP2 where it asked for them.
 
     FSDP1 names nothing; in the backward pass it gathers its units in the reverse of the forward pass's order, ahead of
@@ -453,14 +453,14 @@ def _named(collectives: Iterable[Collective], asked: _Asked) -> Iterator[Bar]:
     gathered: list[str] = []
     buckets = 0
     for event, name, call in sorted(collectives, key=lambda found: found[0]["ts"]):
-        what = _collective_of(name)
-        unit = asked.fsdp_unit(call["ts"]) if call else ""
+        what = _collective_name(name)
+        unit = asked.fsdp_unit_at(call["ts"]) if call else ""
         if unit is None and call:
-            unit, backward = asked.unit(call["ts"]), asked.what(call) == "backward"
+            unit, backward = asked.unit_at(call["ts"]), asked.phase_for_event(call) == "backward"
             if what == "all_reduce" and backward:
                 unit, buckets = f"bucket {buckets}", buckets + 1
             elif what == "all_gather" and not backward:
                 gathered.append(unit)
             elif what == "all_gather" and gathered:
                 unit = gathered.pop()
-        yield Bar("communication", unit or "", what, event["ts"], event["dur"])
+        yield LaneBar("communication", unit or "", what, event["ts"], event["dur"])

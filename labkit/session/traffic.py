@@ -20,31 +20,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NAMESPACES = ("c10d", "_c10d_functional")
-NOT_TRAFFIC = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
-_VARIANT = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
-_NAMES = {
+COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
+NON_TRAFFIC_OPS = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
+_VARIANT_PATTERN = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
+_CANONICAL_NAMES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "alltoall": "all_to_all",
     "isend": "send",
     "irecv": "recv",
 }
-_IN_PLACE = {"all_reduce", "broadcast", "reduce", "send", "recv"}
+_IN_PLACE_COLLECTIVES = {"all_reduce", "broadcast", "reduce", "send", "recv"}
 
 
-def messages_of(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
+def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
     """What an operation of torch's communication namespaces moves: a label and the tensors that this rank hands in."""
     if name == "batch_p2p_ops":
         kinds, _, _, tensors = args[:4]
-        return [(_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
-    plain = _VARIANT.sub("", name).strip("_")  # allgather_into_tensor_coalesced_ is an allgather
-    label = _NAMES.get(plain, plain)
+        return [(_CANONICAL_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
+    plain = _VARIANT_PATTERN.sub("", name).strip("_")  # allgather_into_tensor_coalesced_ is an allgather
+    label = _CANONICAL_NAMES.get(plain, plain)
     # c10d takes the output first where it is another tensor than the input
-    return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE else 0])]
+    return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE_COLLECTIVES else 0])]
 
 
-def group_of(args: Sequence[Any]) -> tuple[str, list[int]]:
+def group_name_and_ranks(args: Sequence[Any]) -> tuple[str, list[int]]:
     """Name of the process group that an operation of torch's communication namespaces runs on, and its ranks.
 
     Args:
@@ -59,14 +59,14 @@ def group_of(args: Sequence[Any]) -> tuple[str, list[int]]:
     return "", []
 
 
-def hosts_of(ranks: Iterable[int]) -> int:
+def count_hosts(ranks: Iterable[int]) -> int:
     """On how many hosts these ranks of the world are; torchrun starts as many on each."""
     on_each = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or distributed_c10d.get_world_size()
     return len({rank // on_each for rank in ranks})
 
 
 @dataclass
-class Sent:
+class TrafficCounts:
     """Calls of each collective or message, and the bytes that this rank handed to them.
 
     Attributes:
@@ -75,20 +75,20 @@ class Sent:
     """
 
     calls: Counter[tuple[str, int, int]] = field(default_factory=Counter)
-    handed: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    input_bytes: Counter[tuple[str, int, int]] = field(default_factory=Counter)
 
     @property
     def counts(self) -> Counter[str]:
         """Calls by name."""
-        return _by_name(self.calls)
+        return _sum_by_name(self.calls)
 
     @property
     def bytes(self) -> Counter[str]:
         """Bytes handed to the calls, by name."""
-        return _by_name(self.handed)
+        return _sum_by_name(self.input_bytes)
 
 
-def _by_name(amounts: Counter[tuple[str, int, int]]) -> Counter[str]:
+def _sum_by_name(amounts: Counter[tuple[str, int, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
     for (name, *_), amount in amounts.items():
         total[name] += amount
@@ -110,19 +110,19 @@ class CommunicationCounter(TorchDispatchMode):
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self._axes: dict[str, str] = {}
-        self.along = {"": Sent()}
+        self.along = {"": TrafficCounts()}
         if mesh:
-            self.follow(mesh)
+            self.add_mesh(mesh)
 
-    def follow(self, mesh: DeviceMesh) -> None:
+    def add_mesh(self, mesh: DeviceMesh) -> None:
         """Count what runs along the axes of this mesh for these as well, from now on."""
         for axis in mesh.mesh_dim_names or ():
             self._axes[str(mesh.get_group(axis).group_name)] = axis
-            self.along.setdefault(axis, Sent())
+            self.along.setdefault(axis, TrafficCounts())
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin to count anew."""
-        self.along = {axis: Sent() for axis in self.along}
+        self.along = {axis: TrafficCounts() for axis in self.along}
 
     @property
     def counts(self) -> Counter[str]:
@@ -145,18 +145,18 @@ class CommunicationCounter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # half of what autograd does with simulated tensors; sends nothing
             return args[0].device
         namespace, _, name = func.name().split(".")[0].partition("::")
-        if namespace in NAMESPACES and name not in NOT_TRAFFIC:
-            group, ranks = group_of(args)
-            spans = len(ranks), hosts_of(ranks)
-            for label, given in messages_of(namespace, name, args):
+        if namespace in COMMUNICATION_NAMESPACES and name not in NON_TRAFFIC_OPS:
+            group, ranks = group_name_and_ranks(args)
+            spans = len(ranks), count_hosts(ranks)
+            for label, given in collective_inputs(namespace, name, args):
                 size = sum(t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor))
                 for axis in {"", self._axes.get(group, "")}:
                     self.along[axis].calls[label, *spans] += 1
-                    self.along[axis].handed[label, *spans] += size
+                    self.along[axis].input_bytes[label, *spans] += size
         return func(*args, **(kwargs or {}))
 
 
-class Wire(CommunicationCounter):
+class BucketRecorder(CommunicationCounter):
     """Counts like its parent, and keeps the all-reduces of the backward pass that runs in here."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Wire(CommunicationCounter):
             bucket[place] = result.clone()  # what was waited for is used, and then its memory may be used again
         return result
 
-    def buckets(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, int]]:
+    def gradients_by_bucket(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, int]]:
         """The buckets in the order in which they were sent: the bytes of each gradient, by name, as they lie in it.
 
         Args:
@@ -187,10 +187,10 @@ class Wire(CommunicationCounter):
             ValueError: a bucket brought something that is in no gradient.
         """
         left = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
-        return [gradients_in(bucket, left, f"bucket {index}") for index, bucket in enumerate(self._sent)]
+        return [match_gradients(bucket, left, f"bucket {index}") for index, bucket in enumerate(self._sent)]
 
 
-def gradients_in(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str) -> dict[str, int]:
+def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str) -> dict[str, int]:
     """Bytes of the gradients in a bucket, by name; they are taken out of ``left``."""
     found: dict[str, int] = {}
     for tensor in bucket:

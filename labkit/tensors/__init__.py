@@ -5,20 +5,27 @@
 """
 
 from labkit.tensors.inspection import (
-    Errors,
-    errors_of,
-    gathered_errors,
-    held_bytes,
+    GatherErrors,
+    gather_errors,
+    gather_memory_bytes,
+    leak_bytes,
     plain_shards,
     plain_tensors,
     refuse_leak,
-    unfreed_bytes,
+    rounding_errors,
 )
-from labkit.tensors.quantised import EXTENSIONS, Extension, extend, extend_all, gathered_alone, quantised
-from labkit.tensors.two_tensor import TwoTensor, convert_parameters, pad_rows, refill, twice
+from labkit.tensors.quantisation import (
+    EXTENSIONS,
+    Extension,
+    extend_model,
+    extend_parameter,
+    gather_on_one_rank,
+    make_quantised_extension,
+)
+from labkit.tensors.two_tensor import TwoTensor, convert_parameters, make_two_tensor, pad_rows, refill_parameter
 
 __all__ = [
-    "EXTENSIONS", "Errors", "Extension", "TwoTensor", "convert_parameters", "errors_of", "extend", "extend_all",
-    "gathered_alone", "gathered_errors", "held_bytes", "pad_rows", "plain_shards", "plain_tensors", "quantised",
-    "refill", "refuse_leak", "twice", "unfreed_bytes",
+    "EXTENSIONS", "GatherErrors", "Extension", "TwoTensor", "convert_parameters", "rounding_errors", "extend_parameter", "extend_model",
+    "gather_on_one_rank", "gather_errors", "gather_memory_bytes", "pad_rows", "plain_shards", "plain_tensors", "make_quantised_extension",
+    "refill_parameter", "refuse_leak", "make_two_tensor", "leak_bytes",
 ]  # fmt: skip

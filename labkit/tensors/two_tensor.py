@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-_OVERWRITES = (torch.ops.aten.copy_.default,)  # change a tensor without reading what it held
+_OVERWRITE_OPS = (torch.ops.aten.copy_.default,)  # change a tensor without reading what it held
 
 
 class TwoTensor(Tensor):
@@ -76,8 +76,8 @@ class TwoTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         _refuse_to_accumulate(func, args)
-        b = func(*_halves("b", args), **_halves("b", kwargs))  # first, so that a plain out= keeps the result of a
-        a = func(*_halves("a", args), **_halves("a", kwargs))
+        b = func(*_pick_half("b", args), **_pick_half("b", kwargs))  # first, so that a plain out= keeps the result of a
+        a = func(*_pick_half("a", args), **_pick_half("a", kwargs))
         flat, structure = tree_flatten(a)
         pairs = zip(flat, tree_leaves(b), strict=True)
         both = [cls(x, y) if isinstance(x, Tensor) else x for x, y in pairs]
@@ -138,7 +138,7 @@ class TwoTensor(Tensor):
             return whole, (whole.a, whole.b)
         for name, gathered, half in (("a", a, out.a), ("b", b, out.b)):
             if gathered.dtype != half.dtype:
-                refill(half, gathered)
+                refill_parameter(half, gathered)
             elif gathered.untyped_storage()._cdata != half.untyped_storage()._cdata:
                 raise ValueError(
                     f"the parameter's half {name} does not lie in the gathered tensor's memory and would keep its old "
@@ -147,12 +147,12 @@ class TwoTensor(Tensor):
         return None
 
 
-def twice(weight: Tensor) -> TwoTensor:
+def make_two_tensor(weight: Tensor) -> TwoTensor:
     """A TwoTensor of a weight and a copy."""
     return TwoTensor(weight, weight.detach().clone())
 
 
-def convert_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor] = twice) -> None:
+def convert_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor) -> None:
     """Give every parameter the type that ``convert`` makes of it, in place; before ``fully_shard``.
 
     Raises:
@@ -183,7 +183,7 @@ def pad_rows(shard: Tensor, rows: int) -> Tensor:
     return functional.pad(shard, [0, 0] * (shard.ndim - 1) + [0, missing]) if missing else shard
 
 
-def refill(out: Tensor, gathered: Tensor) -> None:
+def refill_parameter(out: Tensor, gathered: Tensor) -> None:
     """Put the gathered rows, without padding, into an unsharded parameter that autograd may have saved.
 
     To autograd this is the value that it saved, back again, and no change: without the guard the backward pass
@@ -194,13 +194,13 @@ def refill(out: Tensor, gathered: Tensor) -> None:
         out.copy_(gathered[: out.shape[0]])
 
 
-def _halves(name: str, given: Any) -> Any:
+def _pick_half(name: str, given: Any) -> Any:
     return tree_map_only(TwoTensor, lambda two: getattr(two, name), given)
 
 
 def _refuse_to_accumulate(func: Any, args: Sequence[Any]) -> None:
     """Raises TypeError for ``plain.add_(two)``: done once for each half it would add both."""
-    if func in _OVERWRITES:
+    if func in _OVERWRITE_OPS:
         return
     for argument, value in zip(func._schema.arguments, args, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write

@@ -19,7 +19,7 @@ def all_reduce_bytes(elements: int, element_bytes: int = 4) -> int:
     return elements * element_bytes
 
 
-ON_THE_WIRE: Mapping[str, Callable[[int], tuple[int, int]]] = {
+WIRE_FRACTIONS: Mapping[str, Callable[[int], tuple[int, int]]] = {
     "all_reduce": lambda ranks: (2 * (ranks - 1), ranks),  # a reduce-scatter and an all-gather
     "reduce_scatter": lambda ranks: (ranks - 1, ranks),
     "all_gather": lambda ranks: (ranks - 1, 1),  # what is handed in is one part of what comes out
@@ -32,7 +32,7 @@ ON_THE_WIRE: Mapping[str, Callable[[int], tuple[int, int]]] = {
 """By collective or message, the part of the bytes handed to the call that leaves a rank: numerator, denominator."""
 
 
-def wire_bytes(collective: str, handed_bytes: float, ranks: int) -> float:
+def collective_wire_bytes(collective: str, handed_bytes: float, ranks: int) -> float:
     """Bytes that leave a rank for one collective or message, in a ring of these ranks.
 
     A ring of n sends (n - 1) / n of a tensor for its reduce-scatter, and as much for its all-gather. An all-reduce is
@@ -47,9 +47,9 @@ def wire_bytes(collective: str, handed_bytes: float, ranks: int) -> float:
     Raises:
         ValueError: a collective of another name, or a group of no rank.
     """
-    if collective not in ON_THE_WIRE or ranks < 1:
-        raise ValueError(f"{collective} of {ranks} ranks: take 1 rank or more, and one of {', '.join(ON_THE_WIRE)}")
-    part, of = ON_THE_WIRE[collective](ranks)
+    if collective not in WIRE_FRACTIONS or ranks < 1:
+        raise ValueError(f"{collective} of {ranks} ranks: take 1 rank or more, and one of {', '.join(WIRE_FRACTIONS)}")
+    part, of = WIRE_FRACTIONS[collective](ranks)
     return handed_bytes * part / of
 
 
@@ -81,7 +81,7 @@ class AlphaBeta:
         return self.alpha_s / self.beta_s_per_byte if self.beta_s_per_byte else math.inf
 
 
-def fit(times_s: Mapping[int, float]) -> AlphaBeta:
+def fit_alpha_beta(times_s: Mapping[int, float]) -> AlphaBeta:
     """Alpha and beta from measured times: least squares of the relative error, neither of them negative.
 
     The relative error counts because times span orders of magnitude: by absolute error the largest message alone would
@@ -101,7 +101,7 @@ def fit(times_s: Mapping[int, float]) -> AlphaBeta:
     # Minimise the sum of (alpha u + beta v - 1)^2, with u = 1 / time and v = size / time.
     u = [1 / time_s for time_s in times_s.values()]
     v = [size / time_s for size, time_s in times_s.items()]
-    uu, uv, vv = _dot(u, u), _dot(u, v), _dot(v, v)
+    uu, uv, vv = _dot_product(u, u), _dot_product(u, v), _dot_product(v, v)
     determinant = uu * vv - uv * uv
     alpha_s, beta = (sum(u) * vv - sum(v) * uv) / determinant, (sum(v) * uu - sum(u) * uv) / determinant
     if alpha_s < 0:
@@ -111,5 +111,5 @@ def fit(times_s: Mapping[int, float]) -> AlphaBeta:
     return AlphaBeta(alpha_s, beta)
 
 
-def _dot(left: list[float], right: list[float]) -> float:
+def _dot_product(left: list[float], right: list[float]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))

@@ -27,13 +27,13 @@ from typing import Literal
 from labkit.theory.collectives import AlphaBeta
 
 MIB = 2**20
-DEFAULT_MB = 25.0
-FIRST_MB = 1.0
-Way = Literal["eager", "compiled", "backward_only"]
+DEFAULT_BUCKET_MB = 25.0
+FIRST_BUCKET_MB = 1.0
+CompileMode = Literal["eager", "compiled", "backward_only"]
 
 
 def bucket_plan(
-    sizes_bytes: Sequence[int], bucket_mb: float = DEFAULT_MB, first_mb: float = FIRST_MB
+    sizes_bytes: Sequence[int], bucket_mb: float = DEFAULT_BUCKET_MB, first_mb: float = FIRST_BUCKET_MB
 ) -> list[list[int]]:
     """Which gradients share a bucket, as places in ``sizes_bytes``; the first bucket is closed at ``first_mb`` MiB.
 
@@ -51,7 +51,7 @@ def bucket_plan(
     return plan
 
 
-def chain_gradients(dim: int, way: Way = "eager", layers: int = 4) -> list[tuple[str, int]]:
+def chain_gradients(dim: int, way: CompileMode = "eager", layers: int = 4) -> list[tuple[str, int]]:
     """Name and bytes of LinearChain's gradients in the order in which they become ready."""
     parts = [("bias", 4 * dim), ("weight", 4 * dim * dim)]
     order = parts[::-1] if way == "compiled" else parts
@@ -60,9 +60,9 @@ def chain_gradients(dim: int, way: Way = "eager", layers: int = 4) -> list[tuple
 
 def chain_buckets(
     dim: int,
-    bucket_mb: float = DEFAULT_MB,
+    bucket_mb: float = DEFAULT_BUCKET_MB,
     *,
-    way: Way = "eager",
+    way: CompileMode = "eager",
     layers: int = 4,
     fuse: bool = True,
     compressed: bool = False,
@@ -76,7 +76,7 @@ def chain_buckets(
     """
     ready = chain_gradients(dim, way, layers)
     alone = way != "eager" and (compressed or not fuse)
-    first_mb = FIRST_MB if way != "eager" or bucket_mb == DEFAULT_MB else bucket_mb
+    first_mb = FIRST_BUCKET_MB if way != "eager" or bucket_mb == DEFAULT_BUCKET_MB else bucket_mb
     sizes = [size for _, size in ready]
     plan = [[place] for place in range(len(sizes))] if alone else bucket_plan(sizes, bucket_mb, first_mb)
     shrink = 2 if compressed else 1
@@ -94,13 +94,13 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
     return found
 
 
-def chain_ready(buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float) -> list[float]:
+def bucket_ready_times(buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float) -> list[float]:
     """When each of ``chain_buckets`` is full, in seconds: every layer takes an equal part of the backward pass."""
     last_layers = [int(list(bucket)[-1].partition(".")[0].removeprefix("fc")) for bucket in buckets]
     return [(layers - layer + 1) / layers * backward_s for layer in last_layers]
 
 
-def journeys(ready_s: Sequence[float], takes_s: Sequence[float], *, hidden: bool) -> list[tuple[float, float]]:
+def bucket_transfer_times(ready_s: Sequence[float], takes_s: Sequence[float], *, hidden: bool) -> list[tuple[float, float]]:
     """When each bucket leaves and arrives, any unit of time.
 
     Hidden, messages travel beside the arithmetic, as with a network card: those of ``arrivals``. Otherwise the
@@ -121,7 +121,7 @@ def smallest_bucket_bytes(total_bytes: float, backward_s: float, alpha_s: float,
     return total_bytes * alpha_s / room_s if room_s > 0 else math.inf
 
 
-def backward_journeys(
+def backward_transfer_times(
     dim: int, layers: int, bucket_mb: float, *, backward_s: float, network: AlphaBeta, hidden: bool
 ) -> list[tuple[float, float]]:
     """``journeys`` of a LinearChain's gradients in DDP's own buckets, in seconds since its backward pass began.
@@ -136,10 +136,10 @@ def backward_journeys(
     """
     buckets = chain_buckets(dim, bucket_mb, layers=layers)
     takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]
-    return journeys(chain_ready(buckets, layers, backward_s), takes_s, hidden=hidden)
+    return bucket_transfer_times(bucket_ready_times(buckets, layers, backward_s), takes_s, hidden=hidden)
 
 
-def fit_pieces(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:
+def fit_from_message_counts(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:
     """Alpha and beta from seconds of several rounds by number of messages, all of the same bytes.
 
     By the median rounds of the fewest and the most messages: what more of them cost is latency.

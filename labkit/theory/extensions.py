@@ -9,14 +9,14 @@ rows. ``scales`` says which numbers share a scale instead: those of a "shard", o
 import math
 from collections.abc import Sequence
 
-BYTES = {"fp32": 4, "bf16": 2, "float8": 1, "int8": 1, "two_tensor": 8}
+EXTENSION_BYTES = {"fp32": 4, "bf16": 2, "float8": 1, "int8": 1, "two_tensor": 8}
 """Bytes handed to an all-gather for each number of a parameter."""
-NUMBER_BYTES = BYTES | {"int4": 0.5}
-SCALE = 4
+ELEMENT_BYTES = EXTENSION_BYTES | {"int4": 0.5}
+SCALE_BYTES = 4
 """Bytes of a scale."""
-SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
+SCALE_GRANULARITY = {"float8": "shard", "int8": "row", "int4": "row"}
 """Which numbers share a scale, where nothing else is said."""
-GROUP = 32
+GROUP_SIZE = 32
 """Numbers that share a scale in a group."""
 LOSS_LIMITS = {"fp32": 0.0, "bf16": 0.02, "float8": 0.10, "int8": 0.10}
 """How far an extension's final loss may be from that of fp32, as a part of it."""
@@ -30,22 +30,22 @@ def gather_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str =
     Raises:
         ValueError: an extension that is none, or scales for one that has none.
     """
-    if extension not in NUMBER_BYTES:
-        raise ValueError(f"extension {extension!r} is none of {', '.join(NUMBER_BYTES)}")
+    if extension not in ELEMENT_BYTES:
+        raise ValueError(f"extension {extension!r} is none of {', '.join(ELEMENT_BYTES)}")
     numbers = -(-shape[0] // ranks) * math.prod(shape[1:])
-    return int(numbers * NUMBER_BYTES[extension]) + scale_bytes(shape, ranks, extension, scales)
+    return int(numbers * ELEMENT_BYTES[extension]) + scale_bytes(shape, ranks, extension, scales)
 
 
 def scale_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = "") -> int:
     """Bytes of the scales among these."""
-    if scales and extension not in SCALES:
-        raise ValueError(f"extension {extension} has no scales to share in a {scales}: take {' or '.join(SCALES)}")
+    if scales and extension not in SCALE_GRANULARITY:
+        raise ValueError(f"extension {extension} has no scales to share in a {scales}: take {' or '.join(SCALE_GRANULARITY)}")
     rows = -(-shape[0] // ranks)
-    counts = {"": 0, "shard": 1, "row": rows, "group": rows * -(-math.prod(shape[1:]) // GROUP)}
-    return SCALE * counts[scales or SCALES.get(extension, "")]
+    counts = {"": 0, "shard": 1, "row": rows, "group": rows * -(-math.prod(shape[1:]) // GROUP_SIZE)}
+    return SCALE_BYTES * counts[scales or SCALE_GRANULARITY.get(extension, "")]
 
 
-def step_bytes(
+def step_gather_bytes(
     shapes: Sequence[Sequence[int]], ranks: int, extension: str, *, reshard: bool = True, scales: str = ""
 ) -> int:
     """Bytes that one rank hands to the all-gathers of a training step, of parameters outside the root's own unit.

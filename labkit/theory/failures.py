@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-ENDED_BY_TORCHRUN = -15
-LOST_CONNECTION = "Connection closed by peer"
+SIGTERM_STATUS = -15
+CONNECTION_LOST_TEXT = "Connection closed by peer"
 
 
-def culprit(ends: Sequence[Mapping[str, Any]]) -> int:
+def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
     """The rank that failed first by itself.
 
     Args:
@@ -20,16 +20,14 @@ def culprit(ends: Sequence[Mapping[str, Any]]) -> int:
         ValueError: no rank failed by itself.
     """
     own = [
-        end
-        for end in ends
-        if end["status"] not in (0, ENDED_BY_TORCHRUN) and LOST_CONNECTION not in str(end.get("error", ""))
+        end for end in ends if end["status"] not in (0, SIGTERM_STATUS) and CONNECTION_LOST_TEXT not in str(end.get("error", ""))
     ]
     if not own:
         raise ValueError("no rank failed by itself: each ended well, was ended, or lost a connection")
     return int(min(own, key=lambda end: end["time"])["rank"])
 
 
-def where_they_part(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | None:
+def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | None:
     """The first place at which ranks made different calls, and the ranks that were fewest in theirs; None for none.
 
     Args:
@@ -43,7 +41,7 @@ def where_they_part(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | No
     return None
 
 
-def deal(lengths: Sequence[float], ranks: int) -> list[list[int]]:
+def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
     """Indices of samples for each rank, so that all have about as much to do.
 
     The longest first, each to the rank that has least so far: at most 4/3 of what is possible. Source: Graham, "Bounds
@@ -58,11 +56,11 @@ def deal(lengths: Sequence[float], ranks: int) -> list[list[int]]:
     return dealt
 
 
-def worth(hours_between: float, hours_lost: float, hours_lost_with_aid: float) -> float:
+def break_even_slowdown(hours_between: float, hours_lost: float, hours_lost_with_aid: float) -> float:
     """The slowdown, as a part of the step, up to which an aid pays that shortens the search after each failure."""
     return (hours_lost - hours_lost_with_aid) / hours_between
 
 
-def rounding_alone(apart32: float, apart64: float) -> bool:
+def is_only_rounding(apart32: float, apart64: float) -> bool:
     """Whether a difference in float32 is rounding: in float64, with 29 bits more, a millionth of it is left at most."""
     return apart64 <= apart32 / 1e6

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
 
-from labkit.theory.collectives import wire_bytes as collective_wire_bytes
-from labkit.theory.ddp import DEFAULT_MB, bucket_plan
+from labkit.theory.collectives import collective_wire_bytes as collective_wire_bytes
+from labkit.theory.ddp import DEFAULT_BUCKET_MB, bucket_plan
 
-FLOAT = 4
+FLOAT_BYTES = 4
 """Bytes of a float32."""
 
 
@@ -29,7 +29,7 @@ def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
-    whole, share = FLOAT * parameters, FLOAT * parameters / ranks
+    whole, share = FLOAT_BYTES * parameters, FLOAT_BYTES * parameters / ranks
     optimizer, gradient, parameter = (share if stage >= first else whole for first in (1, 2, 3))
     return {"parameter": parameter, "gradient": gradient, "optimizer": 2 * optimizer}
 
@@ -45,7 +45,7 @@ def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> d
     return {"all_gather": all_gathers * one_pass, "reduce_scatter": one_pass}
 
 
-def small_peak_bytes(units: Sequence[int], ranks: int) -> float:
+def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
     """The most that a rank holds in a step of ``parallel.small_fsdp``, without activations.
 
     Args:
@@ -77,7 +77,7 @@ def shard_elements(shape: Sequence[int], ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     """A linear layer with bias, and ReLU after it where ``relu`` is set.
 
     Attributes:
@@ -102,7 +102,7 @@ class Layer:
 
 def toy_layers(
     wrap: str, hidden: int, narrow: int, inputs: int = 10, outputs: int = 5, tail: int = 7, skip: Sequence[int] = ()
-) -> list[Layer]:
+) -> list[LinearLayer]:
     """The layers of labkit.models.toy.ToyModel, assigned to the units that ``--wrap`` makes."""
     widths = [inputs, hidden, hidden, hidden, narrow] + [narrow] * tail + [outputs]
     last = len(widths) - 2
@@ -110,35 +110,35 @@ def toy_layers(
     for index, (a, b) in enumerate(pairwise(widths)):
         block = f"block {index - 2}" if 2 <= index < last and index - 2 not in skip else ""
         unit = {"block": block or "root", "layer": f"layer {index}"}.get(wrap, "root")
-        layers.append(Layer(a, b, unit, f"block {index - 2}" if 2 <= index < last else "", relu=index < last))
+        layers.append(LinearLayer(a, b, unit, f"block {index - 2}" if 2 <= index < last else "", relu=index < last))
     return layers
 
 
-def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[Layer]:
+def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[LinearLayer]:
     """The layers of labkit.models.mlp.MLPStack, two in each MLP, assigned to the units that ``--wrap`` makes."""
     layers = []
     for index, times in zip(range(blocks), cycle((3, 4, 3))):  # a cycle has no end
         for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
             unit = {"block": f"block {index}", "layer": f"layer {2 * index + part}"}.get(wrap, "root")
-            layers.append(Layer(a, b, unit, f"block {index}"))
+            layers.append(LinearLayer(a, b, unit, f"block {index}"))
     return layers
 
 
-def units_of(layers: Sequence[Layer], ranks: int) -> dict[str, tuple[int, int]]:
+def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int, int]]:
     """Bytes of each unit by name, in order: what a rank keeps of it, and what it holds while the unit is gathered."""
     kept: Counter[str] = Counter()
     for layer in layers:
-        kept[layer.unit] += FLOAT * sum(shard_elements(shape, ranks) for shape in layer.shapes)
+        kept[layer.unit] += FLOAT_BYTES * sum(shard_elements(shape, ranks) for shape in layer.shapes)
     return {unit: (shard, shard * ranks) for unit, shard in kept.items()}
 
 
-def collectives(layers: Sequence[Layer], ranks: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
+def step_collectives(layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
     """Collectives of one training step and the bytes that a rank hands to them, by the names of ``result.value``.
 
     Every unit is gathered once for the forward pass. Resharding costs a second time in the backward pass, but for the
     root, which is not resharded since its backward pass comes next. Every unit's gradients are reduce-scattered once.
     """
-    units = units_of(layers, ranks)
+    units = unit_bytes(layers, ranks)
     again = {unit: sizes for unit, sizes in units.items() if reshard_after_forward and unit != "root"}
     return {
         "all_gather_count": len(units) + len(again),
@@ -148,21 +148,21 @@ def collectives(layers: Sequence[Layer], ranks: int, *, reshard_after_forward: b
     }
 
 
-def stage_collectives(layers: Sequence[Layer], ranks: int, *, stage: int, number_bytes: int = FLOAT) -> dict[str, int]:
+def stage_collectives(layers: Sequence[LinearLayer], ranks: int, *, stage: int, number_bytes: int = FLOAT_BYTES) -> dict[str, int]:
     """The same for each stage of ``step_ledger``, with gathers of ``number_bytes`` a number.
 
     Stage 0 is one all-reduce a bucket of 25 MiB. Stage 1 reduces every gradient onto the rank that updates its
     parameter, and gathers the updated ones: bytes alone, as Rajbhandari et al., 2020, section 7.1, count them.
     """
-    whole = sum(FLOAT * math.prod(shape) for layer in layers for shape in layer.shapes)
+    whole = sum(FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes)
     if stage == 0:
-        coming = [FLOAT * math.prod(shape) for layer in reversed(layers) for shape in reversed(layer.shapes)]
-        buckets = bucket_plan(coming, first_mb=DEFAULT_MB)
+        coming = [FLOAT_BYTES * math.prod(shape) for layer in reversed(layers) for shape in reversed(layer.shapes)]
+        buckets = bucket_plan(coming, first_mb=DEFAULT_BUCKET_MB)
         return {"all_reduce_count": len(buckets), "all_reduce_bytes": whole}
     if stage == 1:
         return {"all_gather_bytes": whole // ranks, "reduce_scatter_bytes": whole}
-    sent = collectives(layers, ranks, reshard_after_forward=stage == 3)
-    return sent | {"all_gather_bytes": sent["all_gather_bytes"] * number_bytes // FLOAT}
+    sent = step_collectives(layers, ranks, reshard_after_forward=stage == 3)
+    return sent | {"all_gather_bytes": sent["all_gather_bytes"] * number_bytes // FLOAT_BYTES}
 
 
 def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -171,37 +171,37 @@ def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float
     return {name: collective_wire_bytes(name, handed[f"{name}_bytes"], ranks) for name in names}
 
 
-def hybrid_collectives(layers: Sequence[Layer], group: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
+def hybrid_collectives(layers: Sequence[LinearLayer], group: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
     """The same for hybrid sharding, by axis: ``data`` inside a group of ranks, ``replicate`` from group to group.
 
     A group does what all ranks do without groups. Each of its ranks then holds the sum of the group's gradients for its
     shard, and sums that over the groups: one all-reduce a unit, of the shard's size.
     """
-    inside = collectives(layers, group, reshard_after_forward=reshard_after_forward)
-    shards = [shard for shard, _ in units_of(layers, group).values()]
+    inside = step_collectives(layers, group, reshard_after_forward=reshard_after_forward)
+    shards = [shard for shard, _ in unit_bytes(layers, group).values()]
     across = {"all_reduce_count": len(shards), "all_reduce_bytes": sum(shards)}
     return {f"data/{name}": value for name, value in inside.items()} | {
         f"replicate/{name}": value for name, value in across.items()
     }
 
 
-def resident_bytes(layers: Sequence[Layer], ranks: int, *, frozen: Collection[str] = ()) -> dict[str, int]:
+def resident_bytes(layers: Sequence[LinearLayer], ranks: int, *, frozen: Collection[str] = ()) -> dict[str, int]:
     """Bytes that the fullest rank holds after a step, gradients included, by the names of ``result.value``.
 
     Parameters of the units in ``frozen`` are not trained: they have neither gradient nor optimizer state.
     """
-    units = units_of(layers, ranks)
+    units = unit_bytes(layers, ranks)
     trained = sum(shard for unit, (shard, _) in units.items() if unit not in frozen)
     tensors = sum(len(layer.shapes) for layer in layers if layer.unit not in frozen)
     return {
         "end_parameter_bytes": sum(shard for shard, _ in units.values()),
         "end_gradient_bytes": trained,
-        "end_optstate_bytes": 2 * trained + FLOAT * tensors,
+        "end_optstate_bytes": 2 * trained + FLOAT_BYTES * tensors,
     }
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryLedger:
     """What a rank holds in the course of one training step.
 
     Attributes:
@@ -213,7 +213,7 @@ class Ledger:
     backward: int
 
     @property
-    def fullest(self) -> int:
+    def peak_index(self) -> int:
         """The index of the first moment at which the rank holds most."""
         totals = [sum(moment.values()) for moment in self.moments]
         return totals.index(max(totals))
@@ -221,19 +221,19 @@ class Ledger:
     @property
     def peak(self) -> dict[str, int]:
         """Bytes by category at that moment, and their sum as ``total``."""
-        held = {category: size for category, size in self.moments[self.fullest].items() if size}
+        held = {category: size for category, size in self.moments[self.peak_index].items() if size}
         return held | {"total": sum(held.values())}
 
 
 def step_ledger(
-    layers: Sequence[Layer],
+    layers: Sequence[LinearLayer],
     samples: int,
     ranks: int,
     *,
     stage: int = 3,
     checkpointing: bool = False,
-    number_bytes: int = FLOAT,
-) -> Ledger:
+    number_bytes: int = FLOAT_BYTES,
+) -> MemoryLedger:
     """What a rank holds after each event of one training step, by category.
 
     Categories: parameter, optstate and gradient (what stays on the rank); unsharded_parameter; all_gather and
@@ -256,22 +256,21 @@ def step_ledger(
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
     if stage < 2:
-        if number_bytes != FLOAT:
+        if number_bytes != FLOAT_BYTES:
             raise ValueError(
-                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
-                f"take float32, or stage 2 or 3"
+                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: take float32, or stage 2 or 3"
             )
-        walk: _Walk = _WholeWalk(layers, samples, ranks, False, checkpointing, FLOAT, shard_optimizer=stage == 1)
+        walk: _StepMemory = _DDPStepMemory(layers, samples, ranks, False, checkpointing, FLOAT_BYTES, shard_optimizer=stage == 1)
     else:
-        walk = _Walk(layers, samples, ranks, stage == 3, checkpointing, number_bytes)
+        walk = _StepMemory(layers, samples, ranks, stage == 3, checkpointing, number_bytes)
     walk.forward()
     backward = len(walk.moments)
     walk.backward()
-    return Ledger(walk.moments, backward)
+    return MemoryLedger(walk.moments, backward)
 
 
-def step_peak(
-    layers: Sequence[Layer],
+def fsdp_step_peak(
+    layers: Sequence[LinearLayer],
     samples: int,
     ranks: int,
     *,
@@ -286,20 +285,20 @@ def step_peak(
     return step_ledger(layers, samples, ranks, stage=stage, checkpointing=checkpointing).peak
 
 
-def whole_step_peak(layers: Sequence[Layer], samples: int) -> dict[str, int]:
+def ddp_step_peak(layers: Sequence[LinearLayer], samples: int) -> dict[str, int]:
     """The same for DDP, where every rank holds everything."""
     return step_ledger(layers, samples, 1, stage=0).peak
 
 
-class _Walk:
+class _StepMemory:
     """What one training step allocates and frees, event by event, as ``fully_shard`` orders them."""
 
-    made_as = "temp"
+    gradient_category = "temp"
     """Category of a parameter's whole gradient."""
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[LinearLayer],
         samples: int,
         ranks: int,
         reshard: bool,
@@ -308,189 +307,189 @@ class _Walk:
     ):
         self.layers, self.samples, self.reshard, self.checkpointing = layers, samples, reshard, checkpointing
         self.ranks, self.number_bytes = ranks, number_bytes
-        self.short = number_bytes != FLOAT
-        self.units = units_of(layers, ranks)
+        self.short = number_bytes != FLOAT_BYTES
+        self.units = unit_bytes(layers, ranks)
         self.now: Counter[str] = Counter()  # bytes that are allocated, by category
         self.moments: list[Mapping[str, int]] = []
         self.gathered: set[str] = set()
         self.ahead: set[str] = set()  # gathered ahead of their use, still in the all-gather's buffer
         self.buffer = 0  # of the last all-gather of the forward pass
         self.reducing = 0  # input of the last reduce-scatter, kept until the next one starts
-        self.start()
-        self.take("activation", self._float_size(layers[0].inputs))
+        self.add_initial_state()
+        self.allocate("activation", self._float_activation_bytes(layers[0].inputs))
         if self.short:  # the samples are float32, their copy is not
-            self.take("activation", self._size(layers[0].inputs))
+            self.allocate("activation", self._activation_bytes(layers[0].inputs))
 
-    def start(self) -> None:
+    def add_initial_state(self) -> None:
         """What is there before the step."""
         held = resident_bytes(self.layers, self.ranks)
-        self.hold(held["end_parameter_bytes"], held["end_optstate_bytes"])
+        self.set_resident_bytes(held["end_parameter_bytes"], held["end_optstate_bytes"])
 
-    def hold(self, parameters: int, state: int) -> None:
+    def set_resident_bytes(self, parameters: int, state: int) -> None:
         """The first moment: what stays from step to step."""
         self.now["parameter"] = parameters
-        self.take("optstate", state)
+        self.allocate("optstate", state)
 
-    def take(self, category: str, size: int) -> None:
+    def allocate(self, category: str, size: int) -> None:
         self.now[category] += size
         self.moments.append(dict(self.now))
 
     def free(self, category: str, size: int) -> None:
-        self.take(category, -size)
+        self.allocate(category, -size)
 
-    def _size(self, width: int) -> int:
+    def _activation_bytes(self, width: int) -> int:
         return self.number_bytes * self.samples * width
 
-    def _float_size(self, width: int) -> int:
-        return FLOAT * self.samples * width
+    def _float_activation_bytes(self, width: int) -> int:
+        return FLOAT_BYTES * self.samples * width
 
-    def _whole(self, unit: str) -> int:
+    def _full_unit_bytes(self, unit: str) -> int:
         """Bytes of a unit's parameters while they are gathered."""
-        return self.units[unit][1] * self.number_bytes // FLOAT
+        return self.units[unit][1] * self.number_bytes // FLOAT_BYTES
 
     def forward(self) -> None:
         if "root" in self.units:
-            self._gather("root")
+            self._gather_unit("root")
         for index, layer in enumerate(self.layers):
-            self._gather(layer.unit)
-            self._compute(layer)
+            self._gather_unit(layer.unit)
+            self._layer_forward(layer)
             following = self.layers[index + 1] if index + 1 < len(self.layers) else None
             if self.checkpointing and layer.block and (following is None or following.block != layer.block):
-                for inner in self._inner(layer.block):
-                    self.free("activation", self._size(inner.outputs))
+                for inner in self._inner_layers(layer.block):
+                    self.free("activation", self._activation_bytes(inner.outputs))
             if self.reshard and layer.unit != "root" and (following is None or following.unit != layer.unit):
-                self._release(layer.unit)
+                self._reshard_unit(layer.unit)
         self.free("all_gather", self.buffer)
-        self._loss(self._float_size(self.layers[-1].outputs))
+        self._loss_forward(self._float_activation_bytes(self.layers[-1].outputs))
 
-    def _loss(self, size: int) -> None:
+    def _loss_forward(self, size: int) -> None:
         """The mean square of output - 1, in float32; it keeps output - 1."""
         if self.short:
-            self.take("temp", size)
-        self.take("activation", size)
+            self.allocate("temp", size)
+        self.allocate("activation", size)
         if self.short:
             self.free("temp", size)
-        self.take("temp", size)
+        self.allocate("temp", size)
         self.free("temp", size)
 
     def _loss_backward(self, size: int) -> None:
         """The gradient of the output. On the way there are the mean's, output - 1, twice that, and their product."""
-        self.take("temp", 4 * size)
+        self.allocate("temp", 4 * size)
         self.free("temp", 3 * size)
         self.free("activation", size)
         if self.short:
-            short = size * self.number_bytes // FLOAT
-            self.take("temp", short)
+            short = size * self.number_bytes // FLOAT_BYTES
+            self.allocate("temp", short)
             self.free("temp", size)
 
-    def _compute(self, layer: Layer, keep_as: str = "activation") -> None:
-        out = self._size(layer.outputs)
-        self.take(keep_as, out)
+    def _layer_forward(self, layer: LinearLayer, keep_as: str = "activation") -> None:
+        out = self._activation_bytes(layer.outputs)
+        self.allocate(keep_as, out)
         if layer.relu:  # its result is kept, its input is not
-            self.take(keep_as, out)
+            self.allocate(keep_as, out)
             self.free(keep_as, out)
 
-    def _inner(self, block: str) -> list[Layer]:
+    def _inner_layers(self, block: str) -> list[LinearLayer]:
         return [layer for layer in self.layers if layer.block == block][:-1]
 
     def backward(self) -> None:
-        self._loss_backward(self._float_size(self.layers[-1].outputs))
+        self._loss_backward(self._float_activation_bytes(self.layers[-1].outputs))
         recomputed: set[str] = set()
         for index, layer in reversed(list(enumerate(self.layers))):
-            self._gather_again(layer.unit, ahead=self._unit_before(index))
+            self._regather_unit(layer.unit, ahead=self._preceding_unit(index))
             if self.checkpointing and layer.block and layer.block not in recomputed:
                 recomputed.add(layer.block)
-                for inner in self._inner(layer.block):
-                    self._compute(inner, keep_as="temp")
-            again = layer.block in recomputed and layer in self._inner(layer.block)
-            self._gradients(layer, first=index == 0, kept_as="temp" if again else "activation")
+                for inner in self._inner_layers(layer.block):
+                    self._layer_forward(inner, keep_as="temp")
+            again = layer.block in recomputed and layer in self._inner_layers(layer.block)
+            self._layer_backward(layer, first=index == 0, kept_as="temp" if again else "activation")
             if layer.unit != "root" and (index == 0 or self.layers[index - 1].unit != layer.unit):
-                self._reduce(layer.unit)
+                self._reduce_gradients(layer.unit)
         if "root" in self.units:
-            self._reduce("root")
+            self._reduce_gradients("root")
 
-    def _unit_before(self, index: int) -> str:
+    def _preceding_unit(self, index: int) -> str:
         unit = self.layers[index].unit
         return next((each.unit for each in reversed(self.layers[:index]) if each.unit not in (unit, "root")), "")
 
-    def _gradients(self, layer: Layer, first: bool, kept_as: str) -> None:
-        out, before = self._size(layer.outputs), self._size(layer.inputs)
+    def _layer_backward(self, layer: LinearLayer, first: bool, kept_as: str) -> None:
+        out, before = self._activation_bytes(layer.outputs), self._activation_bytes(layer.inputs)
         if layer.relu:
-            self.take("temp", out)  # gradient before the ReLU
+            self.allocate("temp", out)  # gradient before the ReLU
             self.free("temp", out)
         self.free(kept_as, out)
         if not first:
-            self.take("temp", before)
-        self.take(self.made_as, self.number_bytes * sum(math.prod(shape) for shape in layer.shapes))
+            self.allocate("temp", before)
+        self.allocate(self.gradient_category, self.number_bytes * sum(math.prod(shape) for shape in layer.shapes))
         self.free("temp", out)
         if first and self.short:  # the samples' copy; they themselves are the caller's
             self.free("activation", before)
 
-    def _gather(self, unit: str) -> None:
+    def _gather_unit(self, unit: str) -> None:
         """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next one is read."""
         if unit not in self.gathered:
-            self.take("all_gather", self._whole(unit))
-            self._unshard(unit)
+            self.allocate("all_gather", self._full_unit_bytes(unit))
+            self._unshard_unit(unit)
             self.free("all_gather", self.buffer)
-            self.buffer = self._whole(unit)
+            self.buffer = self._full_unit_bytes(unit)
 
-    def _gather_again(self, unit: str, ahead: str) -> None:
+    def _regather_unit(self, unit: str, ahead: str) -> None:
         """For the backward pass: the next unit's shards are under way while this one computes."""
         for needed in (unit, ahead):
             if needed and needed not in self.gathered | self.ahead:
-                self.take("all_gather", self._whole(needed))
+                self.allocate("all_gather", self._full_unit_bytes(needed))
                 self.ahead.add(needed)
             if needed == unit and unit not in self.gathered:
-                self._unshard(unit)
-                self.free("all_gather", self._whole(unit))
+                self._unshard_unit(unit)
+                self.free("all_gather", self._full_unit_bytes(unit))
                 self.ahead.discard(unit)
 
-    def _unshard(self, unit: str) -> None:
-        self.take("unsharded_parameter", self._whole(unit))
+    def _unshard_unit(self, unit: str) -> None:
+        self.allocate("unsharded_parameter", self._full_unit_bytes(unit))
         self.gathered.add(unit)
 
-    def _release(self, unit: str) -> None:
-        self.free("unsharded_parameter", self._whole(unit))
+    def _reshard_unit(self, unit: str) -> None:
+        self.free("unsharded_parameter", self._full_unit_bytes(unit))
         self.gathered.discard(unit)
 
-    def _reduce(self, unit: str) -> None:
+    def _reduce_gradients(self, unit: str) -> None:
         kept, full = self.units[unit]
-        self._release(unit)
+        self._reshard_unit(unit)
         self.free("reduce_scatter", self.reducing)
-        self.take("reduce_scatter", full)
-        copied = self._whole(unit) if self.short else 0  # put in order of the ranks, before they become float32
-        self.take("temp", copied)
-        self.take("gradient", kept)
+        self.allocate("reduce_scatter", full)
+        copied = self._full_unit_bytes(unit) if self.short else 0  # put in order of the ranks, before they become float32
+        self.allocate("temp", copied)
+        self.allocate("gradient", kept)
         numbers = sum(math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes)
         self.free("temp", copied + self.number_bytes * numbers)  # the whole gradients are the last to go
         self.reducing = full
 
 
-class _WholeWalk(_Walk):
+class _DDPStepMemory(_StepMemory):
     """The same where nothing is gathered, freed or reduced before all gradients are there."""
 
-    made_as = "gradient"
+    gradient_category = "gradient"
 
     def __init__(self, *how: Any, shard_optimizer: bool):
         self.shard_optimizer = shard_optimizer
         super().__init__(*how)
 
-    def start(self) -> None:
+    def add_initial_state(self) -> None:
         held, share = resident_bytes(self.layers, 1), resident_bytes(self.layers, self.ranks)
-        self.hold(held["end_parameter_bytes"], (share if self.shard_optimizer else held)["end_optstate_bytes"])
+        self.set_resident_bytes(held["end_parameter_bytes"], (share if self.shard_optimizer else held)["end_optstate_bytes"])
 
     def backward(self) -> None:
         super().backward()
-        self.take("temp", self.now["gradient"])
+        self.allocate("temp", self.now["gradient"])
 
-    def _gather(self, unit: str) -> None:
+    def _gather_unit(self, unit: str) -> None:
         pass
 
-    def _gather_again(self, unit: str, ahead: str) -> None:
+    def _regather_unit(self, unit: str, ahead: str) -> None:
         pass
 
-    def _release(self, unit: str) -> None:
+    def _reshard_unit(self, unit: str) -> None:
         pass
 
-    def _reduce(self, unit: str) -> None:
+    def _reduce_gradients(self, unit: str) -> None:
         pass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """What a rank holds of a tensor: these indices of each dimension, of the term ``term`` of a sum of ``terms``."""
 
     indices: tuple[range, ...]
@@ -24,7 +24,7 @@ class Piece:
         return tuple(map(len, self.indices))
 
 
-def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[str], rank: int) -> Piece:
+def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[str], rank: int) -> TensorPiece:
     """Which piece of a tensor a rank holds, as DTensor cuts it: axis by axis of the mesh, the first axis first.
 
     ``Shard(dim)`` leaves of what is left along ``dim`` the rank's chunk of ceil(size / ranks); the last ones get less,
@@ -46,9 +46,7 @@ def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[
     if len(placements) != len(mesh):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis")
     if not 0 <= rank < math.prod(mesh):
-        raise ValueError(
-            f"a mesh of {math.prod(mesh)} ranks has no rank {rank}: take one from 0 to {math.prod(mesh) - 1}"
-        )
+        raise ValueError(f"a mesh of {math.prod(mesh)} ranks has no rank {rank}: take one from 0 to {math.prod(mesh) - 1}")
     dims = {f"Shard({dim})": dim for dim in range(len(shape))}
     indices, term, terms = [range(size) for size in shape], 0, 1
     for axis, (length, placement) in enumerate(zip(mesh, placements, strict=True)):
@@ -62,10 +60,10 @@ def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[
         elif placement != "Replicate()":
             known = ", ".join([*dims, "Replicate()", "Partial()"])
             raise ValueError(f"placement {placement!r} of axis {axis} is none of {known}")
-    return Piece(tuple(indices), term, terms)
+    return TensorPiece(tuple(indices), term, terms)
 
 
-def whole_again(
+def full_tensor_collectives(
     shape: Sequence[int], mesh: Sequence[int], placements: Sequence[str], element_bytes: int = 4
 ) -> dict[str, int]:
     """Collectives with which ``DTensor.full_tensor`` makes the whole on every rank, and the bytes handed to them.

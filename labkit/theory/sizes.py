@@ -26,9 +26,7 @@ def shard_sizes(size: int, ranks: int, *, multiple: int = 1) -> list[int]:
     chunk = -(-size // ranks)
     sizes = [min(chunk, max(0, size - index * chunk)) for index in range(ranks)]
     if not sizes[-1]:
-        raise ValueError(
-            f"{ranks} ranks cannot share {size}: ceil({size} / {ranks}) = {chunk} leaves the last ones nothing"
-        )
+        raise ValueError(f"{ranks} ranks cannot share {size}: ceil({size} / {ranks}) = {chunk} leaves the last ones nothing")
     for local in (sizes[0], sizes[-1]):
         if local % multiple:
             raise ValueError(
@@ -38,7 +36,7 @@ def shard_sizes(size: int, ranks: int, *, multiple: int = 1) -> list[int]:
     return sizes
 
 
-def named_axes(text: str, world_size: int) -> dict[str, int]:
+def parse_mesh_axes(text: str, world_size: int) -> dict[str, int]:
     """A mesh's axes from text: ``"4"`` is {space: 4}, ``"2x2"`` is {data: 2, space: 2}, "" is one axis over all ranks.
 
     Raises:
@@ -49,9 +47,7 @@ def named_axes(text: str, world_size: int) -> dict[str, int]:
         raise ValueError(f"mesh {text!r} is neither one number of ranks, such as 4, nor data x space, such as 2x2")
     lengths = [int(part) for part in parts]
     if math.prod(lengths) != world_size:
-        raise ValueError(
-            f"mesh {text} is for {math.prod(lengths)} ranks, but {world_size} are launched: make them equal"
-        )
+        raise ValueError(f"mesh {text} is for {math.prod(lengths)} ranks, but {world_size} are launched: make them equal")
     return dict(zip(("data", "space")[-len(lengths) :], lengths, strict=True))
 
 

@@ -18,7 +18,7 @@ from labkit.theory.sizes import shard_sizes
 
 
 @dataclass(frozen=True)
-class Stage:
+class ConvNeXtStage:
     """The feature maps of one ConvNeXt stage: [batch, channels, height, width], in ``depth`` blocks."""
 
     channels: int
@@ -27,11 +27,11 @@ class Stage:
     depth: int
 
 
-def convnext_stages(height: int, width: int, depths: Sequence[int], dims: Sequence[int]) -> list[Stage]:
+def convnext_stages(height: int, width: int, depths: Sequence[int], dims: Sequence[int]) -> list[ConvNeXtStage]:
     """The sizes of every stage's feature maps: the stem divides height and width by 4, each later stage by 2 more."""
     strides = [4 * 2**index for index in range(len(dims))]
     return [
-        Stage(channels, height // stride, width // stride, depth)
+        ConvNeXtStage(channels, height // stride, width // stride, depth)
         for channels, depth, stride in zip(dims, depths, strides, strict=True)
     ]
 
@@ -48,9 +48,7 @@ def check_convnext(height: int, width: int, depths: Sequence[int], dims: Sequenc
     stride = total_stride(depths)
     for name, size in (("height", height), ("width", width)):
         if size < 1 or size % stride:
-            raise ValueError(
-                f"{name} {size} is not a multiple of the total stride {stride}: {size} % {stride} = {size % stride}"
-            )
+            raise ValueError(f"{name} {size} is not a multiple of the total stride {stride}: {size} % {stride} = {size % stride}")
 
 
 def check_strips(size: int, ranks: int, depths: Sequence[int], halo: int = 3) -> list[int]:
@@ -77,9 +75,7 @@ def halo_bytes(*, rows: int, halo: int, channels: int, batch: int, element_bytes
     return rows * halo * channels * batch * element_bytes
 
 
-def spatial_send_bytes(
-    *, stages: Sequence[Stage], batch: int, neighbours: int, tensor_dim: int = 3, halo: int = 3
-) -> int:
+def spatial_send_bytes(*, stages: Sequence[ConvNeXtStage], batch: int, neighbours: int, tensor_dim: int = 3, halo: int = 3) -> int:
     """Bytes of float32 that one rank sends to its neighbours in a whole training step of a ConvNeXt cut into strips.
 
     Every block exchanges one halo before its depthwise convolution and the gradient of one in the backward pass. There
@@ -144,7 +140,7 @@ def spatial_all_reduces(
 
 
 def convnext_activation_bytes(
-    *, stages: Sequence[Stage], batch: int, ranks: int = 1, tensor_dim: int = 3, halo: int = 3, element_bytes: int = 4
+    *, stages: Sequence[ConvNeXtStage], batch: int, ranks: int = 1, tensor_dim: int = 3, halo: int = 3, element_bytes: int = 4
 ) -> int:
     """Bytes of activations that a ConvNeXt keeps for its backward pass, on one rank.
 
@@ -169,9 +165,7 @@ def convnext_activation_bytes(
     return elements * element_bytes
 
 
-def strip_step_s(
-    plain_s: float, ranks: int, messages: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
-) -> float:
+def strip_step_s(plain_s: float, ranks: int, messages: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
     """Seconds of a step cut into strips, where nothing hides: the arithmetic's share, then every message.
 
     Args:

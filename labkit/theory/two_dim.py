@@ -22,7 +22,7 @@ from labkit.theory import fsdp
 from labkit.theory.collectives import AlphaBeta
 from labkit.theory.sizes import even_share
 
-Pairs = Sequence[tuple[int, int]]
+LayerPairs = Sequence[tuple[int, int]]
 
 
 def mlp_pairs(dim: int, multipliers: Sequence[int] = (3, 4, 3)) -> list[tuple[int, int]]:
@@ -35,7 +35,7 @@ def chain_pairs(dim: int) -> list[tuple[int, int]]:
     return [(dim, dim)] * 2
 
 
-def rank_layers(pairs: Pairs, tp: int) -> list[fsdp.Layer]:
+def rank_layers(pairs: LayerPairs, tp: int) -> list[fsdp.LinearLayer]:
     """What one rank of ``tp`` holds of the model, as layers of their own; each pair is a unit of FSDP.
 
     The first layer of a pair is cut by columns of its output, bias included. The second is cut by its inputs, and its
@@ -48,12 +48,12 @@ def rank_layers(pairs: Pairs, tp: int) -> list[fsdp.Layer]:
     for index, (width, inner) in enumerate(pairs):
         share = even_share(inner, tp, "the inner width")
         unit = f"block {index}"
-        layers += [fsdp.Layer(width, share, unit, unit), fsdp.Layer(share, width, unit, unit)]
+        layers += [fsdp.LinearLayer(width, share, unit, unit), fsdp.LinearLayer(share, width, unit, unit)]
     return layers
 
 
-def activations_sent(
-    pairs: Pairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+def activation_collectives(
+    pairs: LayerPairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
 ) -> dict[str, int]:
     """Collectives of one training step along ``tp``, and the bytes that a rank hands to them.
 
@@ -69,7 +69,7 @@ def activations_sent(
     """
     if tp == 1:
         return {}
-    token_bytes, sums = fsdp.FLOAT * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
+    token_bytes, sums = fsdp.FLOAT_BYTES * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
     whole = tokens * token_bytes
     if not sequence_parallel:
         return {"tp/all_reduce_count": sums, "tp/all_reduce_bytes": sums * whole}
@@ -82,7 +82,7 @@ def activations_sent(
     }
 
 
-def parameters_sent(pairs: Pairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+def parameter_collectives(pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
     """Collectives of one training step along ``data``, and the bytes that a rank hands to them.
 
     FSDP gathers each pair's thin parameters twice and reduce-scatters their gradients. DDP all-reduces the gradients;
@@ -92,29 +92,31 @@ def parameters_sent(pairs: Pairs, *, data: int, tp: int, plan: str = "fsdp_tp") 
     if data == 1:
         return {}
     if plan == "fsdp_tp":
-        return {f"data/{name}": value for name, value in fsdp.collectives(layers, data).items()}
-    return {"data/all_reduce_bytes": fsdp.FLOAT * parameters(layers)}
+        return {f"data/{name}": value for name, value in fsdp.step_collectives(layers, data).items()}
+    return {"data/all_reduce_bytes": fsdp.FLOAT_BYTES * parameter_count(layers)}
 
 
-def collectives(pairs: Pairs, tokens: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool) -> dict[str, int]:
+def step_collectives_by_axis(
+    pairs: LayerPairs, tokens: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool
+) -> dict[str, int]:
     """All collectives of one training step by axis, by the names of ``result.value``: the two functions above.
 
     ``how`` is ``sequence_parallel`` and ``checkpointing``, both False by default.
     """
-    return activations_sent(pairs, tokens, tp, **how) | parameters_sent(pairs, data=data, tp=tp, plan=plan)
+    return activation_collectives(pairs, tokens, tp, **how) | parameter_collectives(pairs, data=data, tp=tp, plan=plan)
 
 
-def parameters(layers: Sequence[fsdp.Layer]) -> int:
+def parameter_count(layers: Sequence[fsdp.LinearLayer]) -> int:
     """How many numbers some layers hold."""
     return sum(math.prod(shape) for layer in layers for shape in layer.shapes)
 
 
-def resident_bytes(pairs: Pairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+def mesh_resident_bytes(pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
     """Bytes that the fullest rank holds after a step with Adam, by the names of ``result.value``."""
     return fsdp.resident_bytes(rank_layers(pairs, tp), data if plan == "fsdp_tp" else 1)
 
 
-def wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, float]:
+def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, float]:
     """Bytes that one rank puts on the wire along each axis if every collective runs in a ring.
 
     Of n ranks' ring, a rank that hands s bytes to an all-gather sends (n - 1) s; to a reduce-scatter (n - 1) / n of
@@ -128,8 +130,8 @@ def wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, fl
     return wire
 
 
-def activation_bytes(
-    pairs: Pairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+def tp_activation_bytes(
+    pairs: LayerPairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
 ) -> int:
     """Bytes of activations that a rank holds of an MLPStack when its forward pass ends.
 
@@ -148,25 +150,25 @@ def activation_bytes(
     whole = tokens * width
     kept = 0 if checkpointing else sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
     if not sequence_parallel:
-        return fsdp.FLOAT * (kept + (len(pairs) + 2 - checkpointing) * whole)
+        return fsdp.FLOAT_BYTES * (kept + (len(pairs) + 2 - checkpointing) * whole)
     gathered = 0 if checkpointing else len(pairs) * whole
     between = len(pairs) * even_share(tokens, tp, "tokens") * width
-    return fsdp.FLOAT * (kept + gathered + between + 2 * whole)  # the samples come in whole, and the loss is of all
+    return fsdp.FLOAT_BYTES * (kept + gathered + between + 2 * whole)  # the samples come in whole, and the loss is of all
 
 
-def line_peak(pairs: Pairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:
+def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:
     """Bytes by category at the peak of a step without data parallelism, Adam's state included.
 
     The peak lies where the backward pass begins, as long as activations outweigh gradients: all activations are there,
     and the gradient of the loss, a mean of squares, takes four tensors of the output's size (temp) to work out.
     ``how`` is that of ``activation_bytes``.
     """
-    kept = resident_bytes(pairs, data=1, tp=tp)
+    kept = mesh_resident_bytes(pairs, data=1, tp=tp)
     return {
         "parameter": kept["end_parameter_bytes"],
         "optstate": kept["end_optstate_bytes"],
-        "activation": activation_bytes(pairs, tokens, tp, **how),
-        "temp": 4 * fsdp.FLOAT * tokens * pairs[0][0],
+        "activation": tp_activation_bytes(pairs, tokens, tp, **how),
+        "temp": 4 * fsdp.FLOAT_BYTES * tokens * pairs[0][0],
     }
 
 
@@ -182,14 +184,14 @@ def message_share(inner: float, tp: int, flops_per_s: float, wire_bytes_per_s: f
 
 
 def step_seconds(
-    pairs: Pairs,
+    pairs: LayerPairs,
     tokens: int,
     *,
     data: int,
     tp: int,
     flops_per_s: float,
     links: Mapping[str, AlphaBeta],
-    number_bytes: int = fsdp.FLOAT,
+    number_bytes: int = fsdp.FLOAT_BYTES,
 ) -> dict[str, float]:
     """Seconds of a training step with FSDP along ``data``, on one rank, as if nothing ran at the same time.
 
@@ -205,17 +207,17 @@ def step_seconds(
     Returns:
         ``compute``, 6 operations for each number of a rank's matrices and each token; ``tp`` and ``data``, messages.
     """
-    sent = collectives(pairs, tokens, data=data, tp=tp)
-    wire = wire_bytes(sent, data=data, tp=tp)
-    seconds = {"compute": step_operations(pairs) / tp * tokens / flops_per_s}
+    sent = step_collectives_by_axis(pairs, tokens, data=data, tp=tp)
+    wire = axis_wire_bytes(sent, data=data, tp=tp)
+    seconds = {"compute": step_flops_per_token(pairs) / tp * tokens / flops_per_s}
     for axis in ("tp", "data"):
         calls = sum(count for name, count in sent.items() if name.startswith(f"{axis}/") and name.endswith("_count"))
-        size = wire[axis] * number_bytes / fsdp.FLOAT
+        size = wire[axis] * number_bytes / fsdp.FLOAT_BYTES
         seconds[axis] = links[axis].seconds(size, calls) if calls else 0.0
     return seconds
 
 
-def step_operations(pairs: Pairs) -> int:
+def step_flops_per_token(pairs: LayerPairs) -> int:
     """Operations of a training step for each token, of all ranks together: 6 for each number of the matrices.
 
     Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
@@ -223,12 +225,12 @@ def step_operations(pairs: Pairs) -> int:
     return 6 * sum(2 * width * inner for width, inner in pairs)
 
 
-def splits(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
+def valid_tp_sizes(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
     """Those lengths of ``tp`` that divide the ranks, and leave each line of them as many of the samples."""
     return [tp for tp in lengths if ranks % tp == 0 and samples % (ranks // tp) == 0]
 
 
-def exposed_seconds(seconds: Mapping[str, float], overlap: bool) -> dict[str, float]:
+def seconds_after_overlap(seconds: Mapping[str, float], overlap: bool) -> dict[str, float]:
     """What a rank spends of a step: it computes, then waits for what nothing hides.
 
     With ``overlap`` messages along ``data`` travel while the rank computes. Those along ``tp`` are waited for.

@@ -3,11 +3,11 @@
 No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See explorer.py for what all of them share.
 """
 
-from labkit.widgets.buckets import Buckets
-from labkit.widgets.gather import Gather
-from labkit.widgets.placement import Placement
-from labkit.widgets.spatial import Spatial
-from labkit.widgets.two_axes import TwoAxes
-from labkit.widgets.wrapping import Wrapping
+from labkit.widgets.buckets import BucketExplorer
+from labkit.widgets.gather import GatherExplorer
+from labkit.widgets.placement import PlacementExplorer
+from labkit.widgets.spatial import SpatialExplorer
+from labkit.widgets.two_axes import TwoAxesExplorer
+from labkit.widgets.wrapping import WrappingExplorer
 
-__all__ = ["Buckets", "Gather", "Placement", "Spatial", "TwoAxes", "Wrapping"]
+__all__ = ["BucketExplorer", "GatherExplorer", "PlacementExplorer", "SpatialExplorer", "TwoAxesExplorer", "WrappingExplorer"]

@@ -14,22 +14,22 @@ from labkit.theory.collectives import AlphaBeta
 from labkit.widgets.explorer import Control, Explorer
 
 # * DDP's default, with which the first bucket closes at 1 MiB.
-SIZES_MB = {"one gradient": 0.0001, "0.1 MiB": 0.1, "1 MiB": 1.0, "5 MiB": 5.0, "25 MiB*": 25.0, "100 MiB": 100.0}
+BUCKET_SIZES_MB = {"one gradient": 0.0001, "0.1 MiB": 0.1, "1 MiB": 1.0, "5 MiB": 5.0, "25 MiB*": 25.0, "100 MiB": 100.0}
 
 
-class Buckets(Explorer):
+class BucketExplorer(Explorer):
     """Linear layers in a row under DDP. What the ranks of this machine take for a message is measured by the run."""
 
     title = "Which gradients travel together, and what hides them?"
     controls: ClassVar = {
         "network": Control("layers", {"100 × 64": (100, 64), "24 × 256": (24, 256), "4 × 1,000": (4, 1000)}, (100, 64)),
-        "bucket_mb": Control("bucket", SIZES_MB, 0.1),
+        "bucket_mb": Control("bucket", BUCKET_SIZES_MB, 0.1),
         "alpha_us": Control("alpha, µs a message", (5, 20, 100, 400), 100),
         "gb_per_s": Control("1 / beta, GB/s", (1, 2, 10, 100), 2),
         "backward_ms": Control("arithmetic, ms", (2, 5, 20), 5),
         "hidden": Control("messages are carried by", {"the computing core": False, "a network card": True}, False),
     }
-    formulas = (theory.bucket_plan, theory.journeys, theory.smallest_bucket_bytes)
+    formulas = (theory.bucket_plan, theory.bucket_transfer_times, theory.smallest_bucket_bytes)
     tolerances: ClassVar = {"backward_ms": 1 / 3}
     size = (8.5, 3.4)
 
@@ -38,33 +38,33 @@ class Buckets(Explorer):
         buckets = theory.chain_buckets(dim, chosen["bucket_mb"], layers=layers)
         return {"all_reduce_count": len(buckets), "all_reduce_bytes": sum(sum(each.values()) for each in buckets)}
 
-    def predict_here(self, result: RunResult, **chosen: Any) -> dict[str, float]:
-        return {"backward_ms": 1e3 * _ends_s(**chosen | _costs(result))}
+    def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
+        return {"backward_ms": 1e3 * _backward_end_s(**chosen | _costs_from_run(result))}
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
         measured_s = result.value("backward_ms") / 1e3 if result else None
-        drawn = chosen | (_costs(result) if result else {})
+        drawn = chosen | (_costs_from_run(result) if result else {})
         backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
         margins = {"left": 0.115, "right": 0.985, "top": 0.8, "bottom": 0.21, "wspace": 0.32}
         line, sizes = figure.subplots(1, 2, width_ratios=(1.7, 1), gridspec_kw=margins)
-        journeys = _journeys(**drawn)
-        plots.backward_line(journeys, backward_s, hidden=hidden, measured_s=measured_s, ax=line)
+        journeys = _bucket_transfer_times(**drawn)
+        plots.backward_timeline(journeys, backward_s, hidden=hidden, measured_s=measured_s, ax=line)
         line.locator_params(axis="x", nbins=5)
-        ends_s = {label: _ends_s(**drawn | {"bucket_mb": size}) for label, size in SIZES_MB.items()}
+        ends_s = {label: _backward_end_s(**drawn | {"bucket_mb": size}) for label, size in BUCKET_SIZES_MB.items()}
         parts = {label: (backward_s, end_s - backward_s) for label, end_s in ends_s.items()}
-        names = {size: label for label, size in SIZES_MB.items()}
+        names = {size: label for label, size in BUCKET_SIZES_MB.items()}
         label = names[chosen["bucket_mb"]]
-        plots.backward_by_bucket(parts, label, measured_s=measured_s, ax=sizes)
+        plots.backward_time_by_bucket_size(parts, label, measured_s=measured_s, ax=sizes)
         sizes.set_xlabel("backward pass, ms (*: first bucket at 1 MiB)", fontsize=8)
         costs = f"alpha {drawn['alpha_us']:,.0f} µs, 1 / beta {drawn['gb_per_s']:.2g} GB/s"
         said = f"{'costs measured by this run' if result else 'costs as chosen'}: {costs}"
         figure.text(0.01, 0.985, said, fontsize=9, va="top")
         size, ends_ms, exposed_ms = predicted["all_reduce_bytes"], 1e3 * ends_s[label], 1e3 * parts[label][1]
         words = (
-            f"{style.counted(len(journeys), 'bucket')}, {size / 1e6:.3g} MB; the backward pass is predicted to take "
-            f"{style.digits(ends_ms)} ms, of which {style.digits(exposed_ms)} ms are exposed messages"
+            f"{style.count_text(len(journeys), 'bucket')}, {size / 1e6:.3g} MB; the backward pass is predicted to take "
+            f"{style.short_number_text(ends_ms)} ms, of which {style.short_number_text(exposed_ms)} ms are exposed messages"
         )
-        return words + (f"; it took {style.digits(1e3 * measured_s)} ms" if measured_s else "")
+        return words + (f"; it took {style.short_number_text(1e3 * measured_s)} ms" if measured_s else "")
 
     def launch(self, **chosen: Any) -> RunResult:
         layers, dim = chosen["network"]
@@ -72,23 +72,23 @@ class Buckets(Explorer):
         return labkit.run("ddp_compile", nproc=2, mode="ddp", steps=8, costs=True, **sizes)
 
 
-def _journeys(**values: Any) -> list[tuple[float, float]]:
+def _bucket_transfer_times(**values: Any) -> list[tuple[float, float]]:
     """When each bucket leaves and arrives, in seconds, for values by the names of the controls."""
     network = AlphaBeta(values["alpha_us"] / 1e6, 1e-9 / values["gb_per_s"])
     how = {"backward_s": values["backward_ms"] / 1e3, "network": network, "hidden": values["hidden"]}
     layers, dim = values["network"]
-    return theory.backward_journeys(dim, layers, values["bucket_mb"], **how)
+    return theory.backward_transfer_times(dim, layers, values["bucket_mb"], **how)
 
 
-def _ends_s(**values: Any) -> float:
+def _backward_end_s(**values: Any) -> float:
     """When the backward pass has all its means: never before its arithmetic is done."""
-    return max(values["backward_ms"] / 1e3, _journeys(**values)[-1][1])
+    return max(values["backward_ms"] / 1e3, _bucket_transfer_times(**values)[-1][1])
 
 
-def _costs(result: RunResult) -> dict[str, float]:
+def _costs_from_run(result: RunResult) -> dict[str, float]:
     """What a message and the arithmetic cost in this run, by the names of the controls."""
     pieces_s = {count: [result.value(f"pieces_{count}_ms") / 1e3] for count in (1, 64)}
-    network = theory.fit_pieces(pieces_s, int(result.value("all_reduce_bytes")))
+    network = theory.fit_from_message_counts(pieces_s, int(result.value("all_reduce_bytes")))
     return {
         "alpha_us": max(0.0, 1e6 * network.alpha_s),  # a disturbed round may bend the line below 0
         "gb_per_s": 1e-9 / max(1e-15, network.beta_s_per_byte),

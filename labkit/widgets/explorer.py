@@ -25,31 +25,29 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from labkit.errors import ParameterError
-from labkit.launcher.progress import Display, State, in_kernel, shown_on
+from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
-from labkit.plots.runs import compared
+from labkit.plots.runs import text_comparison_table
 from labkit.runs.result import RunResult
 
-SWITCH = "LABKIT_WIDGETS"
-FRONT_ENDS = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")
+ENV_WIDGETS = "LABKIT_WIDGETS"
+FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")
 """Variables that a kernel has where somebody looks at it: of a Jupyter server's session, of VS Code, of Colab."""
-BUTTONS = 6
+MAX_BUTTONS = 6
 """Up to so many values are buttons side by side; more are a list."""
 DPI = 100
 
 
-def live() -> bool:
+def can_show_widgets() -> bool:
     """Whether a front end can show widgets. LABKIT_WIDGETS=1 or 0 says so where labkit cannot know.
 
     Raises:
         ParameterError: LABKIT_WIDGETS is neither.
     """
-    said = os.environ.get(SWITCH)
+    said = os.environ.get(ENV_WIDGETS)
     if said not in (None, "", "0", "1"):
-        raise ParameterError(
-            f"{SWITCH}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose"
-        )
-    return said == "1" if said else in_kernel() and any(name in os.environ for name in FRONT_ENDS)
+        raise ParameterError(f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose")
+    return said == "1" if said else in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
 
 
 @dataclass(frozen=True)
@@ -112,52 +110,52 @@ class Explorer(ABC):
     def launch(self, **chosen: Any) -> RunResult:
         """The run that measures what ``predict`` gives, on real ranks."""
 
-    def predict_here(self, result: RunResult, **chosen: Any) -> dict[str, float]:
+    def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
         """What theory says with the costs that a run has measured of its machine, such as times; nothing by default."""
         return {}
 
-    def refusal(self, **chosen: Any) -> str:
+    def refusal_reason(self, **chosen: Any) -> str:
         """Why this machine cannot measure the chosen values, and what to change; "" where it can."""
         return ""
 
     @property
-    def predicted(self) -> dict[str, float]:
+    def prediction(self) -> dict[str, float]:
         """What theory says for the values that are chosen now; with this machine's costs once they were measured."""
         result, said = self.result, self.predict(**self.chosen)
-        return said if result is None else said | self.predict_here(result, **self.chosen)
+        return said if result is None else said | self.predict_from_run(result, **self.chosen)
 
     @property
     def result(self) -> RunResult | None:
         """What was measured for the values that are chosen now."""
-        return self.measured.get(self._key())
+        return self.measured.get(self._run_key())
 
-    def run_it(self) -> RunResult:
+    def run_current(self) -> RunResult:
         """Launch for the values that are chosen now, and keep what was measured.
 
         Raises:
             ValueError: this machine cannot measure them.
         """
-        key, chosen = self._key(), dict(self.chosen)
-        if refusal := self.refusal(**chosen):
+        key, chosen = self._run_key(), dict(self.chosen)
+        if refusal := self.refusal_reason(**chosen):
             raise ValueError(refusal)
         self.measured[key] = result = self.launch(**chosen)
         return result
 
-    def _key(self) -> tuple[Any, ...]:
+    def _run_key(self) -> tuple[Any, ...]:
         """What a run depends on, of the values that are chosen now."""
         return tuple(value for name, value in self.chosen.items() if not self.controls[name].only_drawn)
 
-    def picture(self) -> tuple[bytes, str]:
+    def render_figure(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
         figure = Figure(figsize=self.size, dpi=DPI)
-        words = self.draw(figure, self.predicted, self.result, **self.chosen)
+        words = self.draw(figure, self.prediction, self.result, **self.chosen)
         if self.result is not None:
-            style.stamp(figure.axes[0], [self.result])
-        return _png(figure), words
+            style.add_stamp(figure.axes[0], [self.result])
+        return _encode_png(figure), words
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        if not live():
-            png, words = self.picture()
+        if not can_show_widgets():
+            png, words = self.render_figure()
             return {"image/png": base64.b64encode(png).decode(), "text/plain": f"{self.title}: {words}"}
         if self._panel is None:
             self._panel = _Panel(self)
@@ -165,7 +163,7 @@ class Explorer(ABC):
         return shown
 
 
-def _png(figure: Figure) -> bytes:
+def _encode_png(figure: Figure) -> bytes:
     """The figure as PNG. ``savefig`` draws twice and packs for long; this takes half the time."""
     canvas, packed = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()
@@ -173,27 +171,27 @@ def _png(figure: Figure) -> bytes:
     return packed.getvalue()
 
 
-class _Status(Display):
+class _StatusLine(Display):
     """How a run goes, in one line of the panel; ``cancel`` ends the run at its next look."""
 
     def __init__(self, line: Any):
         self._line, self._cancelled = line, False
 
-    def begin(self) -> None:
+    def clear_cancellation(self) -> None:
         """Forget a cancellation that came too late for the run before."""
         self._cancelled = False
-        self._look("starts")
+        self._update_line("starts")
 
     def cancel(self) -> None:
         self._cancelled = True
 
-    def wait(self, text: str) -> None:
-        self._look(text)
+    def show_wait_reason(self, text: str) -> None:
+        self._update_line(text)
 
-    def show(self, state: State, lines: list[str]) -> None:
-        self._look(str(state), state.fraction if state.planned_steps else None)
+    def show(self, state: ProgressState, lines: list[str]) -> None:
+        self._update_line(str(state), state.fraction if state.planned_steps else None)
 
-    def _look(self, text: str, fraction: float | None = None) -> None:
+    def _update_line(self, text: str, fraction: float | None = None) -> None:
         if self._cancelled:
             self._cancelled = False  # the run is still followed while it ends
             raise KeyboardInterrupt
@@ -208,11 +206,11 @@ class _Panel:
         import ipywidgets
 
         self._explorer = explorer
-        self._knobs = {name: _knob(control, explorer.chosen[name]) for name, control in explorer.controls.items()}
+        self._knobs = {name: _control_widget(control, explorer.chosen[name]) for name, control in explorer.controls.items()}
         for knob in self._knobs.values():
-            knob.observe(self._moved, "value")
+            knob.observe(self._on_control_change, "value")
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))
-        self._status = _Status(self._line)
+        self._status = _StatusLine(self._line)
         self._run, self._cancel, self._reset = (
             ipywidgets.Button(description=text, tooltip=tip)
             for text, tip in (
@@ -222,9 +220,9 @@ class _Panel:
             )
         )
         self._cancel.disabled = True
-        self._run.on_click(lambda _: self.begin())
+        self._run.on_click(lambda _: self.start_run())
         self._cancel.on_click(lambda _: self._status.cancel())
-        self._reset.on_click(lambda _: self._back_to_defaults())
+        self._reset.on_click(lambda _: self._restore_defaults())
         look = ipywidgets.Layout(flex_flow="row wrap", align_items="center")
         self.box = ipywidgets.VBox(
             [
@@ -234,7 +232,7 @@ class _Panel:
                 self._table,
                 ipywidgets.Box([self._run, self._cancel, self._reset], layout=look),
                 self._line,
-                ipywidgets.HTML(_formulas(explorer.formulas)),
+                ipywidgets.HTML(_formula_html(explorer.formulas)),
             ]
         )
         self._hold = False
@@ -243,14 +241,14 @@ class _Panel:
     def redraw(self) -> None:
         """Draw for the values that are chosen now; what is wrong with them is said in the place of the figure."""
         try:
-            png, words = self._explorer.picture()
+            png, words = self._explorer.render_figure()
         except ValueError as error:
             self._picture.value, self._table.value = f'<p role="alert">{escape(str(error))}</p>', ""
             self._run.disabled = True
             return
-        running, refusal = not self._cancel.disabled, self._explorer.refusal(**self._explorer.chosen)
+        running, refusal = not self._cancel.disabled, self._explorer.refusal_reason(**self._explorer.chosen)
         self._run.disabled = running or bool(refusal)
-        rows = compared(self._explorer.predicted, self._explorer.result, self._explorer.tolerances)
+        rows = text_comparison_table(self._explorer.prediction, self._explorer.result, self._explorer.tolerances)
         cell = 'style="text-align: right; padding: 1px 12px"'
         self._table.value = rows.to_html(border=0).replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
         data = base64.b64encode(png).decode()
@@ -259,57 +257,57 @@ class _Panel:
             f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" width="{width}" style="max-width: 100%">'
         )
         if not running:
-            self._say(refusal)
+            self._show_text(refusal)
 
-    def begin(self) -> None:
+    def start_run(self) -> None:
         """Run in a thread, so that controls and *cancel* are heard meanwhile."""
         self._run.disabled, self._cancel.disabled = True, False
-        self._status.begin()
-        threading.Thread(target=self._measure, daemon=True).start()
+        self._status.clear_cancellation()
+        threading.Thread(target=self._run_in_thread, daemon=True).start()
 
-    def _measure(self) -> None:
+    def _run_in_thread(self) -> None:
         said = ""
         try:
-            with shown_on(self._status):
-                self._explorer.run_it()
+            with use_display(self._status):
+                self._explorer.run_current()
         except KeyboardInterrupt:
             said = "cancelled: no process of the run is left"
         except Exception as error:  # whatever it is, nobody else would hear of it in a thread
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         self._cancel.disabled = True
         self.redraw()
-        self._say(said)
+        self._show_text(said)
 
-    def _say(self, text: str) -> None:
+    def _show_text(self, text: str) -> None:
         self._line.value = f'<div role="status">{escape(text)}</div>'
 
-    def _moved(self, _: Any) -> None:
+    def _on_control_change(self, _: Any) -> None:
         if not self._hold:
             self._explorer.chosen = {name: knob.value for name, knob in self._knobs.items()}
             self.redraw()
 
-    def _back_to_defaults(self) -> None:
+    def _restore_defaults(self) -> None:
         self._hold = True
         for name, control in self._explorer.controls.items():
             self._knobs[name].value = control.default
         self._hold = False
-        self._moved(None)
+        self._on_control_change(None)
 
 
-def _knob(control: Control, value: Any) -> Any:
+def _control_widget(control: Control, value: Any) -> Any:
     """The widget of a control."""
     import ipywidgets
 
     words = [text for text, _ in control.options]
     shared = {"options": control.options, "value": value, "description": control.label}
     layout = {"width": "auto", "margin": "0 18px 6px 0"}
-    if len(words) > BUTTONS or sum(map(len, words)) > 40:
+    if len(words) > MAX_BUTTONS or sum(map(len, words)) > 40:
         return ipywidgets.Dropdown(**shared, layout=layout, style={"description_width": "initial"})
     style = {"description_width": "initial", "button_width": "auto"}
     return ipywidgets.ToggleButtons(**shared, layout=layout, style=style)
 
 
-def _formulas(functions: Sequence[Callable[..., Any]]) -> str:
+def _formula_html(functions: Sequence[Callable[..., Any]]) -> str:
     """The formulas' names and texts, folded."""
     texts = [
         f"<details><summary>formula: {escape(function.__module__)}.{escape(function.__name__)}</summary>"

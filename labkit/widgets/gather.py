@@ -15,24 +15,24 @@ from labkit.runs.result import RunResult
 from labkit.theory import extensions as theory
 from labkit.widgets.explorer import Control, Explorer
 
-BITS = {
+EXTENSION_BY_BITS = {
     "32": "fp32",
     "16 (bfloat16)": "bf16",
     "8 (float8)": "float8",
     "8 (int8)": "int8",
     "4 (int4)": "int4",
 }
-STEPS = 100
+TRAINING_STEPS = 100
 
 
-class Gather(Explorer):
+class GatherExplorer(Explorer):
     """The network of lab 3, whose weights are rounded for the all-gather and for nothing else."""
 
     title = "What do fewer bits save, and what do they cost?"
     controls: ClassVar = {
-        "extension": Control("bits of a number", BITS, "int8"),
+        "extension": Control("bits of a number", EXTENSION_BY_BITS, "int8"),
         "scales": Control("one scale for", {"a shard": "shard", "a row": "row", "32 numbers": "group"}, "row"),
-        "steps": Control("weights", {"before training": 0, f"trained for {STEPS} steps": STEPS}, STEPS),
+        "steps": Control("weights", {"before training": 0, f"trained for {TRAINING_STEPS} steps": TRAINING_STEPS}, TRAINING_STEPS),
         "dim": Control("width", (128, 256), 128),
         "ranks": Control("ranks", (2, 4), 2),
         "reshard": Control("gathered in a step", {"twice": True, "once (kept)": False}, True),
@@ -42,25 +42,25 @@ class Gather(Explorer):
     size = (8.5, 4.0)
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        extension, scales, ranks = chosen["extension"], _scales(**chosen), chosen["ranks"]
-        shapes = _shapes(chosen["dim"])
-        largest, rms, _ = _errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
-        sent = theory.step_bytes(shapes, ranks, extension, reshard=chosen["reshard"], scales=scales)
+        extension, scales, ranks = chosen["extension"], _scale_sharing(**chosen), chosen["ranks"]
+        shapes = _weight_shapes(chosen["dim"])
+        largest, rms, _ = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
+        sent = theory.step_gather_bytes(shapes, ranks, extension, reshard=chosen["reshard"], scales=scales)
         held = sum(theory.held_bytes(shape, ranks, extension, scales=scales) for shape in shapes)
         return {"all_gather_bytes": sent, "held_bytes": held, "weight_error": largest, "weight_rms_error": rms}
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
-        extension, scales, ranks = chosen["extension"], _scales(**chosen), chosen["ranks"]
+        extension, scales, ranks = chosen["extension"], _scale_sharing(**chosen), chosen["ranks"]
         look = {"left": 0.07, "right": 0.985, "top": 0.83, "bottom": 0.18, "wspace": 0.25}
         narrow, wide = figure.subplots(1, 2, width_ratios=(1, 1.7), gridspec_kw=look)
-        shapes, times = _shapes(chosen["dim"]), 1 + chosen["reshard"]
-        whole = theory.step_bytes(shapes, ranks, "fp32", reshard=chosen["reshard"])
+        shapes, times = _weight_shapes(chosen["dim"]), 1 + chosen["reshard"]
+        whole = theory.step_gather_bytes(shapes, ranks, "fp32", reshard=chosen["reshard"])
         sent = predicted["all_gather_bytes"]
         of_scales = times * sum(theory.scale_bytes(shape, ranks, extension, scales) for shape in shapes)
         bars = {"fp32": {"numbers": whole}, extension: {"numbers": sent - of_scales, "scales": of_scales}}
         measured = {} if result is None else {extension: result.value("all_gather_bytes")}
-        plots.handed_bytes(bars, measured, ax=narrow)
-        *_, errors = _errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
+        plots.gather_byte_bars(bars, measured, ax=narrow)
+        *_, errors = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
         found = None if result is None else result.value("weight_error")
         bound = theory.rounding_error(extension)
         plots.error_histogram(errors, bound, found, label=extension, result=result, ax=wide)
@@ -75,10 +75,10 @@ class Gather(Explorer):
             "allgather_extensions",
             nproc=chosen["ranks"],
             extension=chosen["extension"],
-            scales=_scales(**chosen),
+            scales=_scale_sharing(**chosen),
             dim=chosen["dim"],
             reshard_after_forward=chosen["reshard"],
-            weights=str(_file(chosen["dim"], chosen["steps"])),
+            weights=str(_weights_file(chosen["dim"], chosen["steps"])),
             learning_rate=0.0,  # so that what is gathered are the weights whose errors are predicted
             batch=8,
             steps=1,
@@ -86,42 +86,42 @@ class Gather(Explorer):
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _weights_folder() -> tempfile.TemporaryDirectory[str]:
     """For weights that ranks start with; removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="labkit_")
 
 
 @cache
-def _file(dim: int, steps: int) -> Path:
+def _weights_file(dim: int, steps: int) -> Path:
     import torch
 
-    from labkit.models.tiles import trained
+    from labkit.models.tile_network import tile_network_weights
 
-    path = Path(_folder().name) / f"{dim}_{steps}.pt"
-    torch.save(trained(dim, steps), path)
+    path = Path(_weights_folder().name) / f"{dim}_{steps}.pt"
+    torch.save(tile_network_weights(dim, steps), path)
     return path
 
 
-def _scales(*, extension: str, scales: str, **_: Any) -> str:
+def _scale_sharing(*, extension: str, scales: str, **_: Any) -> str:
     """What shares a scale; nothing where numbers have none."""
-    return scales if extension in theory.SCALES else ""
+    return scales if extension in theory.SCALE_GRANULARITY else ""
 
 
 @cache
-def _shapes(dim: int) -> list[tuple[int, ...]]:
-    from labkit.models.tiles import trained
+def _weight_shapes(dim: int) -> list[tuple[int, ...]]:
+    from labkit.models.tile_network import tile_network_weights
 
-    return [tuple(weight.shape) for weight in trained(dim, 0).values()]
+    return [tuple(weight.shape) for weight in tile_network_weights(dim, 0).values()]
 
 
 @cache
-def _errors(dim: int, steps: int, ranks: int, extension: str, scales: str) -> tuple[float, float, numpy.ndarray]:
+def _rounding_errors(dim: int, steps: int, ranks: int, extension: str, scales: str) -> tuple[float, float, numpy.ndarray]:
     """The largest error, the RMS error of the worst parameter, and each weight's over the largest of its parameter."""
     from labkit import tensors
-    from labkit.models.tiles import trained
+    from labkit.models.tile_network import tile_network_weights
 
-    codec = tensors.quantised(extension, scales) if scales else tensors.EXTENSIONS[extension]
-    pairs = [(tensors.gathered_alone(exact, ranks, codec), exact) for exact in trained(dim, steps).values()]
-    largest, rms = (max(map(float, each)) for each in zip(*(tensors.errors_of(*pair) for pair in pairs), strict=True))
+    codec = tensors.make_quantised_extension(extension, scales) if scales else tensors.EXTENSIONS[extension]
+    pairs = [(tensors.gather_on_one_rank(exact, ranks, codec), exact) for exact in tile_network_weights(dim, steps).values()]
+    largest, rms = (max(map(float, each)) for each in zip(*(tensors.rounding_errors(*pair) for pair in pairs), strict=True))
     errors = [((rounded - exact) / exact.abs().max()).flatten().numpy() for rounded, exact in pairs]
     return largest, rms, numpy.concatenate(errors)

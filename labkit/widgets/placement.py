@@ -16,65 +16,65 @@ from labkit.theory.sizes import readable_bytes
 from labkit.widgets.explorer import Control, Explorer
 
 SIDES = ("rows", "columns")
-NAMES = ("Shard(0)", "Shard(1)", "Replicate()", "Partial()")
+PLACEMENT_NAMES = ("Shard(0)", "Shard(1)", "Replicate()", "Partial()")
 
 
-class Placement(Explorer):
+class PlacementExplorer(Explorer):
     """A photo as a DTensor of float32 values, [rows, columns, 3]."""
 
     title = "Which rank holds which piece?"
     controls: ClassVar = {
         "every": Control("photo, rows × columns", {"300 × 256": 2, "30 × 26": 20, "6 × 6": 100}, 2),
         "mesh": Control("mesh, ranks", {"2": (2,), "4": (4,), "2 × 2": (2, 2)}, (2, 2)),
-        "first": Control("placement on axis 0", NAMES, "Shard(0)"),
-        "second": Control("on axis 1 (of 2 × 2)", NAMES, "Shard(1)"),
+        "first": Control("placement on axis 0", PLACEMENT_NAMES, "Shard(0)"),
+        "second": Control("on axis 1 (of 2 × 2)", PLACEMENT_NAMES, "Shard(1)"),
         "rank": Control("look at rank", (0, 1, 2, 3), 1, only_drawn=True),
     }
-    formulas = (theory.local_piece, theory.whole_again)
+    formulas = (theory.local_piece, theory.full_tensor_collectives)
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        shape = picture(chosen["every"]).shape
-        mesh, rank, names = chosen["mesh"], chosen["rank"], _placements(**chosen)
+        shape = photo_sample(chosen["every"]).shape
+        mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
         rows, columns, colours = theory.local_piece(shape, mesh, names, rank).shape
         sizes: dict[str, float] = {"rows": rows, "columns": columns, "bytes": 4 * rows * columns * colours}
         held = {f"rank {rank} {name}": size for name, size in sizes.items()}
-        return held | theory.whole_again(shape, mesh, names) | {"values that differ": 0}
+        return held | theory.full_tensor_collectives(shape, mesh, names) | {"values that differ": 0}
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
-        whole = picture(chosen["every"])
-        mesh, rank, names = chosen["mesh"], chosen["rank"], _placements(**chosen)
+        whole = photo_sample(chosen["every"])
+        mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
         ranks = range(math.prod(mesh))
         pieces = {each: theory.local_piece(whole.shape, mesh, names, each) for each in ranks}
         measured = {each: [int(result.value(f"rank {each} {name}")) for name in SIDES] for each in ranks if result}
-        held = {each: _held(whole, piece) for each, piece in pieces.items()}
+        held = {each: _rank_pixels(whole, piece) for each, piece in pieces.items()}
         ax = figure.add_axes((0, 0.03, 1, 0.97))
-        plots.placed(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
-        return _words(predicted, pieces[rank], **chosen)
+        plots.placement_picture(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
+        return _alt_text(predicted, pieces[rank], **chosen)
 
     def launch(self, **chosen: Any) -> RunResult:
-        how: dict[str, Any] = {"mesh": "x".join(map(str, chosen["mesh"])), "placements": _placements(**chosen)}
+        how: dict[str, Any] = {"mesh": "x".join(map(str, chosen["mesh"])), "placements": _axis_placements(**chosen)}
         return labkit.run("placement", nproc=math.prod(chosen["mesh"]), every=chosen["every"], **how)
 
 
-def picture(every: int) -> numpy.ndarray:
+def photo_sample(every: int) -> numpy.ndarray:
     """Every so manyth row and column of the photo."""
-    return photo.photo()[::every, ::every]
+    return photo.load_photo()[::every, ::every]
 
 
-def _placements(mesh: Sequence[int], first: str, second: str, **_: Any) -> list[str]:
+def _axis_placements(mesh: Sequence[int], first: str, second: str, **_: Any) -> list[str]:
     """One for each axis of the mesh."""
     return [first, second][: len(mesh)]
 
 
-def _held(whole: numpy.ndarray, piece: theory.Piece) -> numpy.ndarray:
+def _rank_pixels(whole: numpy.ndarray, piece: theory.TensorPiece) -> numpy.ndarray:
     """A rank's pixels, as bright as the photo where they are a term of a sum."""
     rows, columns, _ = piece.indices
     pixels = whole[rows.start : rows.stop, columns.start : columns.stop]
-    bright = photo.term(pixels, piece.term, piece.terms).astype("uint16") * piece.terms
+    bright = photo.brightness_term(pixels, piece.term, piece.terms).astype("uint16") * piece.terms
     return bright.clip(0, 255).astype("uint8")
 
 
-def _words(predicted: Mapping[str, float], piece: theory.Piece, **chosen: Any) -> str:
+def _alt_text(predicted: Mapping[str, float], piece: theory.TensorPiece, **chosen: Any) -> str:
     rank = chosen["rank"]
     rows, columns, size = (predicted[f"rank {rank} {name}"] for name in ("rows", "columns", "bytes"))
     term = f" of term {piece.term + 1} of {piece.terms}" if piece.terms > 1 else ""

@@ -19,7 +19,7 @@ HEIGHT, DEPTHS, HALO = 64, (1, 1), 3
 """Of the images, in pixels; blocks in each stage; columns that a 7 × 7 convolution needs of a neighbour."""
 
 
-class Spatial(Explorer):
+class SpatialExplorer(Explorer):
     """Lab 1's network, one block in each of two stages, on images that are 64 pixels high."""
 
     title = "Do the activations fit, and what does cutting send?"
@@ -46,33 +46,31 @@ class Spatial(Explorer):
         network: dict[str, Any] = {"depths": DEPTHS, "dims": dims, "num_classes": 10, "batch": batch}
         count, handed = theory.spatial_all_reduces(strategy="local", space_ranks=space, data_ranks=data, **network)
         stages = theory.convnext_stages(HEIGHT, chosen["width"], DEPTHS, dims)
-        sent = theory.spatial_send_bytes(
-            stages=stages, batch=batch, neighbours=neighbours, tensor_dim=chosen["tensor_dim"]
-        )
+        sent = theory.spatial_send_bytes(stages=stages, batch=batch, neighbours=neighbours, tensor_dim=chosen["tensor_dim"])
         messages = {"send_count": 2 * neighbours * sum(DEPTHS), "send_bytes": sent}
         sums = {"all_reduce_count": count, "all_reduce_bytes": handed}
         found = {name: value for name, value in (messages | sums).items() if value}
-        return {"peak_activation_bytes": _activations(**chosen), **found}
+        return {"peak_activation_bytes": _activation_bytes(**chosen), **found}
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
         (data, space), budget = chosen["mesh"], chosen["budget"] * 1e6
-        strips, memory, traffic = (figure.add_axes(place) for place in PLACES)
+        strips, memory, traffic = (figure.add_axes(place) for place in PANEL_BOUNDS)
         rows = 512 * HEIGHT // chosen["width"]
-        eyes = photo.photo()[200 - rows // 2 : 200 + rows // 2]  # as wide and high as the images
+        eyes = photo.load_photo()[200 - rows // 2 : 200 + rows // 2]  # as wide and high as the images
         halo = HALO * theory.total_stride(DEPTHS)
         part = halo / (HEIGHT, chosen["width"])[chosen["tensor_dim"] - 2]
-        plots.strips(eyes, chosen["mesh"], chosen["batch"], part, tensor_dim=chosen["tensor_dim"], ax=strips)
+        plots.strip_layout(eyes, chosen["mesh"], chosen["batch"], part, tensor_dim=chosen["tensor_dim"], ax=strips)
         if space > 1:
             text = f"shaded: the halo in the last stage,\n{HALO} of its pixels, {halo} of the image"
             figure.text(0.01, 0.05, text, fontsize=9)
         held = predicted["peak_activation_bytes"]
-        alone = _activations(**chosen | {"mesh": (1, 1)})
+        alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
         found = {name: result.value(name) for name in predicted} if result else {}
-        colours = {"activations": style.MEMORY["activations"][1], "halos": style.ORANGE, "sums": style.PURPLE}
+        colours = {"activations": style.MEMORY_CATEGORIES["activations"][1], "halos": style.ORANGE, "sums": style.PURPLE}
         bars: dict[str, dict[str, float]] = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
         seen = {"a rank": {"activations": found["peak_activation_bytes"]}} if found else {}
-        plots.amounts(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
-        plots.amounts(_sent(predicted), _sent(found) if found else {}, colours, ylabel="handed over", ax=traffic)
+        plots.byte_bars(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
+        plots.byte_bars(_traffic_bars(predicted), _traffic_bars(found) if found else {}, colours, ylabel="handed over", ax=traffic)
         fits = "within" if held <= budget else "over"
         halos = readable_bytes(predicted.get("send_bytes", 0))
         sums = readable_bytes(predicted.get("all_reduce_bytes", 0))
@@ -87,16 +85,14 @@ class Spatial(Explorer):
         how: dict[str, Any] = {"strategy": "local", "mesh": f"{data}x{space}"} if data * space > 1 else {}
         same = {name: chosen[name] for name in ("tensor_dim", "width", "batch", "dims")}
         how = {"strategy": "plain"} | how | same
-        return labkit.run(
-            "convnext_spatial", nproc=math.prod(chosen["mesh"]), height=HEIGHT, depths=DEPTHS, steps=1, **how
-        )
+        return labkit.run("convnext_spatial", nproc=math.prod(chosen["mesh"]), height=HEIGHT, depths=DEPTHS, steps=1, **how)
 
 
-PLACES = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
+PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
 """Of the three panels, as parts of the figure: left, bottom, width, height."""
 
 
-def _activations(**chosen: Any) -> int:
+def _activation_bytes(**chosen: Any) -> int:
     """Bytes of a rank."""
     (data, space), dim = chosen["mesh"], chosen["tensor_dim"]
     sides = [HEIGHT, chosen["width"]]
@@ -105,7 +101,7 @@ def _activations(**chosen: Any) -> int:
     return theory.convnext_activation_bytes(stages=stages, batch=chosen["batch"] // data, ranks=space, tensor_dim=dim)
 
 
-def _sent(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _traffic_bars(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Bytes by what they are handed over for, as bars."""
     return {
         "halos": {"halos": values.get("send_bytes", 0)},

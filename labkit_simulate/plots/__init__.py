@@ -1,7 +1,15 @@
 """Figures of simulations and plans, in the form of labkit.plots."""
 
-from labkit_simulate.plots.plan import candidates
-from labkit_simulate.plots.scaling import held_against, of_each, step_parts, together
+from labkit_simulate.plots.plan import candidate_scatter
+from labkit_simulate.plots.scaling import estimate_accuracy, step_time_parts, throughput_per_gpu, total_throughput
 from labkit_simulate.plots.simulation import memory_by_block, memory_curve
 
-__all__ = ["candidates", "held_against", "memory_by_block", "memory_curve", "of_each", "step_parts", "together"]
+__all__ = [
+    "candidate_scatter",
+    "estimate_accuracy",
+    "memory_by_block",
+    "memory_curve",
+    "throughput_per_gpu",
+    "step_time_parts",
+    "total_throughput",
+]

@@ -7,14 +7,14 @@ import pandas
 from matplotlib.axes import Axes
 
 from labkit.plots import style
-from labkit_simulate.fits import GIB
+from labkit_simulate.memory_fit import GIB
 
-COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION, style.SKY)
-MARKS = "osD^vP"
-BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "va": "top"}
+MARK_COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION, style.SKY)
+MARK_SHAPES = "osD^vP"
+LABEL_STYLE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "va": "top"}
 
 
-def candidates(
+def candidate_scatter(
     frame: pandas.DataFrame,
     budget_bytes: float,
     *,
@@ -33,7 +33,7 @@ def candidates(
         chosen: the number of the candidate with a ring around it.
         ax: where to draw.
     """
-    ax = style.axes(ax)
+    ax = style.make_axes(ax)
     rows = frame[frame["step_s"].notna()].to_dict("records")
     unit, size = style.time_unit(min(row["step_s"] for row in rows))
     values = list(dict.fromkeys(row[marks] for row in rows)) if marks else [None]
@@ -41,22 +41,22 @@ def candidates(
         place = values.index(row[marks]) if marks else 0
         row |= {"x": row["needed_bytes"] / GIB, "y": row["step_s"] / size, "of": place}
     for place, value in enumerate(values):
-        colour = COLOURS[place % len(COLOURS)]
-        look: dict[str, Any] = {"marker": MARKS[place % len(MARKS)], "edgecolors": colour, "s": 36}
+        colour = MARK_COLOURS[place % len(MARK_COLOURS)]
+        look: dict[str, Any] = {"marker": MARK_SHAPES[place % len(MARK_SHAPES)], "edgecolors": colour, "s": 36}
         for fit, fill in ((True, colour), (False, "none")):
             drawn = [(row["x"], row["y"]) for row in rows if row["of"] == place and row["fits"] == fit]
             ax.scatter(*zip(*drawn, strict=True), facecolors=fill, **look) if drawn else None
         ax.scatter([], [], facecolors=colour, label=f"{marks} {value}", **look)
-    ax.axvline(budget_bytes / GIB, **style.PREDICTED)
-    ax.annotate("budget", (budget_bytes / GIB, 1), (3, -3), xycoords=("data", "axes fraction"), **BESIDE)
+    ax.axvline(budget_bytes / GIB, **style.PREDICTION_STYLE)
+    ax.annotate("budget", (budget_bytes / GIB, 1), (3, -3), xycoords=("data", "axes fraction"), **LABEL_STYLE)
     for row in rows:
         if row["candidate"] == chosen:
             ax.scatter(row["x"], row["y"], s=160, facecolors="none", edgecolors="black", linewidths=1.3)
         if row["candidate"] in (words or {}):
-            ax.annotate((words or {})[row["candidate"]], (row["x"], row["y"]), (0, -6), ha="center", **BESIDE)
+            ax.annotate((words or {})[row["candidate"]], (row["x"], row["y"]), (0, -6), ha="center", **LABEL_STYLE)
     ax.set(xlabel="memory that a rank needs, GiB", ylabel=f"time of a step, reckoned, {unit}")
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
     if marks:
-        style.legend_above(ax, len(COLOURS))
+        style.add_legend_above(ax, len(MARK_COLOURS))
     return ax

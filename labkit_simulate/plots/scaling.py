@@ -10,11 +10,11 @@ from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter
 
 from labkit.plots import style
 
-RECKONED = "reckoned, nothing was run · {}"
-PARTS = {"compute": style.BLUE, "exposed": style.EXPOSED}
+ESTIMATE_NOTE = "reckoned, nothing was run · {}"
+PART_COLOURS = {"compute": style.BLUE, "exposed": style.EXPOSURE_COLOUR}
 
 
-def step_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes | None = None) -> Axes:
+def step_time_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes | None = None) -> Axes:
     """Time of a step in two parts, one bar a label: arithmetic, and communication that nothing hides.
 
     Args:
@@ -22,34 +22,34 @@ def step_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes 
         note: for which hardware.
         ax: see ``plots``.
     """
-    ax = style.axes(ax, height=1.2 + 0.36 * len(steps))
+    ax = style.make_axes(ax, height=1.2 + 0.36 * len(steps))
     for row, parts in enumerate(steps.values()):
         end = 0.0
-        for name, colour in PARTS.items():
+        for name, colour in PART_COLOURS.items():
             label = {"compute": "arithmetic", "exposed": "waits for messages"}[name] if row == 0 else None
             ax.barh(row, parts[name], 0.66, end, color=colour, label=label)
             end += parts[name]
-        ax.text(end, row, f"  {style.duration(end)}, {parts['exposed'] / end:.0%} waiting", va="center", fontsize=9)
-    longest = max(sum(parts[name] for name in PARTS) for parts in steps.values())
+        ax.text(end, row, f"  {style.duration_text(end)}, {parts['exposed'] / end:.0%} waiting", va="center", fontsize=9)
+    longest = max(sum(parts[name] for name in PART_COLOURS) for parts in steps.values())
     ax.set(yticks=range(len(steps)), yticklabels=list(steps), xlim=(0, 1.4 * longest), xlabel="time of a step, s")
     ax.invert_yaxis()
-    style.legend_above(ax, 2)
-    return _stamp(ax, RECKONED.format(note))
+    style.add_legend_above(ax, 2)
+    return _add_note(ax, ESTIMATE_NOTE.format(note))
 
 
-def together(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
+def total_throughput(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
     """Tokens per second of all GPUs together, over their number, both axes logarithmic; one line a label."""
-    ax = style.axes(ax, 5.5, 3.8)
+    ax = style.make_axes(ax, 5.5, 3.8)
     for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
         ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
     counts = sorted({count for points in series.values() for count in points})
     ax.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s, all GPUs together")
-    _name_counts(ax, counts)
-    style.legend_above(ax, 2)
-    return _stamp(ax, RECKONED.format(note))
+    _label_gpu_counts(ax, counts)
+    style.add_legend_above(ax, 2)
+    return _add_note(ax, ESTIMATE_NOTE.format(note))
 
 
-def of_each(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
+def throughput_per_gpu(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
     """The same for one GPU, as a part of what one does at its line's smallest number; the axis begins at 0.
 
     Args:
@@ -57,7 +57,7 @@ def of_each(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | 
         note: for which hardware.
         ax: see ``plots``.
     """
-    ax = style.axes(ax, 5.5, 3.8)
+    ax = style.make_axes(ax, 5.5, 3.8)
     for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
         ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
         last = max(points)
@@ -66,12 +66,12 @@ def of_each(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | 
     ax.set(xscale="log", ylim=(0, 1.1), xlim=(counts[0] * 0.85, counts[-1] * 1.7), xlabel="GPUs")
     ax.set_ylabel("tokens/s of a GPU, of those at first")
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _name_counts(ax, counts)
-    style.legend_above(ax, 2)
-    return _stamp(ax, RECKONED.format(note))
+    _label_gpu_counts(ax, counts)
+    style.add_legend_above(ax, 2)
+    return _add_note(ax, ESTIMATE_NOTE.format(note))
 
 
-def held_against(
+def estimate_accuracy(
     predicted: Mapping[str, float], measured: Mapping[str, float], *, within: float, note: str, ax: Axes | None = None
 ) -> Axes:
     """Predicted over measured, a mark a case on a logarithmic axis; the band is a factor of ``within`` either way.
@@ -83,7 +83,7 @@ def held_against(
         note: what was measured, where, by whom.
         ax: see ``plots``.
     """
-    ax = style.axes(ax, 7.5, 1.2 + 0.28 * len(measured))
+    ax = style.make_axes(ax, 7.5, 1.2 + 0.28 * len(measured))
     ax.axvspan(1 / within, within, color=style.GREY, alpha=0.15, lw=0)
     ax.axvline(1.0, color=style.GREY, lw=1)
     for row, (case, seen) in enumerate(measured.items()):
@@ -98,17 +98,17 @@ def held_against(
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel(f"predicted / measured; grey: within a factor of {within:g}")
     ax.invert_yaxis()
-    return _stamp(ax, note)
+    return _add_note(ax, note)
 
 
-def _name_counts(ax: Axes, counts: Sequence[int]) -> None:
+def _label_gpu_counts(ax: Axes, counts: Sequence[int]) -> None:
     """Numbers of GPUs as they are, not as powers of ten."""
     ax.set_xticks(counts, [f"{count:,}" for count in counts])
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.xaxis.set_minor_locator(NullLocator())
 
 
-def _stamp(ax: Axes, text: str) -> Axes:
+def _add_note(ax: Axes, text: str) -> Axes:
     """Where such numbers come from, below the figure."""
     figure: Any = ax.figure
     figure.supxlabel(text, fontsize=7, color=style.GREY, x=0.99, ha="right")

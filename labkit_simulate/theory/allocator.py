@@ -16,22 +16,22 @@ from dataclasses import dataclass, field
 from itertools import count
 
 MIB = 2**20
-UNIT = 512
-SMALL, SMALL_SEGMENT = MIB, 2 * MIB
-LARGE, LARGE_SEGMENT, SEGMENT_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
-OUTSIDE: dict[str, int] = {"context and kernels": 550 * MIB, "NCCL": 1024 * MIB, "cuBLAS and cuDNN": 256 * MIB}
+ALLOCATION_UNIT = 512
+SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
+LARGE_REQUEST, LARGE_SEGMENT, SEGMENT_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
+OUTSIDE_ALLOCATOR_BYTES: dict[str, int] = {"context and kernels": 550 * MIB, "NCCL": 1024 * MIB, "cuBLAS and cuDNN": 256 * MIB}
 """What a process takes of a GPU beside that, in bytes: round numbers to plan with, not measured for each program."""
 
 
 @dataclass(eq=False)
-class Block:
+class AllocatorBlock:
     """A part of a segment, in use or free, with its neighbours."""
 
     size: int
     small: bool
     is_free: bool = False
-    before: Block | None = field(default=None, repr=False)
-    after: Block | None = field(default=None, repr=False)
+    before: AllocatorBlock | None = field(default=None, repr=False)
+    after: AllocatorBlock | None = field(default=None, repr=False)
     number: int = field(default_factory=count().__next__)
 
 
@@ -46,33 +46,33 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.most_allocated = self.most_reserved = 0
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[int, int, AllocatorBlock]]] = {True: [], False: []}
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> AllocatorBlock:
         """A block for so many bytes."""
-        size = rounded(max(size, 1), UNIT)
-        block = self._found(size) or self._new_segment(size)
+        size = round_up(max(size, 1), ALLOCATION_UNIT)
+        block = self._take_free_block(size) or self._new_segment(size)
         rest = block.size - size
-        if rest >= UNIT if block.small else rest > SMALL:
-            left = Block(rest, block.small, before=block, after=block.after)
+        if rest >= ALLOCATION_UNIT if block.small else rest > SMALL_REQUEST:
+            left = AllocatorBlock(rest, block.small, before=block, after=block.after)
             if block.after:
                 block.after.before = left
             block.size, block.after = size, left
-            self._keep(left)
+            self._add_free_block(left)
         self.allocated += block.size
         self.most_allocated = max(self.most_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: AllocatorBlock) -> None:
         """The block is no longer in use."""
         self.allocated -= block.size
         for other in (block.before, block.after):
             if other and other.is_free:
-                block = self._joined(block, other)
-        self._keep(block)
+                block = self._merge_blocks(block, other)
+        self._add_free_block(block)
 
-    def _found(self, size: int) -> Block | None:
-        free = self._free[size <= SMALL]
+    def _take_free_block(self, size: int) -> AllocatorBlock | None:
+        free = self._free[size <= SMALL_REQUEST]
         place = bisect_left(free, (size, -1))
         if place == len(free):
             return None
@@ -80,14 +80,14 @@ class CachingAllocator:
         block.is_free = False
         return block
 
-    def _new_segment(self, size: int) -> Block:
-        own = rounded(size, SEGMENT_UNIT) if size >= LARGE else LARGE_SEGMENT
-        segment = SMALL_SEGMENT if size <= SMALL else own
+    def _new_segment(self, size: int) -> AllocatorBlock:
+        own = round_up(size, SEGMENT_UNIT) if size >= LARGE_REQUEST else LARGE_SEGMENT
+        segment = SMALL_SEGMENT if size <= SMALL_REQUEST else own
         self.reserved += segment
         self.most_reserved = max(self.most_reserved, self.reserved)
-        return Block(segment, size <= SMALL)
+        return AllocatorBlock(segment, size <= SMALL_REQUEST)
 
-    def _joined(self, block: Block, other: Block) -> Block:
+    def _merge_blocks(self, block: AllocatorBlock, other: AllocatorBlock) -> AllocatorBlock:
         free = self._free[other.small]
         free.pop(bisect_left(free, (other.size, other.number)))
         first, second = (other, block) if other is block.before else (block, other)
@@ -97,11 +97,11 @@ class CachingAllocator:
             second.after.before = first
         return first
 
-    def _keep(self, block: Block) -> None:
+    def _add_free_block(self, block: AllocatorBlock) -> None:
         block.is_free = True
         insort(self._free[block.small], (block.size, block.number, block))
 
 
-def rounded(size: int, unit: int) -> int:
+def round_up(size: int, unit: int) -> int:
     """The next multiple of the unit."""
     return -(-size // unit) * unit

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.theory.collectives import AlphaBeta, wire_bytes
+from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
 from labkit_simulate.theory.hardware import Hardware
-from labkit_simulate.theory.steptime import Group, Operator, collective_s, operator_s, ring_steps
+from labkit_simulate.theory.step_time import Group, Operator, collective_s, operator_s, ring_step_count
 
-MOST_TURNS = 20
-FASTEST = 1e18
+MAX_FIT_ROUNDS = 20
+MAX_RATE = 1e18
 """Rate of what cost nothing in the measured runs: no machine is faster."""
 
 
 @dataclass(frozen=True)
-class Calls:
+class CollectiveCalls:
     """Equal collectives of a step.
 
     Attributes:
@@ -43,7 +43,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Run:
+class CalibrationRun:
     """What a rank does in a step of a run on one host, and how long it took.
 
     Attributes:
@@ -57,11 +57,11 @@ class Run:
     name: str
     ranks: int
     operators: Sequence[Operator]
-    calls: Sequence[Calls] = ()
+    calls: Sequence[CollectiveCalls] = ()
     seconds: float = 0.0
 
 
-def fit(runs: Sequence[Run], devices: int, *, name: str = "this machine", memory_bytes: int = 0) -> Hardware:
+def fit_hardware(runs: Sequence[CalibrationRun], devices: int, *, name: str = "this machine", memory_bytes: int = 0) -> Hardware:
     """The machine on which these runs took as long as they did, as nearly as one can be made.
 
     Args:
@@ -80,21 +80,21 @@ def fit(runs: Sequence[Run], devices: int, *, name: str = "this machine", memory
             raise ValueError(f"{run.name} took {run.seconds} s: a measured time must be positive")
     if all(run.ranks == 1 for run in runs):
         raise ValueError("all runs have 1 rank, and say nothing of messages: measure some with 2")
-    machine = _machine(np.ones(5) * 1e-9, devices, name, memory_bytes)
+    machine = _hardware_from_fit(np.ones(5) * 1e-9, devices, name, memory_bytes)
     best, least = machine, float("inf")
-    for _ in range(MOST_TURNS):
-        rows = np.array([_features(run, machine) for run in runs])
+    for _ in range(MAX_FIT_ROUNDS):
+        rows = np.array([_regression_features(run, machine) for run in runs])
         rows /= np.array([[run.seconds] for run in runs])
         coefficients = nonnegative_least_squares(rows, np.ones(len(runs)))
-        machine = _machine(coefficients, devices, name, memory_bytes)
-        error = sum((predicted_s(run, machine) / run.seconds - 1) ** 2 for run in runs)
+        machine = _hardware_from_fit(coefficients, devices, name, memory_bytes)
+        error = sum((step_estimate_s(run, machine) / run.seconds - 1) ** 2 for run in runs)
         if error >= least:
             break
         best, least = machine, error
     return best
 
 
-def predicted_s(run: Run, machine: Hardware) -> float:
+def step_estimate_s(run: CalibrationRun, machine: Hardware) -> float:
     """Seconds of a step: its operators by roofline, its collectives by alpha and beta, one after another."""
     rank = machine.for_rank(run.ranks)
     messages = (
@@ -104,9 +104,9 @@ def predicted_s(run: Run, machine: Hardware) -> float:
     return sum(operator_s(operator, rank) for operator in run.operators) + sum(messages)
 
 
-def errors(runs: Sequence[Run], machine: Hardware) -> Mapping[str, float]:
+def relative_errors(runs: Sequence[CalibrationRun], machine: Hardware) -> Mapping[str, float]:
     """By how much each run's prediction is off, as a part of what was measured; negative where it is too short."""
-    return {run.name: predicted_s(run, machine) / run.seconds - 1 for run in runs}
+    return {run.name: step_estimate_s(run, machine) / run.seconds - 1 for run in runs}
 
 
 def nonnegative_least_squares(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -129,25 +129,25 @@ def nonnegative_least_squares(rows: NDArray[np.float64], wanted: NDArray[np.floa
     return best
 
 
-def _features(run: Run, machine: Hardware) -> list[float]:
+def _regression_features(run: CalibrationRun, machine: Hardware) -> list[float]:
     """What the five coefficients are multiplied by: operations, bytes, operators, messages, bytes on the wire."""
     rank = machine.for_rank(run.ranks)
     part, slower = run.ranks / machine.devices, max(1.0, run.ranks / machine.devices)
     flops = moved = 0.0
     for operator in run.operators:
-        if operator.flops / rank.peak(operator.dtype) > operator.moved_bytes / rank.memory_bytes_per_s:
+        if operator.flops / rank.peak_flops_per_s(operator.dtype) > operator.moved_bytes / rank.memory_bytes_per_s:
             flops += operator.flops
         else:
             moved += operator.moved_bytes
-    steps = sum(calls.count * ring_steps(calls.collective, run.ranks) for calls in run.calls)
-    wire = sum(wire_bytes(calls.collective, calls.handed_bytes, run.ranks) for calls in run.calls)
+    steps = sum(calls.count * ring_step_count(calls.collective, run.ranks) for calls in run.calls)
+    wire = sum(collective_wire_bytes(calls.collective, calls.handed_bytes, run.ranks) for calls in run.calls)
     return [part * flops, part * moved, slower * len(run.operators), slower * steps, slower * wire]
 
 
-def _machine(coefficients: NDArray[np.float64], devices: int, name: str, memory_bytes: int) -> Hardware:
+def _hardware_from_fit(coefficients: NDArray[np.float64], devices: int, name: str, memory_bytes: int) -> Hardware:
     """The host whose figures these are. What cost nothing is as fast as can be written down."""
     flop_s, byte_s, operator_s, alpha_s, beta_s = map(float, coefficients)
-    rate = 1 / max(flop_s, 1 / FASTEST)
+    rate = 1 / max(flop_s, 1 / MAX_RATE)
     fitted = "fitted to measured runs, labkit_simulate.theory.calibration"
     return Hardware(
         name=name,
@@ -155,7 +155,7 @@ def _machine(coefficients: NDArray[np.float64], devices: int, name: str, memory_
         devices=devices,
         flops_per_s=dict.fromkeys(("float32", "bfloat16", "float16", "float64", "int64"), rate),
         memory_bytes=memory_bytes,
-        memory_bytes_per_s=1 / max(byte_s, 1 / FASTEST),
+        memory_bytes_per_s=1 / max(byte_s, 1 / MAX_RATE),
         inside=AlphaBeta(alpha_s, beta_s),
         between=AlphaBeta(alpha_s, beta_s),
         cards=1,

@@ -17,13 +17,13 @@ from typing import Any
 from labkit.theory.collectives import AlphaBeta
 
 GIGA, TERA, MIB, US = 1e9, 1e12, 2**20, 1e-6
-NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-NCCL = "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
-GAP = "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
-DRIVER = "the driver's own total (nvidia-smi); the sheet says {} GB"
-TITAN = "https://github.com/pytorch/torchtitan/blob/main/"
-H100_TITAN = TITAN + "benchmarks/llama3_h100_202412_torchtitan.md"
-CALIBRATED = "what the first row of labkit_simulate.theory.published.{} implies"
+NVIDIA_URL = "https://www.nvidia.com/en-us/data-center/"
+NCCL_SOURCE = "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
+KERNEL_GAP_SOURCE = "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
+DRIVER_SOURCE = "the driver's own total (nvidia-smi); the sheet says {} GB"
+TORCHTITAN_URL = "https://github.com/pytorch/torchtitan/blob/main/"
+H100_TORCHTITAN_URL = TORCHTITAN_URL + "benchmarks/llama3_h100_202412_torchtitan.md"
+CALIBRATION_SOURCE = "what the first row of labkit_simulate.theory.reference_results.{} implies"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Hardware:
             operator_s=slower * self.operator_s,
         )
 
-    def peak(self, dtype: str) -> float:
+    def peak_flops_per_s(self, dtype: str) -> float:
         """Operations of a device per second at best.
 
         Raises:
@@ -99,12 +99,12 @@ class Hardware:
         return self.flops_per_s[dtype]
 
 
-def link(gigabytes_per_s: float, latency_us: float) -> AlphaBeta:
+def make_link(gigabytes_per_s: float, latency_us: float) -> AlphaBeta:
     """A link by what data sheets and drivers say of it."""
     return AlphaBeta(latency_us * US, 1 / (gigabytes_per_s * GIGA))
 
 
-def hardware(name: str, **changed: Any) -> Hardware:
+def get_hardware(name: str, **changed: Any) -> Hardware:
     """A kind of host by name, such as "h100-8x".
 
     Args:
@@ -122,7 +122,7 @@ def hardware(name: str, **changed: Any) -> Hardware:
     return replace(HARDWARE[name], **changed)
 
 
-def _gpus(
+def _gpu_host(
     name: str,
     device: str,
     *,
@@ -142,17 +142,17 @@ def _gpus(
         flops_per_s={dtype: rate * TERA for dtype, rate in flops.items()},
         memory_bytes=memory_mib * MIB,
         memory_bytes_per_s=memory_gigabytes_per_s * GIGA,
-        inside=link(nvlink, 3.4),
-        between=link(card, 14.0),
+        inside=make_link(nvlink, 3.4),
+        between=make_link(card, 14.0),
         cards=8,
         call_s=8.4 * US,
         operator_s=1.0 * US,
         matmul_share=matmul_share,
-        sources={"call_s": NCCL, "operator_s": GAP} | dict(sources),
+        sources={"call_s": NCCL_SOURCE, "operator_s": KERNEL_GAP_SOURCE} | dict(sources),
     )
 
 
-def _sheet(sheet: str, system: str, matmul_share: str, memory: str, between: str) -> dict[str, str]:
+def _data_sheet_sources(sheet: str, system: str, matmul_share: str, memory: str, between: str) -> dict[str, str]:
     """Sources of a host of GPUs: the GPU's data sheet, the whole system's, and what is on neither."""
     return {
         "devices": system,
@@ -160,25 +160,24 @@ def _sheet(sheet: str, system: str, matmul_share: str, memory: str, between: str
         "flops_per_s": sheet,
         "memory_bytes": memory,
         "memory_bytes_per_s": sheet,
-        "inside": f"bytes: {sheet}; latency: {NCCL}",
-        "between": f"bytes: {between}; latency: {NCCL}",
+        "inside": f"bytes: {sheet}; latency: {NCCL_SOURCE}",
+        "between": f"bytes: {between}; latency: {NCCL_SOURCE}",
         "matmul_share": matmul_share,
     }
 
 
-_HOPPER = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
+_HOPPER_TFLOPS = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
 _HOPPER_SHARE, _AMPERE_SHARE = 0.436, 0.651
 _H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture, table 2: https://resources.nvidia.com/en-us-tensor-core"
 _DGX = {
-    name: f"https://docs.nvidia.com/dgx/{name}-user-guide/introduction-to-{name}.html"
-    for name in ("dgxh100", "dgxa100", "dgxb200")
+    name: f"https://docs.nvidia.com/dgx/{name}-user-guide/introduction-to-{name}.html" for name in ("dgxh100", "dgxa100", "dgxb200")
 }
 _CONNECTX = "one card of {} Gb/s a GPU, {}"
 
 HARDWARE: dict[str, Hardware] = {
     entry.name: entry
     for entry in (
-        _gpus(
+        _gpu_host(
             "a100-8x",
             "NVIDIA A100 SXM, 80 GB",
             flops={"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312},
@@ -187,66 +186,66 @@ HARDWARE: dict[str, Hardware] = {
             nvlink=300,
             card=25,
             matmul_share=_AMPERE_SHARE,
-            sources=_sheet(
-                NVIDIA + "a100/ (data sheet A100 80GB SXM)",
+            sources=_data_sheet_sources(
+                NVIDIA_URL + "a100/ (data sheet A100 80GB SXM)",
                 _DGX["dgxa100"],
-                CALIBRATED.format("A100_ROWS"),
-                DRIVER.format(80),
+                CALIBRATION_SOURCE.format("A100_ROWS"),
+                DRIVER_SOURCE.format(80),
                 _CONNECTX.format(200, _DGX["dgxa100"]),
             ),
         ),
-        _gpus(
+        _gpu_host(
             "h100-8x",
             "NVIDIA H100 SXM, 80 GB",
-            flops=_HOPPER,
+            flops=_HOPPER_TFLOPS,
             memory_mib=81559,
             memory_gigabytes_per_s=3350,
             nvlink=450,
             card=50,
             matmul_share=_HOPPER_SHARE,
-            sources=_sheet(
-                f"{NVIDIA}h100/ (data sheet H100 SXM; to the digit in {_H100_PAPER})",
+            sources=_data_sheet_sources(
+                f"{NVIDIA_URL}h100/ (data sheet H100 SXM; to the digit in {_H100_PAPER})",
                 _DGX["dgxh100"],
-                CALIBRATED.format("H100_ROWS") + ", on cards held to 500 of 700 W: cautious",
-                DRIVER.format(80),
+                CALIBRATION_SOURCE.format("H100_ROWS") + ", on cards held to 500 of 700 W: cautious",
+                DRIVER_SOURCE.format(80),
                 _CONNECTX.format(400, _DGX["dgxh100"]),
             ),
         ),
-        _gpus(
+        _gpu_host(
             "h100-96gb-8x",
             "NVIDIA H100 SXM, 96 GB of HBM2e, held to 500 W",
-            flops=_HOPPER,
+            flops=_HOPPER_TFLOPS,
             memory_mib=95 * 1024,
             memory_gigabytes_per_s=2400,
             nvlink=450,
             card=50,
             matmul_share=_HOPPER_SHARE,
-            sources=_sheet(
-                f"memory: {H100_TITAN}; the rest: that of the H100 SXM, {_H100_PAPER}",
-                H100_TITAN,
-                CALIBRATED.format("H100_ROWS"),
-                f"96 GB by {H100_TITAN}, of which a driver leaves about 95 GiB",
-                _CONNECTX.format(400, H100_TITAN),
+            sources=_data_sheet_sources(
+                f"memory: {H100_TORCHTITAN_URL}; the rest: that of the H100 SXM, {_H100_PAPER}",
+                H100_TORCHTITAN_URL,
+                CALIBRATION_SOURCE.format("H100_ROWS"),
+                f"96 GB by {H100_TORCHTITAN_URL}, of which a driver leaves about 95 GiB",
+                _CONNECTX.format(400, H100_TORCHTITAN_URL),
             ),
         ),
-        _gpus(
+        _gpu_host(
             "h200-8x",
             "NVIDIA H200 SXM, 141 GB",
-            flops=_HOPPER,
+            flops=_HOPPER_TFLOPS,
             memory_mib=143771,
             memory_gigabytes_per_s=4800,
             nvlink=450,
             card=50,
             matmul_share=_HOPPER_SHARE,
-            sources=_sheet(
-                NVIDIA + "h200/ (data sheet H200 SXM)",
+            sources=_data_sheet_sources(
+                NVIDIA_URL + "h200/ (data sheet H200 SXM)",
                 _DGX["dgxh100"],
                 "that of h100-8x: the same chip",
-                DRIVER.format(141),
+                DRIVER_SOURCE.format(141),
                 _CONNECTX.format(400, _DGX["dgxh100"]),
             ),
         ),
-        _gpus(
+        _gpu_host(
             "b200-8x",
             "NVIDIA B200 SXM, 180 GB",
             flops={"float32": 75, "tf32": 1125, "bfloat16": 2250, "float16": 2250, "float8": 4500},
@@ -255,11 +254,11 @@ HARDWARE: dict[str, Hardware] = {
             nvlink=900,
             card=50,
             matmul_share=_HOPPER_SHARE,
-            sources=_sheet(
-                NVIDIA + "hgx/ (HGX B200, an eighth of the board's)",
+            sources=_data_sheet_sources(
+                NVIDIA_URL + "hgx/ (HGX B200, an eighth of the board's)",
                 _DGX["dgxb200"],
                 "that of h100-8x, for want of a measurement",
-                DRIVER.format(180),
+                DRIVER_SOURCE.format(180),
                 _CONNECTX.format(400, _DGX["dgxb200"]),
             ),
         ),
@@ -270,8 +269,8 @@ HARDWARE: dict[str, Hardware] = {
             flops_per_s={"float32": 96 * GIGA},
             memory_bytes=8 * 2**30,
             memory_bytes_per_s=25.6 * GIGA,
-            inside=link(2.0, 50.0),
-            between=link(0.125, 100.0),
+            inside=make_link(2.0, 50.0),
+            between=make_link(0.125, 100.0),
             cards=1,
             call_s=200 * US,
             operator_s=10 * US,

@@ -18,23 +18,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from labkit_simulate.theory.hardware import Hardware
-from labkit_simulate.theory.steptime import (
+from labkit_simulate.theory.step_time import (
     Group,
     Operator,
     StepTime,
-    Unit,
+    UnitTimes,
     collective_s,
-    fsdp_program,
+    fsdp_tasks,
     operator_s,
-    schedule,
+    schedule_tasks,
 )
 
-NUMBER, FLOAT = 2, 4
+COMPUTE_BYTES, FLOAT_BYTES = 2, 4
 """Bytes of a number in arithmetic and gathers, and of one that is kept, updated or reduced."""
 ATTENTION_BACKWARD = 2.5
 ADAM_BYTES = 40
 """Moved for each parameter by an update: read p, g, m, v; write p, m, v; and its part in clipping gradients."""
-EAGER_B, FUSED_B = {"d": 112, "k": 24, "f": 10}, {"d": 28, "k": 8, "f": 6}
+EAGER_BLOCK_BYTES, COMPILER_BLOCK_BYTES = {"d": 112, "k": 24, "f": 10}, {"d": 28, "k": 8, "f": 6}
 """Bytes that a block's operators without matrices move in the forward pass, for each number of that width.
 
 Eager, d: two norms of 36 (to float32 6, square 8, mean 4, times its root 8, back 6, times weight 4), rotated queries 20
@@ -47,7 +47,7 @@ values read 4. f: silu and product at once 6.
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderShape:
     """The shape of a model.
 
     Attributes:
@@ -72,13 +72,13 @@ class Decoder:
         return self.width // self.heads * self.kv_heads
 
     @property
-    def products(self) -> tuple[int, ...]:
+    def matmul_weights(self) -> tuple[int, ...]:
         """Weights of a block's matrix products, in their order: query, key, value, output, gate, up, down."""
         d, k, f = self.width, self.kv_width, self.feedforward
         return d * d, d * k, d * k, d * d, d * f, d * f, f * d
 
     @property
-    def product_widths(self) -> tuple[int, ...]:
+    def matmul_output_widths(self) -> tuple[int, ...]:
         """Numbers that each product gives for a token."""
         d, k, f = self.width, self.kv_width, self.feedforward
         return d, k, k, d, f, f, d
@@ -86,7 +86,7 @@ class Decoder:
     @property
     def block_parameters(self) -> int:
         """Of one block, norms included."""
-        return sum(self.products) + 2 * self.width
+        return sum(self.matmul_weights) + 2 * self.width
 
     @property
     def root_parameters(self) -> int:
@@ -103,23 +103,23 @@ class Decoder:
 
         As model FLOPs are usually stated: nothing recomputed, and attention counted in full.
         """
-        weights = self.layers * sum(self.products) + self.vocab * self.width
+        weights = self.layers * sum(self.matmul_weights) + self.vocab * self.width
         return 6 * weights + 12 * self.layers * self.width * sequence
 
 
-LLAMA_3_8B = Decoder(width=4096, layers=32, heads=32, kv_heads=8, feedforward=14336, vocab=128256)
-LLAMA_3_70B = Decoder(width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=128256)
-LLAMA_2_7B = Decoder(width=4096, layers=32, heads=32, kv_heads=32, feedforward=11008, vocab=32000)
-LLAMA_2_13B = Decoder(width=5120, layers=40, heads=40, kv_heads=40, feedforward=13824, vocab=32000)
-LLAMA_2_70B = Decoder(width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=32000)
-TINY = Decoder(width=32, layers=2, heads=4, kv_heads=2, feedforward=64, vocab=96)
+LLAMA_3_8B = DecoderShape(width=4096, layers=32, heads=32, kv_heads=8, feedforward=14336, vocab=128256)
+LLAMA_3_70B = DecoderShape(width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=128256)
+LLAMA_2_7B = DecoderShape(width=4096, layers=32, heads=32, kv_heads=32, feedforward=11008, vocab=32000)
+LLAMA_2_13B = DecoderShape(width=5120, layers=40, heads=40, kv_heads=40, feedforward=13824, vocab=32000)
+LLAMA_2_70B = DecoderShape(width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=32000)
+TINY_DECODER = DecoderShape(width=32, layers=2, heads=4, kv_heads=2, feedforward=64, vocab=96)
 """For any machine."""
 
 Checkpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """What is to be expected of a step, for each rank.
 
     Attributes:
@@ -136,7 +136,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """How a model is trained: FSDP over all ranks, a unit a block, the rest in the root; Adam.
 
     Attributes:
@@ -150,7 +150,7 @@ class Training:
         dtype: of the arithmetic.
     """
 
-    model: Decoder
+    model: DecoderShape
     batch: int
     sequence: int
     ranks: int
@@ -163,7 +163,7 @@ class Training:
         """Of a rank in a step."""
         return self.batch * self.sequence
 
-    def on(self, hosts: Hardware) -> Step:
+    def estimate_step(self, hosts: Hardware) -> StepEstimate:
         """The step on as few such hosts as hold the ranks.
 
         Raises:
@@ -174,29 +174,29 @@ class Training:
             raise ValueError(
                 f"{self.ranks} ranks do not fill hosts of {on_host}: {self.ranks} % {on_host} = {self.ranks % on_host}"
             )
-        time = self._time(hosts.for_rank(on_host), Group(self.ranks, self.ranks // on_host))
+        time = self._step_time(hosts.for_rank(on_host), Group(self.ranks, self.ranks // on_host))
         flops = self.tokens * self.model.model_flops(self.sequence)
-        return Step(
+        return StepEstimate(
             time=time,
             tokens_per_s=self.tokens / time.step_s,
-            model_flops_share=time.model_flops_share(flops, hosts.peak(self.dtype)),
-            memory_bytes=self.memory_bytes(),
+            model_flops_share=time.model_flops_share(flops, hosts.peak_flops_per_s(self.dtype)),
+            memory_bytes=self.peak_memory_bytes(),
         )
 
-    def _time(self, rank: Hardware, group: Group) -> StepTime:
+    def _step_time(self, rank: Hardware, group: Group) -> StepTime:
         model = self.model
         update_s = operator_s(Operator("adam", moved_bytes=ADAM_BYTES * model.parameters / self.ranks), rank)
-        root = self._unit("root", model.root_parameters, [], [], rank, group)
-        head = self._head(rank)
+        root = self._unit_times("root", model.root_parameters, [], [], rank, group)
+        head = self._head_times(rank)
         blocks = [
-            self._unit(f"block {index}", model.block_parameters, *self._block(), rank, group)
+            self._unit_times(f"block {index}", model.block_parameters, *self._block_operators(), rank, group)
             for index in range(model.layers)
         ]
         blocks[-1] = replace(blocks[-1], regathered=False)  # the backward pass begins with it
         units = [replace(root, regathered=False), *blocks, head]
-        return schedule(fsdp_program(units, update_s=update_s), overlaps=not rank.shared)
+        return schedule_tasks(fsdp_tasks(units, update_s=update_s), overlaps=not rank.shared)
 
-    def _unit(
+    def _unit_times(
         self,
         name: str,
         parameters: int,
@@ -204,23 +204,23 @@ class Training:
         backward: list[Operator],
         rank: Hardware,
         group: Group,
-    ) -> Unit:
+    ) -> UnitTimes:
         """A unit's times. What was gathered is copied to where it is used, and gradients to where they are reduced."""
-        copies = Operator("copy", moved_bytes=2 * NUMBER * parameters), Operator("copy", moved_bytes=6 * parameters)
-        return Unit(
+        copies = Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters), Operator("copy", moved_bytes=6 * parameters)
+        return UnitTimes(
             name=name,
-            gather_s=collective_s("all_gather", NUMBER * parameters / self.ranks, group, rank),
+            gather_s=collective_s("all_gather", COMPUTE_BYTES * parameters / self.ranks, group, rank),
             forward_s=sum(operator_s(each, rank) for each in [*forward, copies[0]]),
             backward_s=sum(operator_s(each, rank) for each in [*backward, *copies]),
-            reduce_s=collective_s("reduce_scatter", FLOAT * parameters, group, rank),
+            reduce_s=collective_s("reduce_scatter", FLOAT_BYTES * parameters, group, rank),
         )
 
-    def _block(self) -> tuple[list[Operator], list[Operator]]:
+    def _block_operators(self) -> tuple[list[Operator], list[Operator]]:
         """Operators of a block's forward pass, and of its backward pass with what is recomputed there."""
         model, tokens = self.model, self.tokens
-        products = [self._product(weights) for weights in model.products]
+        products = [self._matmul_operator(weights) for weights in model.matmul_weights]
         attention = Operator("attention", 2 * tokens * self.sequence * model.width, dtype=self.dtype)
-        factors = FUSED_B if self.compiled else EAGER_B
+        factors = COMPILER_BLOCK_BYTES if self.compiled else EAGER_BLOCK_BYTES
         widths = {"d": model.width, "k": model.kv_width, "f": model.feedforward}
         others = Operator("others", moved_bytes=tokens * sum(factors[name] * widths[name] for name in widths))
         again = {
@@ -236,26 +236,25 @@ class Training:
         ]
         return [*products, attention, others], backward
 
-    def _head(self, rank: Hardware) -> Unit:
+    def _head_times(self, rank: Hardware) -> UnitTimes:
         """The output layer and the loss; the root's parameters are there already."""
         numbers = self.tokens * self.model.vocab
-        product = self._product(self.model.vocab * self.model.width)
+        product = self._matmul_operator(self.model.vocab * self.model.width)
         # to float32, log-softmax; backward: of the loss, of log-softmax, back from float32
         forward, backward = (4, 12) if self.compiled else (14, 22)
-        return Unit(
+        return UnitTimes(
             name="head",
             gather_s=0.0,
             forward_s=operator_s(product, rank) + operator_s(Operator("loss", moved_bytes=forward * numbers), rank),
-            backward_s=2 * operator_s(product, rank)
-            + operator_s(Operator("loss", moved_bytes=backward * numbers), rank),
+            backward_s=2 * operator_s(product, rank) + operator_s(Operator("loss", moved_bytes=backward * numbers), rank),
             reduce_s=0.0,
             regathered=False,
         )
 
-    def _product(self, weights: int) -> Operator:
+    def _matmul_operator(self, weights: int) -> Operator:
         return Operator("mm", 2 * self.tokens * weights, dtype=self.dtype)
 
-    def memory_bytes(self) -> float:
+    def peak_memory_bytes(self) -> float:
         """What a rank's tensors take when they take most: the largest of the moments at which that may be.
 
         Attention that keeps its scores' sums alone, an optimizer that updates in place. Counted operator by operator in
@@ -274,10 +273,10 @@ class Training:
         model = self.model
         return (
             self._shard_bytes
-            + self._kept * self.tokens * model.layers
-            + (2 * FLOAT + NUMBER) * self.tokens * model.width
-            + 3 * FLOAT * self.tokens * model.vocab
-            + NUMBER * (model.root_parameters + model.block_parameters)
+            + self._activation_bytes_per_token * self.tokens * model.layers
+            + (2 * FLOAT_BYTES + COMPUTE_BYTES) * self.tokens * model.width
+            + 3 * FLOAT_BYTES * self.tokens * model.vocab
+            + COMPUTE_BYTES * (model.root_parameters + model.block_parameters)
         )
 
     def _bytes_in_backward(self, block: int) -> float:
@@ -291,31 +290,31 @@ class Training:
         behind = model.layers - 1 - block
         d, k, f = model.width, model.kv_width, model.feedforward
         norms = {"none": 26, "full": 28, "selective": 30}[self.checkpointing] * d
-        others = 4 * k + 12 * f + FLOAT * model.heads
+        others = 4 * k + 12 * f + FLOAT_BYTES * model.heads
         return (
             self._shard_bytes
-            + FLOAT * model.block_parameters * behind / self.ranks
-            + FLOAT * model.block_parameters * (behind > 0)
-            + self._kept * self.tokens * block
-            + NUMBER * (model.root_parameters + model.block_parameters * (1 + (block > 0)))
-            + NUMBER * model.vocab * d
+            + FLOAT_BYTES * model.block_parameters * behind / self.ranks
+            + FLOAT_BYTES * model.block_parameters * (behind > 0)
+            + self._activation_bytes_per_token * self.tokens * block
+            + COMPUTE_BYTES * (model.root_parameters + model.block_parameters * (1 + (block > 0)))
+            + COMPUTE_BYTES * model.vocab * d
             + norms * self.tokens
-            + max(others * self.tokens + NUMBER * d * f, NUMBER * model.block_parameters)
+            + max(others * self.tokens + COMPUTE_BYTES * d * f, COMPUTE_BYTES * model.block_parameters)
         )
 
     def _bytes_at_end(self) -> float:
         """When the root's gradients go to be reduced, last of all: they, and a copy in float32; all others' shards."""
         model = self.model
-        reduced = FLOAT * model.layers * model.block_parameters / self.ranks
-        return self._shard_bytes + reduced + (NUMBER + FLOAT) * model.root_parameters
+        reduced = FLOAT_BYTES * model.layers * model.block_parameters / self.ranks
+        return self._shard_bytes + reduced + (COMPUTE_BYTES + FLOAT_BYTES) * model.root_parameters
 
     @property
     def _shard_bytes(self) -> float:
         """Of parameters and Adam's two numbers."""
-        return 3 * FLOAT * self.model.parameters / self.ranks
+        return 3 * FLOAT_BYTES * self.model.parameters / self.ranks
 
     @property
-    def _kept(self) -> int:
+    def _activation_bytes_per_token(self) -> int:
         """Bytes that a block keeps of a token for the backward pass.
 
         Full: its input. Selective: results of every other product and of attention as well. None, d: for each of two
@@ -324,9 +323,9 @@ class Training:
         """
         model = self.model
         d, k, f = model.width, model.kv_width, model.feedforward
-        attention = FLOAT * model.heads  # sums of scores
+        attention = FLOAT_BYTES * model.heads  # sums of scores
         return {
-            "full": NUMBER * d,
-            "selective": NUMBER * (d + sum(model.product_widths[::2]) + d) + attention,
+            "full": COMPUTE_BYTES * d,
+            "selective": COMPUTE_BYTES * (d + sum(model.matmul_output_widths[::2]) + d) + attention,
             "none": 24 * d + 4 * k + 8 * f + attention,
         }[self.checkpointing]

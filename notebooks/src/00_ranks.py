@@ -33,7 +33,7 @@ from labkit import doctor, plots
 from labkit.checks import collectives as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.plots.collectives import message_rounds, message_times
+from labkit.plots.collectives import all_reduce_rounds, fastest_all_reduce_times
 from labkit.theory import collectives as theory
 
 doctor.show()
@@ -321,21 +321,21 @@ checks.shift(shift)
 
 # %%
 # %%torchrun -n 4 --name first_two
-from labkit.rank import give  # sends values home to the notebook
+from labkit.rank import report  # sends values home to the notebook
 
 dist.init_process_group()
 mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()  # rank 0: 1 2 3 4, rank 1: 10 20 30 40
 
 x = mine.clone()
 dist.broadcast(x, src=0)
-give(broadcast={"before": mine, "after": x})
+report(broadcast={"before": mine, "after": x})
 
 x = mine.clone()
 dist.all_reduce(x)
-give(all_reduce={"before": mine, "after": x})
+report(all_reduce={"before": mine, "after": x})
 
 # %%
-_ = plots.held(first_two, {"broadcast": "broadcast", "all_reduce": "all-reduce"})
+_ = plots.values_by_rank(first_two, {"broadcast": "broadcast", "all_reduce": "all-reduce"})
 
 # %% [markdown]
 # *Each line is a rank, each box a number, coloured by the rank that had it first. After the **broadcast** every rank holds
@@ -345,7 +345,7 @@ _ = plots.held(first_two, {"broadcast": "broadcast", "all_reduce": "all-reduce"}
 # %% tags=["claim"]
 def moments(result: labkit.RunResult, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What all ranks held before and after: a line a rank."""
-    held = [rank.gave[name] for rank in result.ranks]
+    held = [rank.reported[name] for rank in result.ranks]
     return torch.stack([each["before"] for each in held]), torch.stack([each["after"] for each in held])
 
 
@@ -390,26 +390,26 @@ checks.after_reduce_scatter(after_reduce_scatter)
 
 # %%
 # %%torchrun -n 4 --name other_three
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group()
 mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()
 
 part = torch.empty(1)
 dist.reduce_scatter(part, list(mine.chunk(4)))
-give(reduce_scatter={"before": mine, "after": part})
+report(reduce_scatter={"before": mine, "after": part})
 
 parts = [torch.empty(1) for _ in range(4)]
 dist.all_gather(parts, mine[:1].clone())
-give(all_gather={"before": mine[:1], "after": torch.cat(parts)})
+report(all_gather={"before": mine[:1], "after": torch.cat(parts)})
 
 x = torch.empty(4)
 dist.all_to_all_single(x, mine)
-give(all_to_all={"before": mine, "after": x})
+report(all_to_all={"before": mine, "after": x})
 
 # %%
 titles = {"reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "all_to_all": "all-to-all"}
-_ = plots.held(other_three, titles)
+_ = plots.values_by_rank(other_three, titles)
 
 # %% [markdown]
 # *What four real ranks held. The **reduce-scatter** leaves a part of the sum on each rank. The **all-gather** mixes no
@@ -550,9 +550,9 @@ gradient_bytes = 4 * 4 * (DIM * DIM + DIM)  # four layers, 4 bytes a number
 on_four = labkit.run("ddp_compile", mode="ddp", **SETUP | {"nproc": 4, "steps": 1})
 by_theory = {
     "all_reduce_bytes": gradient_bytes,
-    "all_reduce_wire_bytes": theory.wire_bytes("all_reduce", gradient_bytes, 4),
+    "all_reduce_wire_bytes": theory.collective_wire_bytes("all_reduce", gradient_bytes, 4),
 }
-plots.table(on_four, by_theory, yours=mine)
+plots.comparison_table(on_four, by_theory, yours=mine)
 
 # %% tags=["claim"]
 claim("what is handed over are the gradients, once", on_four.value("all_reduce_bytes") == gradient_bytes)
@@ -566,7 +566,7 @@ claim("in section 2 it was as much", trained.value("all_reduce_bytes") == gradie
 
 # %%
 ranks = [2, 4, 8, 64, 1024]
-factors = [theory.wire_bytes("all_reduce", 1, n) for n in ranks]
+factors = [theory.collective_wire_bytes("all_reduce", 1, n) for n in ranks]
 pandas.DataFrame({"on the wire / handed to the call": factors}, index=pandas.Index(ranks, name="ranks")).round(3)
 
 # %% [markdown]
@@ -603,7 +603,7 @@ for name, collective in calls.items():
     dist.barrier()
     handed = 1 if name == "all_gather" else 4  # MB
     if dist.get_rank() == 0:
-        print(f"{name:15} {sent_mb() - before:5.1f} MB of {4 * theory.wire_bytes(name, handed, 4):.1f} MB")
+        print(f"{name:15} {sent_mb() - before:5.1f} MB of {4 * theory.collective_wire_bytes(name, handed, 4):.1f} MB")
 
 # %% [markdown]
 # The all-reduce and the all-gather send what a ring sends, and a little for their headers. With torch 2.13 gloo's
@@ -666,7 +666,7 @@ mine = commit(pieces_64_ms=64 * 0.1 + 4)  # 0.1 ms a message, and 1 ms a MiB
 
 # %% tags=["nbval-ignore-output"]
 messages = labkit.run("all_reduce", nproc=RANKS, repeats=REPEATS)
-ax = plots.messages(messages)
+ax = plots.all_reduce_time_by_size(messages)
 
 # %% [markdown]
 # *Time of one all-reduce against the bytes handed to it, on logarithmic axes. The dashed line is alpha + bytes · beta,
@@ -676,7 +676,7 @@ ax = plots.messages(messages)
 # times 1 KiB, and takes far less than 1024 times as long.*
 
 # %% tags=["claim"]
-times = message_times(messages)
+times = fastest_all_reduce_times(messages)
 claim("1024 times the bytes take far less than 1024 times as long", times[2**20] / times[2**10] < 1024 / 4)
 
 # %% [markdown]
@@ -686,10 +686,10 @@ claim("1024 times the bytes take far less than 1024 times as long", times[2**20]
 # Your own fit predicts how long the same 4 MiB take in more and more messages. Without one, labkit's does.
 
 # %% tags=["nbval-ignore-output"]
-found = fitted(message_rounds(messages).groupby(level=0).agg(list).to_dict())
-network = theory.AlphaBeta(*found) if found and min(found) > 0 else theory.fit(times.to_dict())
+found = fitted(all_reduce_rounds(messages).groupby(level=0).agg(list).to_dict())
+network = theory.AlphaBeta(*found) if found and min(found) > 0 else theory.fit_alpha_beta(times.to_dict())
 print(f"alpha {network.alpha_s * 1e6:.0f} µs, beta {network.beta_s_per_byte * 1e12:.0f} µs a MB")
-ax = plots.pieces(messages, network=network)
+ax = plots.all_reduce_time_by_count(messages, network=network)
 
 # %% [markdown]
 # *The same bytes in 1 to 64 messages. The bytes cost the same in all; what grows is the number of latencies. The dashed
@@ -700,7 +700,7 @@ ax = plots.pieces(messages, network=network)
 # holds all the same.*
 
 # %% tags=["claim"]
-pieces = message_times(messages, "pieces")
+pieces = fastest_all_reduce_times(messages, "pieces")
 claim("64 messages take longer than one", pieces[64] > pieces[1])
 
 # %% [markdown]
@@ -792,18 +792,18 @@ checks.train(train)
 
 # %%
 # %%torchrun -n 4 --name ring
-from labkit.parallel.ring import ring_steps
-from labkit.rank import give
+from labkit.parallel.ring import ring_all_reduce_steps
+from labkit.rank import report
 
 dist.init_process_group()
 mine = torch.arange(1.0, 5.0) * 10 ** dist.get_rank()
-steps = list(ring_steps(mine))
-give(
+steps = list(ring_all_reduce_steps(mine))
+report(
     ring={"start": mine, "after step 0": steps[0], "after step 2": steps[2], "after step 3": steps[3], "end": steps[5]}
 )
 
 # %%
-_ = plots.held(ring, {"ring": "all-reduce in a ring"})
+_ = plots.values_by_rank(ring, {"ring": "all-reduce in a ring"})
 
 # %% [markdown]
 # *Steps 1 and 4 are not drawn. Light grey numbers ("over some") are sums over some ranks; their digits tell which: 220
@@ -812,7 +812,7 @@ _ = plots.held(ring, {"ring": "all-reduce in a ring"})
 # Then these go around until all ranks hold all: an all-gather.*
 
 # %% tags=["claim"]
-halfway, end = (torch.stack([rank.gave["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
+halfway, end = (torch.stack([rank.reported["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
 claim("after step 2 each rank holds one part of the sum", (halfway == end).sum(1).tolist() == [1, 1, 1, 1])
 claim("in the end all ranks hold all", bool((end == torch.tensor([1111.0, 2222, 3333, 4444])).all()))
 
@@ -909,13 +909,13 @@ mine = mine | commit(send_count=8 * 2 * (RANKS - 1))
 # %%
 ring_run = labkit.run("ddp_compile", mode="yours", use={"data_parallel": averaging_with(yours)}, **SETUP)
 by_theory = {
-    "send_bytes": theory.wire_bytes("all_reduce", gradient_bytes, RANKS),
+    "send_bytes": theory.collective_wire_bytes("all_reduce", gradient_bytes, RANKS),
     "send_count": 8 * 2 * (RANKS - 1),
 }
 if yours is gloos:
     print("Exercise 7 is open: nothing was sent by hand.")
     by_theory, mine = {"all_reduce_wire_bytes": by_theory["send_bytes"]}, {}
-plots.table(ring_run, by_theory, yours=mine, tolerance=0.02)
+plots.comparison_table(ring_run, by_theory, yours=mine, tolerance=0.02)
 
 # %% [markdown]
 # *A real network trained with your all-reduce. What your ring handed to its sends is what section 6's formula gives for
@@ -1023,8 +1023,8 @@ alone = labkit.run("ddp_compile", mode="ddp", nproc=1, dim=DIM, steps=STEPS)
 batch = alone.params["batch"]
 compute_s = (alone.value("forward_ms") + alone.value("backward_ms")) / 1e3
 flops_per_s = 6 * (gradient_bytes / 4) * batch / compute_s / RANKS
-bytes_per_s = theory.wire_bytes("all_reduce", 1, RANKS) / max(network.beta_s_per_byte, 1e-12)
-pays = theory.wire_bytes("all_reduce", 4, RANKS) / bytes_per_s * flops_per_s / 6
+bytes_per_s = theory.collective_wire_bytes("all_reduce", 1, RANKS) / max(network.beta_s_per_byte, 1e-12)
+pays = theory.collective_wire_bytes("all_reduce", 4, RANKS) / bytes_per_s * flops_per_s / 6
 print(f"a rank computes {flops_per_s / 1e9:.1f} GFLOP/s, and sends {bytes_per_s / 1e9:.2f} GB/s")
 print(f"sending takes as long as computing at {pays:.1f} samples on each rank; the runs above had {batch}")
 
@@ -1069,7 +1069,7 @@ mine = commit(tokens=5000)
 # %%
 H100_FLOPS = 0.4 * 989e12
 yours_now = [tokens_that_pay(H100_FLOPS, speed, 1024, 2) for speed in (450e9, 50e9)]
-by_hand = [theory.wire_bytes("all_reduce", 2, 1024) / speed * H100_FLOPS / 6 for speed in (450e9, 50e9)]
+by_hand = [theory.collective_wire_bytes("all_reduce", 2, 1024) / speed * H100_FLOPS / 6 for speed in (450e9, 50e9)]
 index = ["NVLink, 450 GB/s", "one adapter a machine, 50 GB/s"]
 guess = f"{mine['tokens']:,.0f}" if mine["tokens"] else "–"
 columns = {"your guess": ["–", guess], "your function": [f"{t:,.0f}" if t else "–" for t in yours_now]}
@@ -1077,18 +1077,18 @@ pandas.DataFrame(columns | {"theory": [f"{t:,.0f}" for t in by_hand]}, index=ind
 
 # %% tags=["nbval-ignore-output"]
 llama = 7e9
-seconds = {speed: theory.wire_bytes("all_reduce", 2 * llama, 1024) / speed for speed in (450e9, 50e9)}
+seconds = {speed: theory.collective_wire_bytes("all_reduce", 2 * llama, 1024) / speed for speed in (450e9, 50e9)}
 panels = {
     "this machine, this lab's network": (
         6 * (gradient_bytes / 4) / flops_per_s,
-        {f"{RANKS} ranks": theory.wire_bytes("all_reduce", gradient_bytes, RANKS) / bytes_per_s},
+        {f"{RANKS} ranks": theory.collective_wire_bytes("all_reduce", gradient_bytes, RANKS) / bytes_per_s},
     ),
     "1024 H100s, 7 billion parameters": (
         6 * llama / H100_FLOPS,
         {"NVLink, 450 GB/s": seconds[450e9], "one adapter a machine, 50 GB/s": seconds[50e9]},
     ),
 }
-_ = plots.batch_pays(panels, batches={"this machine, this lab's network": batch})
+_ = plots.communication_break_even(panels, batches={"this machine, this lab's network": batch})
 
 # %% [markdown]
 # *What computing takes grows with the tokens of a rank. What sending takes does not: a gradient is as large as the
@@ -1113,8 +1113,8 @@ claim("within a machine a part of one is enough", by_hand[0] < 4096)
 # ## 12. Leave with (core, 5 minutes)
 
 # %% tags=["summary"]
-rows = {"DDP": plots.table(trained, {"all_reduce_bytes": gradient_bytes})}
-rows["your ring"] = plots.table(ring_run, by_theory, tolerance=0.02)
+rows = {"DDP": plots.comparison_table(trained, {"all_reduce_bytes": gradient_bytes})}
+rows["your ring"] = plots.comparison_table(ring_run, by_theory, tolerance=0.02)
 pandas.concat(rows)
 
 # %% [markdown]
@@ -1188,6 +1188,6 @@ pandas.concat(rows)
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("collectives")

@@ -38,8 +38,8 @@ from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.local_ranks import shards_by_rank
 from labkit.models import photo
-from labkit.parallel.halo import Strip, with_halo
-from labkit.plots.spatial import losses
+from labkit.parallel.halo import Strip, pad_with_halo
+from labkit.plots.spatial import mean_loss_by_step
 from labkit.theory import collectives, sizes, spatial
 
 doctor.show()
@@ -215,7 +215,7 @@ print(f"{RANKS} ranks trained for {STEPS} steps, the network has {parameters:,} 
 # the *head*.
 
 # %%
-_ = plots.convnext(stages, HEIGHT, WIDTH)
+_ = plots.convnext_diagram(stages, HEIGHT, WIDTH)
 
 # %% [markdown]
 # *The network of this lab. In each box stands the shape that leaves this part, channels × height × width. Below: the
@@ -229,7 +229,7 @@ _ = plots.convnext(stages, HEIGHT, WIDTH)
 #   three columns over the cut. Those columns are the **halo**, and they live on the neighbouring rank.
 
 # %%
-_ = plots.halos(photo.photo()[60:300], ranks=4, halo=12)
+_ = plots.halo_diagram(photo.load_photo()[60:300], ranks=4, halo=12)
 
 # %% [markdown]
 # *Rank 1 holds one strip of the portrait of Grace Hopper. It needs a few columns from rank 0 and a few from rank 2: the
@@ -292,7 +292,7 @@ held = {
 }
 summands = [numpy.full((4, 4), 1.0), numpy.eye(4), numpy.flipud(numpy.eye(4))]
 held["4 ranks: Partial()"] = dict(enumerate([*summands, matrix.numpy() - sum(summands)]))
-_ = plots.shards(matrix.numpy(), held)
+_ = plots.shard_panels(matrix.numpy(), held)
 
 # %% tags=["claim"]
 replicas = held["2 × 2: Shard(0), Replicate()"]
@@ -323,7 +323,7 @@ claim("the four summands add up to the matrix", numpy.array_equal(sum(held["4 ra
 # </details>
 
 # %%
-widgets.Placement()
+widgets.PlacementExplorer()
 
 # %% [markdown]
 # ### Exercise 1.2: place a network's tensors (••, 5 minutes)
@@ -432,14 +432,14 @@ predicted = {
     "all_reduce_count": 2,
     "all_reduce_bytes": collectives.all_reduce_bytes(parameters) + collectives.all_reduce_bytes(BATCH * DIMS[-1]),
 }
-plots.table(local, predicted, yours=mine)
+plots.comparison_table(local, predicted, yours=mine)
 
 # %% tags=["claim"]
 claim("to the byte", all(local.value(name) == expected for name, expected in predicted.items()))
 
 # %%
 halos_sent, reduced = local.value("send_bytes"), local.value("all_reduce_bytes")
-on_wire = collectives.wire_bytes("all_reduce", int(reduced), RANKS)
+on_wire = collectives.collective_wire_bytes("all_reduce", int(reduced), RANKS)
 print(f"halos: {halos_sent:,.0f} bytes handed over, and as many on the wire")
 print(f"all-reduces: {reduced:,.0f} bytes handed over, {on_wire:,.0f} on the wire in a ring of {RANKS}")
 
@@ -651,10 +651,10 @@ parity(RANKS, **your_way)
 
 # %%
 yours_run = labkit.run("convnext_spatial", nproc=RANKS, **your_way, **SETUP)
-plots.table(yours_run, {name: predicted[name] for name in ("send_count", "send_bytes")})
+plots.comparison_table(yours_run, {name: predicted[name] for name in ("send_count", "send_bytes")})
 
 # %% tags=["claim"]
-apart = (losses(yours_run) - losses(local)).abs() / losses(local)
+apart = (mean_loss_by_step(yours_run) - mean_loss_by_step(local)).abs() / mean_loss_by_step(local)
 claim("the same loss as labkit's own exchange at every step, to 1 part in 10,000", apart.max() < 1e-4)
 
 # %% [markdown]
@@ -703,7 +703,7 @@ mine = commit(loss_falls=2, parity_fails=2)
 # %%
 def swapped(strip: torch.Tensor, halo: int, rank: int, ranks: int) -> torch.Tensor:
     """The columns that came from the left are put on the right, and the other way round."""
-    padded = with_halo(strip, halo, Strip(3, None, rank, ranks))  # labkit's own; yours will do as well
+    padded = pad_with_halo(strip, halo, Strip(3, None, rank, ranks))  # labkit's own; yours will do as well
     return torch.cat([padded[..., -halo:], strip, padded[..., :halo]], dim=-1)
 
 
@@ -720,20 +720,20 @@ broken = {
 said = {name: parity(RANKS, strategy="yours", use=use) for name, use in mutations.items()}
 print("\n".join(f"{name}: {verdict}" for name, verdict in said.items()))
 seen = {
-    "loss_falls": sum(losses(each).iloc[-1] < losses(each).iloc[0] for each in broken.values()),
+    "loss_falls": sum(mean_loss_by_step(each).iloc[-1] < mean_loss_by_step(each).iloc[0] for each in broken.values()),
     "parity_fails": sum("differ" in verdict for verdict in said.values()),
 }
 pandas.DataFrame({"yours": mine, "measured": seen}).astype(object).fillna("–")
 
 # %%
 _, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-plots.loss({f"right, {RANKS} ranks": local, **broken}, chance=math.log(10), ax=left)
-_ = plots.loss_difference({"section 6": yours_run, **broken}, local, name="the right run", ax=right)
+plots.loss_curves({f"right, {RANKS} ranks": local, **broken}, chance=math.log(10), ax=left)
+_ = plots.loss_difference_curves({"section 6": yours_run, **broken}, local, name="the right run", ax=right)
 
 # %% tags=["claim"]
 for name, each in broken.items():
-    claim(f"the loss of {name} falls", losses(each).iloc[-1] < losses(each).iloc[0])
-    far = ((losses(each) - losses(local)).abs() / losses(local)).max()
+    claim(f"the loss of {name} falls", mean_loss_by_step(each).iloc[-1] < mean_loss_by_step(each).iloc[0])
+    far = ((mean_loss_by_step(each) - mean_loss_by_step(local)).abs() / mean_loss_by_step(local)).max()
     claim(f"{name} is further from the right loss than rounding", far > 100 * max(apart.max(), 1e-7))
     claim(f"{name} stays within half of the right loss", far < 0.5)
 
@@ -773,7 +773,7 @@ def sends_nothing(strip: torch.Tensor, halo: int, rank: int, ranks: int) -> torc
 
 
 # %%
-fooled_verdict = checks.fooled(sends_nothing)
+fooled_verdict = checks.sends_nothing(sends_nothing)
 fooled_verdict
 
 # %% [markdown]
@@ -796,7 +796,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-from labkit.rank import give
+from labkit.rank import report
 
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
@@ -807,10 +807,10 @@ out = conv(distribute_tensor(images, mesh, [Shard(3)]))
 mine = whole.chunk(2, dim=3)[mesh.get_local_rank()]
 wrong = [column for column in range(8) if not torch.allclose(out.to_local()[..., column], mine[..., column], atol=1e-5)]
 print(f"labelled {out.placements}, wrong columns of this strip: {wrong}")
-give(wrong=wrong)
+report(wrong=wrong)
 
 # %% tags=["claim"]
-wrong = [rank.gave["wrong"] for rank in silent.ranks]  # noqa: F821 (the cell above gave it this name)
+wrong = [rank.reported["wrong"] for rank in silent.ranks]  # noqa: F821 (the cell above gave it this name)
 if requirements.torch_version() >= (2, 12):
     claim("the three columns at the cut are wrong", wrong == [[5, 6, 7], [0, 1, 2]])
 else:
@@ -844,15 +844,15 @@ except labkit.ParameterError as error:
 odd_batch = SETUP | {"batch": RANKS + 1, "steps": 5}
 native = labkit.run("convnext_spatial", nproc=RANKS, strategy="native_unguarded", **odd_batch)
 beside = labkit.run("convnext_spatial", nproc=1, strategy="plain", **odd_batch)
-_ = plots.loss({"one device": beside, f"staged: native_unguarded, {RANKS} ranks": native}, chance=math.log(10))
+_ = plots.loss_curves({"one device": beside, f"staged: native_unguarded, {RANKS} ranks": native}, chance=math.log(10))
 
 # %% tags=["claim"]
-gap = (losses(native) - losses(beside)).abs() / losses(beside)
+gap = (mean_loss_by_step(native) - mean_loss_by_step(beside)).abs() / mean_loss_by_step(beside)
 claim("the staged run's loss differs from one device's by more than 1 % somewhere", gap.max() > 0.01)
-claim("both begin above guessing", min(losses(native).iloc[0], losses(beside).iloc[0]) > math.log(10))
+claim("both begin above guessing", min(mean_loss_by_step(native).iloc[0], mean_loss_by_step(beside).iloc[0]) > math.log(10))
 claim(
     "the staged loss falls, and stays higher",
-    losses(beside).iloc[-1] < losses(native).iloc[-1] < losses(native).iloc[0],
+    mean_loss_by_step(beside).iloc[-1] < mean_loss_by_step(native).iloc[-1] < mean_loss_by_step(native).iloc[0],
 )
 
 # %%
@@ -943,7 +943,7 @@ expected = {
 halved = runs["local, 2 ranks"]
 
 # %% tags=["nbval-ignore-output"]
-plots.table(halved, {"peak_activation_bytes": expected["local, 2 ranks"]}, yours=mine, tolerance=0.05)
+plots.comparison_table(halved, {"peak_activation_bytes": expected["local, 2 ranks"]}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
 # The blocks are most of it. The image counts as data, not as an activation. The rest: the input of the stem's norm, the
@@ -952,7 +952,7 @@ plots.table(halved, {"peak_activation_bytes": expected["local, 2 ranks"]}, yours
 # step of its own: it follows every tensor that the step makes.
 
 # %%
-_ = plots.memory({name.replace(", ", "\n"): run for name, run in runs.items()},
+_ = plots.memory_by_category({name.replace(", ", "\n"): run for name, run in runs.items()},
                  predicted={name.replace(", ", "\n"): size for name, size in expected.items()})  # fmt: skip
 
 # %% tags=["claim"]
@@ -990,7 +990,7 @@ claim(
 # Here they are beside plain training on one device, which has all the cores that the ranks share.
 
 # %%
-_ = plots.latency(runs)
+_ = plots.latency_bars(runs)
 
 # %% tags=["claim"]
 for ranks in dict.fromkeys((2, RANKS)):
@@ -1024,7 +1024,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from labkit.rank import give
+from labkit.rank import report
 
 mesh = init_device_mesh("cpu", (2,))
 plain = torch.ones(4)
@@ -1042,10 +1042,10 @@ def microseconds(x, rounds=10, times=100):
     return min(seconds[1:]) / times * 1e6  # the first round fills the cache
 
 
-give(plain_us=microseconds(plain), dtensor_us=microseconds(distributed))
+report(plain_us=microseconds(plain), dtensor_us=microseconds(distributed))
 
 # %% tags=["nbval-ignore-output"]
-costs = dispatch.ranks[0].gave  # noqa: F821 (the cell above gave it this name)
+costs = dispatch.ranks[0].reported  # noqa: F821 (the cell above gave it this name)
 print(f"one addition: plain tensor {costs['plain_us']:.1f} µs, DTensor {costs['dtensor_us']:.1f} µs")
 
 # %% tags=["claim"]
@@ -1061,11 +1061,11 @@ claim("the same addition costs more than three times as much on a DTensor", cost
 # And is it the same training?
 
 # %%
-_ = plots.loss_difference({name: run for name, run in runs.items() if run.world_size > 1}, runs["plain, 1 rank"])
+_ = plots.loss_difference_curves({name: run for name, run in runs.items() if run.world_size > 1}, runs["plain, 1 rank"])
 
 # %% tags=["claim"]
-reference = losses(runs["plain, 1 rank"])
-worst = max(((losses(run) - reference).abs() / reference).max() for run in runs.values())
+reference = mean_loss_by_step(runs["plain, 1 rank"])
+worst = max(((mean_loss_by_step(run) - reference).abs() / reference).max() for run in runs.values())
 claim("every loss equals one device's to 1 part in 10,000, at every step", worst < 1e-4)
 
 # %% [markdown]
@@ -1116,7 +1116,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 other, fastest = 1 - dist.get_rank(), {}
@@ -1128,10 +1128,10 @@ for size in (1024, 16384, 262144, 1048576):
             work.wait()
         times.append(time.perf_counter() - start)
     fastest[size] = min(times)
-give(fastest=fastest)
+report(fastest=fastest)
 
 # %% tags=["nbval-ignore-output"]
-here = collectives.fit(pings.ranks[0].gave["fastest"])  # noqa: F821
+here = collectives.fit_alpha_beta(pings.ranks[0].reported["fastest"])  # noqa: F821
 print(f"alpha = {here.alpha_s * 1e6:.0f} µs, beta = {here.beta_s_per_byte * 1e12:.0f} µs a MB")
 
 # %% [markdown]
@@ -1166,7 +1166,7 @@ def ladder(plain_s: float, stages: list, batch: int, bucket: int, line: collecti
     step = partial(function, alpha_s=line.alpha_s, beta_s_per_byte=line.beta_s_per_byte)
     steps = {1: (plain_s, 0.0)}
     for ranks in (2, 4, 8):
-        bucket_on_wire = collectives.wire_bytes("all_reduce", bucket, ranks)
+        bucket_on_wire = collectives.collective_wire_bytes("all_reduce", bucket, ranks)
         steps[ranks] = plain_s / ranks, step(0, ranks, exchanges, halo) + step(0, ranks, 2, bucket_on_wire / 2)
     return steps
 
@@ -1177,7 +1177,7 @@ ours_here = ladder(2 * (runs["local, 2 ranks"].value("step_ms") / 1e3 - two), st
 ours_gpu = ladder(plain_step_s(stages, BATCH, 200e12), stages, BATCH, 4 * parameters, H200)
 paper = spatial.convnext_stages(512, 1024, **LARGE)
 paper_gpu = ladder(plain_step_s(paper, 7, 200e12), paper, 7, weights_bytes // 4, H200)
-_ = plots.strips_pay(
+_ = plots.strip_step_times(
     {
         "these cores, one for each rank": ours_here,
         "H200s, our network": ours_gpu,
@@ -1258,7 +1258,7 @@ predicted_2d = {
     "send_bytes": spatial.spatial_send_bytes(stages=stages, batch=BATCH // 2, neighbours=1),
 }
 mesh_run = labkit.run("convnext_spatial", nproc=4, strategy="local", mesh="2x2", **SETUP)
-plots.table(mesh_run, predicted_2d, yours=mine)
+plots.comparison_table(mesh_run, predicted_2d, yours=mine)
 
 # %% tags=["claim"]
 if RANKS == 4:
@@ -1291,10 +1291,10 @@ if RANKS == 4:
 # </details>
 
 # %%
-widgets.Spatial()
+widgets.SpatialExplorer()
 
 # %% tags=["claim"]
-spatial = widgets.Spatial()
+spatial = widgets.SpatialExplorer()
 strips, grid = (spatial.predict(**spatial.chosen | {"mesh": shape}) for shape in ((1, 4), (2, 2)))
 claim("1 x 4 hands over 426 kB", round((strips["send_bytes"] + strips["all_reduce_bytes"]) / 1e3) == 426)
 claim("2 x 2 hands over 507 kB", round((grid["send_bytes"] + grid["all_reduce_bytes"]) / 1e3) == 507)
@@ -1310,12 +1310,12 @@ claim(
 
 # %% tags=["summary"]
 rows = {
-    f"activations, {name}": plots.table(run, {"peak_activation_bytes": expected[name]}, tolerance=0.05)
+    f"activations, {name}": plots.comparison_table(run, {"peak_activation_bytes": expected[name]}, tolerance=0.05)
     for name, run in runs.items()
     if not name.startswith("dtensor")  # whose peak may come at another moment
 }
-rows[f"traffic, {RANKS} ranks"] = plots.table(local, predicted)
-rows["traffic, 2 x 2 mesh"] = plots.table(mesh_run, predicted_2d)
+rows[f"traffic, {RANKS} ranks"] = plots.comparison_table(local, predicted)
+rows["traffic, 2 x 2 mesh"] = plots.comparison_table(mesh_run, predicted_2d)
 summary = pandas.concat(rows)
 peaks = summary["verdict"] != "equal"  # a peak moves by a few kilobytes with the moment at which a message arrives
 columns = ["predicted", "measured"]
@@ -1371,6 +1371,6 @@ summary
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("spatial")

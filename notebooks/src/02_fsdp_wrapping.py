@@ -35,7 +35,7 @@ from labkit.checks import fsdp as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.parallel.small_fsdp import shard_unit
-from labkit.plots.collectives import message_times
+from labkit.plots.collectives import fastest_all_reduce_times
 from labkit.theory import fsdp as theory
 
 doctor.show()
@@ -118,7 +118,7 @@ held = {
     "stage 0\n(DDP)" if stage == 0 else f"stage {stage}": theory.zero_bytes(7 * 10**9, 8, stage) for stage in range(3)
 }
 held["stage 3\n(FSDP)"] = theory.zero_bytes(7 * 10**9, 8, 3)
-_ = plots.breakdown(held, unit="GB", ylabel="held by each of 8 ranks between steps")
+_ = plots.memory_comparison(held, unit="GB", ylabel="held by each of 8 ranks between steps")
 
 # %% [markdown]
 # *Seven billion parameters on 8 ranks. With DDP each rank holds 112 GB. In stage 3 it holds 14 GB.*
@@ -288,9 +288,9 @@ mine |= commit(
 
 # %%
 layers = theory.mlp_stack_layers("block", DIM)
-predicted = theory.collectives(layers, RANKS) | theory.resident_bytes(layers, RANKS)
+predicted = theory.step_collectives(layers, RANKS) | theory.resident_bytes(layers, RANKS)
 block = labkit.run("fsdp_wrap", wrap="block", **SETUP)
-plots.table(block, predicted, yours=mine)
+plots.comparison_table(block, predicted, yours=mine)
 
 # %% [markdown]
 # *Real ranks trained, and one of their steps was traced. Every count and every byte is as theory says.*
@@ -352,7 +352,7 @@ passes = {
     "FSDP": theory.wire_bytes(1, 8),
     "FSDP, parameters kept": theory.wire_bytes(1, 8, all_gathers=1),
 }
-_ = plots.passes(passes)
+_ = plots.communication_passes(passes)
 
 # %% [markdown]
 # *Bytes on the wire, for 8 ranks, as theory says. FSDP sends 1.5 times as much as DDP. DDP's bar is its all-reduce,
@@ -384,7 +384,7 @@ mine = commit(
 
 # %%
 kept = labkit.run("fsdp_wrap", wrap="block", reshard_after_forward=False, **SETUP)
-plots.table(kept, theory.collectives(layers, RANKS, reshard_after_forward=False), yours=mine)
+plots.comparison_table(kept, theory.step_collectives(layers, RANKS, reshard_after_forward=False), yours=mine)
 
 # %% [markdown]
 # And what does it cost in memory? A rank's **peak** is the moment at which it holds most in all.
@@ -606,9 +606,9 @@ mine |= commit(end_parameter_bytes=sum(UNITS) / RANKS, all_gather_count=6)
 # %% tags=["nbval-ignore-output"]
 own = labkit.run("fsdp_wrap", fsdp="yours", use={"small_fsdp": working}, **SETUP | {"batch": 1})
 shares = [-(-unit // 4 // RANKS) for unit in UNITS]
-small = theory.collectives(layers, RANKS) | {"end_parameter_bytes": 4 * sum(shares)}
+small = theory.step_collectives(layers, RANKS) | {"end_parameter_bytes": 4 * sum(shares)}
 small |= {"all_gather_bytes": 2 * 4 * sum(shares), "reduce_scatter_bytes": RANKS * 4 * sum(shares)}
-plots.table(own, small | {"peak_total_bytes": theory.small_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05)
+plots.comparison_table(own, small | {"peak_total_bytes": theory.small_fsdp_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
 # *The counts and bytes are those of* `fully_shard`*. Between the steps a rank holds only its share of the parameters.
@@ -616,7 +616,7 @@ plots.table(own, small | {"peak_total_bytes": theory.small_peak_bytes(UNITS, RAN
 
 # %% tags=["claim"]
 claim("counts and bytes are those of fully_shard", all(own.value(name) == size for name, size in small.items()))
-excess = own.value("peak_total_bytes") / theory.small_peak_bytes(UNITS, RANKS) - 1
+excess = own.value("peak_total_bytes") / theory.small_fsdp_peak_bytes(UNITS, RANKS) - 1
 claim("the peak is within 5 % of the ledger's", 0 <= excess < 0.05)
 
 # %% [markdown]
@@ -637,10 +637,10 @@ claim("the peak is within 5 % of the ledger's", 0 <= excess < 0.05)
 # %%
 LINE = "shard.grad /= ranks"
 try:
-    broken = checks.without(working, LINE)
+    broken = checks.replace_source_line(working, LINE)
 except ValueError as problem:
     print(f"{problem}. Until then labkit's own is broken instead.")
-    broken = checks.without(shard_unit, "shard.grad /= ranks")
+    broken = checks.replace_source_line(shard_unit, "shard.grad /= ranks")
 wrong = labkit.run("fsdp_wrap", fsdp="yours", use={"small_fsdp": broken}, **SETUP | {"batch": 1})
 
 # %%
@@ -749,18 +749,18 @@ mine = commit(peak_total_bytes=lambda: (3 * sum(UNITS) + UNITS[2]) / RANKS + sum
 # %% tags=["nbval-ignore-output"]
 UNSHARDED = "data\nparallel"
 runs = {UNSHARDED: labkit.run("fsdp_wrap", wrap="none", **SETUP)}
-expected = {UNSHARDED: theory.whole_step_peak(layers, TOKENS)}
+expected = {UNSHARDED: theory.ddp_step_peak(layers, TOKENS)}
 for wrap, checkpointing in (("root", False), ("block", False), ("block", True), ("layer", False)):
     label = wrap + ",\ncheckpointing" * checkpointing
     walk = theory.mlp_stack_layers(wrap, DIM)
-    expected[label] = theory.step_peak(walk, TOKENS, RANKS, checkpointing=checkpointing)
+    expected[label] = theory.fsdp_step_peak(walk, TOKENS, RANKS, checkpointing=checkpointing)
     known = label == "block"
     runs[label] = block if known else labkit.run("fsdp_wrap", wrap=wrap, checkpointing=checkpointing, **SETUP)
 bound = 0.85 * runs["root"].value("peak_total_bytes")
-plots.table(block, {"peak_total_bytes": expected["block"]["total"]}, yours=mine, tolerance=0.05)
+plots.comparison_table(block, {"peak_total_bytes": expected["block"]["total"]}, yours=mine, tolerance=0.05)
 
 # %%
-_ = plots.breakdown(
+_ = plots.memory_comparison(
     {label: {part: size for part, size in sizes.items() if part != "total"} for label, sizes in expected.items()},
     runs,
     bound=bound,
@@ -805,7 +805,7 @@ rows = {
 pandas.DataFrame.from_dict(rows, orient="index", columns=collectives).astype(int)
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.latency({" ".join(label.split()): result for label, result in runs.items()})
+_ = plots.latency_bars({" ".join(label.split()): result for label, result in runs.items()})
 
 # %% [markdown]
 # *Time of a step. These ranks share two cores, so the bars move from run to run: on this machine the order of the three
@@ -879,7 +879,7 @@ checks.memory_plan(plan, int(bound), gathers=6, **SETUP)
 # </details>
 
 # %%
-widgets.Wrapping()
+widgets.WrappingExplorer()
 
 # %% [markdown]
 # ## 7. Does it hide?
@@ -924,7 +924,7 @@ _ = plots.timeline(ahead)
 # underlined. Each rank counts from its own start: compare along its rows, not across ranks.*
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.exposed({"waiting": waiting, "prefetching": ahead})
+_ = plots.communication_exposure({"waiting": waiting, "prefetching": ahead})
 
 # %% [markdown]
 # *Communication of one profiled step, mean over the ranks, and how much of it is exposed. The share varies from run to
@@ -973,7 +973,7 @@ def forgotten() -> int:
 
 
 # %%
-checks.forgotten_block(forgotten, mystery)
+checks.missing_block(forgotten, mystery)
 
 # %% [markdown]
 # ## 8. When does it pay?
@@ -1045,7 +1045,7 @@ print(f"two hosts: {right:,.0f} tokens; yours: {'–' if said is None else forma
 # %% tags=["nbval-ignore-output"]
 sums = labkit.run("all_reduce", nproc=RANKS, message_bytes=(2**20, 2**22), total_bytes=2**12, pieces=(1,), repeats=15)
 on_wire = 2 * (RANKS - 1) / RANKS * 2**22  # bytes that a rank sends for an all-reduce of 4 MiB
-bandwidth = on_wire / message_times(sums)[2**22]
+bandwidth = on_wire / fastest_all_reduce_times(sums)[2**22]
 arithmetic_s = (runs[UNSHARDED].value("forward_ms") + runs[UNSHARDED].value("backward_ms")) / 1000
 speed = 6 * PARAMETERS * TOKENS / arithmetic_s
 needed = theory.tokens_to_hide(speed, bandwidth, RANKS, 4)
@@ -1068,7 +1068,7 @@ panels = {
         },
     ),
 }
-_ = plots.batch_pays(panels, batches={"this machine, this lab's network": TOKENS})
+_ = plots.communication_break_even(panels, batches={"this machine, this lab's network": TOKENS})
 
 # %% [markdown]
 # *Arithmetic grows with the tokens of a rank, messages do not. The dots are the numbers from above: right of its dot a
@@ -1118,7 +1118,7 @@ mine = commit(
 # %%
 bf16 = labkit.run("fsdp_wrap", precision="bf16", **SETUP)
 halved = predicted | {"all_gather_bytes": predicted["all_gather_bytes"] // 2}
-plots.table(bf16, halved, yours=mine)
+plots.comparison_table(bf16, halved, yours=mine)
 
 # %% [markdown]
 # *The all-gathers were handed half the bytes. What a rank keeps is unchanged.*
@@ -1140,7 +1140,7 @@ claim("what a rank keeps is unchanged", bf16.value("end_parameter_bytes") == blo
 frozen = labkit.run("fsdp_wrap", freeze=(1,), **SETUP)
 predicted_frozen = theory.resident_bytes(layers, RANKS, frozen=("block 1",))
 predicted_frozen |= {"reduce_scatter_count": 2, "all_gather_count": 6}
-plots.table(frozen, predicted_frozen)
+plots.comparison_table(frozen, predicted_frozen)
 
 # %% [markdown]
 # ### HSDP: shard inside, replicate outside (5 minutes)
@@ -1156,7 +1156,7 @@ plots.table(frozen, predicted_frozen)
 
 # %%
 hybrid = labkit.run("fsdp_wrap", wrap="block", hybrid=2, **SETUP | {"nproc": 4, "steps": 2})
-plots.table(hybrid, theory.hybrid_collectives(layers, 2), yours={})
+plots.comparison_table(hybrid, theory.hybrid_collectives(layers, 2), yours={})
 
 # %% [markdown]
 # *Along `data` everything is as with two ranks. Along `replicate` there is one all-reduce for each unit, and what is
@@ -1387,12 +1387,12 @@ checks.expert_gradients(average_gradients)
 # Predicted beside measured, for what this lab claims.
 
 # %% tags=["summary"]
-tables = {"block": plots.table(block, predicted), "frozen": plots.table(frozen, predicted_frozen)}
-tables["kept"] = plots.table(kept, theory.collectives(layers, RANKS, reshard_after_forward=False))
-tables["your FSDP"] = plots.table(own, small)
+tables = {"block": plots.comparison_table(block, predicted), "frozen": plots.comparison_table(frozen, predicted_frozen)}
+tables["kept"] = plots.comparison_table(kept, theory.step_collectives(layers, RANKS, reshard_after_forward=False))
+tables["your FSDP"] = plots.comparison_table(own, small)
 for label in ("root", "block", "block,\ncheckpointing"):
     peak = {"peak_total_bytes": expected[label]["total"]}
-    tables[" ".join(f"peak, {label}".split())] = plots.table(runs[label], peak, tolerance=0.05)
+    tables[" ".join(f"peak, {label}".split())] = plots.comparison_table(runs[label], peak, tolerance=0.05)
 summary = pandas.concat(tables)
 close = summary["verdict"] != "equal"  # a peak moves a little with the moment at which a message arrives
 sizes = ["predicted", "measured"]
@@ -1453,6 +1453,6 @@ summary
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("fsdp")

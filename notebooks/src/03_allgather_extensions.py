@@ -32,7 +32,7 @@ from labkit import doctor, local_ranks, plots, tensors, widgets
 from labkit.checks import extensions as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.tensors import EXTENSIONS, pad_rows, refill
+from labkit.tensors import EXTENSIONS, pad_rows, refill_parameter
 from labkit.theory import extensions as theory
 
 doctor.show()
@@ -109,7 +109,7 @@ for dtype in (torch.float32, torch.bfloat16):
 weight = torch.arange(1.0, 13.0).view(3, 4)
 held = local_ranks.shards_by_rank(weight, (2,), [Shard(0)])
 sent = {rank: pad_rows(torch.from_numpy(rows), 2).numpy() for rank, rows in held.items()}
-_ = plots.padded_shards(weight.numpy(), held, sent)
+_ = plots.shard_padding(weight.numpy(), held, sent)
 
 # %% [markdown]
 # *Three rows on two ranks. Rank 1 holds one row and sends two, the last one of zeros.*
@@ -146,7 +146,7 @@ def gather_bytes(rows: int, columns: int, ranks: int, bytes_per_number: int) -> 
 
 
 # %%
-checks.uneven_bytes(gather_bytes)
+checks.gather_bytes(gather_bytes)
 
 # %% [markdown]
 # ## 2. The code you would write
@@ -202,8 +202,8 @@ mine |= commit(reduce_scatter_bytes=sum(4 * RANKS * -(-rows // RANKS) * columns 
 plain = labkit.run("allgather_extensions", extension="none", **SETUP)
 policy = labkit.run("allgather_extensions", extension="none", policy="bf16", **SETUP)
 gradients = RANKS * sum(theory.gather_bytes(shape, RANKS, "fp32") for shape in SHAPES)
-predicted = {"all_gather_bytes": theory.step_bytes(SHAPES, RANKS, "bf16"), "reduce_scatter_bytes": gradients}
-plots.table(policy, predicted, yours=mine)
+predicted = {"all_gather_bytes": theory.step_gather_bytes(SHAPES, RANKS, "bf16"), "reduce_scatter_bytes": gradients}
+plots.comparison_table(policy, predicted, yours=mine)
 
 # %% [markdown]
 # *The all-gathers were handed half the bytes that they get without the policy. The reduce-scatter was handed as many as
@@ -548,8 +548,8 @@ def doubled(weight: torch.Tensor) -> torch.Tensor:
 
 
 two = labkit.run("allgather_extensions", extension="your_type", use={"parameter": doubled}, **SHORT)
-expected = {"all_gather_bytes": theory.step_bytes(SHAPES, RANKS, "two_tensor"), "all_gather_count": 8}
-plots.table(two, expected, yours=mine)
+expected = {"all_gather_bytes": theory.step_gather_bytes(SHAPES, RANKS, "two_tensor"), "all_gather_count": 8}
+plots.comparison_table(two, expected, yours=mine)
 
 # %% [markdown]
 # *Twice the bytes of plain parameters, in as many calls: a unit's tensors travel together.*
@@ -701,7 +701,7 @@ def leaky(all_gather_outputs, metadata, param_dtype, *, out=None):
     whole = (numbers.float() * scales).to(param_dtype)
     if out is None:
         return whole, (numbers, scales)
-    refill(out, whole)
+    refill_parameter(out, whole)
 
 
 # %%
@@ -734,7 +734,7 @@ def mended(all_gather_outputs, metadata, param_dtype, *, out=None):
     whole = (numbers.float() * scales).to(param_dtype)
     if out is None:
         return whole, (whole,)  # FSDP frees the gathered tensors anyway
-    refill(out, whole)
+    refill_parameter(out, whole)
     ### END SOLUTION
 
 
@@ -865,16 +865,16 @@ mine = commit(
 NAMES = ("bf16", "float8", "int8")
 runs = {"fp32": plain} | {name: labkit.run("allgather_extensions", extension=name, **SETUP) for name in NAMES}
 int8 = {
-    "all_gather_bytes": theory.step_bytes(SHAPES, RANKS, "int8"),
+    "all_gather_bytes": theory.step_gather_bytes(SHAPES, RANKS, "int8"),
     "weight_error": round(theory.rounding_error("int8"), 5),
 }
-plots.table(runs["int8"], int8, yours=mine, tolerance=0.02)
+plots.comparison_table(runs["int8"], int8, yours=mine, tolerance=0.02)
 
 # %%
 figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
 bounds = {name: theory.rounding_error(name) for name in NAMES}
-plots.bytes_against_error(runs, bounds=bounds, ax=panels[0])
-_ = plots.bytes_against_error(runs, error="rms", ax=panels[1])
+plots.error_by_bytes(runs, bounds=bounds, ax=panels[0])
+_ = plots.error_by_bytes(runs, error="rms", ax=panels[1])
 
 # %% [markdown]
 # *One point a run. Left the largest error: int8 and bfloat16 have nearly the same bound, and int8's error is at most a
@@ -917,7 +917,7 @@ claim("int8 is more exact than float8 by both", largest["int8"] < largest["float
 # </details>
 
 # %%
-widgets.Gather()
+widgets.GatherExplorer()
 
 # %% [markdown]
 # ### In the loss
@@ -941,7 +941,7 @@ def losses(result: labkit.RunResult) -> pandas.Series:
     return frame.groupby("step")["value"].mean()
 
 
-_ = plots.loss_difference({name: runs[name] for name in NAMES}, plain, name="plain FSDP")
+_ = plots.loss_difference_curves({name: runs[name] for name in NAMES}, plain, name="plain FSDP")
 
 # %% [markdown]
 # *How far each run's loss is from that of plain FSDP, by step. All begin within 0.1 % and end more than ten times further
@@ -1029,7 +1029,7 @@ expected = {
 }
 labels = {"policy": "policy\nbf16", "int8": "hook\nint8", "both": "hook int8,\npolicy bf16"}
 rows = [
-    plots.table(costs[label][0], {"held_bytes": expected[label]}, yours=mine[name], tolerance=0.02)
+    plots.comparison_table(costs[label][0], {"held_bytes": expected[label]}, yours=mine[name], tolerance=0.02)
     for name, label in labels.items()
 ]
 pandas.concat(rows, keys=labels)
@@ -1115,7 +1115,7 @@ print(
 )
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.gather_times(
+_ = plots.gather_time_by_bandwidth(
     {"float32": (on_wire["none"], 0.0), "int8": (on_wire["int8"], coding_s)},
     machines={"this machine": bandwidth},
     measured={"float32": (bandwidth, plain_s), "int8": (bandwidth, int8_s)},
@@ -1157,7 +1157,7 @@ gpu_threshold = theory.pays_below(7e9, gpu_coding_s, 16)
 said = mine["threshold_gb_s"]
 print(f"coding: {1e3 * gpu_coding_s:.1f} ms; it pays below {gpu_threshold / 1e9:,.0f} GB/s; yours: "
       f"{'–' if said is None else format(said, ',.0f')}")  # fmt: skip
-_ = plots.gather_times(
+_ = plots.gather_time_by_bandwidth(
     {"bfloat16, by the policy": (15 / 16 * 14e9, 0.0), "int8": (15 / 16 * 7e9, gpu_coding_s)},
     machines={"a card for 8 GPUs": 50e9, "NVLink": 450e9},
 )
@@ -1251,8 +1251,8 @@ def cast_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None
         whole = type(self)(a.to(param_dtype), b.to(param_dtype))
         return whole, (whole.a, whole.b)
     if a.dtype != param_dtype:
-        refill(out.a, a)
-        refill(out.b, b)
+        refill_parameter(out.a, a)
+        refill_parameter(out.b, b)
     ### END SOLUTION
 
 
@@ -1404,14 +1404,14 @@ dist.destroy_process_group()
 # Bytes are those that one rank hands to the all-gathers of a step.
 
 # %% tags=["summary"]
-sizes = {label: theory.step_bytes(SHAPES, RANKS, sent) for label, (_, sent, _) in costs.items()}
+sizes = {label: theory.step_gather_bytes(SHAPES, RANKS, sent) for label, (_, sent, _) in costs.items()}
 tables = {
-    " ".join(label.split()): plots.table(
+    " ".join(label.split()): plots.comparison_table(
         costs[label][0], {"all_gather_bytes": sizes[label], "held_bytes": expected[label]}
     )
     for label in costs
 }
-tables["TwoTensor"] = plots.table(two, {"all_gather_bytes": theory.step_bytes(SHAPES, RANKS, "two_tensor")})
+tables["TwoTensor"] = plots.comparison_table(two, {"all_gather_bytes": theory.step_gather_bytes(SHAPES, RANKS, "two_tensor")})
 pandas.concat(tables)
 
 # %% [markdown]
@@ -1462,7 +1462,7 @@ pandas.concat(tables)
 #   weights in int8: https://arxiv.org/abs/2306.10209
 # - Micikevicius et al., "FP8 Formats for Deep Learning", 2022: https://arxiv.org/abs/2209.05433
 # - The H100's data sheet: https://www.nvidia.com/en-us/data-center/h100/
-# - In labkit: `labkit/tensors/two_tensor.py`, then `labkit/tensors/quantised.py`. The hooks are a few lines in each.
+# - In labkit: `labkit/tensors/two_tensor.py`, then `labkit/tensors/quantisation.py`. The hooks are a few lines in each.
 #
 # ### What comes next
 #
@@ -1474,6 +1474,6 @@ pandas.concat(tables)
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("extensions")

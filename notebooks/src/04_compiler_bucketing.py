@@ -36,12 +36,12 @@ import labkit
 from labkit import doctor, inductor, plots, widgets
 from labkit.checks import ddp as checks
 from labkit.checks.commit import claim, commit
-from labkit.checks.fsdp import without
+from labkit.checks.fsdp import replace_source_line
 from labkit.config import require
-from labkit.parallel.buckets import closed_when_full
+from labkit.parallel.buckets import assign_buckets
 from labkit.parallel.small_ddp import small_ddp as labkits_ddp
-from labkit.plots.collectives import message_rounds
-from labkit.plots.ddp import pass_times
+from labkit.plots.collectives import all_reduce_rounds
+from labkit.plots.ddp import pass_seconds
 from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
 
@@ -195,7 +195,7 @@ def predict(way: str, bucket_mb: float = BUCKET_MB, **more: bool) -> dict[str, i
 
 
 eager = labkit.run("ddp_compile", mode="ddp", timeline=True, **WIDE)
-plots.table(eager, {"all_reduce_bytes": predict("eager")["all_reduce_bytes"]}, yours=mine)
+plots.comparison_table(eager, {"all_reduce_bytes": predict("eager")["all_reduce_bytes"]}, yours=mine)
 
 # %% [markdown]
 # *All gradients, once. With 2 ranks as many bytes leave a rank: on the wire it is 2 (n − 1) / n of what is handed over.*
@@ -264,14 +264,14 @@ mine = commit(pieces_200_ms=200 * 0.15 + 1)  # 0.15 ms a message
 # %% tags=["nbval-ignore-output"]
 total = sum(size for _, size in theory.chain_gradients(64, layers=100))
 messages = labkit.run("all_reduce", nproc=RANKS, total_bytes=total, pieces=(1, 2, 20, 200), at_once=True)
-rounds = message_rounds(messages, "pieces").groupby(level=0).agg(list).to_dict()
+rounds = all_reduce_rounds(messages, "pieces").groupby(level=0).agg(list).to_dict()
 found = fitted(rounds, total)
-network = AlphaBeta(*found) if found else theory.fit_pieces(rounds, total)
+network = AlphaBeta(*found) if found else theory.fit_from_message_counts(rounds, total)
 print(f"alpha {network.alpha_s * 1e6:.0f} µs a message, beta {network.beta_s_per_byte * 1e12:.0f} µs a MB")
-plots.table(messages, {"pieces_200_ms": network.seconds(total, messages=200) * 1e3}, yours=mine, tolerance=0.5)
+plots.comparison_table(messages, {"pieces_200_ms": network.seconds(total, messages=200) * 1e3}, yours=mine, tolerance=0.5)
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.pieces(messages, network=network, typical=True)
+_ = plots.all_reduce_time_by_count(messages, network=network, typical=True)
 
 # %% [markdown]
 # *The same bytes, in 1 to 200 messages. 200 messages take more than three times as long as one. The dashed lines are
@@ -358,7 +358,7 @@ mine = commit(all_reduce_count=lambda: len(bucket_plan([size for _, size in grad
 ### END SOLUTION
 
 # %%
-plots.table(eager, predict("eager"), yours=mine)
+plots.comparison_table(eager, predict("eager"), yours=mine)
 
 # %%
 sent = eager.frame.query("kind == 'bucket' and rank == 0")
@@ -409,7 +409,7 @@ bounded
 # more than 5 MiB, so there are more of them. Until exercise 3 passes, the rule is DDP's.
 
 # %%
-rule = {"bounded_buckets": bounded_buckets if bounded.ok else closed_when_full}
+rule = {"bounded_buckets": bounded_buckets if bounded.ok else assign_buckets}
 own_rule = labkit.run("ddp_compile", mode="yours", use=rule, **WIDE)
 largest = own_rule.frame.query("kind == 'bucket' and rank == 0").groupby("index")["bytes"].sum().max()
 print(f"{own_rule.value('all_reduce_count'):.0f} buckets, the largest of {largest:,} bytes")
@@ -467,7 +467,7 @@ print(f"{own_rule.value('all_reduce_count'):.0f} buckets, the largest of {larges
 def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
     ### BEGIN SOLUTION
     parameters = list(model.parameters())[::-1]
-    places = closed_when_full([parameter.nbytes for parameter in parameters], bucket_bytes)
+    places = assign_buckets([parameter.nbytes for parameter in parameters], bucket_bytes)
     buckets = [[parameters[place] for place in bucket] for bucket in places]
     missing = [len(bucket) for bucket in buckets]
     on_their_way = []
@@ -596,17 +596,17 @@ mine = commit(times_as_long=6)
 ### END SOLUTION
 
 # %% tags=["nbval-ignore-output"]
-arithmetic_s = pass_times(alone).median()
+arithmetic_s = pass_seconds(alone).median()
 predicted_s = {label: arithmetic_s + network.seconds(total, messages=n) for label, n in messages_sent.items()}
 by_size = {
     label: labkit.run("ddp_compile", mode="ddp", **DEEP | {"bucket_mb": size}) for label, size in sizes_mb.items()
 }
-measured_s = {label: pass_times(result).median() for label, result in by_size.items()}
+measured_s = {label: pass_seconds(result).median() for label, result in by_size.items()}
 times_as_long = measured_s["each gradient"] / measured_s["1 MiB"]
 guess = "–" if mine["times_as_long"] is None else f"{mine['times_as_long']:.1f}"
 print(f"arithmetic alone: {arithmetic_s * 1e3:.1f} ms")
 print(f"a message for each gradient takes {times_as_long:.1f} times as long as 1 MiB buckets; you said {guess}")
-_ = plots.bucket_sizes(by_size, predicted_s)
+_ = plots.pass_time_by_bucket_size(by_size, predicted_s)
 
 # %% [markdown]
 # *Forward and backward pass of the deep network by the size of its buckets. A dot is one of 20 steps; the dashed line
@@ -633,10 +633,10 @@ claim("a message for each gradient takes at least three times as long as 1 MiB b
 # %%
 LINE = "row /= dist.get_world_size()"
 try:
-    broken = without(working, LINE)
+    broken = replace_source_line(working, LINE)
 except ValueError as problem:
     print(f"{problem}. Until then labkit's own is broken instead.")
-    broken = without(labkits_ddp, "row /= dist.get_world_size()")
+    broken = replace_source_line(labkits_ddp, "row /= dist.get_world_size()")
 
 # %% [markdown]
 # ### A test that cannot fail
@@ -747,12 +747,12 @@ claim("nearly all of it is exposed", exposed > 0.8 * sent_ms)
 
 # %% tags=["nbval-ignore-output"]
 silent = labkit.run("ddp_compile", mode="yours", use={"data_parallel": nothing}, **WIDE)
-alone_ms, both_ms = (pass_times(run).median() * 1e3 for run in (silent, eager))
+alone_ms, both_ms = (pass_seconds(run).median() * 1e3 for run in (silent, eager))
 sizes = [size for _, size in theory.chain_gradients(DIM)]
 traffic = labkit.run(
     "all_reduce", nproc=RANKS, total_bytes=sum(sizes), pieces=(1, 2), at_once=True, message_bytes=(1024, 4096)
 )
-sent_ms = message_rounds(traffic, "pieces")[2].median() * 1e3
+sent_ms = all_reduce_rounds(traffic, "pieces")[2].median() * 1e3
 print(f"arithmetic {alone_ms:.1f} ms, messages {sent_ms:.1f} ms, both {both_ms:.1f} ms")
 
 # %% [markdown]
@@ -946,7 +946,7 @@ mine |= commit(all_reduce_count=2)
 
 # %%
 no_sync = labkit.run("ddp_compile", mode="ddp", case="cpu_no_sync", **WIDE)
-plots.table(no_sync, predict("eager"), yours=mine)
+plots.comparison_table(no_sync, predict("eager"), yours=mine)
 
 # %% [markdown]
 # *Two backward passes, and the messages of one.*
@@ -1013,7 +1013,7 @@ mine |= commit(all_reduce_count=2)
 
 # %%
 bf16 = labkit.run("ddp_compile", mode="ddp", case="bf16", **WIDE)
-plots.table(bf16, predict("eager", compressed=True), yours=mine)
+plots.comparison_table(bf16, predict("eager", compressed=True), yours=mine)
 
 # %% [markdown]
 # *The same buckets, half the bytes.* The price is precision: bfloat16 keeps 8 significant bits of a number, and the
@@ -1056,7 +1056,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group()
 
@@ -1085,12 +1085,12 @@ def graphs(**how):
 
 
 torch._logging.set_logs(all=logging.ERROR)  # no warnings about DDP's marks for profilers
-give(graphs={"1 MiB": graphs(bucket_cap_mb=1), "2 MiB": graphs(bucket_cap_mb=2), "left out": graphs()})
+report(graphs={"1 MiB": graphs(bucket_cap_mb=1), "2 MiB": graphs(bucket_cap_mb=2), "left out": graphs()})
 with torch._dynamo.config.patch(optimize_ddp=False):
-    give(whole=graphs(bucket_cap_mb=2))
+    report(whole=graphs(bucket_cap_mb=2))
 
 # %%
-gave = compiled_ddp.ranks[0].gave  # noqa: F821 (the cell above gave it this name)
+gave = compiled_ddp.ranks[0].reported  # noqa: F821 (the cell above gave it this name)
 counted, in_one = gave["graphs"], gave["whole"]
 print(f"graphs by bucket_cap_mb: {counted}; with optimize_ddp=False: {in_one}")
 print(f"you said {'–' if mine['graphs'] is None else int(mine['graphs'])} for 2 MiB")
@@ -1144,7 +1144,7 @@ mine = commit(all_reduce_count=lambda: len(bucket_plan(compiled_order, BUCKET_MB
 
 # %%
 coalesced = labkit.run("ddp_compile", fuse="coalesced", timeline=True, **WIDE)
-plots.table(coalesced, predict("compiled"), yours=mine)
+plots.comparison_table(coalesced, predict("compiled"), yours=mine)
 
 # %% [markdown]
 # *One bucket more than with the reducer: the first one closes at 1 MiB, so fc4.weight travels alone.*
@@ -1160,7 +1160,7 @@ claim("one bucket more than with the reducer", extra == 1)
 # the fold below for the whole program.
 
 # %% tags=["nbval-ignore-output"]
-plots.program(coalesced)
+plots.backward_program(coalesced)
 
 # %% [markdown]
 # Read it from the top. `extern` lines are products of matrices. `kernel` lines are loops that inductor wrote itself:
@@ -1172,14 +1172,14 @@ plots.program(coalesced)
 # same gradient; lines that only rename are left out.)
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.buckets(coalesced)
+_ = plots.bucket_schedule(coalesced)
 
 # %% [markdown]
 # *Left: the gradients of each bucket, as wide as their bytes. Right: the lines between its request and its waits; a
 # dot is compute that hides it. The last bucket has nothing left to hide behind.*
 
 # %% tags=["claim"]
-read = inductor.buckets(coalesced.ranks[0].kept("code"))
+read = inductor.find_buckets(coalesced.ranks[0].artifact("code"))
 claim(
     "the last bucket has nothing left to hide behind",
     not read[-1].hidden_by and all(each.hidden_by for each in read[:-1]),
@@ -1209,7 +1209,7 @@ claim(
 
 
 # %%
-def early_uses(lines: list[inductor.Line]) -> list[int]:
+def early_uses(lines: list[inductor.ProgramLine]) -> list[int]:
     ### BEGIN SOLUTION
     in_flight, found = set(), []
     for line in lines:
@@ -1231,7 +1231,7 @@ checks.early_uses(early_uses)
 # of the listing.
 
 # %% tags=["nbval-ignore-output"]
-lines = inductor.read(coalesced.ranks[0].kept("code"))
+lines = inductor.parse_lines(coalesced.ranks[0].artifact("code"))
 first_wait = next(line for line in lines if line.kind == "wait")
 for which, program in {
     "as it is": lines,
@@ -1252,7 +1252,7 @@ _ = plots.timeline(coalesced)
 # wait: there gloo's threads need the core.* In some runs a bucket arrives before one that left earlier.
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.exposed({"reducer": eager, "compiled": coalesced})
+_ = plots.communication_exposure({"reducer": eager, "compiled": coalesced})
 
 # %% [markdown]
 # *Communication of one profiled step, mean over the ranks: the time in which any bucket was under way. Two at once
@@ -1411,7 +1411,7 @@ claim("with four times the tokens from about 2.4 MB on", 2.2e6 < by_hand[1] < 2.
 # </details>
 
 # %%
-widgets.Buckets()
+widgets.BucketExplorer()
 
 # %% [markdown]
 # ### What to expect on GPUs
@@ -1432,10 +1432,10 @@ widgets.Buckets()
 
 # %% tags=["summary"]
 deep = {"all_reduce_count": messages_sent["1 MiB"], "all_reduce_bytes": total}
-tables = {"reducer": plots.table(eager, predict("eager")), "deep, 1 MiB": plots.table(by_size["1 MiB"], deep)}
-tables["no_sync"] = plots.table(no_sync, predict("eager"))
-tables["bf16 hook"] = plots.table(bf16, predict("eager", compressed=True))
-tables["compiled"] = plots.table(coalesced, predict("compiled"))
+tables = {"reducer": plots.comparison_table(eager, predict("eager")), "deep, 1 MiB": plots.comparison_table(by_size["1 MiB"], deep)}
+tables["no_sync"] = plots.comparison_table(no_sync, predict("eager"))
+tables["bf16 hook"] = plots.comparison_table(bf16, predict("eager", compressed=True))
+tables["compiled"] = plots.comparison_table(coalesced, predict("compiled"))
 pandas.concat(tables)
 
 # %% [markdown]
@@ -1500,6 +1500,6 @@ pandas.concat(tables)
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("ddp")

@@ -43,11 +43,11 @@ from labkit.checks.ranks import two_dim
 from labkit.config import require
 from labkit.parallel import small_tensor_parallel as ours
 from labkit.parallel.tensor_parallel import PlainParameters
-from labkit.plots.collectives import message_times
-from labkit.plots.spatial import losses
+from labkit.plots.collectives import fastest_all_reduce_times
+from labkit.plots.spatial import mean_loss_by_step
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
-from labkit.theory.collectives import AlphaBeta, fit, wire_bytes
+from labkit.theory.collectives import AlphaBeta, collective_wire_bytes, fit_alpha_beta
 
 doctor.show()
 
@@ -176,7 +176,7 @@ dist.destroy_process_group()
 # one of them would leave the host.
 
 # %%
-_ = plots.mesh(**MESHES[2])
+_ = plots.mesh_diagram(**MESHES[2])
 
 # %% [markdown]
 # *The ranks, 2 × 2. A blue row is a group along `tp`: the same samples, different features. An orange column is a group
@@ -221,8 +221,8 @@ mine = commit(end_parameter_bytes=4 * sum(thin))
 
 # %%
 square = labkit.run("two_dim", tp=2, **SETUP)
-resident = theory.resident_bytes(PAIRS, **MESHES[2])
-plots.table(square, resident, yours=mine)
+resident = theory.mesh_resident_bytes(PAIRS, **MESHES[2])
+plots.comparison_table(square, resident, yours=mine)
 
 # %% [markdown]
 # *What one of the ranks holds when a step ends: as theory says, to the byte.* `end_optstate_bytes` are Adam's two means
@@ -244,7 +244,7 @@ claim("two means, and 4 bytes for each of 12 tensors", kept["optstate"] == 2 * k
 
 # %%
 x, first, second = [[1, 2]], [[1, 0], [0, 1], [1, 1], [0, -1]], [[1, 0, 2, 1], [0, 1, 0, 1]]
-_ = plots.pair(x, first, second)
+_ = plots.pair_diagram(x, first, second)
 
 # %% [markdown]
 # *One token with two numbers, four inner features, two ranks. Each rank computes with its own features, and nothing is
@@ -619,8 +619,8 @@ mine |= commit(**{"tp/all_reduce_count": 3 + 2})
 
 # %%
 own = labkit.run("two_dim", tp=2, layers="yours", use=working or None, **SETUP)
-sent = theory.activations_sent(PAIRS, tokens(2), 2)
-plots.table(own, sent, yours=mine)
+sent = theory.activation_collectives(PAIRS, tokens(2), 2)
+plots.comparison_table(own, sent, yours=mine)
 
 # %% [markdown]
 # *The same counts and bytes as PyTorch's plan sent in section 2.*
@@ -776,8 +776,8 @@ mine |= commit(**{"data/all_gather_bytes": 2 * shard, "data/reduce_scatter_bytes
 ### END SOLUTION
 
 # %%
-predicted = theory.collectives(PAIRS, tokens(2), **MESHES[2])
-plots.table(square, predicted, yours=mine)
+predicted = theory.step_collectives_by_axis(PAIRS, tokens(2), **MESHES[2])
+plots.comparison_table(square, predicted, yours=mine)
 
 # %% tags=["claim"]
 claim(
@@ -800,17 +800,17 @@ labels = {1: "FSDP alone", 2: f"{RANKS // 2} x 2", RANKS: "TP alone"}
 
 def on_wire(tp: int) -> dict[str, float]:
     """Bytes that theory lets a rank send in a step, by axis."""
-    return theory.wire_bytes(theory.collectives(PAIRS, tokens(tp), **MESHES[tp]), **MESHES[tp])
+    return theory.axis_wire_bytes(theory.step_collectives_by_axis(PAIRS, tokens(tp), **MESHES[tp]), **MESHES[tp])
 
 
 def measured_on_wire(tp: int) -> dict[str, float]:
     """The same from what was counted."""
     handed = {name: runs[tp].value(name) for name in runs[tp].summary() if "/" in name}
-    return theory.wire_bytes(handed, **MESHES[tp])
+    return theory.axis_wire_bytes(handed, **MESHES[tp])
 
 
 by_theory, by_count = ({labels[tp]: each(tp) for tp in runs} for each in (on_wire, measured_on_wire))
-_ = plots.traffic(by_theory, by_count, results=list(runs.values()))
+_ = plots.traffic_by_axis(by_theory, by_count, results=list(runs.values()))
 
 # %% [markdown]
 # *Bytes on the wire from one rank in a step. In a dashed frame: predicted. Plain: computed from what was counted. They
@@ -829,11 +829,11 @@ claim("the square sends least", min(totals, key=totals.get) == labels[2])
 for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
     wide = theory.mlp_pairs(width)
     wires = {
-        tp: sum(theory.wire_bytes(theory.collectives(wide, 8 * samples // axes["data"], **axes), **axes).values())
+        tp: sum(theory.axis_wire_bytes(theory.step_collectives_by_axis(wide, 8 * samples // axes["data"], **axes), **axes).values())
         for tp, axes in MESHES.items()
     }
     claim(f"with {samples} samples and width {width} tp = {least} sends least", min(wires, key=wires.get) == least)
-thin, whole = (theory.parameters(theory.rank_layers(PAIRS, tp)) for tp in (2, 1))
+thin, whole = (theory.parameter_count(theory.rank_layers(PAIRS, tp)) for tp in (2, 1))
 claim("FSDP gathers half as many parameters", abs(thin / whole - 0.5) < 0.01)
 claim("TP sums activations of half as many samples", tokens(2) * RANKS == 2 * tokens(RANKS))
 
@@ -848,9 +848,9 @@ claim("TP sums activations of half as many samples", tokens(2) * RANKS == 2 * to
 # %%
 expected = {}
 for tp in (1, 2):
-    expected[labels[tp]] = fsdp.step_peak(theory.rank_layers(PAIRS, tp), tokens(tp), MESHES[tp]["data"])
-expected["TP alone"] = theory.line_peak(PAIRS, tokens(RANKS), RANKS)
-_ = plots.breakdown(
+    expected[labels[tp]] = fsdp.fsdp_step_peak(theory.rank_layers(PAIRS, tp), tokens(tp), MESHES[tp]["data"])
+expected["TP alone"] = theory.tp_step_peak(PAIRS, tokens(RANKS), RANKS)
+_ = plots.memory_comparison(
     {label: {part: size for part, size in sizes.items() if part != "total"} for label, sizes in expected.items()},
     {labels[tp]: result for tp, result in runs.items()},
 )
@@ -961,8 +961,8 @@ alone = labkit.run("two_dim", nproc=1, tp=1, **{name: SETUP[name] for name in ("
 numbers = sum(2 * width * inner for width, inner in PAIRS)  # of all weights
 speed = 6 * numbers * 8 * BATCH / ((alone.value("forward_ms") + alone.value("backward_ms")) / 1e3) / RANKS
 sizes = {"message_bytes": (2**12, 2**18, 2**22), "total_bytes": 2**12, "pieces": (1,), "repeats": 15}
-fitted = fit(message_times(labkit.run("all_reduce", nproc=2, **sizes)).to_dict())
-link = AlphaBeta(fitted.alpha_s, fitted.beta_s_per_byte / wire_bytes("all_reduce", 1, 2))
+fitted = fit_alpha_beta(fastest_all_reduce_times(labkit.run("all_reduce", nproc=2, **sizes)).to_dict())
+link = AlphaBeta(fitted.alpha_s, fitted.beta_s_per_byte / collective_wire_bytes("all_reduce", 1, 2))
 bytes_per_s = 1 / link.beta_s_per_byte if link.beta_s_per_byte else float("inf")
 here = theory.step_seconds(PAIRS, tokens(2), **MESHES[2], flops_per_s=speed, links={"tp": link, "data": link})
 latency_s = 5 * link.alpha_s  # five all-reduces along tp
@@ -1007,14 +1007,14 @@ for tp in (1, 2, 4, 8, 16):
         "tp": theory.host_link(CARD, NVLINK, tp, 1, HOST),
         "data": theory.host_link(CARD, NVLINK, axes["data"], tp, HOST),
     }
-    sent = theory.wire_bytes(theory.collectives(deep, of_rank, **axes), **axes)
+    sent = theory.axis_wire_bytes(theory.step_collectives_by_axis(deep, of_rank, **axes), **axes)
     wires[str(tp)] = {axis: size / 2 for axis, size in sent.items()}  # theory counts 4 bytes a number
     seconds[str(tp)] = theory.step_seconds(deep, of_rank, **axes, flops_per_s=400e12, links=links, number_bytes=2)
 panels = {
-    title: {tp: theory.exposed_seconds(parts, overlap) for tp, parts in seconds.items()}
+    title: {tp: theory.seconds_after_overlap(parts, overlap) for tp, parts in seconds.items()}
     for title, overlap in (("time, nothing hidden", False), ("time, data hidden behind computing", True))
 }
-_ = plots.step_times(panels, sent=wires, xlabel="ranks along tp, of 64")
+_ = plots.step_time_by_tp(panels, sent=wires, xlabel="ranks along tp, of 64")
 
 # %% [markdown]
 # *Theory alone. Left: bytes that a rank puts on the wire; four ranks along `tp` send least, half of what one sends.
@@ -1079,7 +1079,7 @@ claim("with data hidden, FSDP alone waits for nothing", panels["time, data hidde
 # </details>
 
 # %%
-widgets.TwoAxes()
+widgets.TwoAxesExplorer()
 
 # %% [markdown]
 # ## 9. A real block: attention, embedding, loss
@@ -1244,8 +1244,8 @@ f"the gradient is right: {right}; collectives: {sum(counted.get_comm_counts().va
 # %%
 halves = {}
 for name, cut in (("sequence whole", False), ("sequence cut", True)):
-    sent = theory.activations_sent(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut)
-    halves[name] = theory.wire_bytes(sent, **MESHES[RANKS])["tp"]
+    sent = theory.activation_collectives(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut)
+    halves[name] = theory.axis_wire_bytes(sent, **MESHES[RANKS])["tp"]
     counts = [
         f"{count} {key.removeprefix('tp/').removesuffix('_count')}"
         for key, count in sent.items()
@@ -1270,7 +1270,7 @@ for checkpointing in (False, True):
     for cut in (False, True):
         label = "checkpointing" if checkpointing else "everything kept"
         how = {"sequence_parallel": cut, "checkpointing": checkpointing}
-        held_bytes = theory.activation_bytes(PAIRS, tokens(RANKS), RANKS, **how)
+        held_bytes = theory.tp_activation_bytes(PAIRS, tokens(RANKS), RANKS, **how)
         rows.setdefault(label, {})["cut" if cut else "whole"] = held_bytes
 pandas.DataFrame.from_dict(rows, orient="index").add_prefix("bytes, sequence ")
 
@@ -1284,10 +1284,10 @@ sequence = {
     "sequence cut": labkit.run("two_dim", seq=True, **checkpointed),
 }
 forecast = {
-    f"sequence {cut}": theory.line_peak(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut == "cut", checkpointing=True)
+    f"sequence {cut}": theory.tp_step_peak(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut == "cut", checkpointing=True)
     for cut in ("whole", "cut")
 }
-_ = plots.breakdown(forecast, sequence)
+_ = plots.memory_comparison(forecast, sequence)
 
 # %% [markdown]
 # *Peak memory of a rank. With the sequence cut, activations are fewer: between the pairs a rank keeps a quarter of the
@@ -1304,8 +1304,8 @@ claim("within 2 %", all(abs(each - 1) < 0.02 for each in off))
 
 # %%
 how = {"sequence_parallel": True, "checkpointing": True}
-predicted_cut = theory.collectives(PAIRS, tokens(RANKS), **MESHES[RANKS], **how)
-plots.table(sequence["sequence cut"], predicted_cut)
+predicted_cut = theory.step_collectives_by_axis(PAIRS, tokens(RANKS), **MESHES[RANKS], **how)
+plots.comparison_table(sequence["sequence cut"], predicted_cut)
 
 # %% [markdown]
 # The counts include what checkpointing repeats: each pair's forward pass runs twice, with its messages.
@@ -1353,12 +1353,12 @@ mine = commit(percent=0)
 long = SETUP | {"tp": 2, "steps": 10}
 pairwise = labkit.run("two_dim", **long)
 doubled = labkit.run("two_dim", use={"tensor_parallel_plan": lambda model: broken_plan()}, **long)
-apart = 100 * (losses(doubled) / losses(pairwise) - 1).abs()
+apart = 100 * (mean_loss_by_step(doubled) / mean_loss_by_step(pairwise) - 1).abs()
 said = mine["percent"]
 print(f"after ten steps by {apart.iloc[-1]:.1g} %; yours: {'–' if said is None else format(said, 'g')} %")
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.loss_difference({"every gradient twice as large": doubled}, pairwise, name="the right plan")
+_ = plots.loss_difference_curves({"every gradient twice as large": doubled}, pairwise, name="the right plan")
 
 # %% [markdown]
 # *How far the wrong plan's loss is from the right one's, as a part of it. It stays below a thousandth in all these
@@ -1461,8 +1461,8 @@ print(inspect.getsource(PlainParameters.as_dtensors))
 # %%
 replicated = labkit.run("two_dim", plan="ddp_tp", **SETUP)
 chain = theory.chain_pairs(DIM)
-predicted_ddp = theory.collectives(chain, BATCH // MESHES[2]["data"], **MESHES[2], plan="ddp_tp")
-plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
+predicted_ddp = theory.step_collectives_by_axis(chain, BATCH // MESHES[2]["data"], **MESHES[2], plan="ddp_tp")
+plots.comparison_table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 
 # %% [markdown]
 # All gradients travel in one all-reduce along `data`. DDP puts small gradients together into a *bucket*, and sends it
@@ -1473,7 +1473,7 @@ plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 
 # %%
 plans = ("ddp_tp", "fsdp_tp")
-states = {plan: theory.resident_bytes(PAIRS, **MESHES[2], plan=plan) for plan in plans}
+states = {plan: theory.mesh_resident_bytes(PAIRS, **MESHES[2], plan=plan) for plan in plans}
 pandas.DataFrame.from_dict(states, orient="index")
 
 # %% [markdown]
@@ -1494,12 +1494,12 @@ pandas.DataFrame.from_dict(states, orient="index")
 # Predicted beside measured, for the runs above that theory covers.
 
 # %% tags=["summary"]
-tables = {labels[2]: plots.table(square, predicted | resident), "your layers": plots.table(own, predicted | resident)}
+tables = {labels[2]: plots.comparison_table(square, predicted | resident), "your layers": plots.comparison_table(own, predicted | resident)}
 for tp in (1, RANKS):
-    traffic = theory.collectives(PAIRS, tokens(tp), **MESHES[tp])
-    tables[labels[tp]] = plots.table(runs[tp], traffic | theory.resident_bytes(PAIRS, **MESHES[tp]))
-tables["sequence cut"] = plots.table(sequence["sequence cut"], predicted_cut)
-tables["DDP x TP"] = plots.table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
+    traffic = theory.step_collectives_by_axis(PAIRS, tokens(tp), **MESHES[tp])
+    tables[labels[tp]] = plots.comparison_table(runs[tp], traffic | theory.mesh_resident_bytes(PAIRS, **MESHES[tp]))
+tables["sequence cut"] = plots.comparison_table(sequence["sequence cut"], predicted_cut)
+tables["DDP x TP"] = plots.comparison_table(replicated, predicted_ddp | {"data/all_reduce_count": 1})
 pandas.concat(tables)
 
 # %% [markdown]
@@ -1567,6 +1567,6 @@ pandas.concat(tables)
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("two_dim")

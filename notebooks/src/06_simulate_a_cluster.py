@@ -34,18 +34,18 @@ from labkit import doctor, plots
 from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.plots import style
-from labkit.plots.runs import off
+from labkit.plots.runs import relative_error_text
 from labkit.theory.collectives import AlphaBeta
 from labkit_simulate import checks
 from labkit_simulate import plots as simulate_plots
-from labkit_simulate.blocks import peak_of
-from labkit_simulate.fits import fits
-from labkit_simulate.links import links
-from labkit_simulate.reckoned import events_of, reckon
+from labkit_simulate.block_memory import peak_phase_and_block
+from labkit_simulate.estimate import estimate_rank_step, read_events
+from labkit_simulate.link_traffic import link_traffic_table
+from labkit_simulate.memory_fit import memory_fit
 from labkit_simulate.theory import simulation as theory
-from labkit_simulate.theory.hardware import Hardware, hardware
-from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_70B, Training
-from labkit_simulate.widgets import Candidates
+from labkit_simulate.theory.hardware import Hardware, get_hardware
+from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_3_70B, TrainingSetup
+from labkit_simulate.widgets import CandidateExplorer
 
 doctor.show()
 
@@ -73,7 +73,7 @@ require("SEQUENCE", SEQUENCE, at_least=128, because="a shorter text is no load f
 require("PRICE", PRICE, float, above=0, because="the plots divide by it")
 
 GB = 1e9
-GPUS = hardware("h100-8x")
+GPUS = get_hardware("h100-8x")
 
 
 def beside(mine, expected, name="theory", tolerance=0.01):
@@ -81,8 +81,8 @@ def beside(mine, expected, name="theory", tolerance=0.01):
     rows = {}
     for key, value in expected.items():
         yours = mine.get(key)
-        given = ["–", "–"] if yours is None else [style.digits(yours), off(yours, value, tolerance)]
-        rows[key] = [given[0], style.digits(value), given[1]]
+        given = ["–", "–"] if yours is None else [style.short_number_text(yours), relative_error_text(yours, value, tolerance)]
+        rows[key] = [given[0], style.short_number_text(value), given[1]]
     return pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", name, "yours is"])
 
 
@@ -232,7 +232,7 @@ claim("what leaves it in a ring nearly doubles", 1.9 < sent.iloc[2] / sent.iloc[
 
 # %% tags=["nbval-ignore-output"]
 full_size = labkit.simulate("convnext_spatial", world_size=4, preset="paper", steps=2)
-_ = plots.breakdown({}, {"a rank of 4": full_size}, unit="GB")
+_ = plots.memory_comparison({}, {"a rank of 4": full_size}, unit="GB")
 
 # %% [markdown]
 # *Its quarter of the activations is most of the peak. Parameters and Adam's numbers are whole on each rank*: this
@@ -274,7 +274,7 @@ beside(mine, peaks, "simulated", 0.1)
 # By what it is for:
 
 # %%
-_ = plots.breakdown({}, {"all kept": kept_all, "recomputed": recomputed}, unit="GB")
+_ = plots.memory_comparison({}, {"all kept": kept_all, "recomputed": recomputed}, unit="GB")
 
 # %% [markdown]
 # The tracker sees every tensor come and go, so there is more than a sum. Here is what a rank holds over one step. The
@@ -298,7 +298,7 @@ _ = simulate_plots.memory_curve(recomputed)
 parts = [run.value("peak_activation_bytes") / run.value("peak_total_bytes") for run in (kept_all, recomputed)]
 claim("activations are most of the peak", parts[0] > 0.5)
 claim("with checkpointing they are less than a fifth of it", parts[1] < 0.2)
-claim("both peaks are in the backward pass", all(peak_of(run)[0] == "backward" for run in (kept_all, recomputed)))
+claim("both peaks are in the backward pass", all(peak_phase_and_block(run)[0] == "backward" for run in (kept_all, recomputed)))
 
 # %% [markdown]
 # ### Does it fit in 80 GB?
@@ -311,7 +311,7 @@ claim("both peaks are in the backward pass", all(peak_of(run)[0] == "backward" f
 
 # %%
 for label, result in {"all kept": kept_all, "recomputed": recomputed}.items():
-    print(f"{label}: {fits(result, budget_gib=GPUS.memory_bytes / 2**30)}")
+    print(f"{label}: {memory_fit(result, budget_gib=GPUS.memory_bytes / 2**30)}")
 
 # %% [markdown]
 # ### Exercise 1: the smallest cluster (•, 6 minutes)
@@ -390,7 +390,7 @@ print(f"8 blocks on 24 GPUs: {continued_bytes(8, *grown[24]):,.0f} bytes continu
 STATE_70B = 16 * 70_553_706_496
 continued = {ranks: continued_bytes(80, *few) for ranks, few in grown.items()}
 own_bytes = continued[RANKS] - STATE_70B / RANKS
-reserve_bytes = fits(recomputed).outside
+reserve_bytes = memory_fit(recomputed).overhead_bytes
 predict = fewest_hosts if verdict.ok else theory.fewest_hosts
 by_function = predict(STATE_70B, own_bytes, GPUS.memory_bytes - reserve_bytes)
 print(f"of its own a rank holds {own_bytes / GB:.1f} GB")
@@ -398,7 +398,7 @@ beside(mine, {"hosts": by_function}, "by the function")
 
 # %%
 more = eight_blocks.value("gpu_reserved_bytes") - simulated  # what the allocator takes beside tensors
-kept_bytes = Training(LLAMA_3_70B, 1, SEQUENCE, 24, "none").memory_bytes()  # by formula, which takes no second
+kept_bytes = TrainingSetup(LLAMA_3_70B, 1, SEQUENCE, 24, "none").peak_memory_bytes()  # by formula, which takes no second
 tensors = {"2 hosts": continued[16], "3 hosts": continued[24], "3 hosts, nothing recomputed (by formula)": kept_bytes}
 needed = {name: held + more + reserve_bytes for name, held in tensors.items()}
 table = pandas.DataFrame({"tensors, GB": tensors, "with all else, GB": needed}) / GB
@@ -428,8 +428,8 @@ claim(
 claim("three are enough, as the function says", needed["3 hosts"] <= GPUS.memory_bytes and by_function == 3)
 claim("recomputing is what makes it fit", kept_bytes > 1.75 * continued[24] and kept_bytes > GPUS.memory_bytes)
 claim("three hosts have room for a fifth more", 1.2 * continued[24] + reserve_bytes <= GPUS.memory_bytes)
-claim("on 1024 GPUs in the last block but one", peak_of(small[4, RANKS]) == ("backward", "blocks.2"))
-claim("and on few GPUs in the second block", peak_of(small[4, 24]) == ("backward", "blocks.1"))
+claim("on 1024 GPUs in the last block but one", peak_phase_and_block(small[4, RANKS]) == ("backward", "blocks.2"))
+claim("and on few GPUs in the second block", peak_phase_and_block(small[4, 24]) == ("backward", "blocks.1"))
 claim("the sum is too large", all(own_bytes + STATE_70B / ranks > continued[ranks] for ranks in (16, 24)))
 
 # %% [markdown]
@@ -446,7 +446,7 @@ claim("the sum is too large", all(own_bytes + STATE_70B / ranks > continued[rank
 
 # %%
 rows = {
-    "arithmetic in bfloat16, TFLOP/s": GPUS.peak("bfloat16") / 1e12,
+    "arithmetic in bfloat16, TFLOP/s": GPUS.peak_flops_per_s("bfloat16") / 1e12,
     "share of it in a whole step (fitted)": GPUS.matmul_share,
     "memory, GB/s": GPUS.memory_bytes_per_s / GB,
     "link inside a host, GB/s": 1 / GPUS.inside.beta_s_per_byte / GB,
@@ -470,7 +470,7 @@ mine = commit(product_us=2 * 4096**3 / (0.436 * 989.4e12) * 1e6, sum_us=3 * 2 * 
 ### END SOLUTION
 
 # %%
-from labkit_simulate.theory.steptime import Operator, operator_s
+from labkit_simulate.theory.step_time import Operator, operator_s
 
 moved = 3 * 2 * 4096**2
 product = Operator("mm", flops=2 * 4096**3, moved_bytes=moved, dtype="bfloat16")
@@ -539,7 +539,7 @@ mine = commit(
 ### END SOLUTION
 
 # %%
-from labkit_simulate.theory.steptime import Group, collective_s
+from labkit_simulate.theory.step_time import Group, collective_s
 
 BLOCK_BYTES = 2 * 202_383_360
 LINKS = GPUS.inside, GPUS.between
@@ -747,20 +747,20 @@ matrices
 
 # %%
 ways = {
-    "FSDP": shards.result(0),
-    "HSDP": shards.result(1),
-    "FSDP × TP": matrices.result(0),
-    "FSDP × TP, seq": matrices.result(1),
+    "FSDP": shards.load_simulation(0),
+    "HSDP": shards.load_simulation(1),
+    "FSDP × TP": matrices.load_simulation(0),
+    "FSDP × TP, seq": matrices.load_simulation(1),
 }
-times_ms = {name: 1e3 * reckon(result, GPUS).time.step_s for name, result in ways.items()}
+times_ms = {name: 1e3 * estimate_rank_step(result, GPUS).time.step_s for name, result in ways.items()}
 beside(mine, {"hsdp_ms": times_ms["HSDP"], "fsdp_tp_ms": times_ms["FSDP × TP"]}, "reckoned", 0.1)
 
 # %%
 parts_s = {
-    name: {"compute": reckon(result, GPUS).time.compute_s, "exposed": reckon(result, GPUS).time.exposed_s}
+    name: {"compute": estimate_rank_step(result, GPUS).time.compute_s, "exposed": estimate_rank_step(result, GPUS).time.exposed_s}
     for name, result in ways.items()
 }
-_ = simulate_plots.step_parts(parts_s, note=GPUS.device)
+_ = simulate_plots.step_time_parts(parts_s, note=GPUS.device)
 
 # %% [markdown]
 # *With these latencies HSDP is the fastest.* Its gathers stay inside a host. Between hosts, an all-reduce adds up the
@@ -791,7 +791,7 @@ STRIDES = {"FSDP": {"data": 1}, "HSDP": {"replicate": 8, "data": 1}, "FSDP × TP
 span = hosts_spanned if verdict.ok else theory.hosts_spanned
 rows = {}
 for name, strides in STRIDES.items():
-    messages = links(ways[name], GPUS)
+    messages = link_traffic_table(ways[name], GPUS)
     for axis, stride in strides.items():
         along = messages[messages.axis == axis]
         size, hosts = along[["ranks", "hosts"]].max()
@@ -838,14 +838,14 @@ claim("nearly the same bytes leave a host", abs(leaving[1] / leaving[0] - 1) < 0
 # </details>
 
 # %%
-Candidates()
+CandidateExplorer()
 
 # %% tags=["claim"]
-from labkit_simulate.widgets import kept as larger_plan
+from labkit_simulate.widgets import load_default_search as larger_plan
 
 best = {}
 for budget in (80, 24, 16):
-    rows = larger_plan().having(budget_gib=budget).frame.query("hardware == 'h100-8x' and fits")
+    rows = larger_plan().with_limits(budget_gib=budget).frame.query("hardware == 'h100-8x' and fits")
     best[budget] = rows[rows.world_size == 64].iloc[0]
     few = rows[rows.world_size == 16]
 claim("by budget less and less is kept", [row.checkpointing for row in best.values()] == ["none", "selective", "full"])
@@ -868,7 +868,7 @@ claim("on 16 GPUs nothing fits in 16 GiB", few.empty)
 
 # %%
 blocks_8 = replace(LLAMA_2_7B, layers=8)
-by_shape = {hosts: Training(blocks_8, 1, SEQUENCE, 8 * hosts, "full").on(GPUS).time.step_s for hosts in eight}
+by_shape = {hosts: TrainingSetup(blocks_8, 1, SEQUENCE, 8 * hosts, "full").estimate_step(GPUS).time.step_s for hosts in eight}
 by_simulation = {hosts: result.value("reckoned_step_s") for hosts, result in eight.items()}
 pandas.DataFrame({"by the shape, s": by_shape, "simulated, s": by_simulation}).rename_axis("hosts").round(4)
 
@@ -883,13 +883,13 @@ claim("it gives the simulated step to within five percent", all(abs(ratio - 1) <
 NOTE = f"{GPUS.device}, protocol Simple"
 one_host_on = [8 << doubling for doubling in range(12) if 8 << doubling <= RANKS]
 sizes = [size for size in one_host_on if 16 * size >= RANKS]
-weak = {n: Training(LLAMA_2_7B, 1, SEQUENCE, n, "full").on(GPUS) for n in one_host_on}
-strong = {n: Training(LLAMA_2_7B, RANKS // n, SEQUENCE, n, "full").on(GPUS) for n in sizes}
+weak = {n: TrainingSetup(LLAMA_2_7B, 1, SEQUENCE, n, "full").estimate_step(GPUS) for n in one_host_on}
+strong = {n: TrainingSetup(LLAMA_2_7B, RANKS // n, SEQUENCE, n, "full").estimate_step(GPUS) for n in sizes}
 together = {
     "weak: 1 sequence a GPU": {n: n * step.tokens_per_s for n, step in weak.items()},
     f"strong: {RANKS} sequences a step": {n: n * step.tokens_per_s for n, step in strong.items()},
 }
-ax = simulate_plots.together(together, note=NOTE)
+ax = simulate_plots.total_throughput(together, note=NOTE)
 _ = ax.set_ylim(1e3, 1e8)  # whoever draws it chooses the axis
 
 # %% [markdown]
@@ -934,7 +934,7 @@ each = {
     label: dict(zip(points, parts_of(list(points), list(points.values())), strict=True))
     for label, points in together.items()
 }
-_ = simulate_plots.of_each(each, note=NOTE)
+_ = simulate_plots.throughput_per_gpu(each, note=NOTE)
 
 # %%
 ends = [points[RANKS] for points in each.values()]
@@ -950,7 +950,7 @@ beside(mine, {"weak_percent": 100 * ends[0], "strong_percent": 100 * ends[1]}, "
 
 # %%
 waits = {f"{n:,} GPUs": {"compute": step.time.compute_s, "exposed": step.time.exposed_s} for n, step in weak.items()}
-_ = simulate_plots.step_parts(waits, note=NOTE)
+_ = simulate_plots.step_time_parts(waits, note=NOTE)
 
 # %% [markdown]
 # *The arithmetic is the same to within five percent; up to 256 GPUs messages hide behind it, and at 1024 they do not.*
@@ -962,7 +962,7 @@ _ = simulate_plots.step_parts(waits, note=NOTE)
 # %%
 def kept_part(gpus: Hardware, batch: int = 1) -> float:
     """How much of the speed of one GPU is left, from the fewest GPUs to the most."""
-    few, many = (Training(LLAMA_2_7B, batch, SEQUENCE, n, "full").on(gpus).tokens_per_s for n in (8, RANKS))
+    few, many = (TrainingSetup(LLAMA_2_7B, batch, SEQUENCE, n, "full").estimate_step(gpus).tokens_per_s for n in (8, RANKS))
     return many / few
 
 
@@ -1000,7 +1000,7 @@ pandas.DataFrame({f"left at {RANKS} GPUs": {name: f"{part:.0%}" for name, part i
 # %%
 pandas.DataFrame(
     {"as above, ms": times_ms,
-     "LL128, ms": {name: 1e3 * reckon(result, LL128).time.step_s for name, result in ways.items()}}
+     "LL128, ms": {name: 1e3 * estimate_rank_step(result, LL128).time.step_s for name, result in ways.items()}}
 ).round(1)  # fmt: skip
 
 # %% [markdown]
@@ -1010,7 +1010,7 @@ pandas.DataFrame(
 # And the cost? For a trillion tokens at the price above, with the latencies of the table, and with LL128:
 
 # %%
-quick = {n: Training(LLAMA_2_7B, 1, SEQUENCE, n, "full").on(LL128) for n in one_host_on}
+quick = {n: TrainingSetup(LLAMA_2_7B, 1, SEQUENCE, n, "full").estimate_step(LL128) for n in one_host_on}
 thousands, with_ll128 = (
     {n: 1e12 / step.tokens_per_s / 3600 * PRICE / 1e3 for n, step in steps.items()} for steps in (weak, quick)
 )
@@ -1035,9 +1035,9 @@ claim(
 claim("at 1024 they do not", weak[RANKS].time.exposed_s > 0.3 * weak[RANKS].time.step_s)
 nearly = [changed[name] for name in ("NCCL's protocol LL128", "4096 tokens a GPU, not 2048")]
 claim("with the other protocol, or with twice the tokens, nearly all is left", min(nearly) > 0.85)
-apart = reckon(ways["FSDP"], LL128).time.step_s / reckon(ways["HSDP"], LL128).time.step_s
+apart = estimate_rank_step(ways["FSDP"], LL128).time.step_s / estimate_rank_step(ways["HSDP"], LL128).time.step_s
 claim("HSDP is still first, but FSDP comes near, less than a tenth apart", 1 < apart < 1.1)
-by_ll128 = {name: reckon(result, LL128).time.step_s for name, result in ways.items()}
+by_ll128 = {name: estimate_rank_step(result, LL128).time.step_s for name, result in ways.items()}
 others = [by_ll128[name] for name in ("FSDP × TP", "FSDP × TP, seq")]
 claim("and is now faster than both ways with tensor parallelism", by_ll128["FSDP"] < min(others))
 claim("with faster arithmetic less is", changed["arithmetic reaches 60 % of the peak"] < changed["as above"])
@@ -1063,18 +1063,18 @@ mine = commit(worst_factor=1.1)
 ### END SOLUTION
 
 # %%
-from labkit_simulate.theory.published import A100_ROWS, H100_ROWS
+from labkit_simulate.theory.reference_results import A100_RESULTS, H100_RESULTS
 
 published = {
     f"{row.name}, {row.training.ranks} {kind}, {row.training.checkpointing}": row
-    for kind, rows in (("H100", H100_ROWS), ("A100", A100_ROWS))
+    for kind, rows in (("H100", H100_RESULTS), ("A100", A100_RESULTS))
     for row in rows
 }
-fitted = [next(name for name, row in published.items() if row is rows[0]) for rows in (H100_ROWS, A100_ROWS)]
+fitted = [next(name for name, row in published.items() if row is rows[0]) for rows in (H100_RESULTS, A100_RESULTS)]
 measured = {name: row.tokens_per_s for name, row in published.items()}
-predicted = {name: row.predicted().tokens_per_s for name, row in published.items()}
+predicted = {name: row.estimate_step().tokens_per_s for name, row in published.items()}
 labels = {name: f"{name} (fitted)" if name in fitted else name for name in published}
-_ = simulate_plots.held_against(
+_ = simulate_plots.estimate_accuracy(
     {labels[name]: value for name, value in predicted.items()},
     {labels[name]: value for name, value in measured.items()},
     within=1.5,
@@ -1095,13 +1095,13 @@ beside(mine, {"worst_factor": worst}, "reckoned")
 def worst_with(factor: float) -> float:
     """By how much the worst row is off with a network that takes so many times as long."""
     off_by = []
-    for row in (*H100_ROWS[1:], *A100_ROWS[1:]):
-        gpus = hardware(row.hosts)
+    for row in (*H100_RESULTS[1:], *A100_RESULTS[1:]):
+        gpus = get_hardware(row.hosts)
         slow = {
             name: AlphaBeta(factor * link.alpha_s, factor * link.beta_s_per_byte)
             for name, link in (("inside", gpus.inside), ("between", gpus.between))
         }
-        ratio = row.training.on(replace(gpus, **slow)).tokens_per_s / row.tokens_per_s
+        ratio = row.training.estimate_step(replace(gpus, **slow)).tokens_per_s / row.tokens_per_s
         off_by.append(max(ratio, 1 / ratio))
     return max(off_by)
 
@@ -1126,8 +1126,8 @@ pandas.DataFrame({"worst factor": networks}).round(3)
 
 # %%
 rows = {
-    f"{row.name}, {row.training.ranks} GPUs": [row.predicted().memory_bytes / 2**30, row.memory_gib]
-    for row in H100_ROWS
+    f"{row.name}, {row.training.ranks} GPUs": [row.estimate_step().memory_bytes / 2**30, row.memory_gib]
+    for row in H100_RESULTS
 }
 memory = pandas.DataFrame.from_dict(rows, orient="index", columns=["tensors, GiB", "published, GiB"])
 memory.assign(short=[f"{1 - tensors / seen:.0%}" for tensors, seen in rows.values()]).round(1)
@@ -1143,30 +1143,30 @@ memory.assign(short=[f"{1 - tensors / seen:.0%}" for tensors, seen in rows.value
 
 # %% tags=["nbval-ignore-output"]
 from labkit import requirements
-from labkit_simulate.theory.calibration import Calls, Run, fit, predicted_s
+from labkit_simulate.theory.calibration import CalibrationRun, CollectiveCalls, fit_hardware, step_estimate_s
 
 
-def measured_run(dim: int, batch: int, ranks: int) -> Run:
+def measured_run(dim: int, batch: int, ranks: int) -> CalibrationRun:
     """A real run's median step, with what a simulation says that it does."""
     how = {"model": "mlp_stack", "dim": dim, "batch": batch}
     real = labkit.run("fsdp_wrap", nproc=ranks, device="cpu", steps=6, **how)
-    done = events_of(labkit.simulate("fsdp_wrap", world_size=ranks, steps=2, **how))
+    done = read_events(labkit.simulate("fsdp_wrap", world_size=ranks, steps=2, **how))
     spans = real.frame.query("kind == 'span' and name == 'step' and step >= 0")
-    calls = [Calls(call["call"], 1, call["bytes"]) for call in done.calls]
-    operators = [operator for operator, count in done.operators for _ in range(count)]
+    calls = [CollectiveCalls(call["call"], 1, call["bytes"]) for call in done.collective_calls]
+    operators = [operator for operator, count in done.operator_counts for _ in range(count)]
     seconds = spans.groupby("rank").dur_us.median().max() / 1e6
-    return Run(f"dim {dim}, batch {batch}, ranks {ranks}", ranks, operators, calls, seconds)
+    return CalibrationRun(f"dim {dim}, batch {batch}, ranks {ranks}", ranks, operators, calls, seconds)
 
 
 KNOWN = (64, 8, 1), (64, 8, 2), (256, 8, 2), (448, 16, 1), (448, 16, 2)
 known = [measured_run(*sizes) for sizes in KNOWN]
-machine = fit(known, devices=len(requirements.cores()))
+machine = fit_hardware(known, devices=len(requirements.usable_cores()))
 unknown = [measured_run(320, 16, 2)]
 
 # %% tags=["nbval-ignore-output"]
 runs = {f"{run.name}{'' if run in unknown else ' (fitted)'}": run for run in (*known, *unknown)}
-_ = simulate_plots.held_against(
-    {name: predicted_s(run, machine) for name, run in runs.items()},
+_ = simulate_plots.estimate_accuracy(
+    {name: step_estimate_s(run, machine) for name, run in runs.items()},
     {name: run.seconds for name, run in runs.items()},
     within=1.25,
     note="a step on this machine: predicted, and measured",
@@ -1183,7 +1183,7 @@ _ = simulate_plots.held_against(
 # %% tags=["claim"]
 claim("all eight are within six percent", len(ratios) == 8 and worst < 1.06)
 claim("it makes no difference", max(networks.values()) < 1.06)
-falls = [(H100_ROWS[i].predicted().tokens_per_s / H100_ROWS[i - 2].predicted().tokens_per_s) for i in (2, 3)]
+falls = [(H100_RESULTS[i].estimate_step().tokens_per_s / H100_RESULTS[i - 2].estimate_step().tokens_per_s) for i in (2, 3)]
 claim("the model sees none of that", min(falls) >= 1)
 claim("the tensors are 5 to 20 percent less", all(0.05 < 1 - tensors / seen < 0.2 for tensors, seen in rows.values()))
 
@@ -1334,7 +1334,7 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 # - torchtitan's published runs <https://github.com/pytorch/torchtitan/tree/main/benchmarks>
 # - PyTorch: FakeTensor <https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html>
 #
-# **Read in labkit**: `labkit_simulate/world.py` is what a simulated rank finds itself in; `labkit_simulate/theory/steptime.py`
+# **Read in labkit**: `labkit_simulate/run_rank.py` is what a simulated rank finds itself in; `labkit_simulate/theory/step_time.py`
 # reckons; `labkit_simulate/theory/hardware.py` is the table.
 #
 # **Next**: simulate a program of your own: `labkit.simulate("train.py", world_size=64)`. Lab 7 lets runs break.
@@ -1343,6 +1343,6 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("simulation")

@@ -37,8 +37,7 @@ from labkit import doctor, plots
 from labkit.checks import failures as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.parallel import repairs
-from labkit.plots.runs import off
+from labkit.parallel import failure_answers
 from labkit.theory import failures as theory
 
 doctor.show()
@@ -223,7 +222,7 @@ claim("labkit names it", (raised.rank, raised.exc_type) == (2, "ValueError"))
 # %%torchrun -n 1 --fails --name noted
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from labkit.rank import give
+from labkit.rank import report
 
 
 @record
@@ -235,10 +234,10 @@ try:
     main()
 finally:
     with open(os.environ["TORCHELASTIC_ERROR_FILE"]) as file:
-        give(error_file=file.read())
+        report(error_file=file.read())
 
 # %%
-error_file = json.loads(labkit.load(noted.log.parent).ranks[0].gave["error_file"])["message"]
+error_file = json.loads(labkit.load(noted.log.parent).ranks[0].reported["error_file"])["message"]
 print(error_file["message"], "and:", ", ".join(sorted(error_file["extraInfo"])))
 
 # %% tags=["claim"]
@@ -451,7 +450,7 @@ mine = commit(a_on_rank_0=1 + 100)
 # %%torchrun -n 2 --name disagreed
 from datetime import timedelta
 
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -472,7 +471,7 @@ def another_order(group):
     a, b = torch.full((2,), 1.0), torch.full((2,), 100.0)
     for tensor in (a, b) if rank == 0 else (b, a):
         dist.all_reduce(tensor, group=group)
-    give(a=a[0].item())
+    report(a=a[0].item())
 
 
 groups = {}
@@ -491,7 +490,7 @@ for (level, case), group in groups.items():
         said[f"{level} {case.__name__}"] = str(error)
     took[f"{level} {case.__name__}"] = time.perf_counter() - start
     dist.barrier()
-give(said=said, took=took)
+report(said=said, took=took)
 
 
 # %%
@@ -506,7 +505,7 @@ def in_short(text: str) -> str:
 
 rows = {}
 for case in ("another_collective", "another_shape", "another_order"):
-    texts = {level: [rank.gave["said"][f"{level} {case}"] for rank in disagreed.ranks] for level in ("OFF", "DETAIL")}
+    texts = {level: [rank.reported["said"][f"{level} {case}"] for rank in disagreed.ranks] for level in ("OFF", "DETAIL")}
     rows[case.replace("_", " ")] = [" / ".join(map(in_short, texts["OFF"])), in_short(texts["DETAIL"][0])]
 pandas.DataFrame.from_dict(rows, orient="index", columns=["as usual, rank 0 / rank 1", "with DETAIL, rank 0"])
 
@@ -516,12 +515,12 @@ pandas.DataFrame.from_dict(rows, orient="index", columns=["as usual, rank 0 / ra
 # all were well.
 
 # %% tags=["claim"]
-of = {name: [rank.gave["said"][name] for rank in disagreed.ranks] for name in disagreed.ranks[0].gave["said"]}
+of = {name: [rank.reported["said"][name] for rank in disagreed.ranks] for name in disagreed.ranks[0].reported["said"]}
 for case in ("another_collective", "another_shape"):
     claim("as usual it shows as a timeout", any("Timed out" in text for text in of[f"OFF {case}"]))
     claim("the timeout does not name the calls", not any("ALLREDUCE" in text for text in of[f"OFF {case}"]))
     claim("with DETAIL it is named", all("Detected mismatch" in text for text in of[f"DETAIL {case}"]))
-    claim("at once", all(rank.gave["took"][f"DETAIL {case}"] < 0.9 for rank in disagreed.ranks))
+    claim("at once", all(rank.reported["took"][f"DETAIL {case}"] < 0.9 for rank in disagreed.ranks))
 claim(
     "DETAIL names both collectives",
     all(name in of["DETAIL another_collective"][0] for name in ("ALLREDUCE", "BROADCAST")),
@@ -530,7 +529,7 @@ claim("with another shape rank 0 went on, as if all were well", of["OFF another_
 claim("the third is silent in both modes", of["OFF another_order"] == of["DETAIL another_order"] == ["", ""])
 
 # %%
-beside(mine, {"a_on_rank_0": 101}, {"a_on_rank_0": disagreed.ranks[0].gave["a"]})
+beside(mine, {"a_on_rank_0": 101}, {"a_on_rank_0": disagreed.ranks[0].reported["a"]})
 
 # %% [markdown]
 # *Rank 0's `a` met rank 1's `b`.* With equal shapes neither gloo nor DETAIL can notice, and the numbers are wrong. Where
@@ -632,14 +631,14 @@ verdict
 # exercise 4 is open, labkit's own stands in for it.
 
 # %%
-recorder = recorded if verdict.ok else repairs.recorded
-parts = where_they_part if parted.ok else theory.where_they_part
+recorder = recorded if verdict.ok else failure_answers.recorded
+parts = where_they_part if parted.ok else theory.first_diverging_call
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --use recorder --name forgot
 from datetime import timedelta
 
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 group = dist.new_group(timeout=timedelta(seconds=1))  # made when all ranks are there
@@ -655,10 +654,10 @@ try:
             all_reduce(parameter.grad, group=group)
 except RuntimeError as error:
     print("an error, as expected:", "timed out" if "Timed out" in str(error) else "lost a connection")
-give(log=log)
+report(log=log)
 
 # %%
-logs = [[(entry["call"], tuple(entry["shape"])) for entry in rank.gave["log"]] for rank in forgot.ranks]
+logs = [[(entry["call"], tuple(entry["shape"])) for entry in rank.reported["log"]] for rank in forgot.ranks]
 place, odd = parts(logs)
 called = logs[odd[0]][place] if place < len(logs[odd[0]]) else "nothing"
 print(f"ranks part at call {place}: rank {odd[0]} called {called}, rank 0 called {logs[0][place]}")
@@ -674,7 +673,7 @@ print(f"ranks part at call {place}: rank {odd[0]} called {called}, rank 0 called
 # %% tags=["claim"]
 claim("the recorder names the call and the rank", (place, odd) == (3, [2]))
 claim("a bias of 4 numbers", logs[0][place] == ("all_reduce", (4,)))
-last = [rank.gave["log"][-1]["done"] for rank in forgot.ranks]
+last = [rank.reported["log"][-1]["done"] for rank in forgot.ranks]
 claim("their last call is not done", last == [False, False, True, False])
 
 # %% [markdown]
@@ -688,7 +687,7 @@ claim("their last call is not done", last == [False, False, True, False])
 import pickle
 from datetime import timedelta
 
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 group = dist.new_group(timeout=timedelta(seconds=1))
@@ -705,15 +704,15 @@ dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
 entries = pickle.loads(dump()).get("entries", []) if dump else []
 calls = [[entry["profiling_name"], entry["input_sizes"][0], entry["state"]] for entry in entries]
 lines = [[frame["line"] for frame in entry["frames"] if frame["filename"] == "<cell>"][:1] for entry in entries]
-give(calls=calls, lines=lines)
+report(calls=calls, lines=lines)
 
 # %%
-flown = [[(name, tuple(shape)) for name, shape, _ in rank.gave["calls"]] for rank in flight.ranks]
+flown = [[(name, tuple(shape)) for name, shape, _ in rank.reported["calls"]] for rank in flight.ranks]
 at = parts(flown)
 if at:
     place, odd = at
-    name, shape, state = flight.ranks[0].gave["calls"][place]
-    line = flight.ranks[0].gave["lines"][place][0]
+    name, shape, state = flight.ranks[0].reported["calls"][place]
+    line = flight.ranks[0].reported["lines"][place][0]
     print(f"rank {odd[0]} did not make call {place}: {name} of {tuple(shape)} in line {line}, state {state}")
 else:
     print("this version of torch keeps no record of gloo's calls")
@@ -729,8 +728,8 @@ else:
 
 # %% tags=["claim"]
 claim("where_they_part finds rank 2 in them", at == (2, [2]))
-claim("the state stays scheduled", {call[2] for rank in flight.ranks for call in rank.gave["calls"]} == {"scheduled"})
-claim("the lines are those of the cell", flight.ranks[0].gave["lines"] == [[9], [10], [15]])
+claim("the state stays scheduled", {call[2] for rank in flight.ranks for call in rank.reported["calls"]} == {"scheduled"})
+claim("the lines are those of the cell", flight.ranks[0].reported["lines"] == [[9], [10], [15]])
 
 # %% [markdown]
 # ### It changes nothing
@@ -811,7 +810,7 @@ mine = commit(step_ms=max(work_ms), even_step_ms=sum(work_ms) / 4)
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --use work_ms,SLOW_STEPS --name slow
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 steps = []
@@ -823,14 +822,14 @@ for _ in range(SLOW_STEPS):
     ready = time.perf_counter() - start
     dist.all_reduce(torch.ones(1000))
     steps.append([begun, ready, time.perf_counter() - start])
-give(steps=steps)
+report(steps=steps)
 
 # %% [markdown]
 # Measure, on each rank, how long it computes and how long it waits in collectives. Who waits least is the straggler.
 # (On GPUs a profiler or CUDA events do this: `time.perf_counter` sees only the launch.)
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.waits(slow, predicted_ms=SLOW_STEPS * max(work_ms))
+_ = plots.wait_times(slow, predicted_ms=SLOW_STEPS * max(work_ms))
 
 # %% [markdown]
 # *Six steps on four ranks. The dashed line is theory's end: six times the longest computing, without messages. All end
@@ -842,17 +841,17 @@ _ = plots.waits(slow, predicted_ms=SLOW_STEPS * max(work_ms))
 def waited(result: labkit.RunResult) -> list[float]:
     """The part of its time that each rank waited in collectives."""
     return [
-        sum(done - ready for _, ready, done in rank.gave["steps"]) / rank.gave["steps"][-1][2] for rank in result.ranks
+        sum(done - ready for _, ready, done in rank.reported["steps"]) / rank.reported["steps"][-1][2] for rank in result.ranks
     ]
 
 
 def step_ms(result: labkit.RunResult) -> float:
     """The time of the fastest step: what disturbs one makes it slower."""
-    ends = [max(rank.gave["steps"][step][2] for rank in result.ranks) for step in range(SLOW_STEPS)]
+    ends = [max(rank.reported["steps"][step][2] for rank in result.ranks) for step in range(SLOW_STEPS)]
     return min(end - start for start, end in zip([0.0, *ends], ends, strict=False)) * 1e3
 
 
-ends_s = [rank.gave["steps"][-1][2] for rank in slow.ranks]
+ends_s = [rank.reported["steps"][-1][2] for rank in slow.ranks]
 claim("all end within a tenth of their time", max(ends_s) - min(ends_s) < 0.1 * max(ends_s))
 claim("rank 3 waits least", min(waited(slow)) == waited(slow)[3])
 claim("most of rank 0's time goes into the all-reduce", waited(slow)[0] > 0.5)
@@ -892,11 +891,11 @@ verdict = checks.deal(deal)
 verdict
 
 # %%
-work_ms = work_of(deal(LENGTHS, 4) if verdict.ok else theory.deal(LENGTHS, 4))
+work_ms = work_of(deal(LENGTHS, 4) if verdict.ok else theory.balance_samples(LENGTHS, 4))
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --use work_ms,SLOW_STEPS --name even
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 steps = []
@@ -908,10 +907,10 @@ for _ in range(SLOW_STEPS):
     ready = time.perf_counter() - start
     dist.all_reduce(torch.ones(1000))
     steps.append([begun, ready, time.perf_counter() - start])
-give(steps=steps)
+report(steps=steps)
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.waits(even, predicted_ms=SLOW_STEPS * max(work_ms))
+_ = plots.wait_times(even, predicted_ms=SLOW_STEPS * max(work_ms))
 
 # %% [markdown]
 # *The same texts, dealt by work. The steps are shorter, and each rank waits for a smaller part of its time than rank 0
@@ -1000,11 +999,11 @@ beside(mine, by_theory, {"kept_mb": kept_mb(ROWS[1]), "kept_in_a_piece_mb": kept
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails --use deep,ROWS,CAP_MIB --name full
-from labkit.session.cap import memory_cap
+from labkit.session.memory_cap import cap_memory
 
 dist.init_process_group("gloo")
 model, inputs = deep(), torch.randn(ROWS[dist.get_rank()], 64)
-with memory_cap(CAP_MIB, torch.device("cpu")):
+with cap_memory(CAP_MIB, torch.device("cpu")):
     nn.functional.mse_loss(model(inputs), torch.zeros_like(inputs)).backward()
 for parameter in model.parameters():
     dist.all_reduce(parameter.grad)
@@ -1049,15 +1048,15 @@ verdict = checks.backward_in_pieces(backward_in_pieces)
 verdict
 
 # %%
-in_pieces = backward_in_pieces if verdict.ok else repairs.backward_in_pieces
+in_pieces = backward_in_pieces if verdict.ok else failure_answers.backward_in_pieces
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails --use deep,ROWS,CAP_MIB,in_pieces --name fitted
-from labkit.session.cap import memory_cap
+from labkit.session.memory_cap import cap_memory
 
 dist.init_process_group("gloo")
 model, inputs = deep(), torch.randn(ROWS[dist.get_rank()], 64)
-with memory_cap(CAP_MIB, torch.device("cpu")):
+with cap_memory(CAP_MIB, torch.device("cpu")):
     in_pieces(model, inputs, torch.zeros_like(inputs), 8)
 for parameter in model.parameters():
     dist.all_reduce(parameter.grad)
@@ -1088,7 +1087,7 @@ claim("the same batch fits below the same cap", isinstance(fitted, labkit.RunRes
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --name silent
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 rank, ranks, RATE = dist.get_rank(), dist.get_world_size(), 0.05
@@ -1144,15 +1143,15 @@ def audit(model, before):
     return {"factors": factors, "rests": rests, "moved": moved}
 
 
-give(**{fault: train(fault) for fault in ("right", "missed reduction", "wrong scaling", "stale parameter")})
+report(**{fault: train(fault) for fault in ("right", "missed reduction", "wrong scaling", "stale parameter")})
 
 # %% [markdown]
 # First the test that everybody makes: does the loss fall?
 
 # %% tags=["nbval-ignore-output"]
 FAULTS = ("right", "missed reduction", "wrong scaling", "stale parameter")
-found = {fault: silent.ranks[0].gave[fault] for fault in FAULTS}
-_ = plots.by_step({fault: found[fault]["losses"] for fault in FAULTS}, silent, ylabel="loss (mean squared error)")
+found = {fault: silent.ranks[0].reported[fault] for fault in FAULTS}
+_ = plots.values_by_step({fault: found[fault]["losses"] for fault in FAULTS}, silent, ylabel="loss (mean squared error)")
 
 # %% [markdown]
 # *The loss of all four falls to less than half. None of the three faults fails this test. The lowest in the end is that
@@ -1322,7 +1321,7 @@ mine = commit(another_order=1e-7, a_fault=1e-5)
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 4 --name yesterday
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -1358,7 +1357,7 @@ def apart(left, right):
 
 
 single, double = train(), train(torch.float64)
-give(
+report(
     apart={
         "the same again": apart(single, train()),
         "without a seed": apart(single, train(seeded=False)),
@@ -1370,8 +1369,8 @@ give(
 )
 
 # %% tags=["nbval-ignore-output"]
-apart = yesterday.ranks[0].gave["apart"]
-_ = plots.by_step(apart, yesterday, ylabel="difference of the weights, relative", log=True)
+apart = yesterday.ranks[0].reported["apart"]
+_ = plots.values_by_step(apart, yesterday, ylabel="difference of the weights, relative", log=True)
 
 # %% [markdown]
 # *Difference of the weights from the first run of the same precision. The same again is exactly the same, so it has no
@@ -1484,7 +1483,7 @@ mine = commit(detail_factor=4)
 import random
 from datetime import timedelta
 
-from labkit.rank import give
+from labkit.rank import report
 
 dist.init_process_group("gloo")
 dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -1537,12 +1536,12 @@ for _ in range(10):  # what the recorder itself takes, without a collective
     for _ in range(100):
         call(gradients[0])
     alone_us.append((time.perf_counter() - start) / 100 * 1e6)
-give(ms={name: min(each) for name, each in times.items()}, alone_us=min(alone_us))
+report(ms={name: min(each) for name, each in times.items()}, alone_us=min(alone_us))
 
 # %% tags=["nbval-ignore-output"]
-cost_ms = {name: max(rank.gave["ms"][name] for rank in costs.ranks) for name in costs.ranks[0].gave["ms"]}
-ax = plots.aids(cost_ms, costs)
-alone_us = max(rank.gave["alone_us"] for rank in costs.ranks)
+cost_ms = {name: max(rank.reported["ms"][name] for rank in costs.ranks) for name in costs.ranks[0].reported["ms"]}
+ax = plots.debug_costs(cost_ms, costs)
+alone_us = max(rank.reported["alone_us"] for rank in costs.ranks)
 print(f"a message takes {cost_ms['plain'] / 8 * 1e3:.0f} µs; the recorder itself {alone_us:.1f} µs a call")
 
 # %% [markdown]
@@ -1571,7 +1570,7 @@ beside(mine, {"detail_factor": 1 + 3}, {"detail_factor": cost_ms["DETAIL"] / cos
 # of a step on is DETAIL below that, with what it adds here?
 
 # %%
-part = theory.worth(hours_between=10 * 54 * 24 / 419, hours_lost=0.5, hours_lost_with_aid=1 / 60)
+part = theory.break_even_slowdown(hours_between=10 * 54 * 24 / 419, hours_lost=0.5, hours_lost_with_aid=1 / 60)
 print(f"an aid may cost {part:.1%} of a step")
 
 # %% tags=["nbval-ignore-output"]
@@ -1594,7 +1593,7 @@ mine = commit(part=0.9 / 84)
 ### END SOLUTION
 
 # %%
-allowed = theory.worth(hours_between=7 * 24 / 2, hours_lost=1.0, hours_lost_with_aid=0.1)
+allowed = theory.break_even_slowdown(hours_between=7 * 24 / 2, hours_lost=1.0, hours_lost_with_aid=0.1)
 print(f"yours: {'–' if mine['part'] is None else format(mine['part'], '.1%')}; theory: {allowed:.1%} of the step")
 
 # %% [markdown]
@@ -1652,7 +1651,7 @@ tools = {
     "stale parameter": ("moves", answers_to(found["stale parameter"])[2] == "0.00"),
     "other rounding": (
         "float64",
-        theory.rounding_alone(ends["another order, float32"], ends["another order, float64"]),
+        theory.is_only_rounding(ends["another order, float32"], ends["another order, float64"]),
     ),
 }
 pandas.DataFrame.from_dict(tools, orient="index", columns=["found by", "found"])
@@ -1707,7 +1706,7 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 #   <https://docs.pytorch.org/docs/stable/elastic/errors.html>, reproducibility
 #   <https://docs.pytorch.org/docs/stable/notes/randomness.html>
 #
-# **Read in labkit**: `labkit/launcher/failure.py` finds the first failure of a run; `labkit/parallel/repairs.py` is
+# **Read in labkit**: `labkit/launcher/failure.py` finds the first failure of a run; `labkit/parallel/failure_answers.py` is
 # what you wrote; `labkit/theory/failures.py` holds the small rules of this lab.
 #
 # **Next**: take a script of your own, add the five lines of section 2, and break it once on purpose.
@@ -1716,6 +1715,6 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("failures")

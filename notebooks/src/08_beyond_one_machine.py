@@ -44,12 +44,12 @@ from labkit import doctor, plots
 from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.errors import HostLost, NotAllHosts
-from labkit.plots.runs import off
+from labkit.plots.runs import relative_error_text
 from labkit.runs import history
 from labkit.runs.folder import ROOT
 from labkit.theory import fsdp as fsdp_theory
 from labkit_cluster import checks, theory
-from labkit_cluster.local import hosts_on_this_machine
+from labkit_cluster.local_hosts import start_local_hosts
 
 doctor.show()
 
@@ -72,7 +72,7 @@ def beside(mine: Mapping[str, float | None], by_theory: Mapping[str, float], mea
     for name, expected in by_theory.items():
         yours, found = mine.get(name), measured[name]
         numbers = ["–" if yours is None else f"{yours:,.0f}", f"{expected:,.0f}", f"{found:,.0f}"]
-        errors = ["–" if yours is None else off(yours, found, 0.01), off(expected, found, 0.01)]
+        errors = ["–" if yours is None else relative_error_text(yours, found, 0.01), relative_error_text(expected, found, 0.01)]
         rows[name] = [*numbers, *errors]
     columns = ["yours", "theory", "counted", "yours is", "theory is"]
     return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
@@ -87,7 +87,7 @@ def beside(mine: Mapping[str, float | None], by_theory: Mapping[str, float], mea
 
 # %% tags=["nbval-ignore-output"]
 at_end = contextlib.ExitStack()
-hosts = at_end.enter_context(hosts_on_this_machine(2))
+hosts = at_end.enter_context(start_local_hosts(2))
 hosts
 
 # %% [markdown]
@@ -244,7 +244,7 @@ verdict = checks.place_of(place_of)
 verdict
 
 # %%
-where = place_of if verdict.ok else theory.place_of
+where = place_of if verdict.ok else theory.host_and_local_rank
 by_theory = {"host_of_11": where(11, 8)[0], "local_of_11": where(11, 8)[1], "local_of_20": where(20, 8)[1]}
 rows = {name: ["–" if mine[name] is None else f"{mine[name]:g}", str(value)] for name, value in by_theory.items()}
 pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
@@ -292,12 +292,12 @@ def type_on(host: labkit.Host, arguments: str, script: Path, *variables: str) ->
 
 
 # %% tags=["nbval-ignore-output"]
-endpoint = f"{hosts.address('alpha')}:29500"
+endpoint = f"{hosts.host_address('alpha')}:29500"
 started = [
     type_on(
         host,
         f"--nnodes 2 --nproc-per-node {RANKS} --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id lab8 "
-        f"--rdzv-conf is_host={int(host.name == 'alpha')} --local-addr {hosts.address(host.name)}",
+        f"--rdzv-conf is_host={int(host.name == 'alpha')} --local-addr {hosts.host_address(host.name)}",
         script,
     )
     for host in hosts
@@ -407,7 +407,7 @@ verdict
 
 # %%
 layers = fsdp_theory.mlp_stack_layers("block", DIM)
-parameter_bytes = sum(whole for _, whole in fsdp_theory.units_of(layers, 1).values())
+parameter_bytes = sum(whole for _, whole in fsdp_theory.unit_bytes(layers, 1).values())
 print(f"the model has {parameter_bytes:,} bytes")
 
 # %% tags=["commit"]
@@ -425,7 +425,7 @@ hybrid = labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, steps=2, timeline=Tru
 predict = (
     leaves_a_host
     if verdict.ok
-    else lambda size, n, each, hybrid: theory.leaves_a_host_bytes(size, n, each, hybrid=hybrid)
+    else lambda size, n, each, hybrid: theory.host_egress_bytes(size, n, each, hybrid=hybrid)
 )
 by_theory = {
     "fsdp_bytes": predict(parameter_bytes, 2, RANKS, False),
@@ -602,13 +602,13 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-when((checkpoints / "step_00000004" / ".metadata").exists, lambda: hosts.kill("beta"))
+when((checkpoints / "step_00000004" / ".metadata").exists, lambda: hosts.kill_host("beta"))
 try:
     labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, checkpoints=str(checkpoints), **how)
 except HostLost as error:
     told = f"{error}"
 print(told)
-killed = labkit.load(history.runs(program="fsdp_wrap", limit=1)[0].folder)
+killed = labkit.load(history.find_runs(program="fsdp_wrap", limit=1)[0].folder)
 
 # %% [markdown]
 # *The run fails, and the message names beta.* What both hosts had recorded is brought here while they run. Of beta, up
@@ -680,7 +680,7 @@ claim("the one before it is whole", not verdict.ok or newest_complete(place / "c
 # %% tags=["nbval-ignore-output"]
 fewer = {"nproc": 1, "accumulate": RANKS, "checkpoints": str(checkpoints)}
 resumed = labkit.run("fsdp_wrap", hosts=hosts, **fewer, **how)
-_ = plots.loss({"never interrupted": unbroken, "beta lost": killed, "resumed on fewer ranks": resumed})
+_ = plots.loss_curves({"never interrupted": unbroken, "beta lost": killed, "resumed on fewer ranks": resumed})
 
 
 # %%
@@ -819,7 +819,7 @@ mine = commit(minutes=19.3, lost_percent=10.4)
 # %%
 between_s = 54 * 24 / 419 * 3600  # 419 failures in 54 days of training Llama 3
 best_s = (interval_s if verdict.ok else theory.checkpoint_interval_s)(60, between_s)
-by_theory = {"minutes": best_s / 60, "lost_percent": 100 * theory.lost_share(best_s, 60, between_s)}
+by_theory = {"minutes": best_s / 60, "lost_percent": 100 * theory.checkpoint_overhead_share(best_s, 60, between_s)}
 rows = {name: ["–" if mine[name] is None else f"{mine[name]:.3g}", f"{value:.3g}"] for name, value in by_theory.items()}
 pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", "theory"])
 
@@ -969,7 +969,7 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 #   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>
 # - NCCL's environment variables <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html>
 #
-# **Read in labkit**: `labkit_cluster/meeting.py` is how hosts find each other; `labkit/parallel/saving.py` saves and
+# **Read in labkit**: `labkit_cluster/host_rendezvous.py` is how hosts find each other; `labkit/parallel/saving.py` saves and
 # goes on; `launch/cluster/` has the job's templates.
 #
 # **Next**: ask for two nodes of a cluster, and run lab 2's program there.
@@ -978,7 +978,7 @@ pandas.DataFrame.from_dict(found, orient="index", columns=["seen"])
 # ### What you have passed
 
 # %%
-from labkit.course.verdicts import so_far
+from labkit.course.verdict_store import so_far
 
 so_far("hosts")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import nbformat
 import tyro
 
-from labkit.checks.commit import STRICT
+from labkit.checks.commit import ENV_STRICT_CLAIMS
 from notebooks.tools.execute import CellFailed, execute, strip
 from notebooks.tools.source import (
     Lab,
@@ -84,7 +84,7 @@ def write_solved(lab: Lab) -> None:
         CellFailed: a cell raised an error; the notebook up to there is kept beside, as .failed.ipynb.
     """
     start_s = time.perf_counter()
-    os.environ[STRICT] = "1"  # in its kernel, a claim that does not hold is an error
+    os.environ[ENV_STRICT_CLAIMS] = "1"  # in its kernel, a claim that does not hold is an error
     partial = lab.solved.with_suffix(".failed.ipynb")
     notebook = execute(solved_notebook(lab.source), partial, title=lab.name)
     strip(notebook)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.checks.ask import Verdict
+from labkit.checks.judge import Verdict
 
 
 @dataclass(frozen=True)

@@ -18,28 +18,26 @@ changed = functools.partial(answers.changed, "02")
 def as_theory_says(program, **plan):
     """What a run of the stack would give, without one."""
     layers = theory.mlp_stack_layers(plan["wrap"], 128)
-    peak = theory.step_peak(layers, 256, 2, checkpointing=plan.get("checkpointing", False))
+    peak = theory.fsdp_step_peak(layers, 256, 2, checkpointing=plan.get("checkpointing", False))
     peaks = {f"peak_{name}_bytes": [size] for name, size in peak.items()}
-    counts = theory.collectives(layers, 2, reshard_after_forward=plan.get("reshard_after_forward", True))
+    counts = theory.step_collectives(layers, 2, reshard_after_forward=plan.get("reshard_after_forward", True))
     frame = pandas.DataFrame(peaks | {name: [size] for name, size in counts.items()})
     return SimpleNamespace(params=plan, summary=lambda: frame, value=lambda name: float(frame[name].max()))
 
 
 def memory_plan(answer):
-    root = theory.step_peak(theory.mlp_stack_layers("root", 128), 256, 2)["total"]
+    root = theory.fsdp_step_peak(theory.mlp_stack_layers("root", 128), 256, 2)["total"]
     with mock.patch.object(labkit, "run", as_theory_says):
         return checks.memory_plan(answer, int(0.85 * root), gathers=6)
 
 
 def forgotten_block(answer):
     riddle = SimpleNamespace(params={"skip": (), "forget": 2026, "model": "toy"})
-    return checks.forgotten_block(answer, riddle)
+    return checks.missing_block(answer, riddle)
 
 
 ALL = "for parameter in model.parameters():\n    dist.all_reduce(parameter.grad)\n    parameter.grad /= ranks"
-SUMMED = (
-    "for parameter in model.parameters():\n    if parameter not in experts:\n        dist.all_reduce(parameter.grad)"
-)
+SUMMED = "for parameter in model.parameters():\n    if parameter not in experts:\n        dist.all_reduce(parameter.grad)"
 DIVIDED = "for parameter in model.parameters():\n    if parameter not in experts:\n        parameter.grad /= ranks"
 UNTOUCHED = SUMMED + "\n        parameter.grad /= ranks"
 CLOSE = "(mine[name] - reference[name]).abs().max() <= 1e-5 * reference[name].abs().max()"
@@ -75,12 +73,8 @@ EXERCISES = [
         "wire_bytes",
         checks.wire_bytes,
         {
-            "wire_bytes(parameter_bytes=800, ranks=2, technique='ddp') gave 400": changed(
-                "wire_bytes", ('"ddp": 2', '"ddp": 1')
-            ),
-            "wire_bytes(parameter_bytes=800, ranks=8, technique='ddp') gave 200": changed(
-                "wire_bytes", (" * (ranks - 1)", "")
-            ),
+            "wire_bytes(parameter_bytes=800, ranks=2, technique='ddp') gave 400": changed("wire_bytes", ('"ddp": 2', '"ddp": 1')),
+            "wire_bytes(parameter_bytes=800, ranks=8, technique='ddp') gave 200": changed("wire_bytes", (" * (ranks - 1)", "")),
             "wire_bytes(parameter_bytes=800, ranks=8, technique='fsdp') gave 1,400": changed(
                 "wire_bytes", ('"fsdp": 3', '"fsdp": 2')
             ),
@@ -98,16 +92,12 @@ EXERCISES = [
             "on rank 0, what you return for unit 0 has shape (50,)": changed(
                 "small_fsdp", ("full.chunk(ranks)[dist.get_rank()].clone()", "full.clone()")
             ),
-            "on rank 1, what you return for unit 0 is rank 0's part": changed(
-                "small_fsdp", ("[dist.get_rank()]", "[0]")
-            ),
+            "on rank 1, what you return for unit 0 is rank 0's part": changed("small_fsdp", ("[dist.get_rank()]", "[0]")),
             "after its forward pass, unit 0 still holds 200 bytes of whole parameters": changed(
                 "small_fsdp",
                 ("-> None:\n    buffer.resize_(0)\n    if output", "-> None:\n    if output"),
             ),
-            "parameters were used while their buffer was empty": changed(
-                "small_fsdp", ("output.register_hook(gather)", "pass")
-            ),
+            "parameters were used while their buffer was empty": changed("small_fsdp", ("output.register_hook(gather)", "pass")),
             "on rank 0, the gradient of unit 0's shard is the sum over the ranks, not the mean": changed(
                 "small_fsdp", ("shard.grad /= ranks", "pass")
             ),
@@ -144,9 +134,7 @@ EXERCISES = [
         checks.peak_bytes,
         {
             "peak_bytes(units=[800], ranks=1) gave 3,200": changed("peak_bytes", ("3 * sum", "sum")),
-            "peak_bytes(units=[800], ranks=2) gave 4,400": changed(
-                "peak_bytes", ("3 * sum(units) / ranks", "3 * sum(units)")
-            ),
+            "peak_bytes(units=[800], ranks=2) gave 4,400": changed("peak_bytes", ("3 * sum(units) / ranks", "3 * sum(units)")),
             "peak_bytes(units=[800, 800], ranks=2) gave 4,400": changed("peak_bytes", ("sum(units[index:])", "unit")),
             "peak_bytes(units=[400, 1600, 800], ranks=4) gave 5,800": changed(
                 "peak_bytes", ("units[index:]", "units[: index + 1]")
@@ -213,9 +201,7 @@ EXERCISES = [
         "tied_unit",
         checks.tied_unit,
         {
-            "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'embedding'": (
-                "return list(model.modules())"
-            ),
+            "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'embedding'": ("return list(model.modules())"),
             "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'blocks'": changed(
                 "tied_unit", ("recurse=False", "")
             ),

@@ -12,7 +12,7 @@ from labkit.parallel import small_tensor_parallel as ours
 from labkit.theory import two_dim as theory
 
 changed = functools.partial(answers.changed, "05")
-COUNTS = theory.collectives(theory.mlp_pairs(64), 192, data=2, tp=2)
+COUNTS = theory.step_collectives_by_axis(theory.mlp_pairs(64), 192, data=2, tp=2)
 COUNTED = SimpleNamespace(
     summary=lambda: pandas.DataFrame({name: [count] for name, count in COUNTS.items()}),
     value=lambda name: float(COUNTS[name]),
@@ -100,9 +100,7 @@ EXERCISES = [
             "on rank 0, backward returned the mean over its group": changed(
                 "CopyToRanks", ("return total, None", "return total / dist.get_world_size(ctx.group), None")
             ),
-            "on rank 0, backward changed the gradient that it was given": changed(
-                "CopyToRanks", ("grad.clone()", "grad")
-            ),
+            "on rank 0, backward changed the gradient that it was given": changed("CopyToRanks", ("grad.clone()", "grad")),
             "backward returns one value for each argument of forward": changed(
                 "CopyToRanks", ("return total, None", "return total")
             ),

@@ -15,7 +15,7 @@ PLAIN = "rgba(0, 0, 0, 0)"
 @pytest.fixture
 def page(browser):
     page = browser.new_page(viewport={"width": 900, "height": 700})
-    page.set_content(inductor.Listing(CODE)._repr_html_())
+    page.set_content(inductor.ProgramListing(CODE)._repr_html_())
     yield page
     page.close()
 
@@ -33,7 +33,7 @@ def marked(page):
 
 def test_pointing_at_a_wait_marks_its_request_and_what_hides_it(page, screenshots):
     assert marked(page) == []
-    bucket = inductor.buckets(CODE)[1]
+    bucket = inductor.find_buckets(CODE)[1]
     expected = [
         [bucket.request.number],
         [line.number for line in bucket.hidden_by],

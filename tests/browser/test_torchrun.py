@@ -19,7 +19,7 @@ x = torch.ones(2) * (dist.get_rank() + 1)
 dist.all_reduce(x)
 labkit.rank.give(total=x)
 x""",
-    "[rank.gave['total'].tolist() for rank in sums.ranks]",
+    "[rank.reported['total'].tolist() for rank in sums.ranks]",
     "%%torchrun -n 2\nx = 1\nfor rank in range(2)\n    x += rank",
     """\
 %%torchrun -n 3

@@ -21,9 +21,9 @@ from matplotlib import pyplot
 import labkit
 from labkit import plots
 from labkit.errors import HostLost, NotAllHosts, RankFailed, RunTimedOut
-from labkit.launcher.progress import Display, shown_on
-from labkit_cluster.local import NAMESPACES, hosts_on_this_machine, namespaces_work
-from labkit_cluster.meeting import versions_of_labkit
+from labkit.launcher.progress import Display, use_display
+from labkit_cluster.host_rendezvous import labkit_versions
+from labkit_cluster.local_hosts import NAMESPACE_KIND, can_make_namespaces, start_local_hosts
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 MISBEHAVE, RECORDS = PROGRAMS / "misbehave.py", PROGRAMS / "records.py"
@@ -32,14 +32,14 @@ ENDS_WITHIN_S, TOLD_WITHIN_S = 5.0, 15.0
 pytestmark = [
     pytest.mark.calm,
     pytest.mark.xdist_group("hosts"),
-    pytest.mark.skipif(not namespaces_work(), reason="network namespaces need root on Linux and iproute2"),
+    pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root on Linux and iproute2"),
 ]
 
 
 @pytest.fixture(scope="module")
 def hosts():
-    with hosts_on_this_machine(6) as made:
-        assert made.kind == NAMESPACES
+    with start_local_hosts(6) as made:
+        assert made.kind == NAMESPACE_KIND
         yield made
 
 
@@ -72,7 +72,7 @@ def cut_off(hosts, folder):
         run = thread.submit(error_of, hosts[2:5], how="wait", group=True, pids=str(noted))
         wait_for(lambda: noted.exists() and len(noted.read_text().split()) == 6)
         begun = time.monotonic()
-        hosts.cut_off("epsilon")
+        hosts.disconnect_host("epsilon")
         error, at = run.result()
     return error, at - begun
 
@@ -151,7 +151,7 @@ def test_training_goes_on_where_a_killed_host_left_it_on_another_number_of_ranks
     unbroken = losses(labkit.run("fsdp_wrap", nproc=4, **how))
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "killed"))
     how["checkpoints"] = str(tmp_path / "checkpoints")
-    with shown_on(AtStep(2, partial(hosts.kill, "beta"))), pytest.raises(HostLost, match=r"^beta was lost: its part"):
+    with use_display(AtStep(2, partial(hosts.kill, "beta"))), pytest.raises(HostLost, match=r"^beta was lost: its part"):
         labkit.run("fsdp_wrap", nproc=2, hosts=hosts[:2], **how)
     (folder,) = (tmp_path / "killed").iterdir()
     killed = labkit.load(folder)
@@ -160,7 +160,7 @@ def test_training_goes_on_where_a_killed_host_left_it_on_another_number_of_ranks
     assert min(losses(resumed)) > 0, "it began anew"
     joined = losses(killed) | losses(resumed)
     assert joined == pytest.approx({step: unbroken[step] for step in joined}, rel=1e-5) and max(joined) == max(unbroken)
-    ax = plots.loss({"killed": killed, "resumed": resumed})
+    ax = plots.loss_curves({"killed": killed, "resumed": resumed})
     drawn = {step for line in ax.lines for step in line.get_xdata()}
     pyplot.close(ax.figure)
     assert drawn == joined.keys() - {-1}
@@ -174,7 +174,7 @@ def blind(host, folder):
 
 def test_progress_and_files_come_home_from_hosts_that_do_not_see_the_folder_of_the_run(hosts, runs_folder):
     display, blinded = AtStep(9), [blind(host, runs_folder) for host in hosts[:2]]
-    with shown_on(display):
+    with use_display(display):
         result = labkit.run(RECORDS, nproc=2, hosts=blinded, steps=3, pause_s=0.4)
     assert {1, 2} & {done for _, done, *_ in display.seen if done < 3}, display.seen
     assert any("[rank 3] <rank> 3 has 1 threads" in lines for _, _, *lines in display.seen)
@@ -244,10 +244,10 @@ def test_nothing_is_left_on_any_host_when_the_notebooks_process_is_interrupted_o
 def test_a_host_that_hears_no_more_of_the_notebooks_process_ends_its_part(noted):
     """As where its machine was switched off, and no end of the connection was ever seen."""
     path, pids = noted
-    agent = "import labkit_cluster.node as node; node.SILENT_S = 2; node.main()"
+    agent = "import labkit_cluster.host_agent as node; node.SILENT_S = 2; node.main()"
     guest = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
     request = {"target": str(MISBEHAVE), "arguments": [f"--pids={path}"], "nproc": 1, "device": "cpu", "name": "run"}
-    request |= {"working_folder": "/", "given": "", "versions": versions_of_labkit(), "sum": "", "environment": {}}
+    request |= {"working_folder": "/", "given": "", "versions": labkit_versions(), "sum": "", "environment": {}}
     alone = subprocess.Popen([sys.executable, "-P", "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     with alone.stdin as pipe:
         pipe.write(json.dumps(request | {"guest": guest}).encode() + b"\n")
@@ -271,7 +271,7 @@ def script(folder, *lines):
 
 def another_python(host, folder):
     pretend = "import platform, runpy, sys; platform.python_version_tuple = lambda: ('3', '9', '1'); sys.argv[1:] = []"
-    agent = "runpy.run_module('labkit_cluster.node', run_name='__main__')"
+    agent = "runpy.run_module('labkit_cluster.host_agent', run_name='__main__')"
     return replace(host, python=script(folder, f"#!{sys.executable} -P", pretend, agent))
 
 

@@ -12,7 +12,7 @@ import labkit
 import labkit_cluster
 from labkit.errors import LabError, ParameterError
 from labkit_cluster import JobCancelled, Slurm
-from labkit_cluster.meeting import NotAllHosts
+from labkit_cluster.host_rendezvous import NotAllHosts
 
 pytestmark = [pytest.mark.calm, pytest.mark.xdist_group("cluster"), pytest.mark.timeout(240)]
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -91,7 +91,7 @@ def test_an_array_gives_a_job_for_each_value_in_order_and_tells_the_rank_that_fa
 
 def test_a_new_kernel_finds_the_job_by_its_folder(started):
     first = started["array"][0]
-    again = labkit_cluster.job(first.folder)
+    again = labkit_cluster.load_job(first.folder)
     assert repr(again) == repr(first) and again.id == first.id
     with pytest.raises(labkit.RankFailed, match="width 3 is not width 4"):
         again.result()
@@ -119,9 +119,7 @@ def test_a_node_that_does_not_see_the_runs_is_named(unseen, monkeypatch):
 def test_a_node_that_does_not_see_the_program_is_named(unseen):
     program = unseen / "program.py"
     program.write_text("raise SystemExit(3)")
-    with pytest.raises(
-        NotAllHosts, match=r"n5 does not see .*program\.py: put the program on a disk that all nodes share"
-    ):
+    with pytest.raises(NotAllHosts, match=r"n5 does not see .*program\.py: put the program on a disk that all nodes share"):
         labkit.submit(program, **TWO_BY_TWO | {"cluster": Slurm("blind")}).result()
 
 

@@ -16,7 +16,7 @@ import labkit_cluster
 from labkit.errors import LabError, ParameterError
 from labkit.runs.folder import read_json, write_json
 from labkit_cluster import JobCancelled, Kubernetes
-from labkit_cluster.kubernetes import standing_of
+from labkit_cluster.kubernetes import train_job_status
 
 RESOURCE = Path("shared", "schemas", "trainer.kubeflow.org_trainjobs.yaml")
 STAND_IN = """#!/bin/sh
@@ -83,9 +83,7 @@ def test_the_manifest_is_a_trainjob_as_published(kubectl, repository, device):
     # the schema leaves these to Kubernetes
     assert manifest.pop("apiVersion") == "trainer.kubeflow.org/v1alpha1" and manifest.pop("kind") == "TrainJob"
     manifest.pop("metadata")
-    problems = [
-        f"{list(each.path)}: {each.message}" for each in Draft202012Validator(schema(repository)).iter_errors(manifest)
-    ]
+    problems = [f"{list(each.path)}: {each.message}" for each in Draft202012Validator(schema(repository)).iter_errors(manifest)]
     assert not problems
 
 
@@ -113,7 +111,7 @@ def test_a_gpu_a_rank_is_asked_for(kubectl):
 def test_kubectl_is_told_which_job(kubectl):
     job, _ = submitted(kubectl)
     (kubectl / "status").write_text(json.dumps({"status": {"jobsStatus": [{"name": "node", "ready": 1}]}}))
-    again = labkit_cluster.job(job.folder)
+    again = labkit_cluster.load_job(job.folder)
     assert again.state == "running"
     again.cancel()
     assert again.state == job.state == "cancelled"
@@ -161,7 +159,7 @@ def test_a_cluster_that_refuses_leaves_no_folder(kubectl, tmp_path):
     ],
 )
 def test_the_conditions_of_a_trainjob_are_read(status, state):
-    assert standing_of(status).state == state
+    assert train_job_status(status).state == state
 
 
 @pytest.mark.parametrize("settings", [{"image": ""}, {"claim": 3}, {"image": "a\nb"}, {"namespace": "A b"}])

@@ -1,4 +1,4 @@
-"""labkit_cluster.local: hosts on this machine, as root and without, and that nothing is left of them."""
+"""labkit_cluster.local_hosts: hosts on this machine, as root and without, and that nothing is left of them."""
 
 import subprocess
 import sys
@@ -9,16 +9,16 @@ from fixture_processes import is_alive, wait_for
 
 import labkit
 from labkit.errors import HostLost, LabError, ParameterError
-from labkit.launcher.progress import Display, shown_on
-from labkit_cluster import local
-from labkit_cluster.local import NAMESPACES, PROCESSES, hosts_on_this_machine, namespaces_work
+from labkit.launcher.progress import Display, use_display
+from labkit_cluster import local_hosts
+from labkit_cluster.local_hosts import NAMESPACE_KIND, PROCESS_KIND, can_make_namespaces, start_local_hosts
 
 RECORDS = Path(__file__).resolve().parents[1] / "programs" / "records.py"
-needs_root = pytest.mark.skipif(not namespaces_work(), reason="network namespaces need root on Linux and iproute2")
+needs_root = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root on Linux and iproute2")
 pytestmark = [pytest.mark.calm, pytest.mark.xdist_group("hosts")]
 CRASHES = """
 import os, signal, subprocess, sys
-from labkit_cluster.local import hosts_on_this_machine
+from labkit_cluster.local_hosts import hosts_on_this_machine
 with hosts_on_this_machine(2) as hosts:
     sleep = [*hosts[1].command, "env", "-u", "LABKIT_HOST_ON_THIS_MACHINE", "sleep", "600"]
     left = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -34,18 +34,16 @@ def network():
 
 @needs_root
 def test_the_machines_own_network_is_not_touched_and_nothing_is_left():
-    with hosts_on_this_machine(1):  # removes what others have left
+    with start_local_hosts(1):  # removes what others have left
         pass
     before = network()
-    with hosts_on_this_machine(3) as hosts:
+    with start_local_hosts(3) as hosts:
         assert network()[:3] == before[:3]
         assert [host.name for host in hosts] == ["alpha", "beta", "gamma"]
-        reached = subprocess.run(
-            [*hosts[2].command, "ping", "-c1", "-W2", "10.77.0.1"], capture_output=True, check=False
-        )
+        reached = subprocess.run([*hosts[2].command, "ping", "-c1", "-W2", "10.77.0.1"], capture_output=True, check=False)
         assert reached.returncode == 0 or b"ping" in reached.stderr, reached
         left = subprocess.Popen([*hosts[1].command, "sleep", "600"])
-        assert str(hosts) == f"alpha, beta, gamma: {NAMESPACES}"
+        assert str(hosts) == f"alpha, beta, gamma: {NAMESPACE_KIND}"
     assert left.wait(5) == -9
     assert network() == before
 
@@ -55,7 +53,7 @@ def test_what_a_crash_has_left_is_removed_by_the_next():
     crashed = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True, timeout=60, check=False)
     name, pid = crashed.stdout.split()
     assert crashed.returncode == -9 and is_alive(int(pid)) and name in network()[-1]
-    with hosts_on_this_machine(1):
+    with start_local_hosts(1):
         assert name not in network()[-1]
         wait_for(lambda: not is_alive(int(pid)), 5)
 
@@ -72,16 +70,14 @@ class KillsAtStart(Display):
 
 
 def test_without_root_hosts_are_processes_that_meet_on_loopback(monkeypatch):
-    monkeypatch.setattr(local, "namespaces_work", lambda: False)
-    with hosts_on_this_machine(2) as hosts:
-        assert hosts.kind == PROCESSES
+    monkeypatch.setattr(local_hosts, "can_make_namespaces", lambda: False)
+    with start_local_hosts(2) as hosts:
+        assert hosts.kind == PROCESS_KIND
         result = labkit.run(RECORDS, nproc=1, hosts=hosts)
         assert result.hosts == ("alpha", "beta")
-        with pytest.raises(
-            LabError, match="beta has no network cable, these hosts are processes that meet on loopback"
-        ):
-            hosts.cut_off("beta")
-        with shown_on(KillsAtStart(hosts)), pytest.raises(HostLost, match=r"^beta was lost"):
+        with pytest.raises(LabError, match="beta has no network cable, these hosts are processes that meet on loopback"):
+            hosts.disconnect_host("beta")
+        with use_display(KillsAtStart(hosts)), pytest.raises(HostLost, match=r"^beta was lost"):
             labkit.run(RECORDS, nproc=1, hosts=hosts, pause_s=60)
 
 
@@ -89,6 +85,6 @@ def test_without_root_hosts_are_processes_that_meet_on_loopback(monkeypatch):
 def test_a_number_of_hosts_that_cannot_be(count):
     with (
         pytest.raises(ParameterError, match=f"count = {count} hosts are not between 1 and 8"),
-        hosts_on_this_machine(count),
+        start_local_hosts(count),
     ):
         pass

@@ -14,8 +14,8 @@ from labkit.errors import LabError, ParameterError
 from labkit.launcher import process
 from labkit.runs.folder import RunFolder, read_json, write_json
 from labkit_cluster import Kubernetes, Slurm
-from labkit_cluster.agent import keep_aside
-from labkit_cluster.meeting import FolderBoard
+from labkit_cluster.agent import archive_attempt
+from labkit_cluster.host_rendezvous import FolderMailbox
 
 JOB = {"cluster": "slurm", "nodes": 2, "nproc": 2}
 
@@ -66,10 +66,8 @@ def test_an_option_is_a_word_for_sbatch(options):
 
 
 def test_the_folder_of_a_run_that_was_not_submitted_is_no_job(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"holds no submitted\.json: give the folder of a run from labkit\.submit"
-    ):
-        labkit_cluster.job(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds no submitted\.json: give the folder of a run from labkit\.submit"):
+        labkit_cluster.load_job(tmp_path)
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def second_host(tmp_path, monkeypatch):
     yield agent
     agent.kill()
     agent.wait()
-    process.stop(tmp_path)
+    process.kill_run_processes(tmp_path)
 
 
 def test_a_host_begins_when_the_first_has_put_aside_what_an_earlier_attempt_had_left(second_host, tmp_path):
@@ -90,7 +88,7 @@ def test_a_host_begins_when_the_first_has_put_aside_what_an_earlier_attempt_had_
     board = wait_for(lambda: [*tmp_path.glob("meeting_*")], 20)[0]
     time.sleep(0.5)
     assert second_host.poll() is None and not list(tmp_path.glob("torchrun*"))
-    FolderBoard(board).put("begun", {"attempt": 1})
+    FolderMailbox(board).put("begun", {"attempt": 1})
     wait_for(lambda: list(tmp_path.glob("torchrun*")), 20)
 
 
@@ -98,7 +96,7 @@ def test_an_attempt_whose_agents_were_killed_is_put_aside_as_lost(tmp_path):
     folder = RunFolder(tmp_path)
     write_json(folder.run_json, {"exit": "running", "program": "resuming"})
     folder.log(0).touch()
-    assert keep_aside(folder, tmp_path / "meeting_7_1") == 1
+    assert archive_attempt(folder, tmp_path / "meeting_7_1") == 1
     told = read_json(RunFolder(tmp_path / "attempt_0").run_json)
     assert told["exit"] == "host lost" and told["error"].startswith("HostLost: the cluster ended this attempt")
     assert not folder.log(0).exists() and read_json(folder.run_json)["exit"] == "running"

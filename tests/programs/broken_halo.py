@@ -11,5 +11,5 @@ def nothing_arrives(first, last, strip):
 
 
 if __name__ == "__main__":
-    halo._trade = nothing_arrives
+    halo._exchange_with_neighbours = nothing_arrives
     convnext_spatial.main(convnext_spatial.Config(check="parity"))

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 from labkit import config as configs
 from labkit import rank
-from labkit.runs.folder import VARIABLE, RunFolder
-from labkit.runs.records import Writer
+from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder
+from labkit.runs.records import RecordWriter
 
 
 @dataclass
@@ -33,11 +33,11 @@ def main(config: Config) -> None:
     with rank.session() as here:
         mesh = functools.cache(here.mesh)  # equal meshes share groups: torch's caches hand out those of the first one
         for index, cell in enumerate(config.cells):
-            folder = Path(os.environ[VARIABLE]) / f"cell_{index:03d}"
+            folder = Path(os.environ[ENV_RUN_FOLDER]) / f"cell_{index:03d}"
             folder.mkdir(exist_ok=True)
-            own = rank.Here(here.rank, here.world_size, here.device, here.note, Writer(folder, here.rank))
+            own = rank.Session(here.rank, here.world_size, here.device, here.note, RecordWriter(folder, here.rank))
             own.mesh = mesh
-            parameters = configs.make(program.Config, json.loads(cell), here.world_size)
+            parameters = configs.build_config(program.Config, json.loads(cell), here.world_size)
             with (
                 patch.object(rank, "session", lambda own=own: contextlib.nullcontext(own)),
                 RunFolder(folder).log(here.rank).open("w") as log,
@@ -48,4 +48,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

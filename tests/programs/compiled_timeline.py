@@ -22,7 +22,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    with rank.session() as here, ddp.fused("coalesced"), ddp.compiled_backward():
+    with rank.session() as here, ddp.fuse_all_reduces("coalesced"), ddp.compile_backward():
         torch.manual_seed(0)
         model = ddp.apply_replicate(LinearChain(config.dim), here.mesh(replica=here.world_size))
         x = torch.randn(8, config.dim)
@@ -34,10 +34,10 @@ def main(config: Config) -> None:
         step()
         step()
         path = Path(config.traces) / f"trace_{here.rank}.json.gz" if config.traces else None
-        with timeline.record(path, units={"chain": [model]}, device=here.device.type) as recording:
+        with timeline.profile_step(path, units={"chain": [model]}, device=here.device.type) as recording:
             step()
-        timeline.write(recording, here._writer, 2)
+        timeline.write_profile(recording, here._writer, 2)
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -33,8 +33,8 @@ def main(config):
             loss = ddp(torch.randn(16, 300)).square().mean()
             loss.backward()
             optimizer.step()
-            step.scalar("loss", loss)
+            step.record_scalar("loss", loss)
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

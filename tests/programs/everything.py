@@ -29,10 +29,10 @@ def main(config: Config) -> None:
         for step in here.steps(config.steps, units={"layer": [layer]}):
             with step.span("forward"):
                 dist.all_reduce(layer(torch.ones(2)).detach())
-        here.keep("note", "a text")
-        rank.give(number=number())
+        here.save_artifact("note", "a text")
+        rank.report(number=number())
     raise ValueError("the end")
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

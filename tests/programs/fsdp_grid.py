@@ -103,9 +103,9 @@ def main(config):
                 mock.patch.object(here, "verdict") as verdict,
                 wrong_reductions() if wrong else contextlib.nullcontext(),
             ):
-                fsdp_wrap.run(fsdp_wrap.Config(check="parity", steps=2, **cell), here)
-            here.print(json.dumps(cell | {"wrong": wrong} | verdict.call_args.kwargs))
+                fsdp_wrap.run_session(fsdp_wrap.Config(check="parity", steps=2, **cell), here)
+            here.print_on_rank_0(json.dumps(cell | {"wrong": wrong} | verdict.call_args.kwargs))
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from labkit import parity, rank
 from labkit.parallel.buckets import GradientBuckets
-from labkit.parallel.halo import Strip, halo_of, spatial_mean
+from labkit.parallel.halo import Strip, halo_size, spatial_mean
 from labkit.parallel.spatial import HaloConv2d
 from labkit.theory import sizes
 
@@ -79,9 +79,9 @@ def main(config: Config) -> None:
             record(here, f"buckets_{len(mesh)}", reduce_in_buckets(here, mesh))
 
 
-def record(here: rank.Here, name: str, found: parity.Parity) -> None:
-    here.scalar(f"{name} error", found.largest_error()[0])
-    here.scalar(f"{name} compared", found.compared)
+def record(here: rank.Session, name: str, found: parity.Parity) -> None:
+    here.record_scalar(f"{name} error", found.largest_error()[0])
+    here.record_scalar(f"{name} compared", found.compared)
 
 
 def seeded(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -95,10 +95,10 @@ def image_of(size: int, dim: int) -> Tensor:
 class Cut:
     """How tensors of a case are cut: strips along the last mesh axis, samples along the one before."""
 
-    def __init__(self, here: rank.Here, mesh: tuple[int, ...], dim: int):
+    def __init__(self, here: rank.Session, mesh: tuple[int, ...], dim: int):
         names = ("data", "space")[-len(mesh) :]
         self.mesh = here.mesh(**dict(zip(names, mesh, strict=True)))
-        self.strip = Strip.along(self.mesh, len(mesh) - 1, dim)
+        self.strip = Strip.from_mesh(self.mesh, len(mesh) - 1, dim)
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of an image or feature map."""
@@ -113,7 +113,7 @@ class Cut:
         return DTensor.from_local(part, self.mesh, [Partial()] * self.mesh.ndim).full_tensor()
 
 
-def convolve(here: rank.Here, case: Case) -> parity.Parity:
+def convolve(here: rank.Session, case: Case) -> parity.Parity:
     """Output and gradients of one convolution, cut and whole."""
     cut = Cut(here, case.mesh, case.dim)
     torch.manual_seed(2)
@@ -129,24 +129,24 @@ def convolve(here: rank.Here, case: Case) -> parity.Parity:
         for name, parameter in list(conv.named_parameters()):
             shared = distribute_tensor(parameter.detach(), cut.mesh, [Replicate()] * cut.mesh.ndim)
             conv.register_parameter(name, nn.Parameter(shared))
-    out = HaloConv2d(conv, halo_of(conv, case.dim), cut.strip)(given)
+    out = HaloConv2d(conv, halo_size(conv, case.dim), cut.strip)(given)
     expected = reference(whole)
     gradient = seeded(tuple(expected.shape), 3)
     expected.backward(gradient)
     local = out.to_local() if case.dtensor else out
     local.backward(cut.own(gradient))
     found = parity.Parity()
-    found.add("output", local, cut.own(expected))
-    found.add("input gradient", strip.grad, cut.own(whole.grad))
+    found.compare_tensor("output", local, cut.own(expected))
+    found.compare_tensor("input gradient", strip.grad, cut.own(whole.grad))
     for name, parameter in conv.named_parameters():
         total = parameter.grad.full_tensor() if case.dtensor else cut.summed(parameter.grad)
-        found.add(name, total, reference.get_parameter(name).grad)
+        found.compare_tensor(name, total, reference.get_parameter(name).grad)
     if here.world_size > 1 and case.channels_last:
         assert local.is_contiguous(memory_format=torch.channels_last)
     return found
 
 
-def mean(here: rank.Here, size: int) -> parity.Parity:
+def mean(here: rank.Session, size: int) -> parity.Parity:
     """spatial_mean: the image's mean, and ranks times its gradient (GradientBuckets divides by the ranks)."""
     cut = Cut(here, (4,), 3)
     whole = image_of(size, 3).requires_grad_()
@@ -157,12 +157,12 @@ def mean(here: rank.Here, size: int) -> parity.Parity:
     got.backward(gradient)
     expected.backward(gradient)
     found = parity.Parity()
-    found.add("mean", got, expected)
-    found.add("gradient", strip.grad, here.world_size * cut.own(whole.grad))
+    found.compare_tensor("mean", got, expected)
+    found.compare_tensor("gradient", strip.grad, here.world_size * cut.own(whole.grad))
     return found
 
 
-def reduce_in_buckets(here: rank.Here, mesh: tuple[int, ...]) -> parity.Parity:
+def reduce_in_buckets(here: rank.Session, mesh: tuple[int, ...]) -> parity.Parity:
     """Gradients of several small buckets are means over all ranks, in each of two backward passes that add up."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -178,9 +178,9 @@ def reduce_in_buckets(here: rank.Here, mesh: tuple[int, ...]) -> parity.Parity:
             (reference(inputs[step, other]).square().sum() / here.world_size).backward()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                found.add(f"{name} {step}", parameter.grad, reference.get_parameter(name).grad)
+                found.compare_tensor(f"{name} {step}", parameter.grad, reference.get_parameter(name).grad)
     return found
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -31,4 +31,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

@@ -101,5 +101,5 @@ if __name__ == "__main__":
     if RANK == 1:
         from labkit import rank
 
-        rank.start(main, Config)
+        rank.run_main(main, Config)
     main(Config())

@@ -1,7 +1,13 @@
 """A warm parent that imports no more than every rank needs: the same in all else, and there in half the time."""
 
-from labkit.launcher import parent
+from labkit.launcher import fork_server
 
 if __name__ == "__main__":
-    parent.IMPORTED = ("encodings.idna", "torch.distributed.run", "tyro", "labkit.rank", "labkit.launcher.rendezvous")
-    parent.main()
+    fork_server.MODULES_TO_PRELOAD = (
+        "encodings.idna",
+        "torch.distributed.run",
+        "tyro",
+        "labkit.rank",
+        "labkit.launcher.rendezvous_handlers",
+    )
+    fork_server.main()

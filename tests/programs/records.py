@@ -9,7 +9,7 @@ from pathlib import Path
 
 from labkit.config import parse_argv
 from labkit.runs.folder import RunFolder, write_json
-from labkit.runs.records import Writer, path_of
+from labkit.runs.records import RecordWriter, record_path
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Config:
 
 def main(config: Config) -> None:
     rank, folder = int(os.environ["RANK"]), Path(os.environ["LABKIT_RUN_FOLDER"])
-    writer = Writer(folder, rank)
+    writer = RecordWriter(folder, rank)
     print(f"<rank> {rank} has {os.environ['OMP_NUM_THREADS']} threads")
     if rank == 0:
         writer.write("scalar", "planned_steps", -1, value=config.steps, unit="steps")
@@ -37,7 +37,7 @@ def main(config: Config) -> None:
     writer.write("comm", "all_reduce", config.steps, axis="", count=2, bytes=64)
     writer.close()
     if config.cut and rank == 1:
-        with path_of(folder, rank).open("a") as file:
+        with record_path(folder, rank).open("a") as file:
             file.write('{"v": 2, "rank": 1, "st')
 
 

@@ -47,10 +47,10 @@ def main(config: Config) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            here.scalar(f"loss_{step}", loss.item())
+            here.record_scalar(f"loss_{step}", loss.item())
             if folder:
                 save_training(folder / f"step_{step + 1}", model, optimizer, step + 1)
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

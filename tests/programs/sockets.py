@@ -24,7 +24,7 @@ def listening() -> list[tuple[str, str, int]]:
     torchrun = psutil.Process(os.getppid())
     parent = torchrun.parent()
     who = {torchrun: "torchrun"} | dict.fromkeys(torchrun.children(recursive=True), "rank")
-    if "labkit.launcher.parent" in parent.cmdline():
+    if "labkit.launcher.fork_server" in parent.cmdline():
         who[parent] = "parent"
     sockets = [(name, found) for process, name in who.items() for found in process.net_connections("all")]
     inet = [(name, *found.laddr) for name, found in sockets if found.status == psutil.CONN_LISTEN]

@@ -48,8 +48,8 @@ def main(config: Config) -> None:
     with rank.session() as here:
         for name, case in CASES.items():
             found = train(here, case)
-            here.scalar(f"{name} error", found.largest_error()[0])
-            here.scalar(f"{name} compared", found.compared)
+            here.record_scalar(f"{name} error", found.largest_error()[0])
+            here.record_scalar(f"{name} compared", found.compared)
 
 
 def made(seed: int) -> ConvNeXt:
@@ -60,7 +60,7 @@ def made(seed: int) -> ConvNeXt:
     return model
 
 
-def train(here: rank.Here, case: Case) -> parity.Parity:
+def train(here: rank.Session, case: Case) -> parity.Parity:
     mesh = here.mesh(**case.axes)
     reference = made(seed=0)
     stream = torch.get_rng_state()
@@ -79,14 +79,14 @@ def train(here: rank.Here, case: Case) -> parity.Parity:
         expected = reference(images)
         stream = torch.get_rng_state()
         cross_entropy(expected, labels).backward()
-        found.add(f"logits {step}", logits, expected[own_samples(mesh, SAMPLES, case.mesh_dim)])
-        found.add_training(model, reference, "gradient")
+        found.compare_tensor(f"logits {step}", logits, expected[own_samples(mesh, SAMPLES, case.mesh_dim)])
+        found.compare_models(model, reference, "gradient")
         for each in (model, reference):
             torch.optim.SGD(each.parameters(), lr=0.1).step()
             each.zero_grad()
-        found.add_training(model, reference, "parameter")
+        found.compare_models(model, reference, "parameter")
     return found
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

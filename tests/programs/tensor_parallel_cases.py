@@ -15,7 +15,7 @@ from labkit.models.mlp import MLPStack
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import apply_fsdp2
 from labkit.parallel.tensor_parallel import apply_tensor_parallel
-from labkit.requirements import UNEVEN_SEQUENCE, missing
+from labkit.requirements import UNEVEN_SEQUENCE, feature_problem
 
 
 @dataclass
@@ -36,7 +36,7 @@ CASES = {
     "tensor_checkpointing": Case(sequence_parallel=False, use_checkpointing=True),
     "sequence_checkpointing": Case(sequence_parallel=True, norm=True, use_checkpointing=True),
 }
-MISSING = {"sequence_uneven": missing(UNEVEN_SEQUENCE)}
+MISSING = {"sequence_uneven": feature_problem(UNEVEN_SEQUENCE)}
 """Why a case cannot run with the installed torch, "" where it can."""
 
 
@@ -52,14 +52,14 @@ def main(config: Config) -> None:
             if MISSING.get(name):
                 continue
             found = train(mesh, case)
-            here.scalar(f"{name} error", found.largest_error()[0])
-            here.scalar(f"{name} compared", found.compared)
+            here.record_scalar(f"{name} error", found.largest_error()[0])
+            here.record_scalar(f"{name} compared", found.compared)
 
 
 def train(mesh: DeviceMesh, case: Case) -> parity.Parity:
     torch.manual_seed(0)
     reference = MLPStack(8, with_layer_norm=case.norm).double()
-    model = parity.seeded_copy(reference, seed=1)
+    model = parity.seed_and_copy(reference, seed=1)
     apply_tensor_parallel(model, mesh, sequence_parallel=case.sequence_parallel)
     if case.use_checkpointing:
         apply_activation_checkpointing(model, model.block_types)
@@ -73,14 +73,14 @@ def train(mesh: DeviceMesh, case: Case) -> parity.Parity:
         output, expected = model(samples[mine]), reference(samples)
         for each, inputs, result in ((model, samples[mine], output), (reference, samples, expected)):
             each.run_backward(each.get_loss((inputs,), result))
-        found.add(f"output {step}", output, expected[mine])
-        found.add_training(model, reference, "gradient")
+        found.compare_tensor(f"output {step}", output, expected[mine])
+        found.compare_models(model, reference, "gradient")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        found.add_training(model, reference, "parameter")
+        found.compare_models(model, reference, "parameter")
     return found
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

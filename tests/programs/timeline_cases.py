@@ -76,7 +76,7 @@ class Model(nn.Module):
         return x
 
 
-def distribute(model: Model, config: Config, here: rank.Here) -> tuple[nn.Module, dict[str, list[nn.Module]]]:
+def distribute(model: Model, config: Config, here: rank.Session) -> tuple[nn.Module, dict[str, list[nn.Module]]]:
     """The model to call and its units."""
     blocks: list[Any] = list(model.layers)
     units = {f"layers.{index}": [block] for index, block in enumerate(blocks)}
@@ -117,10 +117,10 @@ def main(config: Config) -> None:
         step()
         step()
         path = Path(config.traces) / f"trace_{here.rank}.json.gz" if config.traces else None
-        with timeline.record(path, units=units, device=here.device.type) as recording:
+        with timeline.profile_step(path, units=units, device=here.device.type) as recording:
             step()
-        timeline.write(recording, here._writer, 2)
+        timeline.write_profile(recording, here._writer, 2)
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

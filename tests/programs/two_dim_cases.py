@@ -57,22 +57,22 @@ def main(config: Config) -> None:
         found: dict[str, Any] = {"levels": [LOGGER.level]}
         for name, case in (COMPILED if config.compile else EAGER).items():
             chosen = two_dim.Config(**case, compile=config.compile, steps=2)
-            found[name] = two_dim.compare(chosen, meshes[chosen.tp], CPU)
+            found[name] = two_dim.check_parity(chosen, meshes[chosen.tp], CPU)
         others = (not_averaged, as_torch_does_it, kept_with_ddp)
         for each in (nothing_compiled, backward_not_compiled) if config.compile else others:
             found[each.__name__.replace("_", " ")] = each(meshes[2])
         found["levels"].append(LOGGER.level)
-        here.print(json.dumps(found))
+        here.print_on_rank_0(json.dumps(found))
 
 
 def chain(mesh: DeviceMesh) -> Any:
-    return two_dim.build(CHAIN, mesh, CPU)
+    return two_dim.build_model(CHAIN, mesh, CPU)
 
 
 def nothing_compiled(mesh: DeviceMesh) -> dict[str, Any]:
     """The verdict on a compiled version that is none, after others that were compiled in this process."""
     with patch.object(two_dim, "apply_compile"):
-        return two_dim.compare(two_dim.Config(steps=1), mesh, CPU)
+        return two_dim.check_parity(two_dim.Config(steps=1), mesh, CPU)
 
 
 def backward_not_compiled(mesh: DeviceMesh) -> dict[str, Any]:
@@ -80,18 +80,18 @@ def backward_not_compiled(mesh: DeviceMesh) -> dict[str, Any]:
     made = []
 
     def apply(lab: Any, **how: bool) -> Any:
-        made.append(two_dim.apply(CHAIN, mesh, lab, **how))
+        made.append(two_dim.parallelize_model(CHAIN, mesh, lab, **how))
         return made[-1]
 
-    with patch.object(parity, "compiled_backward", contextlib.nullcontext):
-        verdict = parity.compare_training(lambda: chain(mesh), apply, mesh, CPU, 1, compile=True)
+    with patch.object(parity, "compile_backward", contextlib.nullcontext):
+        verdict = parity.compare_mesh_training(lambda: chain(mesh), apply, mesh, CPU, 1, compile=True)
     return verdict | {"python_reducers": [replicate.state(model)._ddp._use_python_reducer for model in made]}
 
 
 def not_averaged(mesh: DeviceMesh) -> dict[str, Any]:
     """The verdict on a chain without DDP, whose gradients stay this line's own."""
     with patch.object(two_dim, "apply_replicate"):
-        return two_dim.compare(CHAIN, mesh, CPU)
+        return two_dim.check_parity(CHAIN, mesh, CPU)
 
 
 def as_torch_does_it(mesh: DeviceMesh) -> list[int]:
@@ -105,7 +105,7 @@ def as_torch_does_it(mesh: DeviceMesh) -> list[int]:
 
 def kept_with_ddp(mesh: DeviceMesh) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and Adam's state after a step of ddp_tp, by the names of theory."""
-    model = two_dim.apply(CHAIN, mesh, chain(mesh))
+    model = two_dim.parallelize_model(CHAIN, mesh, chain(mesh))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, DIM)).sum().backward()
     optimizer.step()
@@ -118,4 +118,4 @@ def kept_with_ddp(mesh: DeviceMesh) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)

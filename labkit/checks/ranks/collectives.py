@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from labkit.session.traffic import CommunicationCounter
 
 STEPS, SAMPLES, INPUTS, OUTPUTS, LEARNING_RATE = 3, 4, 5, 2, 0.1
-LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}
+VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}
 """Of the vectors that a rank is given; a message of 100,000 numbers is not sent before somebody receives it."""
 
 
-def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
+def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer.
 
     Args:
@@ -27,10 +27,10 @@ def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":
-        model = model_of(index)
-        answer(model, batches_of(index), LEARNING_RATE)
+        model = make_rank_model(index)
+        answer(model, rank_batches(index), LEARNING_RATE)
         return {"got": list(model.parameters())}
-    given = [vectors(length, ranks)[index] for length in LENGTHS[what]]
+    given = [rank_vectors(length, ranks)[index] for length in VECTOR_LENGTHS[what]]
     with CommunicationCounter() as traffic:
         found = [answer(vector.clone(), index, ranks) for vector in given]
     for vector in given:
@@ -39,28 +39,25 @@ def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     return {"got": got, "handed": dict(traffic.bytes), "gloo": given}
 
 
-def vectors(length: int, ranks: int) -> Tensor:
+def rank_vectors(length: int, ranks: int) -> Tensor:
     """What each rank is given, [ranks, length]."""
     return torch.randn(ranks, length, generator=torch.Generator().manual_seed(length))
 
 
-def model_of(index: int) -> nn.Module:
+def make_rank_model(index: int) -> nn.Module:
     """The network of a rank, with weights of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(index)
         return nn.Sequential(nn.Linear(INPUTS, 4), nn.Tanh(), nn.Linear(4, OUTPUTS))
 
 
-def batches_of(index: int) -> list[tuple[Tensor, Tensor]]:
+def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
     """The samples of a rank in each step: inputs [SAMPLES, INPUTS] and targets [SAMPLES, OUTPUTS]."""
     draw = torch.Generator().manual_seed(100 + index)
-    return [
-        (torch.randn(SAMPLES, INPUTS, generator=draw), torch.randn(SAMPLES, OUTPUTS, generator=draw))
-        for _ in range(STEPS)
-    ]
+    return [(torch.randn(SAMPLES, INPUTS, generator=draw), torch.randn(SAMPLES, OUTPUTS, generator=draw)) for _ in range(STEPS)]
 
 
-def trained(
+def train_all_ranks(
     ranks: int, *, same_start: bool = True, together: bool = True, factor: float = 1.0, forget: bool = True
 ) -> list[Sequence[Tensor]]:
     """The parameters of every rank after data-parallel training, which this process plays alone.
@@ -72,8 +69,8 @@ def trained(
         factor: times this.
         forget: gradients of earlier steps are thrown away.
     """
-    models = [model_of(0 if same_start else index) for index in range(ranks)]
-    batches = [batches_of(index) for index in range(ranks)]
+    models = [make_rank_model(0 if same_start else index) for index in range(ranks)]
+    batches = [rank_batches(index) for index in range(ranks)]
     for step in range(STEPS):
         for model, own in zip(models, batches, strict=True):
             if forget:

@@ -10,24 +10,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.session.meter import wrapped
+from labkit.session.meter import patch_attribute
 from labkit.session.traffic import CommunicationCounter
 
 WIDTHS = (6, 9, 7, 5)
 ROWS = 3
 LIMIT_BYTES = 170
 """Of the gradients from the last layer on, 20, 140, 28, 252, 36 and 216 bytes: three buckets."""
-LATE_S = 0.05
+DELAY_S = 0.05
 """Rank 1 begins its backward pass so much later: who does not wait for it has no sums."""
 MICRO_BATCHES = 3
 
 
-def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
+def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer; ``what`` is "small_ddp", "accumulate" or "half_hook"."""
-    return {"small_ddp": averaged, "accumulate": accumulated, "half_hook": hooked}[what](answer)
+    return {"small_ddp": run_small_ddp, "accumulate": run_accumulate, "half_hook": run_half_hook}[what](answer)
 
 
-class Watch(CommunicationCounter):
+class CallOrderCounter(CommunicationCounter):
     """Counts, and notes in their order ``asked``, with its bytes, for an all-reduce, and whatever others note."""
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class Watch(CommunicationCounter):
         return result
 
 
-def averaged(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
+def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
     """Let the answer take charge of a small model, and go through two backward passes.
 
     Returns:
         For each pass: ``gradients`` as they are when it returns, None for none; ``seen``, in order: "gradient" for each
         that is there, "asked" with the bytes of an all-reduce, "waited".
     """
-    model, watches, passes = model_of(), [Watch()], []
+    model, watches, passes = make_linear_model(), [CallOrderCounter()], []
     for parameter in model.parameters():  # before the answer's own hooks, so that these come after
         parameter.register_post_accumulate_grad_hook(lambda _: watches[-1].seen.append("gradient"))
     answer(model, LIMIT_BYTES)
 
-    def noted(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def note_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
         def wait_and_note(*args: Any, **kwargs: Any) -> Any:
             watches[-1].seen.append("waited")
             return wait(*args, **kwargs)
@@ -63,34 +63,34 @@ def averaged(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
 
     for step in range(2):
         model.zero_grad()
-        loss = loss_of(model, *batch_of(dist.get_rank(), step))
-        time.sleep(LATE_S if dist.get_rank() == 1 and step == 0 else 0)
-        watches.append(Watch())
-        with watches[-1], wrapped(dist.Work, "wait", noted):
+        loss = mean_squared_error(model, *step_batch(dist.get_rank(), step))
+        time.sleep(DELAY_S if dist.get_rank() == 1 and step == 0 else 0)
+        watches.append(CallOrderCounter())
+        with watches[-1], patch_attribute(dist.Work, "wait", note_wait):
             loss.backward()
-        passes.append({"gradients": gradients_of(model), "seen": list(watches[-1].seen)})
+        passes.append({"gradients": clone_gradients(model), "seen": list(watches[-1].seen)})
     return {"passes": passes}
 
 
-def accumulated(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) -> dict[str, Any]:
+def run_accumulate(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) -> dict[str, Any]:
     """Give the answer a model in DDP and some micro-batches; ``gradients``, and ``calls`` of all-reduces."""
-    model = DistributedDataParallel(model_of())
-    batches = [batch_of(dist.get_rank(), step) for step in range(MICRO_BATCHES)]
+    model = DistributedDataParallel(make_linear_model())
+    batches = [step_batch(dist.get_rank(), step) for step in range(MICRO_BATCHES)]
     with CommunicationCounter() as traffic:
         answer(model, batches)
-    return {"gradients": gradients_of(model), "calls": traffic.counts["all_reduce"]}
+    return {"gradients": clone_gradients(model), "calls": traffic.counts["all_reduce"]}
 
 
-def hooked(answer: Callable[[Any, Any], Any]) -> dict[str, Any]:
+def run_half_hook(answer: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Register the answer with DDP, for one backward pass; ``gradients``, and ``handed`` bytes to all-reduces."""
-    model = DistributedDataParallel(model_of())
+    model = DistributedDataParallel(make_linear_model())
     model.register_comm_hook(None, answer)
     with CommunicationCounter() as traffic:
-        loss_of(model, *batch_of(dist.get_rank(), 0)).backward()
-    return {"gradients": gradients_of(model), "handed": traffic.bytes["all_reduce"]}
+        mean_squared_error(model, *step_batch(dist.get_rank(), 0)).backward()
+    return {"gradients": clone_gradients(model), "handed": traffic.bytes["all_reduce"]}
 
 
-def model_of() -> nn.Sequential:
+def make_linear_model() -> nn.Sequential:
     """Three linear layers, equal on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -98,17 +98,17 @@ def model_of() -> nn.Sequential:
         return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def batch_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def step_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """A rank's inputs and targets in a step."""
     draw = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(ROWS, WIDTHS[0], generator=draw), torch.randn(ROWS, WIDTHS[-1], generator=draw)
 
 
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def mean_squared_error(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error."""
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def gradients_of(model: nn.Module) -> list[Tensor | None]:
+def clone_gradients(model: nn.Module) -> list[Tensor | None]:
     """A copy of each parameter's gradient, as it is at this moment."""
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]

@@ -7,26 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.checks.ask import Wrong
+from labkit.checks.judge import WrongAnswer
 
-BATCHES = (5, 7, 3, 4)
+BATCH_COUNTS = (5, 7, 3, 4)
 """How many batches each of four ranks has."""
 STEPS, SAMPLES, LEARNING_RATE = 3, 5, 0.1
 
 
-def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
+def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer: ``what`` is "common", "recorded" or "mended"; see the functions below for what they send."""
     if what == "common":
-        got = answer(BATCHES[dist.get_rank()])
+        got = answer(BATCH_COUNTS[dist.get_rank()])
         return {"got": int(got) if isinstance(got, int) else None, "kind": type(got).__name__}
     if what == "mended":
-        model = model_of()
-        answer(model, batches_of(dist.get_rank()), LEARNING_RATE)
+        model = make_equal_model()
+        answer(model, rank_batches(dist.get_rank()), LEARNING_RATE)
         return {"got": [parameter.detach() for parameter in model.parameters()]}
-    return record(answer)
+    return run_call_log(answer)
 
 
-def record(answer: Callable[..., Any]) -> dict[str, Any]:
+def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
     """Let the answer record four calls.
 
     Returns:
@@ -44,42 +44,42 @@ def record(answer: Callable[..., Any]) -> dict[str, Any]:
         raise ValueError("a broken collective")
 
     summed, largest = torch.ones(3), torch.full((2, 2), 1.0 + dist.get_rank())
-    _called(answer, dist.all_reduce, log)(summed)
-    handle = _called(answer, dist.all_reduce, log)(largest, op=dist.ReduceOp.MAX, async_op=True)
+    _make_logger(answer, dist.all_reduce, log)(summed)
+    handle = _make_logger(answer, dist.all_reduce, log)(largest, op=dist.ReduceOp.MAX, async_op=True)
     if handle is not None:
         handle.wait()
     kept = [dict(entry) for entry in log]
-    _called(answer, all_gather, log)(torch.zeros(4))
+    _make_logger(answer, all_gather, log)(torch.zeros(4))
     swallowed = False
     try:
-        _called(answer, broadcast, log)(torch.zeros(1), src=0)
+        _make_logger(answer, broadcast, log)(torch.zeros(1), src=0)
         swallowed = True
     except ValueError:
         pass
     return {
         "sums": [summed, largest],
         "handle": type(handle).__name__,
-        "log": _plain(kept),
-        "during": _plain(during[0] if during else []),
+        "log": _plain_entries(kept),
+        "during": _plain_entries(during[0] if during else []),
         "called": bool(during),
-        "after": _plain(log[-1:]),
+        "after": _plain_entries(log[-1:]),
         "swallowed": swallowed,
     }
 
 
-def _called(answer: Callable[..., Any], collective: Callable[..., Any], log: list[Any]) -> Callable[..., Any]:
+def _make_logger(answer: Callable[..., Any], collective: Callable[..., Any], log: list[Any]) -> Callable[..., Any]:
     call = answer(collective, log)
     if not callable(call):
-        raise Wrong(f"recorded({collective.__name__}, log) gave a {type(call).__name__}, not a function")
+        raise WrongAnswer(f"recorded({collective.__name__}, log) gave a {type(call).__name__}, not a function")
     return call
 
 
-def _plain(entries: Sequence[Any]) -> list[dict[str, Any]]:
+def _plain_entries(entries: Sequence[Any]) -> list[dict[str, Any]]:
     """Entries of a log as data that can be sent home; shapes as lists."""
     plain = []
     for entry in entries:
         if not isinstance(entry, dict):
-            raise Wrong(f"an entry of the log is a {type(entry).__name__}", expected="expected a dict")
+            raise WrongAnswer(f"an entry of the log is a {type(entry).__name__}", expected="expected a dict")
         shape = entry.get("shape")
         plain.append(
             {
@@ -91,20 +91,20 @@ def _plain(entries: Sequence[Any]) -> list[dict[str, Any]]:
     return plain
 
 
-def model_of() -> nn.Module:
+def make_equal_model() -> nn.Module:
     """The network of every rank: equal weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def batches_of(index: int) -> list[tuple[Tensor, Tensor]]:
+def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
     """The samples of a rank in each step: inputs [SAMPLES, 6] and targets [SAMPLES, 2]."""
     draw = torch.Generator().manual_seed(100 + index)
     return [(torch.randn(SAMPLES, 6, generator=draw), torch.randn(SAMPLES, 2, generator=draw)) for _ in range(STEPS)]
 
 
-def trained(
+def train_with_faults(
     ranks: int, *, reduced: Callable[[Tensor], bool] = lambda parameter: True, divisor: float = 0, stale: bool = False
 ) -> list[list[Tensor]]:
     """The parameters of every rank after the training of the exercise, which this process plays alone.
@@ -115,13 +115,13 @@ def trained(
         divisor: what sums are divided by; 0 for the number of ranks.
         stale: the last layer's weight is never changed.
     """
-    models = [model_of() for _ in range(ranks)]
+    models = [make_equal_model() for _ in range(ranks)]
     for model in models:
         model[2].weight.data.zero_()  # type: ignore[index]
     for step in range(STEPS):
         for index, model in enumerate(models):
             model.zero_grad()
-            inputs, targets = batches_of(index)[step]
+            inputs, targets = rank_batches(index)[step]
             nn.functional.mse_loss(model(inputs), targets).backward()
         for places in zip(*(model.named_parameters() for model in models), strict=True):
             gradients = [place.grad for _, place in places if place.grad is not None]

@@ -14,24 +14,24 @@ from labkit.session.traffic import CommunicationCounter
 WIDTH, INNER, ROWS, RATE = 4, 5, 3, 0.1
 
 
-def feed(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
+def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, Any]:
     """Call the answer; ``what`` is "experts" or "units"."""
-    return sharded(answer) if what == "units" else averaged(answer)
+    return run_small_fsdp(answer) if what == "units" else run_expert_gradients(answer)
 
 
-def averaged(answer: Callable[..., None]) -> dict[str, Any]:
+def run_expert_gradients(answer: Callable[..., None]) -> dict[str, Any]:
     """Call the answer once, with the model, its experts' parameters and the number of ranks.
 
     Returns:
         By name of the parameter, the gradient that the answer left, or None.
     """
-    model = trained(dist.get_rank())
+    model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
-    answer(model, {parameters[name] for name in experts_of(model)}, dist.get_world_size())
+    answer(model, {parameters[name] for name in expert_names(model)}, dist.get_world_size())
     return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-class Probe(nn.Module):
+class PassObserver(nn.Module):
     """Stands between two units, and calls a function when the forward or backward pass comes by."""
 
     def __init__(self, passed: Callable[[str], None]):
@@ -46,7 +46,7 @@ class Probe(nn.Module):
         return x
 
 
-def sharded(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
+def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
     Returns:
@@ -55,11 +55,11 @@ def sharded(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
         bytes of its whole gradients after the backward pass; ``sent``, calls of each collective in the first step.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
-    units, (inputs, targets) = two_units(), batch_of(dist.get_rank())
+    units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())
     held: dict[str, list[int]] = {}
 
-    def look(moment: str) -> None:
-        held[moment] = [bytes_of(unit) for unit in units]
+    def note_memory(moment: str) -> None:
+        held[moment] = [parameter_storage_bytes(unit) for unit in units]
 
     shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
     everyone: list[Any] = [None] * ranks
@@ -69,12 +69,12 @@ def sharded(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
     if not all(isinstance(each, Tensor) and each.shape == wanted for rank in everyone for each in rank):
         return first  # nothing to train
-    look("at rest")
-    model = nn.Sequential(units[0], Probe(look), units[1])
+    note_memory("at rest")
+    model = nn.Sequential(units[0], PassObserver(note_memory), units[1])
     with CommunicationCounter() as traffic:
         output = model(inputs)
         (output - targets).square().mean().backward()
-    look("after")
+    note_memory("after")
     first["gradients"] = [None if shard.grad is None else shard.grad.clone() for shard in shards]
     left = [sum(p.grad.nbytes for p in unit.parameters() if p.grad is not None) for unit in units]
     with torch.no_grad():
@@ -85,7 +85,7 @@ def sharded(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     return first | {"outputs": outputs, "held": held, "left": left, "sent": dict(traffic.counts)}
 
 
-def bytes_of(unit: nn.Module) -> int:
+def parameter_storage_bytes(unit: nn.Module) -> int:
     """Memory behind a unit's parameters."""
     memory = [parameter.untyped_storage() for parameter in unit.parameters()]
     return sum({each._cdata: each.nbytes() for each in memory}.values())
@@ -98,13 +98,13 @@ def two_units() -> list[nn.Sequential]:
         return [nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(2)]
 
 
-def batch_of(index: int) -> tuple[Tensor, Tensor]:
+def rank_batch(index: int) -> tuple[Tensor, Tensor]:
     """Rank ``index``'s inputs and targets."""
     draw = torch.Generator().manual_seed(index)
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
 
 
-def trained(index: int) -> MixtureOfExperts:
+def make_expert_model(index: int) -> MixtureOfExperts:
     """Rank ``index``'s model after its backward pass."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -114,12 +114,12 @@ def trained(index: int) -> MixtureOfExperts:
     return model
 
 
-def gradients_of(model: MixtureOfExperts) -> dict[str, Tensor]:
+def gradients_by_name(model: MixtureOfExperts) -> dict[str, Tensor]:
     """A model's gradients by the names of its parameters."""
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def experts_of(model: MixtureOfExperts) -> list[str]:
+def expert_names(model: MixtureOfExperts) -> list[str]:
     """Names of the parameters that each rank has for itself."""
     own = {parameter for module in model.local_modules() for parameter in module.parameters()}
     return [name for name, parameter in model.named_parameters() if parameter in own]

@@ -12,7 +12,7 @@ from labkit.session.traffic import CommunicationCounter
 HALO, COLUMNS = 3, 8
 
 
-def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
+def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer once.
 
     Args:
@@ -25,14 +25,14 @@ def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         "function" ``grad`` as well, the gradient of the strip.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
-    given = tasks("forward" if what == "function" else what, ranks)[index][0].clone()
+    given = rank_tasks("forward" if what == "function" else what, ranks)[index][0].clone()
     grad = None
     with CommunicationCounter() as traffic:
         if what == "function":
             given.requires_grad_()
             got = answer.apply(given, HALO, index, ranks)  # type: ignore[attr-defined]
             if isinstance(got, Tensor):
-                got.backward(tasks("backward", ranks)[index][0])
+                got.backward(rank_tasks("backward", ranks)[index][0])
                 grad = given.grad
         else:
             got = answer(given, HALO, index, ranks)
@@ -40,7 +40,7 @@ def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     return {"got": got if isinstance(got, Tensor) else type(got).__name__, "moved": moved, "grad": grad}
 
 
-def tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
+def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
     """What each rank is given, and what it should give back, said by the whole image.
 
     forward: a strip; the same strip with its neighbours' columns, zeros at the border of the image.

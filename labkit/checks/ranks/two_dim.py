@@ -16,15 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, parallel
 from torch.nn import functional
 
-from labkit.checks.ask import Wrong, in_short, shown
+from labkit.checks.judge import WrongAnswer, error_text, value_text
 from labkit.models.mlp import MLPStack
-from labkit.models.protocol import LabModel, seeded_normal, seeded_tokens
+from labkit.models.protocol import LabModel, random_normal, random_tokens
 from labkit.session.traffic import CommunicationCounter
 
-DIM, BATCH, TOKENS, HEAD, WORDS = 8, 4, 8, 2, 12
+DIM, BATCH, TOKENS, HEAD_DIM, VOCABULARY_SIZE = 8, 4, 8, 2, 12
 INNER = 4 * DIM
 DATA, TP = 2, 2
-LAYERS = {"column": (DIM, INNER), "row": (INNER, DIM)}
+LAYER_SHAPES = {"column": (DIM, INNER), "row": (INNER, DIM)}
 """Numbers in and out of each layer of a pair."""
 CPU = torch.device("cpu")
 
@@ -43,14 +43,14 @@ class Block(LabModel):
         self.down = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = (layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.silu(self.gate(x)) * self.up(x))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """[4, 8, 8]."""
-        return (seeded_normal(BATCH, TOKENS, DIM, device=device, seed=seed),)
+        return (random_normal(BATCH, TOKENS, DIM, device=device, seed=seed),)
 
 
 class Words(LabModel):
@@ -66,7 +66,7 @@ class Words(LabModel):
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """[4, 8], token ids."""
-        return (seeded_tokens(BATCH, TOKENS, below=WORDS, device=device, seed=seed),)
+        return (random_tokens(BATCH, TOKENS, below=VOCABULARY_SIZE, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Mean cross-entropy with the token itself."""
@@ -75,29 +75,29 @@ class Words(LabModel):
 
 MODELS: dict[str, Callable[[], LabModel]] = {
     "block": lambda: Block(DIM, INNER),
-    "words": lambda: Words(DIM, WORDS),
+    "words": lambda: Words(DIM, VOCABULARY_SIZE),
     "stack": lambda: MLPStack(DIM, batch=BATCH),
 }
 
 
-def feed(answer: Callable[..., Any], what: str) -> dict[str, Any]:
+def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer: a plan for one of ``MODELS``, an autograd.Function ("copy", "sum"), a layer of ``LAYERS``."""
     warnings.simplefilter("ignore")  # a wrong plan makes torch warn, and here the verdict is what counts
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = init_device_mesh("cpu", (DATA, TP), mesh_dim_names=("data", "tp"))
     if what in MODELS:
-        return planned(answer, mesh, what)
-    return shared_layer(answer, mesh, what) if what in LAYERS else called(answer, mesh)
+        return run_plan(answer, mesh, what)
+    return run_layer(answer, mesh, what) if what in LAYER_SHAPES else run_function(answer, mesh)
 
 
-def called(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
+def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
     """Apply an autograd.Function to a tensor of this rank's own, and send a gradient of its own back.
 
     Returns:
         ``got``, the result or the type of what is none; ``grad`` of the tensor; ``x`` and ``arrived``, the tensor and
         the gradient as they are after that.
     """
-    given, arrives = own_tensors(mesh.get_rank())
+    given, arrives = rank_tensors(mesh.get_rank())
     x, arrived = given.clone().requires_grad_(), arrives.clone()
     got = answer.apply(x, mesh["tp"].get_group())
     if isinstance(got, Tensor) and got.requires_grad:
@@ -106,13 +106,13 @@ def called(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
     return {"got": got, "grad": x.grad, "x": x.detach(), "arrived": arrived}
 
 
-def own_tensors(index: int) -> tuple[Tensor, Tensor]:
+def rank_tensors(index: int) -> tuple[Tensor, Tensor]:
     """What a rank is given, and the gradient of what its function returns, [3, 4] each."""
     draw = torch.Generator().manual_seed(index)
     return torch.randn(3, 4, generator=draw), torch.randn(3, 4, generator=draw)
 
 
-def shared_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[str, Any]:
+def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[str, Any]:
     """Let the answer make this rank's share of a linear layer; one forward and one backward pass.
 
     Returns:
@@ -135,7 +135,7 @@ def shared_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> di
         with CommunicationCounter(mesh) as forward:
             output = share(mine)
     except RuntimeError as error:
-        return found | {"error": in_short(error).splitlines()[0]}
+        return found | {"error": error_text(error).splitlines()[0]}
     found |= {"output": output, "forward": sum(forward.along["tp"].counts.values())}
     wanted = gradient.chunk(TP, dim=-1)[place] if which == "column" else gradient
     if not isinstance(output, Tensor) or output.shape != wanted.shape:
@@ -148,7 +148,7 @@ def shared_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> di
 
 def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
     """A layer of ``LAYERS``, equal on all ranks; a line's whole input and the whole output's gradient."""
-    inputs, outputs = LAYERS[which]
+    inputs, outputs = LAYER_SHAPES[which]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layer = nn.Linear(inputs, outputs)
@@ -156,7 +156,7 @@ def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
     return layer, torch.randn(3, inputs, generator=draw), torch.randn(3, outputs, generator=draw)
 
 
-def planned(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str, Any]:
+def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str, Any]:
     """Train one step with the plan that the answer gives for a model; FSDP shards what each rank holds.
 
     Returns:
@@ -168,68 +168,68 @@ def planned(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str
     Raises:
         Wrong: the answer gives no plan for this model.
     """
-    cut, plan, place = build(model), answer(), mesh["data"].get_local_rank()
-    refuse_what_is_no_plan(plan, cut)
+    cut, plan, place = make_exercise_model(model), answer(), mesh["data"].get_local_rank()
+    check_plan_form(plan, cut)
     line = cut.get_input(CPU, seed=place)
     found: dict[str, Any] = {"data": place, "entered": [], "between": {}}
     for name, module in cut.named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(entering(found, name))
+            module.register_forward_pre_hook(input_hook(found, name))
     try:
         parallel.parallelize_module(cut, mesh["tp"], plan)
         for name, module in cut.named_modules():
-            module.register_forward_hook(leaving(found["between"], name))
-        found["held"] = {name: local(parameter).numel() for name, parameter in cut.named_parameters()}
+            module.register_forward_hook(output_hook(found["between"], name))
+        found["held"] = {name: local_part(parameter).numel() for name, parameter in cut.named_parameters()}
         fully_shard(cut, mesh=mesh["data"])
         with CommunicationCounter(mesh) as counter:
-            output = local(cut(*line))
+            output = local_part(cut(*line))
             found["output"] = output.detach().clone()
             cut.get_loss(line, output).backward()
     except (RuntimeError, ValueError, AssertionError, NotImplementedError, IndexError) as error:
-        return found | {"error": in_short(error).splitlines()[0]}
+        return found | {"error": error_text(error).splitlines()[0]}
     gradients: dict[str, Any] = {name: each.grad for name, each in cut.named_parameters()}
     for name, gradient in gradients.items():
         gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return found | {"gradients": gradients, "sent": dict(counter.along["tp"].counts)}
 
 
-def entering(found: dict[str, Any], name: str) -> Callable[..., None]:
+def input_hook(found: dict[str, Any], name: str) -> Callable[..., None]:
     """A hook that notes which layer is called, and how many features it is given."""
 
-    def note(module: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        found["entered"] = [name, local(inputs[0]).shape[-1], module.in_features]
+    def note_input(module: nn.Linear, inputs: tuple[Any, ...]) -> None:
+        found["entered"] = [name, local_part(inputs[0]).shape[-1], module.in_features]
 
-    return note
+    return note_input
 
 
-def leaving(shapes: dict[str, list[int]], name: str) -> Callable[..., None]:
+def output_hook(shapes: dict[str, list[int]], name: str) -> Callable[..., None]:
     """A hook that notes the shape of what leaves a module on this rank."""
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        shapes[name] = [*local(output).shape]
+    def note_output(module: nn.Module, inputs: Any, output: Any) -> None:
+        shapes[name] = [*local_part(output).shape]
 
-    return note
+    return note_output
 
 
-def build(name: str) -> LabModel:
+def make_exercise_model(name: str) -> LabModel:
     """The model that a plan is for, equal every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MODELS[name]()
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def refuse_what_is_no_plan(plan: Any, model: nn.Module) -> None:
+def check_plan_form(plan: Any, model: nn.Module) -> None:
     """Raise Wrong unless this is a dict from names of layers to ways to cut them."""
     if not isinstance(plan, dict):
-        raise Wrong(f"the plan is {shown(plan)}, not a dict such as {{'up': ColwiseParallel()}}")
+        raise WrongAnswer(f"the plan is {value_text(plan)}, not a dict such as {{'up': ColwiseParallel()}}")
     there = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
     for name, style in plan.items():
         if name not in there:
-            raise Wrong(f"there is no layer {shown(name)}: there are {', '.join(there)}")
+            raise WrongAnswer(f"there is no layer {value_text(name)}: there are {', '.join(there)}")
         if not isinstance(style, parallel.ParallelStyle):
-            raise Wrong(f"{name} is to be {shown(style)}: write ColwiseParallel() or RowwiseParallel()")
+            raise WrongAnswer(f"{name} is to be {value_text(style)}: write ColwiseParallel() or RowwiseParallel()")

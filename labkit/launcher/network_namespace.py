@@ -1,0 +1,68 @@
+"""A network of its own for each run, for machines that others use as well: set LABKIT_NETWORK=own.
+
+Whoever is logged in shares the machine's loopback, and neither torch's store nor gloo asks who connects to it. In a
+network namespace of its own a run has a loopback that no other process can reach, and nothing else: its ranks cannot
+download anything either, which is why nobody gets it unasked. Linux alone has it. Root may make one; other users may
+where the system gives them user namespaces.
+"""
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+
+from labkit.errors import LabError, ParameterError
+
+ENV_NETWORK = "LABKIT_NETWORK"
+OWN_NETWORK = "own"
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+INTERFACE_FLAGS = struct.Struct("16sh22x")
+
+
+def is_namespace_requested() -> bool:
+    """Whether runs are to have networks of their own.
+
+    Raises:
+        ParameterError: LABKIT_NETWORK is something else than "own", or this is not Linux.
+    """
+    said = os.environ.get(ENV_NETWORK, "")
+    if said not in ("", OWN_NETWORK):
+        raise ParameterError(f"{ENV_NETWORK}={said!r} is not {OWN_NETWORK!r} (a network of its own for each run); unset it")
+    if said and sys.platform != "linux":
+        raise ParameterError(f"{ENV_NETWORK}={OWN_NETWORK} needs Linux, and this is {sys.platform}; unset it")
+    return bool(said)
+
+
+def enter_namespace() -> None:
+    """Give this process, which must have one thread, and all that it will start, a network with a loopback alone.
+
+    Raises:
+        LabError: the system does not allow it.
+    """
+    try:
+        if not _call_unshare(CLONE_NEWNET):
+            _enter_as_unprivileged_user()
+        with socket.socket() as any_socket:
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, INTERFACE_FLAGS.pack(b"lo", IFF_UP))
+    except OSError as error:
+        fix = "have user namespaces allowed (man 7 user_namespaces), or unset it"
+        raise LabError(f"{ENV_NETWORK}={OWN_NETWORK}: this system gives no network of its own ({error.strerror}): {fix}") from error
+
+
+def _enter_as_unprivileged_user() -> None:
+    """The same within a user namespace, in which this user has the right to it, and is still the same user."""
+    user, group = os.geteuid(), os.getegid()
+    if not _call_unshare(CLONE_NEWUSER | CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    me = Path("/proc/self")
+    (me / "setgroups").write_text("deny")
+    (me / "uid_map").write_text(f"{user} {user} 1")
+    (me / "gid_map").write_text(f"{group} {group} 1")
+
+
+def _call_unshare(flags: int) -> bool:
+    return bool(ctypes.CDLL(None, use_errno=True).unshare(flags) == 0)

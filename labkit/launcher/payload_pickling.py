@@ -1,0 +1,102 @@
+"""Packs what a notebook gives to its ranks: by value, with whatever it uses of other cells.
+
+The counterpart on the ranks' side is rank/given.py.
+"""
+
+import contextlib
+import inspect
+import io
+import linecache
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from labkit.errors import ParameterError, shorten
+
+
+class PayloadError(ParameterError):
+    """Something that was to be given to the ranks cannot leave this process."""
+
+
+def pack_payload(given: Mapping[str, Any]) -> bytes:
+    """Values and functions as ``given.unpack`` reads them.
+
+    Functions, classes and modules of the notebook travel by value, since a rank may not find their file, or run too
+    much of it; those of installed packages by name.
+
+    Raises:
+        Unsendable: one of them uses something that cannot leave this process.
+    """
+    file = io.BytesIO()
+    here = os.getcwd()
+    pickle.dump({"path": [path or here for path in sys.path], "sources": _cell_sources()}, file)
+    known = {*sys.stdlib_module_names, *cloudpickle.list_registry_pickle_by_value()}
+    with contextlib.ExitStack() as afterwards:
+        for module in {sys.modules.get(getattr(value, "__module__", None) or "") for value in given.values()}:
+            if module and not module.__package__ and module.__name__ not in known:
+                cloudpickle.register_pickle_by_value(module)
+                afterwards.callback(cloudpickle.unregister_pickle_by_value, module)
+        try:
+            cloudpickle.dump(dict(given), file)
+        except Exception as error:
+            text = shorten(f"{type(error).__name__}: {error}", 300)
+            names = " and ".join(name for name, value in given.items() if not _is_picklable(value))
+            raise PayloadError(f"{names} cannot be sent to the ranks with what is used there: {text}") from error
+    return file.getvalue()
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _cell_sources() -> dict[str, list[str]]:
+    """The lines of cells, which lie in no file, by the name that their code goes by."""
+    cached = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) > 2}
+    return {name: lines for name, lines in cached.items() if lines and not os.path.exists(name)}
+
+
+def function_source(function: Callable[..., Any]) -> str:
+    """What a run's folder tells of a function that it was given: its source, where that can be had."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return repr(function)
+
+
+def validate_replacements(given: Mapping[str, Any], wanted: Mapping[str, inspect.Signature], program: str) -> None:
+    """Raise ParameterError unless each is a function that a program can call in place of its own of that name."""
+    if not isinstance(given, Mapping):
+        raise ParameterError(f"use = {given!r} is no dict: give functions by name, such as {{'name': function}}")
+    for name, function in given.items():
+        if name not in wanted:
+            can = ", ".join(f"{each}{signature}" for each, signature in wanted.items()) or "no function"
+            raise ParameterError(f"use= gives {name!r}, and {program} lets replace {can}")
+        if not callable(function):
+            raise ParameterError(f"use= gives {name} = {function!r}, which is no function: give it by its name")
+        if not _accepts_signature(function, wanted[name]):
+            raise ParameterError(
+                f"use= gives {name}{inspect.signature(function)}, and {program} calls {name}{wanted[name]}: take the same arguments"
+            )
+
+
+def _accepts_signature(function: Callable[..., Any], wanted: inspect.Signature) -> bool:
+    """Whether a function can be called with the arguments of a signature."""
+    by_name = {name for name, each in wanted.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    by_place = wanted.parameters.keys() - by_name
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):  # of native code, for example: nothing to look at
+        return True
+    try:
+        takes.bind(*by_place, **dict.fromkeys(by_name))
+    except TypeError:
+        return False
+    return True

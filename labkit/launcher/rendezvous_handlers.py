@@ -1,0 +1,150 @@
+"""How the torchruns of a run meet: at once.
+
+torch's own rendezvous is made for hosts that come and go, which poll a store until enough have come; on one host that
+was four fifths of a short run. torch takes handlers of one's own: ``--rdzv-backend`` names one that was registered. One
+host has nobody to wait for. Several have met already, while torchrun was importing torch (meeting.py).
+
+The store that is made here serves the ranks' process group; of several hosts the torchruns use it, too. It listens at
+one address, 127.0.0.1 or the one at which the hosts have met, and at a port that the system has given to it and to no
+other run; torch's own listens on every interface. It asks nobody for a login.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from labkit.launcher import network_namespace
+from labkit.launcher.process import MAX_MESSAGE_BYTES, ONE_HOST, SEVERAL_HOSTS
+
+STORE_ADDRESS = "127.0.0.1"
+
+
+class SingleRoundHandler(RendezvousHandler):
+    """A rendezvous of one round: labkit starts no rank a second time."""
+
+    def __init__(self, run_id: str):
+        self._run_id = run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks join the store of this process."""
+        return True
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class SingleHostHandler(SingleRoundHandler):
+    """The rendezvous of a torchrun that is alone.
+
+    A store has a thread, and a fork at a moment at which that thread holds a lock waits for it for ever. So here the
+    store begins when all ranks are forked; until then the system keeps those waiting that connect.
+    """
+
+    def __init__(self, run_id: str):
+        super().__init__(run_id)
+        self._listening = socket.create_server((STORE_ADDRESS, 0))
+        self.port = self._listening.getsockname()[1]
+        os.register_at_fork(after_in_child=self._listening.close)  # the store is not a rank's own
+        _call_after_ranks_start(self._start_store)
+        if network_namespace.is_namespace_requested():
+            # c10d says once per process that nobody knows names there, and ranks are forks of this one
+            _make_tcp_store(STORE_ADDRESS, 0, socket.create_server((STORE_ADDRESS, 0)).detach())
+
+    def get_backend(self) -> str:
+        return ONE_HOST
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        address = RendezvousStoreInfo(STORE_ADDRESS, self.port)
+        return RendezvousInfo(dist.HashStore(), rank=0, world_size=1, bootstrap_store_info=address)  # type: ignore[attr-defined]
+
+    def _start_store(self) -> None:
+        self._store = _make_tcp_store(STORE_ADDRESS, self.port, self._listening.detach())
+
+
+class MultiHostHandler(SingleRoundHandler):
+    """The rendezvous of a torchrun whose host meets the others. The store is that of host 0."""
+
+    def __init__(self, run_id: str, told: socket.socket):
+        super().__init__(run_id)
+        self._told = told
+
+    def get_backend(self) -> str:
+        return SEVERAL_HOSTS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for what came of the meeting, see ``process.tell_meeting``."""
+        with self._told:
+            word, doors, *_ = socket.recv_fds(self._told, MAX_MESSAGE_BYTES, 1)
+        if not word:
+            raise SystemExit("the hosts did not meet")
+        said = json.loads(word)
+        os.environ.update(said["environment"])
+        address, port = said["address"], said["port"]
+        for door in doors:
+            inode = os.fstat(door).st_ino
+            os.register_at_fork(after_in_child=functools.partial(_close_listener_in_fork, door, inode))
+        store = _make_tcp_store(address, port, *doors)
+        where = RendezvousStoreInfo(address, port)
+        return RendezvousInfo(store, rank=said["index"], world_size=said["hosts"], bootstrap_store_info=where)
+
+
+def _make_tcp_store(address: str, port: int, listening: int | None = None) -> Any:
+    """The store at this address: this process's own where it has the listening socket, else another's."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=listening is not None, wait_for_workers=False, master_listen_fd=listening
+    )
+
+
+def _call_after_ranks_start(serve: Callable[[], None]) -> None:
+    """Let torchrun call this when it has started all ranks."""
+    start = SubprocessContext._start
+
+    def start_then_call(context: SubprocessContext) -> None:
+        start(context)
+        serve()
+
+    SubprocessContext._start = start_then_call  # type: ignore[method-assign]
+
+
+def _close_listener_in_fork(listening: int, inode: int) -> None:
+    """In a rank, which is a fork: the store is not its own. In a fork of that one the number may be another file's."""
+    with contextlib.suppress(OSError):
+        if os.fstat(listening).st_ino == inode:
+            os.close(listening)
+
+
+def register_handlers() -> None:
+    """Let torchrun find both by their names."""
+    rendezvous_handler_registry.register(ONE_HOST, lambda parameters: SingleHostHandler(parameters.run_id))
+    rendezvous_handler_registry.register(SEVERAL_HOSTS, _make_multi_host_handler)
+
+
+def _make_multi_host_handler(parameters: RendezvousParameters) -> MultiHostHandler:
+    return MultiHostHandler(parameters.run_id, socket.socket(fileno=int(parameters.get("told", ""))))

@@ -1,0 +1,268 @@
+"""The notebook's side of warm launching: keeps a warm parent (parent.py) at hand, which forks torchrun for a run.
+
+The parent imports for some seconds, in the background and never beside a run that is measured: a run that comes first
+is a cold one, during which the parent stands still; a later run waits for it. Who sets LABKIT_WARM=1 always waits.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit import requirements
+from labkit.errors import ParameterError
+from labkit.launcher.progress import in_kernel
+from labkit.runs.folder import ENV_RUN_FOLDER, ROOT
+
+ENV_WARM = "LABKIT_WARM"
+FORK_SERVER_ARGUMENTS = ("-m", "labkit.launcher.fork_server")
+READY, PAUSE, RESUME, FORK = b"r", b"s", b"g", b"f"
+INT_STRUCT = struct.Struct("i")
+MAX_PATH_BYTES = 4096
+READY_TIMEOUT_S, FORK_TIMEOUT_S = 60.0, 10.0
+ENV_PREFIXES_AT_IMPORT = (
+    *("PYTHON", "TORCH", "PYTORCH", "TRITON", "INDUCTOR", "CUDA", "NVIDIA", "CXX", "CC"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS", "DNNL", "ONEDNN", "ATEN_", "NUMPY", "NPY_"),
+    *("LD_", "MALLOC_", "GLIBC", "LANG", "LC_", "TZ", "TMPDIR", "LOGLEVEL"),
+)
+"""How the environment variables begin that count when a process begins or imports torch. All others arrive anyway."""
+
+
+class ForkServerGone(Exception):
+    """The warm parent has ended, or may not fork any more."""
+
+
+class WarmTorchrun:
+    """A torchrun that the warm parent forked, with what labkit uses of subprocess.Popen: ``pid`` and ``wait``."""
+
+    def __init__(self, answers: socket.socket, pid: int):
+        self.pid, self._answers = pid, answers
+        self._status: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, negative for a signal. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        if self._status is None:
+            self._answers.settimeout(timeout)
+            try:
+                answer = self._answers.recv(INT_STRUCT.size)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("torchrun", timeout or 0) from None
+            self._answers.close()
+            # without an answer the parent is gone, and torchrun goes with it
+            self._status = int(INT_STRUCT.unpack(answer)[0]) if answer else -signal.SIGKILL
+        return self._status
+
+
+class ForkServer:
+    """One warm parent, from its start to its end."""
+
+    def __init__(self) -> None:
+        self.state = process_state()
+        self._ready = False
+        self._control, theirs = socket.socketpair()
+        ours = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        # numpy makes as many threads as this says when it is imported; the ranks set their own number later
+        ours |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        room = {ENV_RUN_FOLDER: "." * MAX_PATH_BYTES}  # last, see parent.Mark
+        inherited = {name: value for name, value in os.environ.items() if name not in (ENV_RUN_FOLDER, "MPLBACKEND")}
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", *FORK_SERVER_ARGUMENTS, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=inherited | ours | room,
+            )
+
+    def wait_until_ready(self, within_s: float) -> bool:
+        """Whether it has imported everything, or does so within this time. Raises Gone if it has ended."""
+        if self.process.poll() is not None:
+            raise ForkServerGone
+        if not self._ready:
+            self._control.settimeout(within_s)
+            try:
+                self._ready = self._control.recv(1) == READY
+            except (TimeoutError, BlockingIOError):
+                return False
+            except OSError:
+                raise ForkServerGone from None
+            if not self._ready:
+                raise ForkServerGone
+        return True
+
+    def send_command(self, word: bytes, files: Sequence[int] = ()) -> None:
+        """Tell it something. Raises Gone if it has ended."""
+        self._control.settimeout(None)
+        try:
+            socket.send_fds(self._control, [word], files)
+        except OSError:
+            raise ForkServerGone from None
+
+    def fork(self, request: dict[str, Any]) -> WarmTorchrun:
+        """Have it fork torchrun. Raises Gone if it cannot."""
+        ours, theirs = socket.socketpair()
+        pid = 0
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(ours.close)  # if this is interrupted, the fork learns by it that nobody wants it
+            with theirs, open(os.memfd_create("labkit-request"), "w+") as file:
+                json.dump(request, file)
+                file.flush()
+                file.seek(0)
+                self.send_command(FORK, [file.fileno(), theirs.fileno()])
+            ours.settimeout(FORK_TIMEOUT_S)
+            with contextlib.suppress(TimeoutError):
+                pid = INT_STRUCT.unpack(ours.recv(INT_STRUCT.size).ljust(INT_STRUCT.size, b"\0"))[0]
+            if not pid:
+                self.process.kill()
+                self.process.wait()
+                raise ForkServerGone
+            ours.sendall(RESUME)
+            on_error.pop_all()
+        return WarmTorchrun(ours, pid)
+
+    def close(self) -> None:
+        """Let it end when its runs have ended."""
+        self._control.close()
+
+
+class ForkServerManager:
+    """Has a warm parent at hand for this process: starts it, renews it, and keeps it still beside a cold run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._parent: ForkServer | None = None
+        self._retired: list[ForkServer] = []
+        self._cold_runs = 0
+        self._is_first = True
+
+    @contextlib.contextmanager
+    def server_for_run(self, wish: bool | None) -> Iterator[ForkServer | None]:
+        """The parent for one run, or None if that is to be cold. ``wish`` as for ``decide``."""
+        choice = choose_warm_start(wish)
+        with self._lock:
+            parent = self._server_if_ready(choice)
+            self._is_first = False
+            if not parent:
+                self._cold_runs += 1
+                self._send_command(PAUSE)
+        try:
+            yield parent
+        finally:
+            with self._lock:
+                if not parent:
+                    self._cold_runs -= 1
+                if not self._cold_runs:
+                    self._send_command(RESUME)
+                    if choice is not False and not self._parent:
+                        self.start_in_background()
+
+    def start_in_background(self) -> None:
+        """Start a parent in the background, unless one is there that stands for this process as it is now."""
+        with self._lock:
+            if sys.platform != "linux" or os.environ.get(ENV_WARM) == "0":
+                return
+            self._retire_if_stale()
+            if not self._parent:
+                self._parent = ForkServer()
+
+    def forget_server(self) -> None:
+        """In a fork of this process: the parent is not its own."""
+        if self._parent:
+            self._parent.close()
+        self.__init__()  # type: ignore[misc]
+
+    def _server_if_ready(self, choice: bool | None) -> ForkServer | None:
+        if choice is False:
+            return None
+        self._retire_if_stale()
+        wait = (choice or not self._is_first) and not self._cold_runs
+        if wait and not self._parent:
+            self._parent = ForkServer()
+        try:
+            return self._parent if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0) else None
+        except ForkServerGone:
+            self._retire_server()
+            return None
+
+    def _send_command(self, word: bytes) -> None:
+        """Tell the parent to stand still, or to go on, with what it does beside the runs."""
+        try:
+            if self._parent:
+                self._parent.send_command(word)
+        except ForkServerGone:
+            self._retire_server()
+
+    def _retire_if_stale(self) -> None:
+        if self._parent and self._parent.state != process_state():
+            self._retire_server()
+
+    def _retire_server(self) -> None:
+        if self._parent:
+            self._parent.close()
+            self._retired.append(self._parent)
+        self._parent = None
+        self._retired = [each for each in self._retired if each.process.poll() is None]
+
+
+def choose_warm_start(wish: bool | None) -> bool | None:
+    """Whether to launch warm: True, False, or None for "yes, once a parent is ready".
+
+    Args:
+        wish: what the caller asked for; None leaves it to LABKIT_WARM (0 or 1), and without that only a kernel is warm.
+
+    Raises:
+        ParameterError: LABKIT_WARM is something else.
+    """
+    said = os.environ.get(ENV_WARM, "")
+    if said not in ("", "0", "1"):
+        raise ParameterError(f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit choose")
+    if sys.platform != "linux":  # elsewhere no fork is safe, see torchrun.may_fork
+        return False
+    if wish is not None:
+        return wish
+    if said:
+        return said == "1"
+    return None if in_kernel() else False
+
+
+def process_state() -> tuple[Any, ...]:
+    """What a new Python would find that began now. A parent that began with another state must not stand for it."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIXES_AT_IMPORT)}
+    installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
+    process = requirements.usable_cores(), os.getpriority(os.PRIO_PROCESS, 0), _read_umask()
+    relative = not all(map(os.path.isabs, os.environ.get("PYTHONPATH", ROOT.anchor).split(os.pathsep)))
+    return variables, _source_mtimes(), installed, limits, process, os.getcwd() if relative else ""
+
+
+def _source_mtimes() -> dict[str, int]:
+    times = {}
+    for folder, _, names in os.walk(ROOT / "labkit"):
+        for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
+            with contextlib.suppress(FileNotFoundError):  # an editor's link to nowhere
+                times[path] = os.stat(path).st_mtime_ns
+    return times
+
+
+def _read_umask() -> str:
+    """As the system tells it: asking by os.umask would set it for a moment, for all threads."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((line for line in lines if line.startswith("Umask")), "")
+
+
+fork_server_manager = ForkServerManager()
+"""This process's own."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=fork_server_manager.forget_server)

@@ -1,0 +1,55 @@
+"""The network of lab 3: it says from which of ten regions of the photo a tile was cut. Plain, on one device.
+
+Shapes: N tiles, D width; a tile is [3, 16, 16].
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from labkit.models import photo
+from labkit.models.mlp import MLP
+
+TILE_PIXELS, CLASSES = 16, 10
+BATCH = 64  # tiles in a step of training
+
+
+def tile_network(dim: int) -> nn.Sequential:
+    """A linear layer, two multilayer perceptrons, and a linear layer: [N, 3, 16, 16] to [N, 10], all without bias."""
+    first, last = nn.Linear(3 * TILE_PIXELS * TILE_PIXELS, dim, bias=False), nn.Linear(dim, CLASSES, bias=False)
+    return nn.Sequential(nn.Flatten(), first, MLP(dim, bias=False), MLP(dim, bias=False), last)
+
+
+def tile_batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tiles [N, 3, 16, 16] of the photo, and the regions [N] that they were cut from."""
+    return photo.image_batch("photo", count, TILE_PIXELS, TILE_PIXELS, CLASSES, seed)
+
+
+@cache
+def tile_network_weights(dim: int, steps: int) -> dict[str, Tensor]:
+    """The network's weights after so many steps of Adam from seed 0, by name. The global RNG is left as it was.
+
+    A second call gives the same tensors, so do not change them. One thread trains: so the number of cores changes
+    nothing, and for matrices as small as these a second thread is only waited for.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _train_weights(dim, steps)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train_weights(dim: int, steps: int) -> dict[str, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = tile_network(dim)
+    images, labels = tile_batch(max(1, steps) * BATCH, seed=0)  # at once, since each call reads the photo
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
+    for part in torch.arange(steps * BATCH).split(BATCH) if steps else ():
+        optimizer.zero_grad()
+        cross_entropy(model(images[part]), labels[part]).backward()
+        optimizer.step()
+    return {name: weight.detach() for name, weight in model.named_parameters()}

@@ -1,0 +1,71 @@
+"""The rank program of ``%%torchrun``: runs a notebook's cell on this rank, as a script of its own.
+
+The notebook's side is launcher/magic.py. It gives the cell's text and the names that go with it; back comes the text of
+the cell's last expression, kept with the run as ``value``.
+"""
+
+import ast
+import io
+import linecache
+import os
+import pprint
+import sys
+import tokenize
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit import requirements
+from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, write_json, write_text
+from labkit.session.payload import load_payload
+from labkit.session.session import batch_schedule_new_threads
+
+CELL_NAME = "<cell>"
+"""What tracebacks and stacks call the cell."""
+VALUE_ARTIFACT = "value"
+MAX_LINE_LENGTH = 110
+
+
+def main() -> None:
+    """Run the cell, and keep what its last expression gives."""
+    folder, rank = RunFolder(Path(os.environ[ENV_RUN_FOLDER])), int(os.environ["RANK"])  # the cell may change these
+    kept = folder.artifact(rank, VALUE_ARTIFACT)
+    if rank == 0 and not torch.cuda.is_available():  # with GPUs the cell decides where it computes
+        machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}
+        write_json(folder.session_json, machine | {"torch": torch.__version__})
+    names = {"torch": torch, "dist": dist} | load_payload()
+    text = names.pop(CELL_NAME)
+    linecache.cache[CELL_NAME] = (len(text), None, [f"{line}\n" for line in text.split("\n")], CELL_NAME)
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module  # where pickle and dataclasses look for what the cell defines
+    vars(module).update(names)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with batch_schedule_new_threads(device):  # those of every process group that the cell makes
+        value = execute_cell(text, vars(module))
+    if value is not None:
+        write_text(kept, pprint.pformat(value, width=MAX_LINE_LENGTH, sort_dicts=False))
+
+
+def execute_cell(text: str, names: dict[str, Any]) -> Any:
+    """Execute code; the value of its last statement if that is an expression without a semicolon, else None."""
+    tree = ast.parse(text, CELL_NAME)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, CELL_NAME, "exec"), names)
+    if not isinstance(last, ast.Expr):
+        return None
+    value = eval(compile(ast.Expression(last.value), CELL_NAME, "eval"), names)
+    return None if ends_in_semicolon(text) else value
+
+
+def ends_in_semicolon(text: str) -> bool:
+    """Whether the last thing before comments is a semicolon."""
+    empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in empty]
+    return bool(tokens) and tokens[-1].string == ";"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A limit on what a rank may allocate: what does not fit under it fails, as it would on a smaller device."""
+
+import contextlib
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from labkit.errors import MemoryCapExceeded
+
+MIB = 2**20
+ALLOCATION_ERROR_TEXTS = (
+    *("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation"),
+    *("could not create a memory", "could not create a primitive"),  # oneDNN's
+)
+
+
+@contextlib.contextmanager
+def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
+    """In here, this process may hold ``mib`` MiB more than it does now; None caps nothing.
+
+    On a GPU it is torch's allocator that refuses. On a CPU it is Linux (RLIMIT_DATA), which counts everything that the
+    process may write: tensors, but also the stacks of threads, 8 MiB each.
+
+    Raises:
+        MemoryCapExceeded: more was asked for; says how much, as far as torch does.
+        ValueError: a CPU under another system than Linux.
+    """
+    if mib is None:
+        yield
+        return
+    with _cap_gpu_memory(mib, device) if device.type == "cuda" else _cap_cpu_memory(mib):
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:  # a GPU's OutOfMemoryError is a RuntimeError
+            said = str(error).strip().splitlines()
+            short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            if not short and not any(word in str(error) for word in ALLOCATION_ERROR_TEXTS):
+                raise
+            raise MemoryCapExceeded(
+                f"more than its cap of {mib} MiB was needed ({said[0] if said else type(error).__name__}): shard over "
+                f"more ranks, keep less (checkpointing, a smaller batch or image), or raise memory_cap_mib"
+            ) from error
+
+
+@contextlib.contextmanager
+def _cap_gpu_memory(mib: int, device: torch.device) -> Iterator[None]:
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (held + mib * MIB) / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@contextlib.contextmanager
+def _cap_cpu_memory(mib: int) -> Iterator[None]:
+    if sys.platform != "linux":
+        raise ValueError(f"memory_cap_mib {mib} needs a GPU or Linux, and this is {sys.platform}: leave it out")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_writable_bytes() + mib * MIB, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _writable_bytes() -> int:
+    """What counts against RLIMIT_DATA so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
+    return int(kib) * 1024

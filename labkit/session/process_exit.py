@@ -1,0 +1,85 @@
+"""How a rank's process ends: as Python ends a process, except that nothing is taken apart.
+
+gloo's threads can crash or deadlock while the interpreter is taken down around them, so a rank leaves with os._exit.
+Before that comes what a program may count on at its end: its threads are awaited, then come the functions that it gave
+to atexit (multiprocessing's own joins its children), and what it wrote is written out, also into files left open.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+import traceback
+import weakref
+from typing import Any, NoReturn
+
+IO_BASE_TYPE: Any = io.IOBase.__mro__[1]  # the C class under it, which is quicker to look for
+
+
+def exit_process(status: int) -> NoReturn:
+    """End this process with this exit status, after whatever the program has left for its end."""
+    try:
+        for last in (threading._shutdown, atexit._run_exitfuncs, flush_open_files):  # type: ignore[attr-defined]
+            try:
+                last()
+            except BaseException:  # as Python does: an exit function that fails does not stop the end
+                traceback.print_exc()
+    finally:
+        os._exit(status & 0xFF)  # of a larger number the system keeps these bits, and os._exit refuses some
+
+
+def exit_status(error: BaseException) -> int:
+    """The exit status that Python gives a process which this ended."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        return (error.code or 0) & 0xFF
+    return 1
+
+
+def print_error_and_status(error: BaseException) -> int:
+    """The same, once stderr has what Python would say of it."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    elif not isinstance(error.code, int | None):
+        print(error.code, file=sys.stderr)
+    return exit_status(error)
+
+
+def flush_open_files() -> None:
+    """Write out what every open file of this process still holds back."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if IO_BASE_TYPE in kind.__mro__}
+    files = [each for each in objects if type(each) in kinds]
+    files.sort(key=_flush_order)
+    for file in [*files, sys.stdout, sys.stderr]:
+        with contextlib.suppress(Exception):  # closed already, a pipe that nobody reads, a full disk
+            if _is_compressed(file):
+                file.close()  # a .gz file has an end of its own
+            else:
+                file.flush()
+    ctypes.CDLL(None).fflush(None)  # printf of native code
+
+
+def reset_exit_handlers() -> None:
+    """Let a forked process end as a new one would: what its parent left for its end is not for this one to do."""
+    gc.freeze()  # the parent's objects, its open files among them; gc.get_objects no longer gives them
+    atexit._clear()
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    # those that a new Python registers when it imports these modules, which a fork does not import again
+    for function in (logging.shutdown, weakref.finalize._exitfunc, multiprocessing.util._exit_function):  # type: ignore[attr-defined]
+        atexit.register(function)
+
+
+def _is_compressed(file: Any) -> bool:
+    return isinstance(file, io.BufferedIOBase) and type(file).__module__ != "_io"
+
+
+def _flush_order(file: Any) -> int:
+    """0 for text, 1 for a compressed file, which may lie under text, 2 for what may lie under both."""
+    return 0 if isinstance(file, io.TextIOBase) else 1 if _is_compressed(file) else 2

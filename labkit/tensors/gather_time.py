@@ -1,0 +1,63 @@
+"""How long a model's parameters take to gather, and how much of that their own hooks take.
+
+The model comes after ``fully_shard``; its units are left sharded.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+REPEATS = 15
+"""Times that all is gathered; the fastest counts, since whatever disturbs makes it slower."""
+HOOK_NAMES = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def gather_ms(model: nn.Module) -> tuple[float, float]:
+    """Milliseconds to gather and free every unit once, one after another; and those within hooks. A collective."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    within: list[float] = []
+    for parameter in model.parameters():
+        _time_hooks(parameter._local_tensor, within)  # type: ignore[attr-defined]
+    taken = []
+    for _ in range(REPEATS):
+        _synchronize_gpu()
+        dist.barrier()
+        within.clear()
+        start = time.perf_counter()
+        for unit in units:
+            unit.unshard()
+            unit.reshard()
+        _synchronize_gpu()
+        taken.append((1e3 * (time.perf_counter() - start), 1e3 * sum(within)))
+    return min(taken)
+
+
+def _time_hooks(shard: Tensor, within: list[float]) -> None:
+    """Let a shard's hooks add the seconds that they take to a list."""
+    for name in HOOK_NAMES:
+        if hasattr(shard, name):
+            setattr(shard, name, _time_hook(getattr(shard, name), within))
+
+
+def _time_hook(hook: Callable[..., Any], within: list[float]) -> Callable[..., Any]:
+    @functools.wraps(hook)  # FSDP2 counts its arguments
+    def call_and_time(*args: Any, **kwargs: Any) -> Any:
+        _synchronize_gpu()
+        start = time.perf_counter()
+        answer = hook(*args, **kwargs)
+        _synchronize_gpu()
+        within.append(time.perf_counter() - start)
+        return answer
+
+    return call_and_time
+
+
+def _synchronize_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,228 @@
+"""Gather parameters in fewer bytes: hooks on the plain local tensors of an FSDP2 model.
+
+FSDP2 looks for its two hooks on the local tensor of each sharded parameter, of whatever type it is. So they can be put
+onto a plain one: ``encode`` turns this rank's rows into what is sent, ``decode`` turns what arrived into the parameter.
+
+    rows in float32  --encode-->  numbers, scales  --all-gather-->  all numbers, all scales  --decode-->  parameter
+
+The optimizer updates the float32 rows, so only what computes is rounded. Gradients are reduced as ever.
+
+Shapes: P rows on every rank once padded, W ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from labkit.tensors.two_tensor import pad_rows, refill_parameter
+
+FLOAT8 = torch.float8_e4m3fn
+GROUP_SIZE = 32
+"""Numbers of a row that share a scale in a group."""
+_DEFAULT_SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a shard of zeros
+
+
+@dataclass(frozen=True)
+class Extension:
+    """How a parameter crosses the wire.
+
+    Attributes:
+        sends: what each sent tensor is; ``encode`` gives as many.
+        encode: from a shard [P, ...] to the tensors that are sent. Each grows W times along its first dimension.
+        decode: from all that was gathered, and a dtype, to the parameter [W * P, ...] in that dtype.
+    """
+
+    sends: tuple[str, ...]
+    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    decode: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+
+
+def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
+    """Let FSDP2 gather a sharded parameter in this way. Call it on every rank, before the first forward pass.
+
+    Shards of unequal length are padded with zeros before they are encoded. The padding ends up below the parameter's
+    last row: FSDP2 lays a view of the parameter's own shape over what ``decode`` returns.
+
+    Whatever replaces the local tensor later loses the hooks without a word: moving the model, ``to_empty``,
+    ``load_state_dict(assign=True)``. So does CPU offload in every all-gather.
+
+    Args:
+        parameter: of two or more dims, sharded along the first by ``fully_shard``, not on the meta device.
+        extension: a key of ``EXTENSIONS``, or one's own.
+
+    Raises:
+        ValueError: the extension is none, or the parameter is not such a one.
+    """
+    chosen = EXTENSIONS.get(extension) if isinstance(extension, str) else extension
+    if chosen is None:
+        raise ValueError(f"extension {extension!r} is none of {', '.join(EXTENSIONS)}")
+    rows = _rows_with_padding(parameter)
+    # what FSDP2 asks for hooks: ``to_local`` of a parameter gives a view of it, another object (2.13)
+    local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
+    hooks = _GatherHooks(chosen, local, torch.Size([rows, *parameter.shape[1:]]))
+    local.fsdp_pre_all_gather = hooks.pre_all_gather  # type: ignore[attr-defined]
+    local.fsdp_post_all_gather = hooks.post_all_gather  # type: ignore[attr-defined]
+
+
+def extend_model(model: nn.Module, extension: str | Extension) -> int:
+    """``extend`` every parameter of two or more dims, and return how many. Call it before the first forward pass.
+
+    And after ``fully_shard`` and, if the model was built on the meta device, ``to_empty``. Vectors stay as they are:
+    they are few, and a scale for each row would send more than it saves.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    for parameter in matrices:
+        extend_parameter(parameter, extension)
+    return len(matrices)
+
+
+class _GatherHooks:
+    """FSDP2's two questions about one parameter, answered with an Extension and checked."""
+
+    def __init__(self, extension: Extension, local: Tensor, padded: torch.Size):
+        self.extension, self.local, self.padded = extension, local, padded
+
+    # (mesh) and not the five arguments: told more, FSDP2 refuses on a shorter last shard what is not of the padded
+    # shape, and scales are not. The padding itself is known here without them.
+    def pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        sent = self.extension.encode(pad_rows(self.local, self.padded[0]))
+        names = self.extension.sends
+        if len(sent) != len(names):
+            raise ValueError(f"encode gave {len(sent)} tensors to send, not {len(names)}: {', '.join(names)}")
+        self._ranks = mesh.size()
+        return tuple(tensor.contiguous() for tensor in sent), None
+
+    def post_all_gather(
+        self, gathered: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        whole = self.extension.decode(gathered, param_dtype)
+        self._check_parameter(whole, param_dtype)
+        shared = _storage_id(whole) in {_storage_id(tensor) for tensor in gathered}
+        if out is None:
+            # FSDP2 frees the gathered tensors itself, and sizes the storage of what else is named by its elements
+            return whole, () if shared else (whole,)
+        if _storage_id(whole) != _storage_id(out):
+            refill_parameter(out, whole)
+        return None
+
+    def _check_parameter(self, whole: Tensor, dtype: torch.dtype) -> None:
+        wanted = (self.padded[0] * self._ranks, *self.padded[1:])
+        if tuple(whole.shape) != wanted or whole.dtype != dtype or not whole.is_contiguous():
+            raise ValueError(
+                f"decode gave {tuple(whole.shape)} in {whole.dtype}, not the contiguous parameter of {self._ranks} "
+                f"ranks, {wanted} in {dtype}: undo what encode did to a shard {tuple(self.padded)}"
+            )
+        if whole.untyped_storage().nbytes() != whole.nbytes:
+            raise ValueError("decode gave a view of a larger tensor, which cannot be freed by itself: clone it")
+
+
+def _rows_with_padding(parameter: Tensor) -> int:
+    """P of a parameter that can be extended."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
+        raise ValueError(f"a parameter of shape {shape} is not sharded along dim 0: call fully_shard first")
+    if parameter.ndim < 2:
+        raise ValueError(f"a vector of shape {shape} has no rows to scale: leave it as it is")
+    if parameter.is_meta:
+        raise ValueError(f"a parameter of shape {shape} is on the meta device: call to_empty first")
+    return -(-shape[0] // parameter.device_mesh.size())
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # of the object, since simulated memory has no address
+
+
+def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
+    """Numbers of 8 or 4 bits, and the scales that they were divided by.
+
+    Args:
+        numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even length.
+        scales: whose largest value sets a scale: that of a "shard", of each "row", or of each "group" of 32 numbers in
+            a row; by default of a shard for float8, of each row for the others.
+
+    Raises:
+        ValueError: other numbers, or other scales.
+    """
+    if numbers not in _MAX_VALUES:
+        raise ValueError(f"{numbers} has no scales: take {', '.join(_MAX_VALUES)}")
+    share = scales or _DEFAULT_SCALES[numbers]
+    if share not in _SCALE_MAXIMA:
+        raise ValueError(f"scales {scales!r} is none of {', '.join(_SCALE_MAXIMA)}")
+    encode = partial(_encode_scaled, numbers=numbers, scales=share)
+    return Extension(("numbers", f"one scale a {share}"), encode, partial(_decode_scaled, numbers=numbers, scales=share))
+
+
+def _encode_scaled(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor, ...]:
+    flat = shard.flatten(1)
+    chosen = (_SCALE_MAXIMA[scales](flat.abs()).float() / _MAX_VALUES[numbers]).clamp(min=_SMALLEST_SCALE)
+    scaled = (flat / _expand_scales(chosen, flat, scales)).view(shard.shape)
+    if numbers == "float8":  # gloo does not know it: FSDP2 sends plain bytes because a tensor of another dtype goes along
+        return scaled.to(FLOAT8), chosen
+    return (_pack_int4(scaled) if numbers == "int4" else scaled.round().to(torch.int8)), chosen
+
+
+def _decode_scaled(gathered: Sequence[Tensor], dtype: torch.dtype, *, numbers: str, scales: str) -> Tensor:
+    sent, chosen = gathered
+    whole = _unpack_int4(sent) if numbers == "int4" else sent.float()
+    flat = whole.flatten(1)
+    return (flat * _expand_scales(chosen, flat, scales)).view(whole.shape).to(dtype)
+
+
+def _pack_int4(scaled: Tensor) -> Tensor:
+    """Numbers from -7 to 7, two in a byte."""
+    if scaled.shape[-1] % 2:
+        raise ValueError(f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even number, or int8")
+    shifted = (scaled.round() + 8).to(torch.uint8)
+    return shifted[..., ::2] * 16 + shifted[..., 1::2]
+
+
+def _unpack_int4(packed: Tensor) -> Tensor:
+    return torch.stack([packed // 16, packed % 16], dim=-1).flatten(-2).float() - 8
+
+
+def _group_maxima(flat: Tensor) -> Tensor:
+    """The largest of each group of a row; the last group may be shorter."""
+    whole = torch.nn.functional.pad(flat, (0, -flat.shape[1] % GROUP_SIZE))
+    return whole.unflatten(1, (-1, GROUP_SIZE)).amax(dim=2)
+
+
+def _expand_scales(scales: Tensor, flat: Tensor, share: str) -> Tensor:
+    """For each number of [rows, columns], or for each row, its scale."""
+    if share == "shard":
+        return scales.view(-1, 1).repeat_interleave(len(flat) // len(scales), dim=0)
+    return scales if share == "row" else scales.repeat_interleave(GROUP_SIZE, dim=1)[:, : flat.shape[1]]
+
+
+_MAX_VALUES: dict[str, float] = {"float8": torch.finfo(FLOAT8).max, "int8": 127, "int4": 7}
+_SCALE_MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
+    "shard": lambda flat: flat.max().reshape(1),
+    "row": lambda flat: flat.amax(dim=1, keepdim=True),
+    "group": _group_maxima,
+}
+
+
+def _decode_cast(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return gathered[0].to(dtype)  # where it has the dtype already, the gathered memory itself
+
+
+EXTENSIONS: dict[str, Extension] = {
+    "fp32": Extension(("numbers",), lambda shard: (shard.float(),), _decode_cast),
+    "bf16": Extension(("numbers",), lambda shard: (shard.bfloat16(),), _decode_cast),
+    "float8": make_quantised_extension("float8"),
+    "int8": make_quantised_extension("int8"),
+}
+
+
+def gather_on_one_rank(weight: Tensor, ranks: int, extension: Extension) -> Tensor:
+    """What so many ranks would compute with in place of a whole weight [rows, ...], worked out without them."""
+    rows = -(-len(weight) // ranks)
+    padded = pad_rows(weight, rows * ranks)
+    sent = [extension.encode(shard) for shard in padded.split(rows)]
+    arrived = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+    return extension.decode(arrived, weight.dtype)[: len(weight)]

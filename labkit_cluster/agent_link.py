@@ -1,0 +1,160 @@
+"""The notebook's connection to the agent of one host (node.py): what it is told, what it has said, and its files."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+from labkit.errors import HostLost
+from labkit.runs import private_files
+from labkit.runs.folder import RunFolder
+from labkit_cluster.file_sync import FileReceiver
+
+AGENT_HEARTBEAT_PERIOD_S = 5.0
+AGENT_EXIT_TIMEOUT_S = 1.0
+Message = Mapping[str, Any]
+
+
+class AgentLink:
+    """One host's agent, over the stdin and stdout of the command that starts it there.
+
+    Attributes:
+        status: of its torchrun, negative for a signal that ended it; None before its end.
+        failed: why its ranks were not started, "" for no reason.
+        lost: the hosts that it no longer hears.
+        problem: what else went wrong, "" for nothing.
+        stacks: of its ranks, if they were asked for.
+        gone: whether it has hung up.
+        there: whether it has said anything at all.
+
+    Args:
+        command: starts it, and ends with it.
+        folder: of the run, here.
+        index: of the host.
+        change: is told of all that changes here.
+        pass_on: takes what it leaves for all hosts.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: RunFolder,
+        index: int,
+        change: threading.Condition,
+        pass_on: Callable[[Message], None],
+    ):
+        self.status: int | None = None
+        self.start_failure = self.problem = ""
+        self.unreachable_peers: list[str] = []
+        self.stacks: dict[int, str] = {}
+        self.is_closed = self.has_answered = False
+        self._command, self._change, self._pass_on = list(command), change, pass_on
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = folder.host_log(index)
+        self._arrivals = FileReceiver(folder.path)
+        self._to_say: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start it, tell it what there is to tell, and listen to it. Raises HostLost where there is no such command."""
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+        with private_files.open_file(self._log, "wb") as log:
+            try:
+                self._process = process = subprocess.Popen(self._command, stderr=log, **pipes)
+            except OSError as error:
+                raise HostLost(f"there is no {self._command[0]!r} to reach a host with: {error.strerror}") from None
+        assert process.stdin and process.stdout
+        for work, pipe in ((self._send_messages, process.stdin), (self._receive_messages, process.stdout)):
+            threading.Thread(target=work, args=[pipe], daemon=True).start()
+
+    def send_message(self, word: Message) -> None:
+        """Say something to it, once it has taken what was said before."""
+        self._to_say.put(word)
+
+    def _send_messages(self, pipe: IO[bytes]) -> None:
+        """Say what there is to say, and now and then that somebody is still here, until ``hang_up``."""
+        with contextlib.suppress(OSError), pipe:
+            while True:
+                word: Message | None = {}
+                with contextlib.suppress(queue.Empty):
+                    word = self._to_say.get(timeout=AGENT_HEARTBEAT_PERIOD_S)
+                if word is None:
+                    return
+                pipe.write(json.dumps(dict(word)).encode() + b"\n")
+                pipe.flush()
+
+    def _receive_messages(self, pipe: IO[bytes]) -> None:
+        """Take what it says: words for all, its files, its end."""
+        with contextlib.suppress(OSError, ValueError), pipe:
+            for line in pipe:
+                said = _parse_message(line)
+                self.has_answered = self.has_answered or bool(said)
+                if "put" in said:
+                    self._pass_on(said)
+                elif "file" in said:
+                    self._write_chunk(said, pipe.read(said["size"]))
+                elif said:
+                    self._update_status(said)
+        with self._change:
+            self.is_closed = True
+            self._change.notify_all()
+
+    def _write_chunk(self, said: Message, part: bytes) -> None:
+        try:
+            self._arrivals.write_chunk(said["file"], said["place"], part)
+        except OSError as error:
+            with self._change:
+                self.problem = f"cannot write {said['file']} to {self._log.parent}: {error.strerror}"
+                self._change.notify_all()
+
+    def _update_status(self, said: Message) -> None:
+        with self._change:
+            self.start_failure, self.unreachable_peers = (
+                said.get("failed", self.start_failure),
+                said.get("lost", self.unreachable_peers),
+            )
+            self.stacks |= {int(rank): stack for rank, stack in said.get("stacks", {}).items()}
+            self.problem = said.get("problem", self.problem)
+            self.status = said.get("end", self.status)
+            self._change.notify_all()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is to come from it."""
+        return self.is_closed or self.status is not None or not self.has_answered
+
+    def exit_status_and_stderr(self) -> tuple[int | None, str]:
+        """Of one that hung up: the exit status of its command, None where that goes on, and what its stderr says."""
+        assert self._process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(AGENT_EXIT_TIMEOUT_S)
+        return self._process.returncode, self._log.read_text(errors="replace")
+
+    def close_stdin(self) -> None:
+        """Close its stdin, by which it ends."""
+        self._to_say.put(None)
+
+    def close(self) -> None:
+        """Wait for its end after ``hang_up``; a command that does not end is killed, here at least."""
+        if not self._process:  # it was not started
+            return
+        try:
+            self._process.wait(AGENT_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        with contextlib.suppress(OSError):  # the folder was deleted
+            if not self._log.stat().st_size:
+                self._log.unlink()
+
+
+def _parse_message(line: bytes) -> dict[str, Any]:
+    """What an agent says in this line; {} for what somebody else says there, such as the host's .bashrc."""
+    with contextlib.suppress(ValueError):
+        said = json.loads(line)
+        return said if isinstance(said, dict) else {}
+    return {}

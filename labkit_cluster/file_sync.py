@@ -1,0 +1,70 @@
+"""Brings the files of a run home from a host, as they grow: the host's side says what is new, the notebook's writes it.
+
+So progress is seen, and what a host had said before it was lost is there. No folder has to be shared.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from labkit.runs import private_files
+
+APPEND_ONLY_SUFFIXES = {".jsonl", ".log", ".pid", ".host", ".stack", ".json"}
+"""How the names of files end that only grow, or are written in one step. All others are brought at the end."""
+CHUNK_BYTES = 2**20
+
+
+class FileChanges:
+    """What is new in a folder since it was asked for the last time.
+
+    Args:
+        folder: the run's, on a host.
+        without: the names of files that stay.
+    """
+
+    def __init__(self, folder: Path, without: set[str]):
+        self._folder, self._without = folder, without
+        self._brought: dict[str, tuple[int, int]] = {}
+        """By name: which file it was, by its number, and how many bytes of it."""
+
+    def read_changes(self, at_end: bool = False) -> Iterator[tuple[str, int, bytes]]:
+        """Names of files, at which place of them there is something new, and what; of all files at the end."""
+        for path in sorted(self._folder.iterdir()):
+            goes = path.is_file() and not path.name.startswith(".") and path.name not in self._without
+            if goes and (at_end or path.suffix in APPEND_ONLY_SUFFIXES):
+                yield from self._read_file_changes(path)
+
+    def _read_file_changes(self, path: Path) -> Iterator[tuple[str, int, bytes]]:
+        try:
+            file = path.open("rb")
+        except OSError:  # replaced or removed at this moment
+            return
+        with file:
+            now = os.fstat(file.fileno())  # what is written from now on comes next time
+            known, place = self._brought.get(path.name, (None, 0))
+            if known != now.st_ino:
+                place = 0
+                yield path.name, 0, b""
+            file.seek(place)
+            while place < now.st_size and (part := file.read(min(CHUNK_BYTES, now.st_size - place))):
+                yield path.name, place, part
+                place += len(part)
+            self._brought[path.name] = now.st_ino, place
+
+
+class FileReceiver:
+    """Writes what one host brings into the run's folder. Its files have names of their own; none replaces another's."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._own: set[str] = set()
+
+    def write_chunk(self, name: str, place: int, part: bytes) -> None:
+        """Write a part of a file. Raises OSError where that cannot be done."""
+        path = self._folder / Path(name).name
+        if name not in self._own and (path.exists() or path.name.startswith(".")):
+            return
+        self._own.add(name)
+        with private_files.open_file(path, "r+b" if place else "wb") as file:
+            file.seek(place)
+            file.write(part)

@@ -1,0 +1,214 @@
+"""One host's part of a run on several hosts: meet the others, run torchrun, end with whoever asked for it.
+
+    python -m labkit_cluster.host_agent        # told over stdin what to do, by hosts.py, through ssh
+
+Over stdin and stdout go lines of JSON, and the files of the run home. When stdin closes, the notebook's process or the
+connection is gone: then everything that this host runs for it ends, as on one host.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from labkit.errors import HostLost, NotAllHosts
+from labkit.launcher import process
+from labkit.runs.folder import RunFolder
+from labkit_cluster.file_sync import FileChanges
+from labkit_cluster.host_rendezvous import (
+    Mailbox,
+    RendezvousMember,
+    files_digest,
+    join_rendezvous,
+    labkit_versions,
+    refuse_version_mismatch,
+)
+from labkit_cluster.listeners import Heartbeats
+
+POLL_PERIOD_S = 0.1
+FILE_SYNC_PERIOD_S = 0.2
+END_ORDER_TIMEOUT_S = 5.0
+"""So long the ranks of a run that is to end are kept where they are, once their stacks were told."""
+NOTEBOOK_SILENCE_LIMIT_S = 60
+"""After so long without a word of the notebook's process, which says one every few seconds, it counts as gone."""
+
+
+class PeersLost(HostLost):
+    """Hosts that this one no longer hears; on which side the fault is, it cannot know."""
+
+    def __init__(self, hosts: list[str]):
+        self.hosts = hosts
+        super().__init__(f"{', '.join(hosts)} no longer answers: is it up, and the network between the hosts?")
+
+
+def main() -> None:
+    """Do this host's part."""
+    request = json.loads(sys.stdin.buffer.readline() or "{}")
+    if request:
+        serve_request(request, sys.stdin.buffer, sys.stdout.buffer)
+
+
+def run_host(folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox, end: threading.Event) -> int:
+    """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit status.
+
+    Raises:
+        NotAllHosts: they did not meet. No rank was started.
+        LinesLost: some that were met do not answer any more.
+    """
+    running, company = start_and_rendezvous(folder, request, guest, board)
+    with contextlib.closing(company):
+        while not end.is_set():
+            if lost := company.unreachable_peers():
+                raise PeersLost(lost)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return running.wait(POLL_PERIOD_S)
+    return 1
+
+
+def start_and_rendezvous(
+    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox
+) -> tuple[subprocess.Popen[bytes], Heartbeats]:
+    """Start torchrun, and meet the other hosts while it imports torch; returns both. Raises NotAllHosts."""
+    teller, told = socket.socketpair()
+    with teller:
+        running = process.start_torchrun_among_hosts(folder, request, guest, told)
+        meeting = join_rendezvous(guest, board)
+        process.send_rendezvous_result(teller, guest, meeting)
+    return running, meeting.heartbeats
+
+
+def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -> NoReturn:
+    """This host's part of what a notebook's process asks for. Does not return."""
+    os.environ.update(request["environment"])
+    with contextlib.suppress(OSError):  # where it is not, a relative path means nothing anyway
+        os.chdir(request["working_folder"])
+    guest = RendezvousMember(**request["guest"])
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="labkit-"), request["name"]))
+    folder.path.mkdir()
+    if request["given"]:
+        folder.write_payload(bytes.fromhex(request["given"]))
+    home = NotebookLink(folder, hears, says)
+    home.send_message({"here": guest.name})
+    status = 1
+    try:
+        refuse_version_mismatch("the notebook", request["versions"], guest.name, labkit_versions())
+        _refuse_program_mismatch(guest.name, request)
+        status = run_host(folder, request, guest, home, home.end_event)
+    except NotAllHosts as error:
+        home.send_message({"failed": str(error)})
+    except PeersLost as error:
+        home.send_message({"lost": error.hosts})
+    except Exception as error:
+        traceback.print_exc()
+        home.send_message({"failed": f"{guest.name}: {type(error).__name__}: {error}"})
+    if home.wants_stacks:
+        own, stacks = request["nproc"], process.collect_stacks(folder, range(guest.hosts * request["nproc"]))
+        home.send_message({"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}})
+        home.end_now_event.wait(END_ORDER_TIMEOUT_S)  # a rank that ended would end those of other hosts before they have answered
+    immortal = process.kill_run_processes(folder.path)
+    home.send_remaining_files()
+    if immortal:
+        home.send_message({"problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"})
+    home.send_message({"end": status})
+    _remove_host_folder(folder)
+    os._exit(0)
+
+
+def _refuse_program_mismatch(name: str, request: Mapping[str, Any]) -> None:
+    """Raise NotAllHosts unless a program that is a file lies here as it lies where the notebook is."""
+    target, theirs = Path(request["target"]), request["sum"]
+    if theirs and not target.is_file():
+        raise NotAllHosts(f"{name} has no {target}: copy it there, or keep it in a folder that all hosts see")
+    if theirs and files_digest(target) != theirs:
+        raise NotAllHosts(f"{name} has another {target} than the notebook: copy it there")
+
+
+def _remove_host_folder(folder: RunFolder) -> None:
+    shutil.rmtree(folder.path.parent, ignore_errors=True)
+
+
+class NotebookLink:
+    """The notebook's process: gives orders, takes files, and is the board on which the hosts leave words.
+
+    Attributes:
+        end: set when it wants the run to end.
+        wants_stacks: and whether it wants to know first where the ranks are.
+        end_now: set when it wants to know nothing more.
+    """
+
+    def __init__(self, folder: RunFolder, hears: BinaryIO, says: BinaryIO):
+        self.end_event, self.wants_stacks, self.end_now_event = threading.Event(), False, threading.Event()
+        self._folder, self._hears, self._says = folder, hears, says
+        self._words: dict[str, dict[str, Any]] = {}
+        self._speaking = threading.Lock()
+        self._growth = FileChanges(folder.path, without={folder.payload.name})
+        self._heard_before, self._brought = 0, threading.Event()
+        threading.Thread(target=self._receive_messages, daemon=True).start()
+        self._bringing = threading.Thread(target=self._send_files_until_end, daemon=True)
+        self._bringing.start()
+
+    def put(self, name: str, content: Mapping[str, Any]) -> None:
+        """Leave a word for all hosts: the notebook's process passes it on."""
+        self._words[name] = dict(content)
+        self.send_message({"put": name, "content": dict(content)})
+
+    def get(self, name: str) -> dict[str, Any]:
+        return self._words.get(name, {})
+
+    def send_message(self, word: Mapping[str, Any], content: bytes = b"") -> None:
+        """Say a word, with so many bytes behind it."""
+        with self._speaking, contextlib.suppress(OSError):  # who hears nothing will see that nobody is there
+            self._says.write(json.dumps(dict(word)).encode() + b"\n" + content)
+            self._says.flush()
+
+    def send_remaining_files(self) -> None:
+        """Bring everything that is in the folder by now."""
+        self._brought.set()
+        self._bringing.join()
+        self._send_file_changes(at_end=True)
+
+    def _send_files_until_end(self) -> None:
+        while not self._brought.wait(FILE_SYNC_PERIOD_S):
+            self._send_file_changes()
+            self._heard_before += 1
+            if self._heard_before * FILE_SYNC_PERIOD_S > NOTEBOOK_SILENCE_LIMIT_S:
+                self._kill_host_processes()
+
+    def _send_file_changes(self, at_end: bool = False) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the program deleted the folder
+            for name, place, part in self._growth.read_changes(at_end):
+                self.send_message({"file": name, "place": place, "size": len(part)}, part)
+
+    def _receive_messages(self) -> None:
+        """Take words from the other hosts and the order to end; end all when nobody is there any more."""
+        for line in self._hears:
+            told = json.loads(line)
+            self._heard_before = 0
+            if "put" in told:
+                self._words[told["put"]] = told["content"]
+            if "end" in told:
+                self.wants_stacks = self.wants_stacks or told["end"] == "stacks"
+                self._words["failed"] = {"message": "the run was ended before all hosts had met"}
+                self.end_event.set()
+                if told["end"] == "now":
+                    self.end_now_event.set()
+        self._kill_host_processes()
+
+    def _kill_host_processes(self) -> None:
+        process.kill_run_processes(self._folder.path)
+        _remove_host_folder(self._folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""How the hosts of a run find each other, while torchrun starts on each of them.
+
+torchrun's own rendezvous takes a name and a port on trust. Where the name is not the first host's own, no host takes
+itself for the store and all wait for a minute; where a host falls back to itself, it trains alone
+(pytorch/pytorch#67547, #73656). Here every host says at which addresses it can be found, all knock at all of them, and
+all then draw the same conclusion: one address of each host that every other has reached, in both directions, since
+ranks connect in both. Who does not come, cannot be reached or has another torch is named within seconds.
+"""
+
+import hashlib
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from labkit import requirements
+from labkit.errors import NotAllHosts
+from labkit.runs.folder import ROOT, read_json, write_json
+from labkit_cluster.listeners import PROBE_TIMEOUT_S, Endpoint, Heartbeats, Listeners, ProbeResult, probe_listeners
+
+JOIN_TIMEOUT_S = 12.0
+"""How long the hosts wait for each other."""
+POLL_PERIOD_S = 0.02
+LOOPBACK = "127.0.0.1"
+
+
+class Mailbox(Protocol):
+    """Where the hosts of a run leave words for each other."""
+
+    def put(self, name: str, content: Mapping[str, Any]) -> None:
+        """Leave a word that all hosts can read."""
+
+    def get(self, name: str) -> dict[str, Any]:
+        """The word of this name, {} where nobody has left it yet."""
+
+
+class FolderMailbox:
+    """A board in a folder that all hosts see."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def put(self, name: str, content: Mapping[str, Any]) -> None:
+        write_json(self._message_path(name), dict(content))
+
+    def get(self, name: str) -> dict[str, Any]:
+        os.utime(self._folder)  # else NFS may go on saying for a minute that a file is not there
+        return read_json(self._message_path(name))
+
+    def _message_path(self, name: str) -> Path:
+        return self._folder / f"meeting_{name}.json"
+
+
+@dataclass(frozen=True)
+class RendezvousMember:
+    """One host among those that meet.
+
+    Attributes:
+        index: 0 to hosts - 1; the store of torchrun will be on host 0.
+        hosts: how many there are.
+        name: how it is called in messages and tables.
+        token: a secret of the run, by which hosts know each other.
+        address: by which the others are to reach it; "" for any that works.
+        names: of all hosts, where they are known before.
+    """
+
+    index: int
+    hosts: int
+    name: str
+    token: str
+    address: str = ""
+    names: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RendezvousResult:
+    """What a host knows once all have met.
+
+    Attributes:
+        address: of host 0.
+        port: of the door there.
+        door: the door, on host 0.
+        local: this host's own address, by which the others reach it.
+        company: the lines to the others.
+        ahead_s: by how much host 0's clock is ahead of this one's.
+        cores: of all hosts together; hosts that share a machine share its cores.
+    """
+
+    address: str
+    port: int
+    listener: socket.socket | None
+    local_address: str
+    heartbeats: Heartbeats
+    clock_ahead_s: float
+    cores: int
+
+    @property
+    def interface(self) -> str:
+        """The network interface that holds this host's address."""
+        for name, found in psutil.net_if_addrs().items():
+            if any(each.address == self.local_address for each in found):
+                return name
+        raise NotAllHosts(f"no network interface of this host holds its own address {self.local_address}: did it just change?")
+
+
+def join_rendezvous(guest: RendezvousMember, board: Mailbox) -> RendezvousResult:
+    """Wait until all hosts have come and reach each other. All of them call this; all raise if one does.
+
+    Raises:
+        NotAllHosts: one did not come, cannot reach another, or has other versions of what ranks need.
+    """
+    try:
+        with Listeners(guest.token, _usable_addresses(guest)) as doors:
+            return _exchange_addresses(guest, board, doors)
+    except NotAllHosts as error:
+        if not board.get("failed"):
+            board.put("failed", {"message": str(error)})
+        raise
+
+
+def _exchange_addresses(guest: RendezvousMember, board: Mailbox, doors: Listeners) -> RendezvousResult:
+    give_up = time.monotonic() + JOIN_TIMEOUT_S
+    card = {"name": guest.name, "doors": doors.ports, "versions": host_versions(), "cores": len(requirements.usable_cores())}
+    board.put(f"host_{guest.index}", card | {"machine": _machine_id(), "network": _network_namespace_id()})
+    cards = _wait_for_all(guest, board, "host", give_up)
+    names = [each["name"] for each in cards]
+    refuse_version_mismatch(names[0], cards[0]["versions"], guest.name, cards[guest.index]["versions"])
+    knocks = probe_listeners(dict(_peer_endpoints(guest.index, cards)), guest.token, guest.index)
+    board.put(f"reached_{guest.index}", _probe_summary(knocks))
+    chosen = choose_addresses(names, cards, _wait_for_all(guest, board, "reached", give_up))
+    port = cards[0]["doors"][chosen[0]]
+    cores = sum({each["machine"]: each["cores"] for each in cards}.values())
+    if guest.index == 0:
+        door, lines = doors.take_listener(chosen[0])
+        company = Heartbeats({names[index]: line for index, line in lines.items()})
+        return RendezvousResult(chosen[0], port, door, chosen[0], company, 0.0, cores)
+    to_host = knocks.pop((0, chosen[0]))
+    for each in knocks.values():
+        if each.link:
+            each.link.close()
+    assert to_host.link
+    company = Heartbeats({names[0]: to_host.link})
+    return RendezvousResult(chosen[0], port, None, chosen[guest.index], company, to_host.clock_ahead_s, cores)
+
+
+def _wait_for_all(guest: RendezvousMember, board: Mailbox, kind: str, give_up: float) -> list[dict[str, Any]]:
+    """The words of this kind from all hosts, once they are there."""
+    return [_wait_for_message(board, f"{kind}_{index}", _member_name(guest, index), give_up) for index in range(guest.hosts)]
+
+
+def _member_name(guest: RendezvousMember, index: int) -> str:
+    return guest.names[index] if guest.names else f"host {index} of {guest.hosts}"
+
+
+def _wait_for_message(board: Mailbox, name: str, whom: str, give_up: float) -> dict[str, Any]:
+    while time.monotonic() < give_up:
+        if failed := board.get("failed"):
+            raise NotAllHosts(failed["message"])
+        if found := board.get(name):
+            return found
+        time.sleep(POLL_PERIOD_S)
+    raise NotAllHosts(
+        f"{whom} did not come within {JOIN_TIMEOUT_S:g} s, and no rank was started: is it up, or still starting? Then run again"
+    )
+
+
+def _peer_endpoints(index: int, cards: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Endpoint, int]]:
+    """Where to knock, and at which port. Loopback leads to nobody but those who share it."""
+    for other, card in enumerate(cards):
+        shared = card["network"] == cards[index]["network"]
+        for address, port in card["doors"].items():
+            if other != index and (shared or not _is_loopback(address)):
+                yield (other, address), port
+
+
+def _probe_summary(knocks: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
+    """What one host tells of its knocks: by host and address, its own address on the way there, or the problem."""
+    told: dict[str, dict[str, dict[str, str]]] = {"reached": {}, "problems": {}}
+    for (host, address), knock in knocks.items():
+        kind, text = ("problems", knock.problem) if knock.problem else ("reached", knock.local_address)
+        told[kind].setdefault(str(host), {})[address] = text
+    return told | {"done": True}
+
+
+def choose_addresses(names: Sequence[str], cards: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One address of each host, which every other one has reached: all hosts come to the same.
+
+    Args:
+        names: of the hosts.
+        cards: what each said first; ``doors`` has its addresses, the one to take first at first.
+        reports: of each, as ``_report`` makes them.
+
+    Raises:
+        NotAllHosts: there is none.
+    """
+    reached = [{int(host): ways for host, ways in report["reached"].items()} for report in reports]
+    others = range(1, len(names))
+    for index in others:
+        if not reached[index].get(0):
+            raise _unreachable_error(names, index, 0, reports[index]["problems"].get("0", {}))
+    common = [address for address in cards[0]["doors"] if all(address in reached[index][0] for index in others)]
+    if not common:
+        ways = "; ".join(f"{names[index]} reaches {', '.join(reached[index][0])}" for index in others)
+        raise NotAllHosts(
+            f"{names[0]} has no address that all hosts reach ({ways}): join them by one network, and name "
+            f"{names[0]}'s address there: Host({names[0]!r}, address='10.0.0.5')"
+        )
+    chosen = [common[0]]
+    for index in others:
+        local = reached[index][0][common[0]]
+        doors = cards[index]["doors"]
+        chosen.append(local if local in doors else next(iter(doors)))
+    for index, known in enumerate(reached):
+        for other, address in enumerate(chosen):
+            if other != index and address not in known.get(other, {}):
+                problem = reports[index]["problems"].get(str(other), {}).get(address, "not tried")
+                raise _unreachable_error(names, index, other, {address: problem})
+    return chosen
+
+
+def _unreachable_error(names: Sequence[str], index: int, other: int, problems: Mapping[str, str]) -> NotAllHosts:
+    why = "; ".join(f"{address}: {problem}" for address, problem in problems.items()) or "it names only its loopback"
+    return NotAllHosts(
+        f"{names[index]} cannot reach {names[other]} ({why}): let the firewall of {names[other]} pass what comes from "
+        f"{names[index]}, or name another address: Host({names[other]!r}, address='10.0.0.5')"
+    )
+
+
+def _usable_addresses(guest: RendezvousMember) -> list[str]:
+    """Where this host opens its doors. Raises NotAllHosts where the address that was given is not one of its own."""
+    own = local_addresses()
+    if not guest.address:
+        return own if guest.hosts > 1 else [LOOPBACK]
+    advice = f"give one of {', '.join([each for each in own if not _is_loopback(each)] or own)}, or leave it out"
+    with_limit = ThreadPoolExecutor(max_workers=1)
+    try:
+        found = with_limit.submit(socket.getaddrinfo, guest.address, None).result(PROBE_TIMEOUT_S)
+    except (OSError, UnicodeError, TimeoutError):
+        raise NotAllHosts(f"the address {guest.address!r} of {guest.name} does not resolve there: {advice}") from None
+    finally:
+        with_limit.shutdown(wait=False)
+    resolved = {str(info[4][0]) for info in found}
+    usable = [address for address in own if address in resolved]
+    if not usable:
+        given = guest.address if guest.address in resolved else f"{guest.address} ({', '.join(sorted(resolved))})"
+        raise NotAllHosts(f"the address {given} of {guest.name} is not its own, so nobody would find it there: {advice}")
+    return usable
+
+
+def local_addresses() -> list[str]:
+    """This host's addresses, those of its networks first, then loopback, which only hosts on one machine reach."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [each.address for name in psutil.net_if_addrs().values() for each in name if each.family in families]
+    usable = [address for address in found if "%" not in address]  # with %: means nothing on another host
+    return sorted(usable, key=lambda address: (_is_loopback(address), ":" in address))
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _machine_id() -> str:
+    """The same text for hosts that are one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else platform.node()
+
+
+def _network_namespace_id() -> str:
+    """The same text for hosts that share a loopback."""
+    own = Path("/proc/self/ns/net")
+    return f"{_machine_id()} {own.stat().st_ino if own.exists() else ''}"
+
+
+def host_versions() -> dict[str, str]:
+    """What must be equal on all hosts of a run."""
+    torch = next((each.version for each in metadata.distributions(name="torch")), "none")
+    return {"torch": torch, **labkit_versions()}
+
+
+def labkit_versions() -> dict[str, str]:
+    """What must be equal also in the process that asks for a run: it may do without torch, or have another build."""
+    sources = [path for folder in ("labkit", "launch") for path in sorted((ROOT / folder).rglob("*.py"))]
+    # not labkit's version, which checkouts that differ have in common
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), "labkit": files_digest(*sources)[:12]}
+
+
+def files_digest(*paths: Path) -> str:
+    """The same text for the same files."""
+    together = hashlib.sha256()
+    for path in paths:
+        together.update(path.read_bytes())
+    return together.hexdigest()
+
+
+def refuse_version_mismatch(one: str, theirs: Mapping[str, str], other: str, ours: Mapping[str, str]) -> None:
+    """Raise NotAllHosts where two hosts differ in one of these."""
+    for name, version in theirs.items():
+        if ours[name] != version:
+            raise NotAllHosts(f"{one} has {name} {version} and {other} has {ours[name]}: install the same on all hosts")

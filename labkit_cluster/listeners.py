@@ -1,0 +1,220 @@
+"""How the hosts of a run reach each other: doors that answer whoever knows the run's token, and lines that stay open.
+
+A host opens a door at each of its addresses, so nothing listens where it need not, and knocks at those of the others.
+The door at the address that all have reached later becomes the store of torchrun, without a moment in which another
+process could take its port. The connection to it stays open: on it each host hears whether the other is still there.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+PROBE_TIMEOUT_S = 4.0
+"""How long a host waits for an answer from an address."""
+EXTRA_PROBE_TIMEOUT_S = 0.5
+"""How much longer it waits for a host's other addresses, once one has answered."""
+HEARTBEAT_PERIOD_S = 1.0
+HEARTBEAT_MISS_LIMIT = 8
+"""After so many of its own beats without one from there, a host takes another for lost. One that was suspended itself
+has not beaten either."""
+MAX_LINE_BYTES = 200
+HEARTBEAT_BYTE, SHUTDOWN_BYTE = b".", b"!"
+
+Endpoint = tuple[int, str]
+"""A door: the index of its host, and the address."""
+
+
+class Listeners:
+    """One host's listening sockets, one at each address, answering in the background until they are shut.
+
+    Attributes:
+        ports: by address.
+        lines: the connections of those who were answered, by their index and the address.
+    """
+
+    def __init__(self, token: str, addresses: Iterable[str]):
+        self._token = token
+        self._sockets = {address: found for address in addresses if (found := _create_listener(address))}
+        self.ports: dict[str, int] = {address: each.getsockname()[1] for address, each in self._sockets.items()}
+        self.links: dict[Endpoint, socket.socket] = {}
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._thread = threading.Thread(target=self._accept_probes, daemon=True)
+
+    def __enter__(self) -> "Listeners":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Shut all doors and hang up all lines that were not taken."""
+        self._stop_serving()
+        self._stop_serving()
+        for each in (self._wake_receiver, self._wake_sender, *self._sockets.values(), *self.links.values()):
+            each.close()
+
+    def take_listener(self, address: str) -> tuple[socket.socket, dict[int, socket.socket]]:
+        """No door answers any more. The one at this address, still listening, and the lines through it by index."""
+        self._stop_serving()
+        lines = {index: self.links.pop((index, at)) for index, at in list(self.links) if at == address}
+        return self._sockets.pop(address), lines
+
+    def _stop_serving(self) -> None:
+        self._wake_sender.sendall(b"!")
+        self._thread.join()
+
+    def _accept_probes(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
+            for address, door in self._sockets.items():
+                selector.register(door, selectors.EVENT_READ, address)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._wake_receiver:
+                        return
+                    with contextlib.suppress(OSError):  # the visitor has left again
+                        visitor, _ = self._sockets[key.data].accept()
+                        threading.Thread(target=self._answer_probe, args=[key.data, visitor], daemon=True).start()
+
+    def _answer_probe(self, address: str, visitor: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a stranger
+            visitor.settimeout(PROBE_TIMEOUT_S)
+            index, proof = _receive_line(visitor).split()
+            if hmac.compare_digest(proof, _hmac_proof(self._token, b"visitor", index)):
+                self.links[int(index), address] = visitor
+                moment = repr(time.time()).encode()
+                visitor.sendall(moment + b" " + _hmac_proof(self._token, b"host", moment) + b"\n")
+                return
+        visitor.close()
+
+
+def _create_listener(address: str) -> socket.socket | None:
+    """A socket at this address and a port that the system chose; None where the address cannot be used just now."""
+    try:
+        door = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError:
+        return None
+    door.setblocking(False)  # so that accept never waits for a visitor who has left
+    return door
+
+
+@dataclass
+class ProbeResult:
+    """What came of knocking at a door.
+
+    Attributes:
+        problem: why it was not opened, "" where it was.
+        line: the connection.
+        local: this host's own address on it.
+        ahead_s: by how much the clock there is ahead of the one here.
+    """
+
+    problem: str = ""
+    link: socket.socket | None = None
+    local_address: str = ""
+    clock_ahead_s: float = 0.0
+
+
+def probe_listeners(places: Mapping[Endpoint, int], token: str, index: int) -> dict[Endpoint, ProbeResult]:
+    """Knock at all these doors at once; ports are given by place. ``index`` says who knocks."""
+    threads = ThreadPoolExecutor(max_workers=max(1, len(places)))
+    tries = {place: threads.submit(_probe_listener, place[1], port, token, index) for place, port in places.items()}
+    hosts = {host for host, _ in places}
+    give_up, pending = time.monotonic() + PROBE_TIMEOUT_S, set(tries.values())
+    while pending and (left := give_up - time.monotonic()) > 0:
+        pending = wait(pending, left, FIRST_COMPLETED).not_done
+        if {host for (host, _), each in tries.items() if _has_answered(each)} == hosts:
+            pending = wait(pending, min(left, EXTRA_PROBE_TIMEOUT_S)).not_done
+            break
+    threads.shutdown(wait=False, cancel_futures=True)
+    return {place: each.result() if each.done() else ProbeResult("no answer") for place, each in tries.items()}
+
+
+def _has_answered(attempt: "Future[ProbeResult]") -> bool:
+    return attempt.done() and not attempt.result().problem
+
+
+def _probe_listener(address: str, port: int, token: str, index: int) -> ProbeResult:
+    begun, name = time.time(), str(index).encode()
+    try:
+        line = socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S)
+        line.sendall(name + b" " + _hmac_proof(token, b"visitor", name) + b"\n")
+        moment, proof = _receive_line(line).split()
+    except TimeoutError:
+        return ProbeResult("no answer")
+    except OSError as error:
+        return ProbeResult(error.strerror or str(error))
+    except ValueError:
+        moment, proof = b"", b""
+    if not hmac.compare_digest(proof, _hmac_proof(token, b"host", moment)):
+        line.close()
+        return ProbeResult("somebody else answers there")
+    return ProbeResult("", line, str(line.getsockname()[0]), float(moment) - (begun + time.time()) / 2)
+
+
+def _hmac_proof(token: str, speaker: bytes, word: bytes) -> bytes:
+    """Shows that who says this word knows the token, without telling it."""
+    return hmac.new(token.encode(), speaker + b" " + word, hashlib.sha256).hexdigest().encode()
+
+
+def _receive_line(line: socket.socket) -> bytes:
+    """What the other side says, up to the end of the line. Raises ValueError where it hangs up or goes on and on."""
+    word = b""
+    while not word.endswith(b"\n"):
+        part = line.recv(MAX_LINE_BYTES)
+        if not part or len(word) > MAX_LINE_BYTES:
+            raise ValueError("no word")
+        word += part
+    return word
+
+
+class Heartbeats:
+    """The lines to other hosts, on which each hears that the other is still there. Host 0 has one to each of them."""
+
+    def __init__(self, lines: Mapping[str, socket.socket]):
+        self._lines = dict(lines)
+        self._missed = dict.fromkeys(lines, 0)
+        self._beaten = 0.0
+        for line in lines.values():
+            line.setblocking(False)
+
+    def unreachable_peers(self) -> list[str]:
+        """Those that hung up without a farewell or are silent; [] for none. To be asked several times a second."""
+        if time.monotonic() - self._beaten > HEARTBEAT_PERIOD_S:
+            self._beaten = time.monotonic()
+            self._send_to_all(HEARTBEAT_BYTE)
+            self._missed = {name: missed + 1 for name, missed in self._missed.items()}
+        gone = [name for name in list(self._lines) if not self._receive_heartbeat(name)]
+        silent = [name for name, missed in self._missed.items() if missed >= HEARTBEAT_MISS_LIMIT]  # and in another second more
+        return gone or (silent if any(self._missed[name] > HEARTBEAT_MISS_LIMIT for name in silent) else [])
+
+    def _receive_heartbeat(self, name: str) -> bool:
+        """Take what there is to hear. Whether the other is still there, or has taken its leave."""
+        try:
+            heard = self._lines[name].recv(4096)
+        except ConnectionError:
+            return False
+        except OSError:  # nothing yet, or no way there for the moment
+            return True
+        if SHUTDOWN_BYTE in heard:
+            self._lines.pop(name).close()
+            del self._missed[name]
+        elif heard:
+            self._missed[name] = 0
+        return bool(heard)
+
+    def close(self) -> None:
+        """Say farewell: who goes after this has done its part."""
+        self._send_to_all(SHUTDOWN_BYTE)
+        for line in self._lines.values():
+            line.close()
+
+    def _send_to_all(self, word: bytes) -> None:
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.send(word)

@@ -1,0 +1,194 @@
+"""Several hosts on one machine, to try out and to test what happens among hosts.
+
+    with hosts_on_this_machine(2) as hosts:
+        print(hosts.kind)
+        result = labkit.run("fsdp_wrap", nproc=2, hosts=hosts)
+
+As root on Linux each is a network namespace: it has a network interface and a loopback of its own, joined to the others
+by a cable (veth) to a switch (a bridge), which lies in a namespace, too. So the machine's own network is not touched,
+and a cable can be pulled. Elsewhere they are processes that meet on loopback.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import overload
+
+import psutil
+
+from labkit.errors import LabError, ParameterError
+from labkit.launcher.process import loopback_interface
+from labkit_cluster.host_rendezvous import LOOPBACK
+from labkit_cluster.hosts import Host
+
+HOST_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+NAMESPACE_KIND, PROCESS_KIND = "network namespaces joined by a bridge", "processes that meet on loopback"
+ENV_LOCAL_HOST = "LABKIT_HOST_ON_THIS_MACHINE"
+"""Environment variable of all that runs on such a host: whose it is, and which one."""
+NAMESPACE_PREFIX = "labkit-"
+SWITCH_NAME = "switch"
+HOST_INTERFACE = "eth0"
+
+
+class LocalHosts(Sequence[Host]):
+    """Hosts on this machine, for ``labkit.run(hosts=…)``.
+
+    Attributes:
+        kind: what they are, in words.
+    """
+
+    def __init__(self, hosts: Sequence[Host], kind: str):
+        self._hosts, self.kind = list(hosts), kind
+
+    @overload
+    def __getitem__(self, index: int) -> Host: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Host]: ...
+    def __getitem__(self, index: int | slice) -> Host | list[Host]:
+        return self._hosts[index]
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __repr__(self) -> str:
+        return f"{', '.join(host.name for host in self)}: {self.kind}"
+
+    @property
+    def interface(self) -> str:
+        """The network interface by which a host reaches the others."""
+        return HOST_INTERFACE if self.kind == NAMESPACE_KIND else loopback_interface()
+
+    def host_address(self, name: str) -> str:
+        """The address of a host on that interface."""
+        return _host_address(HOST_NAMES.index(name)) if self.kind == NAMESPACE_KIND else LOOPBACK
+
+    def kill_host(self, name: str) -> None:
+        """End everything that runs on a host at once, as a power cut would."""
+        _kill_by_tag(_host_tag(name))
+
+    def disconnect_host(self, name: str) -> None:
+        """Pull the network cable of a host: what runs there goes on, and nothing comes in or out.
+
+        Raises:
+            LabError: these hosts have no cables.
+        """
+        self._set_link_state(name, "down")
+
+    def reconnect_host(self, name: str) -> None:
+        """Put the cable in again."""
+        self._set_link_state(name, "up")
+
+    def _set_link_state(self, name: str, state: str) -> None:
+        if self.kind != NAMESPACE_KIND:
+            raise LabError(f"{name} has no network cable, these hosts are {self.kind}: that needs root on Linux")
+        _run_ip_command("-n", _namespace_name(name), "link", "set", HOST_INTERFACE, state)
+
+
+@contextlib.contextmanager
+def start_local_hosts(count: int = 2) -> Iterator[LocalHosts]:
+    """Hosts called alpha, beta, gamma and so on, which end with the block, and all that runs on them with them.
+
+    Args:
+        count: how many, at most eight.
+    """
+    if not 1 <= count <= len(HOST_NAMES):
+        raise ParameterError(f"count = {count} hosts are not between 1 and {len(HOST_NAMES)}")
+    names = HOST_NAMES[:count]
+    plain = [Host(name, LOOPBACK, command=("env", f"{ENV_LOCAL_HOST}={_host_tag(name)}")) for name in names]
+    with contextlib.ExitStack() as at_end:
+        for name in names:
+            at_end.callback(_kill_by_tag, _host_tag(name))
+        if not can_make_namespaces():
+            yield LocalHosts(plain, PROCESS_KIND)
+            return
+        _remove_stale_namespaces()
+        at_end.callback(_remove_namespaces, os.getpid())
+        _create_namespaces(names)
+        yield LocalHosts([_host_in_namespace(host) for host in plain], NAMESPACE_KIND)
+
+
+def _host_in_namespace(host: Host) -> Host:
+    return replace(host, address="", command=("ip", "netns", "exec", _namespace_name(host.name), *(host.command or ())))
+
+
+def can_make_namespaces() -> bool:
+    """Whether this process may make network namespaces."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
+        return False
+    trial = _namespace_name("trial")
+    made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False).returncode == 0
+    return made and subprocess.run(["ip", "netns", "del", trial], capture_output=True, check=False).returncode == 0
+
+
+def _create_namespaces(names: Sequence[str]) -> None:
+    """Make a namespace for each host, and one for the switch into which all are plugged."""
+    switch = _namespace_name(SWITCH_NAME)
+    _run_ip_command("netns", "add", switch)
+    _run_ip_command("-n", switch, "link", "add", "name", SWITCH_NAME, "type", "bridge")
+    _run_ip_command("-n", switch, "link", "set", SWITCH_NAME, "up")
+    for index, name in enumerate(names):
+        host = _namespace_name(name)
+        _run_ip_command("netns", "add", host)
+        _run_ip_command("-n", host, "link", "add", "name", HOST_INTERFACE, "type", "veth", "peer", "name", name, "netns", switch)
+        _run_ip_command("-n", host, "address", "add", f"{_host_address(index)}/24", "dev", HOST_INTERFACE)
+        _run_ip_command("-n", switch, "link", "set", name, "master", SWITCH_NAME, "up")
+        for each in ("lo", HOST_INTERFACE):
+            _run_ip_command("-n", host, "link", "set", each, "up")
+
+
+def _host_address(index: int) -> str:
+    return f"10.77.0.{index + 1}"
+
+
+def _run_ip_command(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LabError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _namespace_name(name: str, owner: int | None = None) -> str:
+    return f"{NAMESPACE_PREFIX}{owner or os.getpid()}-{name}"
+
+
+def _host_tag(name: str) -> str:
+    return f"{os.getpid()}-{name}"
+
+
+def _kill_by_tag(mark: str) -> None:
+    """End the processes with this mark, until there are none."""
+    while found := [each for each in psutil.process_iter() if _has_tag(each, mark)]:
+        for each in found:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        psutil.wait_procs(found, 0.1)
+
+
+def _has_tag(each: psutil.Process, mark: str) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        return each.status() != psutil.STATUS_ZOMBIE and each.environ().get(ENV_LOCAL_HOST) == mark
+    return False
+
+
+def _remove_stale_namespaces() -> None:
+    """Remove the hosts of processes that are gone."""
+    for name in _run_ip_command("netns", "list").split():
+        owner = name.removeprefix(NAMESPACE_PREFIX).partition("-")[0]
+        if name.startswith(NAMESPACE_PREFIX) and owner.isdigit() and not psutil.pid_exists(int(owner)):
+            _remove_namespaces(int(owner))
+
+
+def _remove_namespaces(owner: int) -> None:
+    """Remove the namespaces that this process made, and end what still runs in them."""
+    for name in _run_ip_command("netns", "list").split():
+        if name.startswith(_namespace_name("", owner)):
+            for pid in _run_ip_command("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(LabError):  # another process has removed it
+                _run_ip_command("netns", "del", name)

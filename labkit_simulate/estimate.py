@@ -1,0 +1,230 @@
+"""How long the step of a simulated rank takes on a hardware that it never saw.
+
+    reckon(result, "h100-8x").time.step_s
+    reckon(result, hardware("h100-8x", matmul_share=0.6)).model_flops_share
+
+What the rank did, in order, lies with the run (``result.ranks[0].kept("events")``, see labkit_simulate/event_recorder.py), and
+says nothing of hardware: so one simulation is reckoned for as many kinds of hosts as one likes.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from labkit.errors import ParameterError
+from labkit.runs.folder import ARTIFACT_EVENTS
+from labkit.runs.records import RecordWriter
+from labkit.runs.result import RunResult
+from labkit_simulate.theory.hardware import Hardware, get_hardware
+from labkit_simulate.theory.step_time import (
+    COMMUNICATION_STREAM,
+    COMPUTE_STREAM,
+    BackwardEvent,
+    CollectiveEvent,
+    ComputeEvent,
+    Group,
+    Operator,
+    StepTime,
+    TimelineBar,
+    WaitEvent,
+    collective_s,
+    make_group,
+    operator_s,
+    schedule_tasks,
+    tasks_from_events,
+)
+
+TOUCHING_S = 1e-9
+"""Bars that are no farther apart follow one another."""
+
+
+@dataclass(frozen=True)
+class RankStepEstimate:
+    """What is to be expected of a simulated rank's step.
+
+    Attributes:
+        hardware: for which.
+        time: the step on its time line.
+        model_flops: operations of a rank's matrix products that the model needs: what is recomputed is left out, and
+            attention is counted in full.
+        dtype: of the numbers that most operations multiply.
+    """
+
+    hardware: Hardware
+    time: StepTime
+    model_flops: float
+    dtype: str
+
+    @property
+    def model_flops_share(self) -> float:
+        """MFU: the part of what a device could compute in this time that the model needs; 0 without matrix products."""
+        if not self.model_flops:
+            return 0.0
+        return self.time.model_flops_share(self.model_flops, self.hardware.peak_flops_per_s(self.dtype))
+
+    @property
+    def record_values(self) -> dict[str, tuple[float, str]]:
+        """The numbers of the record, by name, with their units."""
+        time = self.time
+        return {
+            "reckoned_step_s": (time.step_s, "s"),
+            "reckoned_compute_s": (time.compute_s, "s"),
+            "reckoned_communication_s": (time.communication_s, "s"),
+            "reckoned_exposed_s": (time.exposed_s, "s"),
+            "reckoned_overlapped_s": (time.overlap_s, "s"),
+            "reckoned_model_flops": (self.model_flops, "FLOP"),
+            "reckoned_model_flops_share": (self.model_flops_share, ""),
+        }
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """What a simulated rank did in its step.
+
+    Attributes:
+        model_flops: see ``Reckoned``.
+        groups: the ranks of each process group.
+        events: in order, see labkit_simulate/event_recorder.py.
+    """
+
+    model_flops: float
+    groups: list[list[int]]
+    events: list[dict[str, Any]]
+
+    @property
+    def collective_calls(self) -> list[dict[str, Any]]:
+        """The collectives and messages."""
+        return [event for event in self.events if "call" in event]
+
+    @property
+    def operator_counts(self) -> Iterator[tuple[Operator, int]]:
+        """The operators, and how often each ran, by stretches of work."""
+        for event in self.events:
+            for *operator, count in event.get("operators", ()):
+                yield Operator(*operator), count
+
+
+def read_events(result: RunResult, rank: int | None = None) -> StepEvents:
+    """What a simulated rank did in its step.
+
+    Args:
+        result: of ``labkit.simulate``.
+        rank: which of those simulated; the first by default.
+
+    Raises:
+        Missing: the rank was not simulated, or took no step.
+    """
+    chosen = min(result.active_ranks) if rank is None else rank
+    head, *events = map(json.loads, result.ranks[chosen].artifact(ARTIFACT_EVENTS).splitlines())
+    return StepEvents(head["model_flops"], head["groups"], events)
+
+
+def estimate_rank_step(
+    result: RunResult, hosts: str | Hardware, rank: int | None = None, ranks_per_host: int | None = None
+) -> RankStepEstimate:
+    """Reckon the step of a simulated rank.
+
+    Args:
+        result: of ``labkit.simulate``.
+        hosts: the hardware, or its name, such as "h100-8x".
+        rank: which of those simulated; the first by default.
+        ranks_per_host: how many ranks are on each host; as many as in the simulation by default.
+
+    Raises:
+        ParameterError: no such hardware, or ranks that do not fill its hosts.
+        Missing: the rank was not simulated, or took no step.
+        ValueError: products of numbers for which the hardware has no rate.
+    """
+    kind = resolve_hardware(hosts)
+    done = read_events(result, rank)
+    on_host = ranks_on_each_host(result.world_size, ranks_per_host or result.info["ranks_per_host"], kind)
+    machine = kind.for_rank(on_host)
+    groups = [make_group(ranks, on_host) for ranks in done.groups]
+    program = tasks_from_events([event_for_hardware(event, groups, machine) for event in done.events])
+    flops: Counter[str] = Counter()
+    for operator, count in done.operator_counts:
+        flops[operator.dtype] += int(count * operator.flops)
+    dtype = max(flops, key=lambda name: flops[name], default="float32")
+    return RankStepEstimate(machine, schedule_tasks(program, overlaps=not machine.shared), done.model_flops, dtype)
+
+
+def resolve_hardware(hosts: Any) -> Hardware:
+    """The hardware of this name, or what is one already. Raises ParameterError for another name; it lists all."""
+    if isinstance(hosts, Hardware):
+        return hosts
+    try:
+        return get_hardware(hosts)
+    except (ValueError, TypeError) as error:
+        raise ParameterError(str(error)) from None
+
+
+def ranks_on_each_host(world_size: int, ranks_per_host: int, kind: Hardware) -> int:
+    """Ranks on each host. Raises ParameterError where they leave a host half empty, or overcrowd it."""
+    on_host = min(world_size, ranks_per_host)
+    if world_size % on_host:
+        rest = f"{world_size} % {on_host} = {world_size % on_host}"
+        raise ParameterError(f"{world_size} ranks do not fill hosts of {on_host} ({kind.name}): {rest}")
+    try:
+        kind.for_rank(on_host)
+    except ValueError as error:
+        raise ParameterError(str(error)) from None
+    return on_host
+
+
+def event_for_hardware(
+    event: Mapping[str, Any], groups: Sequence[Group], machine: Hardware
+) -> ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent:
+    """An event as it takes time on this machine."""
+    if "work" in event:
+        return ComputeEvent(f"{event['phase']} {event['work']}", compute_event_s(event["operators"], machine))
+    if "call" in event:
+        group = groups[event["group"]]
+        return CollectiveEvent(
+            name=f"{event['call']} {event['of']}",
+            seconds=collective_s(event["call"], event["bytes"], group, machine),
+            stream=f"{COMMUNICATION_STREAM} {event['group']}",
+            early=event["early"],
+            after=tuple(event.get("after", ())),
+        )
+    return WaitEvent(event["wait"]) if "wait" in event else BackwardEvent()
+
+
+def compute_event_s(operators: Iterable[Sequence[Any]], machine: Hardware) -> float:
+    """Seconds of a stretch of work. What moves and computes nothing, such as a view, is no kernel of a GPU's."""
+    total = 0.0
+    for *fields, count in operators:
+        operator = Operator(*fields)
+        if machine.shared or operator.flops or operator.moved_bytes:
+            total += count * operator_s(operator, machine)
+    return total
+
+
+def write_estimate(result: RunResult, hosts: Hardware) -> None:
+    """Add to the records of a finished simulation what is reckoned for this hardware: numbers, and a time line."""
+    for rank in result.active_ranks:
+        reckoned = estimate_rank_step(result, hosts, rank)
+        step = max((line["step"] for line in result.lines if line["rank"] == rank), default=0)
+        writer = RecordWriter(result.folder, rank)
+        for lane, bar in lanes_and_bars(reckoned.time):
+            phase, _, name = bar.name.partition(" ")
+            moment = {"start_us": 1e6 * bar.start_s, "dur_us": 1e6 * bar.dur_s}
+            writer.write("bar", "" if phase == "optimizer" else name, step, lane=lane, phase=phase, **moment)
+        for name, (value, unit) in reckoned.record_values.items():
+            writer.write("scalar", name, step, value=value, unit=unit)
+        writer.close()
+
+
+def lanes_and_bars(time: StepTime) -> Iterator[tuple[str, TimelineBar]]:
+    """The bars of a time line by lane, as those of a measured one; work of the same name without a pause is one bar."""
+    whole: list[TimelineBar] = []
+    for bar in (each for each in time.bars if each.stream == COMPUTE_STREAM):
+        last = whole[-1] if whole else bar
+        if whole and last.name == bar.name and bar.start_s - last.end_s <= TOUCHING_S:
+            whole[-1] = replace(last, dur_s=bar.end_s - last.start_s)
+        else:
+            whole.append(bar)
+    yield from (("compute", bar) for bar in whole if bar.dur_s)
+    yield from (("communication", bar) for bar in time.bars if bar.stream != COMPUTE_STREAM and bar.dur_s)
+    yield from (("exposed", bar) for bar in time.exposure_bars)

@@ -1,0 +1,161 @@
+"""Memory and communication of a simulated program that knows nothing of labkit, from its first line to its last.
+
+Nobody says where its steps begin. So a step goes from the end of one ``optimizer.step()`` to the end of the next. What
+comes before the end of the first is the start, in which models are made whole and sent to all ranks: its peak of memory
+stands apart, as ``start_peak_total_bytes``, and its communication is the warm-up's. ``peak_..._bytes`` are of all that
+follows; what is sent after the last is a step of its own. Of a program that has no whole step all is one.
+"""
+
+import ast
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import device_mesh
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from labkit import requirements
+from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, simulation_ranks, write_json
+from labkit.runs.records import RecordWriter
+from labkit.session.meter import allow_second_forward, bytes_by_category, make_event_recorder, write_traffic
+from labkit_simulate.memory_recorder import MemoryRecorder
+from labkit_simulate.patch_training import MESH_FACTORY_MODULES
+
+WARM_UP_STEP = -1
+
+
+def is_labkit_program(target: str) -> bool:
+    """Whether a program writes its own records: it is a module of labkit's, or a file that imports labkit."""
+    if not target.endswith(".py"):
+        return True
+    try:
+        tree = ast.parse(Path(target).read_bytes())
+    except SyntaxError:  # the program's start says it better
+        return True
+    names = [each.module or "" for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
+    names += [alias.name for each in ast.walk(tree) if isinstance(each, ast.Import) for alias in each.names]
+    return any(name.partition(".")[0] == "labkit" for name in names)
+
+
+@contextlib.contextmanager
+def record_external_program(rank: int, world_size: int) -> Iterator["ProgramMemoryTracker"]:
+    """In here, record what a program holds and sends; enter it where tensors are simulated already."""
+    folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
+    if rank == simulation_ranks()[0]:
+        write_json(folder.session_json, external_session_info(world_size))
+    writer = RecordWriter(folder.path, rank)
+    steps = ExternalStepRecorder(writer)
+    hook = register_optimizer_step_post_hook(lambda optimizer, *unused: steps.finish_step(optimizer))
+    try:
+        with steps.tracker, steps.counter, record_mesh_axes(steps):
+            yield steps.tracker
+    finally:
+        hook.remove()
+        steps.close()
+        writer.close()
+
+
+class ExternalStepRecorder:
+    """What is held and sent in each step, written as records."""
+
+    def __init__(self, writer: RecordWriter):
+        self.tracker = ProgramMemoryTracker()
+        self.counter = make_event_recorder(None, self.tracker)
+        self._writer, self._index = writer, WARM_UP_STEP
+        self._held: MemoryRecorder | None = None
+
+    def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has updated parameters."""
+        write_traffic(self._writer, self.counter, self._index)
+        self.counter.write(self._writer)
+        self.counter.forget()
+        if self._index == WARM_UP_STEP:
+            whole = self.tracker.peak_by_category()["total"]
+            self._writer.write("memory", "start_peak_total", WARM_UP_STEP, bytes=whole)
+            self.tracker.reset_peak()
+            known = self.tracker._mod_tracker._known_modules.items()
+            roots = [module for module, name in known if "." not in name]
+            self._held = MemoryRecorder(self.tracker, self.counter.where, [*roots, optimizer])
+        self._index += 1
+
+    def close(self) -> None:
+        """The program has ended."""
+        if self._held:
+            self._held.write_records(self._writer, self._index)
+        write_traffic(self._writer, self.counter, max(self._index, 0))
+        if self._index == WARM_UP_STEP:
+            self.counter.write(self._writer)
+        for name, amount in self.tracker.peak_by_category().items():
+            self._writer.write("memory", f"peak_{name}", max(self._index, 0), bytes=amount)
+
+
+@contextlib.contextmanager
+def record_mesh_axes(steps: ExternalStepRecorder) -> Iterator[None]:
+    """In here, what runs along an axis of a mesh that the program makes is counted for this axis as well."""
+    make = device_mesh.init_device_mesh
+
+    def make_and_add_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
+        mesh = make(*args, **kwargs)
+        steps.counter.follow(mesh)
+        return mesh
+
+    for module in MESH_FACTORY_MODULES:
+        module.init_device_mesh = make_and_add_mesh
+    yield
+
+
+class ProgramMemoryTracker(MemTracker):
+    """torch's tracker, which by itself takes one step and keeps accounts of modules: here many, and of the whole.
+
+    Attributes:
+        most: bytes that were held at most since the program asked to forget it; ``peak`` is of a step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._pre_fw_hook = allow_second_forward(self, self._pre_fw_hook)  # type: ignore[method-assign]
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes now."""
+        return bytes_by_category(self, "current", torch.device("cpu")).get("total", 0)
+
+    def peak_by_category(self) -> dict[str, int]:
+        """Bytes of each category at the moment when most was held."""
+        return bytes_by_category(self, "peak", torch.device("cpu"))
+
+    def reset_peak(self) -> None:
+        """Look for the peak of what comes from now on."""
+        self._peak_mem_snap = self.get_tracker_snapshot()
+        self._peak_mem = {device: held["Total"] for device, held in self._peak_mem_snap.items()}
+
+    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if module in self.memory_tracking:
+            super()._post_fw_hook(module, inputs, outputs)
+
+    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
+        if module in self.memory_tracking:
+            super()._pre_bw_hook(module, args)
+
+    def _post_bw_hook(self, module: nn.Module, args: Any) -> None:
+        if module in self.memory_tracking:
+            super()._post_bw_hook(module, args)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        modules, self.memory_tracking = self.memory_tracking, type(self.memory_tracking)()
+        super()._update_peak_stats(peak_state)
+        self.memory_tracking = modules
+        self.most = max([self.most, *(held["Total"] for held in self._curr_mem_snap.values())])
+
+
+def external_session_info(world_size: int) -> dict[str, Any]:
+    """What a reader must know of the machine; the same as of a session, see rank/here.py."""
+    machine = {"device": "simulated", "device_name": "simulated", "backend": "fake", "world_size": world_size}
+    return machine | {"cores": len(requirements.usable_cores()), "torch": torch.__version__, "note": ""}

@@ -1,0 +1,66 @@
+"""What FSDP2 and DTensor do with shards in a simulation.
+
+Replaced is what looks at memory, what takes long on a thousand ranks, and what would be counted as a step's though no
+real rank does it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def patch_sharding() -> None:
+    """Replace it for the rest of this process."""
+    module: Any = _fsdp_param
+    module._chunk_with_empty = LazyChunks
+    module.FSDPParam.reset_sharded_param = skip_needless_reset(module.FSDPParam.reset_sharded_param)
+    propagator: Any = ShardingPropagator
+    propagator._propagate_tensor_meta_non_cached = hide_from_trackers(propagator._propagate_tensor_meta_non_cached)
+
+
+class LazyChunks:
+    """A parameter in equal chunks, of which FSDP2 keeps this rank's: only what it asks for is cut.
+
+    Cutting all of them takes most of the time of a simulation of a thousand ranks.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int):
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.shape[dim] // count)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self._size
+        left = self._tensor.shape[self._dim] - start
+        if left <= 0 and index:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, left))
+
+
+def skip_needless_reset(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2 pads a shard anew if it is not the one that it made, and tells that by its address, which is 0 here."""
+
+    def reset_if_changed(shard: Any) -> None:
+        found = getattr(shard._module_info.module, shard._module_info.param_name)
+        if found is not shard.sharded_param or not has_same_storage(found._local_tensor, shard._sharded_param_data):
+            reset(shard)
+
+    return reset_if_changed
+
+
+def has_same_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two simulated tensors share what would be their memory."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def hide_from_trackers(shape_of: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor learns a whole result's shape from simulated tensors: elsewhere no tracker takes those for a step's."""
+
+    def call_without_modes(*args: Any) -> Any:
+        with _disable_current_modes():
+            return shape_of(*args)
+
+    return call_without_modes
