@@ -38,9 +38,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import labkit
-from labkit import config, doctor
+from labkit import doctor
+from labkit.command_line import cli_dataclass, cli_list_dataclass
 from labkit.course.commands import COMMANDS
 from labkit.launcher.progress import redirect_to_devnull
+from labkit.launcher.program_source import read_config
 from labkit.launcher.run import find_program
 from labkit.runs import history
 from labkit.runs.folder import runs_folder
@@ -173,16 +175,16 @@ def parse_run_command(
     """
     path, _ = find_program(program)
     prog = f"{PROG} {kind.__name__.lower()}"
-    config_class = config.read_config(path)
+    config_class = read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
         command, unknown = tyro.cli(kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True)
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = config.cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
+    options = cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
     if kind is PlanCommand:
-        options = config.cli_list_dataclass(options)
+        options = cli_list_dataclass(options)
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     combined = make_dataclass(
         kind.__name__,
@@ -194,7 +196,7 @@ def parse_run_command(
     )
     about = f"{COMMAND_VERBS[kind]} {program} and show {'those that fit' if kind is PlanCommand else 'its summary'}."
     command = tyro.cli(combined, prog=f"{prog} {program}", description=about, args=words)
-    defaults, values = config.cli_values(options()), config.cli_values(command.parameters)
+    defaults, values = vars(options()), vars(command.parameters)
     return command, {name: value for name, value in values.items() if value != defaults[name]}
 
 

@@ -3,7 +3,17 @@
 The session itself lives in labkit/session; this module is the short name that rank programs and cells import.
 """
 
-from labkit.session.payload import is_replaced, replaceable, report
+from labkit.session.payload import is_replaced, load_config, replaceable, report
 from labkit.session.session import Session, StepLoop, exit_with_reason, run_main, session
 
-__all__ = ["Session", "StepLoop", "report", "is_replaced", "exit_with_reason", "replaceable", "session", "run_main"]
+__all__ = [
+    "Session",
+    "StepLoop",
+    "exit_with_reason",
+    "is_replaced",
+    "load_config",
+    "replaceable",
+    "report",
+    "run_main",
+    "session",
+]

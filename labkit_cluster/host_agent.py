@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from labkit.errors import HostLost, NotAllHosts
 from labkit.launcher import process
-from labkit.runs.folder import RunFolder
+from labkit.runs.folder import RunFolder, write_json
 from labkit_cluster.file_sync import FileChanges
 from labkit_cluster.host_rendezvous import (
     Mailbox,
@@ -95,6 +95,7 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
     guest = RendezvousMember(**request["guest"])
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="labkit-"), request["name"]))
     folder.path.mkdir()
+    write_json(folder.run_json, {"params": request["params"]})
     if request["given"]:
         folder.write_payload(bytes.fromhex(request["given"]))
     home = NotebookLink(folder, hears, says)
@@ -151,7 +152,7 @@ class NotebookLink:
         self._folder, self._hears, self._says = folder, hears, says
         self._words: dict[str, dict[str, Any]] = {}
         self._speaking = threading.Lock()
-        self._growth = FileChanges(folder.path, without={folder.payload.name})
+        self._growth = FileChanges(folder.path, without={folder.payload.name, folder.run_json.name})
         self._heard_before, self._brought = 0, threading.Event()
         threading.Thread(target=self._receive_messages, daemon=True).start()
         self._bringing = threading.Thread(target=self._send_files_until_end, daemon=True)

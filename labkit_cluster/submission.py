@@ -147,7 +147,7 @@ def _make_job_folder(plan: RunRequest, name: str, revision: str | None) -> RunFo
     """The run's folder with all that the agents need. It is its owner's alone: job.json holds the run's secret."""
     info = initial_run_info(plan) | {"exit": "submitted", "hosts": [], "git_revision": revision}
     folder = make_run_folder(info, b"", name)
-    names = ("target", "arguments", "device", "timeout_s")
+    names = ("target", "device", "timeout_s")
     job = {name: getattr(plan, name) for name in names}
     job |= {"hosts": len(plan.hosts), "nproc": plan.local_world_size, "token": secrets.token_hex(16)}
     write_json(folder.job_json, job)

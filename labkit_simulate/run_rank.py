@@ -1,4 +1,4 @@
-"""What a simulated rank finds itself in. The worker starts ``python -m labkit_simulate.run_rank PROGRAM ARGUMENTS``.
+"""What a simulated rank finds itself in. The worker starts ``python -m labkit_simulate.run_rank PROGRAM``.
 
 Two things of torch make it: the process group "fake", in which every collective returns at once and has moved nothing,
 and FakeTensorMode, in which tensors have no memory. What else is replaced here has to look at numbers where the
@@ -52,7 +52,7 @@ LIBRARY_FOLDERS = (
 
 def main() -> None:
     """Run the program that sys.argv names as a simulated rank."""
-    target, arguments = sys.argv[1], sys.argv[2:]
+    target = sys.argv[1]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     patch_torch(rank, world_size)
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as around:
@@ -60,7 +60,7 @@ def main() -> None:
             held = around.enter_context(record_external_program(rank, world_size))
             around.enter_context(patch_cuda.simulate_gpus(held))
         try:
-            run_program(target, arguments)
+            run_program(target, [])
         except Exception as error:
             raise explain_error(error) from None
 

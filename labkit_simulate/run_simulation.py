@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from labkit import config
 from labkit.errors import ParameterError
-from labkit.launcher import payload_pickling
+from labkit.launcher import payload_pickling, program_source
 from labkit.launcher.run import RunRequest, execute_request, find_program, require_positive, resolve_params
 from labkit.launcher.warm_start import choose_warm_start
 from labkit.runs.folder import ENV_EXPECTED_WORLD_SIZE, ENV_SIMULATION
@@ -102,7 +102,7 @@ class SimulationRequest(RunRequest):
 
     @property
     def worker_command(self) -> tuple[str, list[str]]:
-        return RANK_MODULE, [self.target, *self.arguments]
+        return RANK_MODULE, [self.target]
 
     @property
     def extra_environment(self) -> dict[str, str]:
@@ -135,7 +135,7 @@ def make_simulation_request(
         estimate.ranks_on_each_host(world_size, ranks_per_host, kind)
     path, target = find_program(program)
     if use is not None:
-        payload_pickling.validate_replacements(use, config.read_replaceable(path), path.stem)
+        payload_pickling.validate_replacements(use, program_source.read_replaceable(path), path.stem)
     sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
     resolved = resolve_params(path, params, world_size)
     ranks = select_ranks(rank, world_size, path, resolved[0])
@@ -146,7 +146,7 @@ def make_simulation_request(
 def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, Any]) -> list[int]:
     """The ranks that are simulated, in order. Raises ParameterError for what is none of 0 to world_size - 1."""
     if rank == "different":
-        config_class = config.read_config(path)
+        config_class = program_source.read_config(path)
         made = config.build_config(config_class, params) if config_class else None
         said = getattr(made, "different_ranks", None)
         return sorted({*(said(world_size) if said else (0, world_size // 2, world_size - 1))})

@@ -1,4 +1,4 @@
-"""A program's Config: read without running it, checked, written as a command line and read back by the rank."""
+"""A program's Config: read without running it, checked, carried as JSON and built again by the rank."""
 
 import concurrent.futures
 import math
@@ -11,7 +11,12 @@ import pytest
 
 import labkit
 from labkit import config
+from labkit.command_line import parse_argv
 from labkit.errors import ParameterError
+from labkit.launcher.program_source import read_config
+from labkit.launcher.run import resolve_params
+from labkit.runs.folder import RunFolder, write_json
+from labkit.session.payload import load_config
 
 PROGRAM = '''
 """A program that must not be run to read its Config."""
@@ -27,6 +32,7 @@ from labkit.nowhere import more
 SIZES = (32, 64)
 Strategy = Literal["native", "local"]
 torch.explode()
+rank.run_main(print, Config)
 raise SystemExit("the program was run")
 
 @dataclass
@@ -69,20 +75,20 @@ def program(tmp_path):
 
 @pytest.fixture
 def config_class(program):
-    return config.read_config(program)
+    return read_config(program)
 
 
 def read(tmp_path, source):
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(source))
-    return config.read_config(path)
+    return read_config(path)
 
 
 def test_read_config_runs_neither_the_program_nor_torch(program):
     code = f"""
 import sys
 from pathlib import Path
-from labkit.config import read_config
+from labkit.launcher.program_source import read_config
 made = read_config(Path({str(program)!r}))()
 print(made.width, made.dims, "torch" in sys.modules, sorted(name for name in sys.modules if "config of" in name))
 """
@@ -100,8 +106,9 @@ def test_a_program_without_config(tmp_path):
         ("def broken(:\n  pass", "program.py:1: not valid Python"),
         ("class Config:\n    width: int = 1", "must be a @dataclass"),
         (
-            "from dataclasses import dataclass\nimport torch\n@dataclass\nclass Config:\n    kind: str = torch.float32",
-            "program.py:5: class Config: NameError: name 'torch' is not defined; it is read without running",
+            "from dataclasses import dataclass\n@dataclass\nclass Config:\n    kind: str = later\nlater = ''",
+            "program.py:4: class Config: NameError: name 'later' is not defined; it is read without running the program: "
+            "it may use what the program's top level imports, assigns or defines above it",
         ),
         (
             "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: Missing = 1",
@@ -121,8 +128,12 @@ def test_a_program_without_config(tmp_path):
             "program.py:5: class Config: field dims is list[int]; a field is int, float, bool, str, Literal, a tuple",
         ),
         (
-            "from labkit.theory.tensor import rank_layers\nclass Config:\n    width: int = 1",
+            "from labkit.theory.tensor import rank_layers\nclass Config:\n    width: int = rank_layers(1)",
             "program.py:1: class Config: ModuleNotFoundError: No module named 'labkit.theory.tensor'",
+        ),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: int = None",
+            "program.py:4: class Config: the default of width, None, is not int: give one of its type, or change",
         ),
         (
             "from dataclasses import dataclass\n@dataclass\nclass Config:\n    dims: list = []",
@@ -341,13 +352,13 @@ def test_a_file_that_is_not_python_is_refused(tmp_path, content, message):
     path = tmp_path / "program.py"
     path.write_bytes(content)
     with pytest.raises(ParameterError) as caught:
-        config.read_config(path)
+        read_config(path)
     assert str(caught.value).startswith(str(path)) and message in str(caught.value)
 
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
     with pytest.raises(ParameterError, match=r"cannot be read \(Is a directory\): give a file of Python"):
-        config.read_config(tmp_path)
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -362,61 +373,128 @@ def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
 def test_what_python_runs_is_read_and_run(tmp_path, content):
     path = tmp_path / "program.py"
     path.write_bytes(content)
-    assert config.read_config(path)().width == 4
+    assert read_config(path)().width == 4
     assert labkit.run(path, nproc=1).ranks[0].log() == "café\n"
 
 
 def test_threads_read_at_the_same_time(program):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        classes = list(pool.map(config.read_config, [program] * 200))
+        classes = list(pool.map(read_config, [program] * 200))
     assert {config_class().width for config_class in classes} == {512}
     assert not [name for name in sys.modules if "config of" in name]
+
+
+def test_what_the_config_names_is_run_and_nothing_else_of_the_program(tmp_path):
+    config_class = read(
+        tmp_path,
+        """
+        from dataclasses import dataclass, fields
+        from nowhere import nothing
+        from math import inf, pi as circle
+        raise SystemExit("the program was run")
+        width = 1 / 0
+        steps = 1 / 0
+        def twice(value):
+            return 2 * value
+        HALF = 4
+        WHOLE = twice(HALF)
+
+        @dataclass
+        class Config:
+            width: int = WHOLE
+            angle: float = circle
+
+            def validate(self, world_size):
+                steps = len(fields(Config))
+                raise ValueError(f"{steps} fields, {twice(self.width)}")
+        """,
+    )
+    assert config_class().width == 8 and config_class().angle == math.pi
+    with pytest.raises(ParameterError, match=r"^2 fields, 16$"):
+        config.build_config(config_class, {}, world_size=1)
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch):
+    """The folder of a run in whose rank this process is; its program has no command line."""
+    monkeypatch.setenv("LABKIT_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["program"])
+    return RunFolder(tmp_path)
 
 
 @pytest.mark.parametrize(
     "given",
     [
         {},
-        {"width": 64, "learning_rate": 1e-7},
-        {"width": -64, "learning_rate": float("inf")},
+        {"width": -64, "learning_rate": 1e-7},
         {"strategy": "native", "save": True, "shuffle": False},
         {"preset": "paper"},
         {"preset": "paper", "width": 512, "dims": (32, 64), "save": False},  # back to what the class has
-        {"dims": (9,)},
         {"dims": ()},
         {"dims": (-1, 2, -3)},
         {"tile": (1, -0.25)},
         {"limit": 3},
-        {"title": "--a b=c'd\" é"},
+        {"title": "--a b=c'd\" é\0\ud800\n"},
+        {"title": "x" * 200_000},
         {"title": ""},
         {"title": "None"},
     ],
+    ids=str,
 )
-def test_the_command_line_is_read_back_as_the_same_config(config_class, given):
+def test_a_rank_builds_the_config_of_its_run_again(config_class, run_folder, given):
     made = config.build_config(config_class, given)
-    argv = config.to_argv(made)
-    assert config.parse_argv(config_class, argv) == made
-    assert bool(argv) == bool(given)
+    write_json(run_folder.run_json, {"params": config.config_params(made)})
+    assert load_config(config_class) == made
+
+
+def test_a_command_line_comes_before_the_parameters_of_the_run(config_class, run_folder, monkeypatch):
+    write_json(run_folder.run_json, {"params": {"width": 64}})
+    monkeypatch.setattr(sys, "argv", ["another", "--width", "8"])
+    assert load_config(config_class).width == 8
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_cannot_hold_is_refused_before_a_start(program, number):
+    with pytest.raises(ParameterError) as caught:
+        labkit.run(program, nproc=1, learning_rate=number)
+    rule = "parameters travel as JSON, which cannot hold it; give a finite number"
+    assert f"learning_rate = {number}: {rule}" in str(caught.value)
+
+
+def test_a_run_knows_all_parameters_and_those_that_were_given(program):
+    every, given = resolve_params(program, {"preset": "paper", "dims": [1, 2]}, 1)
+    assert every["width"] == 1024 and every["steps"] == 5 and every["dims"] == (1, 2)
+    assert given == {"preset": "paper", "dims": (1, 2)}
+
+
+def test_parameters_of_a_program_that_never_reads_them_are_refused(tmp_path):
+    path = tmp_path / "deaf.py"
+    path.write_text(HOLD + "print(Config())\n")
+    with pytest.raises(ParameterError) as caught:
+        resolve_params(path, {"width": 8}, 1)
+    message = "deaf never reads its Config, so width would change nothing: call rank.run_main(main, Config)"
+    assert str(caught.value).startswith(message)
+    assert resolve_params(path, {}, 1) == ({"width": 4}, {})
 
 
 @pytest.mark.parametrize("word", ["--learning-rate", "--learning_rate"])
 def test_a_field_with_underscores_has_both_spellings(config_class, word):
-    assert config.parse_argv(config_class, [word, "3"]).learning_rate == 3
+    assert parse_argv(config_class, [word, "3"]).learning_rate == 3
 
 
 @pytest.mark.parametrize("argv", [["--preset", "paper", "--width", "8"], ["--width", "8", "--preset=paper"]])
 def test_a_preset_on_the_command_line(config_class, argv):
-    parsed = config.parse_argv(config_class, argv)
+    parsed = parse_argv(config_class, argv)
     assert (parsed.width, parsed.dims) == (8, (256, 512))
 
 
 def run_command_line(tmp_path, *argv):
     path = tmp_path / "shown.py"
     path.write_text(
-        "from dataclasses import dataclass\nfrom labkit.config import PositiveInt, parse_argv\n\n"
+        "import sys\nfrom dataclasses import dataclass\nfrom labkit.command_line import parse_argv\nfrom labkit.config import PositiveInt\n\n"
         "@dataclass\nclass Config:\n"
         '    width: PositiveInt = 512\n    """Image width in pixels."""\n'
-        "    rows: tuple[int, ...] = ()\nprint(parse_argv(Config).width)\n"
+        "    rows: tuple[int, ...] = ()\nprint(parse_argv(Config, sys.argv[1:]).width)\n"
     )
     return subprocess.run([sys.executable, str(path), *argv], capture_output=True, text=True, timeout=60)
 

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
 from labkit import doctor, inductor, requirements
-from labkit.config import build_config, read_config
+from labkit.config import build_config
 from labkit.errors import ParameterError
+from labkit.launcher.program_source import read_config
 from labkit.launcher.run import find_program
 from labkit.parallel import ddp
 from labkit.parity import ddp as parity

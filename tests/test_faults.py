@@ -270,9 +270,9 @@ def test_paths_and_parameters_may_hold_anything(tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / odd / "runs"))
     program = tmp_path / f"{odd}.py"
     program.write_text(
-        "from dataclasses import dataclass\nfrom labkit.config import parse_argv\n\n"
+        "from dataclasses import dataclass\nfrom labkit.rank import load_config\n\n"
         "@dataclass\nclass Config:\n    text: str = ''\n    names: tuple[str, ...] = ()\n\n"
-        "print(repr(parse_argv(Config)))\n"
+        "print(repr(load_config(Config)))\n"
     )
     given = {"text": f"--text={odd}", "names": ("-a", "--text", "", odd, "None", "\\")}
     result = labkit.run(program, nproc=1, **given)

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
 from labkit import parity
-from labkit.config import build_config, read_config
+from labkit.config import build_config
+from labkit.launcher.program_source import read_config
 from labkit.launcher.run import find_program
 from labkit.models import catalog
 from labkit.models.mlp import MLPStack, UnusedLinear

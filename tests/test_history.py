@@ -26,7 +26,7 @@ INFO = {
     "program": "strips",
     "program_path": "/somewhere/launch/strips.py",
     "params": {"width": 8},
-    "arguments": ["--width=8"],
+    "given_params": {"width": 8},
     "nproc": 2,
     "device": "auto",
     "timeout_s": 300,
@@ -83,7 +83,7 @@ def test_what_is_no_run_is_not_listed(place, tmp_path, capsys):
     line, total = capsys.readouterr().out.splitlines()
     assert line.split() == [
         *(NOW - timedelta(days=1)).strftime("%Y-%m-%d %H:%M:%S").split(),
-        *("strips", "2", "ranks", "ok", "1.5", "s", "--width=8"),
+        *("strips", "2", "ranks", "ok", "1.5", "s", "width=8"),
         run.name,
     ]
     assert total == f"1 of 1 runs in {place}"
@@ -270,8 +270,16 @@ def test_runs_are_set_side_by_side(place, capsys):
     assert main(["runs", "show", "00000c"]) == 1
 
 
+def test_an_older_run_shows_its_command_line(place):
+    folder = recorded(place, 1)
+    old = {name: value for name, value in INFO.items() if name != "given_params"}
+    (folder / "run.json").write_text(json.dumps(old | {"arguments": ["--width=8", "--dims", "1"]}))
+    (line,) = history.format_table(history.find_runs()).splitlines()
+    assert " --width=8 --dims 1 " in line
+
+
 def test_signs_that_a_terminal_obeys_are_not_shown(place):
-    recorded(place, 1, program="a\x1b[2Jb\nc", arguments=["x" * 100])
+    recorded(place, 1, program="a\x1b[2Jb\nc", given_params={"x" * 100: 1})
     (line,) = history.format_table(history.find_runs()).splitlines()
     assert "a?[2Jb?c" in line and len(line) < 200
 

@@ -39,8 +39,8 @@ class Config:
     strategy: Literal["local", "dtensor"] = "local"
 
 if __name__ == "__main__":
-    from labkit.config import parse_argv
-    print("given", parse_argv(Config))
+    from labkit.rank import load_config
+    print("given", load_config(Config))
 '''
 
 
@@ -114,7 +114,7 @@ def test_help_lists_the_options_of_run_and_of_the_program(program, capsys):
     assert "(default: 3 4)" in shown
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "convnext_spatial", "fsdp_wrap"])
+@pytest.mark.parametrize("name", ["all_reduce", "convnext_spatial", "decoder", "fsdp_wrap"])
 def test_help_of_a_lab_has_every_field_with_its_docstring_and_does_not_import_torch(name):
     code = (
         "import sys\nfrom labkit.__main__ import main\n"
@@ -125,7 +125,7 @@ def test_help_of_a_lab_has_every_field_with_its_docstring_and_does_not_import_to
     assert answer.stdout.splitlines()[-1] == "0 False", answer.stderr
     shown = " ".join(answer.stdout.replace("│", "").split())
     path, _ = command_line.find_program(name)
-    config_class = command_line.config.read_config(path)
+    config_class = command_line.read_config(path)
     assert config_class is not None
     for field, doc in config_class.field_docs.items():
         assert f"--{field.replace('_', '-')}" in shown

@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 
 import labkit
 from labkit import config
-from labkit.errors import ParameterError, RecordError
+from labkit.errors import RecordError
 from labkit.runs import records
 
 settings.register_profile("labkit", max_examples=50, deadline=None, derandomize=True, database=None)
@@ -154,21 +154,21 @@ class Config:
     marks: tuple[str, ...] = ("-x", "\\-y", "\\\\", "None")
 
 
-ARGUMENT = some.text(some.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
-WORD = ARGUMENT | some.sampled_from(["-a", "--text", "--text=3", "--", "-", "-1", "None", "\\", "\\-a", "\\None", "1"])
+WORD = some.text(max_size=8)
+FINITE = some.floats(allow_nan=False, allow_infinity=False)
 PARAMETERS = {
     "whole": WHOLE,
-    "number": FLOAT,
+    "number": FINITE,
     "switch": some.booleans(),
     "text": WORD,
     "choice": some.sampled_from(["one", "-two", "None", ""]),
     "level": some.sampled_from([1, 2, -3]),
     "limit": some.none() | WHOLE,
-    "rate": some.none() | FLOAT,
+    "rate": some.none() | FINITE,
     "title": some.none() | WORD,
     "names": some.lists(WORD, max_size=3).map(tuple),
     "sizes": some.lists(WHOLE, max_size=3).map(tuple),
-    "tile": some.tuples(FLOAT, FLOAT),
+    "tile": some.tuples(FINITE, FINITE),
     "flags": some.lists(some.booleans(), max_size=3).map(tuple),
     "marks": some.lists(WORD, max_size=3).map(tuple),
     "places": some.none() | some.lists(WORD, max_size=3).map(tuple),
@@ -178,11 +178,5 @@ PARAMETERS = {
 @given(some.fixed_dictionaries({}, optional=PARAMETERS))
 def test_any_parameters_arrive_as_they_were_given(given_values):
     made = config.build_config(Config, given_values)
-    assert repr(asdict(config.parse_argv(Config, config.to_argv(made)))) == repr(asdict(made))
-
-
-@given(ARGUMENT, some.sampled_from(["\0", "\ud800"]), ARGUMENT)
-def test_what_no_command_line_can_hold_is_refused(before, character, after):
-    for refused in ({"text": before + character + after}, {"names": (before, character + after)}):
-        with pytest.raises(ParameterError, match="a command line cannot hold"):
-            config.to_argv(config.build_config(Config, refused))
+    params = json.loads(json.dumps(config.config_params(made), allow_nan=False))
+    assert repr(asdict(config.build_config(Config, params))) == repr(asdict(made))

@@ -12,6 +12,7 @@ from fixture_time import within
 import labkit
 from labkit import config, rank
 from labkit.launcher import process
+from labkit.launcher.program_source import read_config
 from labkit.launcher.run import find_program
 from labkit.models import photo
 
@@ -132,7 +133,7 @@ def test_a_rank_under_bare_torchrun_tells_what_post_init_refuses_in_one_line(mon
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_number_of_a_program_has_limits(program):
-    config_class = config.read_config(find_program(program)[0])
+    config_class = read_config(find_program(program)[0])
     types = [line.partition(" = ")[0] for line in config.describe_fields(config_class).splitlines()]
     assert [each for each in types if re.search(r": .*\b(int|float)\b(?! [≥>])", each)] == []
 

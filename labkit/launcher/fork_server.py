@@ -18,10 +18,8 @@ import selectors
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from labkit import config
 from labkit.launcher import huge_pages, torchrun
 from labkit.launcher.warm_start import FORK, INT_STRUCT, MAX_PATH_BYTES, PAUSE, READY, RESUME
 from labkit.runs import private_files
@@ -38,7 +36,6 @@ MODULES_TO_PRELOAD = (
     "torch._inductor.compile_fx",
     "torch._dynamo.compiled_autograd",
     "torch.utils.cpp_extension",
-    "tyro",
     "labkit.rank",
     "labkit.models.catalog",
     "labkit.parity.spatial",
@@ -59,26 +56,12 @@ def main() -> None:
     for name in MODULES_TO_PRELOAD:
         pause_when_asked(control)
         importlib.import_module(name)
-    warm_up_parsers()
+    sys.modules["torch.distributed.run"].get_args_parser()  # some of it is only made on first use
     sys.path[:] = path  # setuptools adds a folder of its own
     gc.collect()
     gc.freeze()  # a fork that collects garbage would copy the pages of all that was imported
     control.sendall(READY)
     serve_forks(control, os.getppid(), mark)
-
-
-def warm_up_parsers() -> None:
-    """Read command lines as every torchrun and every rank will: some of what that needs is only made on first use."""
-    sys.modules["torch.distributed.run"].get_args_parser()
-    config.parse_argv(WarmupConfig, ["--steps", "2"])
-
-
-@dataclass
-class WarmupConfig:
-    """Parameters, as a rank program has them."""
-
-    steps: int = 1
-    """How many."""
 
 
 def pause_when_asked(control: socket.socket) -> None:

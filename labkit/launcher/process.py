@@ -100,7 +100,7 @@ def start_torchrun_among_hosts(
 
     Args:
         folder: on this host.
-        request: holds the arguments of ``start``: target, the program; arguments, its command line; nproc; device.
+        request: holds the arguments of ``start``: target, the program; nproc; device.
         guest: this host.
         told: is closed here afterwards.
     """
@@ -112,7 +112,7 @@ def start_torchrun_among_hosts(
     meet = ["--rdzv-backend", SEVERAL_HOSTS, "--rdzv-endpoint", "met", "--rdzv-id", folder.path.name]
     meet += ["--rdzv-conf", f"told={told.fileno()}", "--nnodes", str(guest.hosts), "--nproc-per-node", str(nproc)]
     words = [str(folder.path), *meet, "--log-dir", str(folder.torchrun_folder(guest.index)), *WORKER_ARGUMENTS]
-    words += [request["target"], *request["arguments"]]
+    words += [request["target"]]
     with told:
         return _spawn_torchrun(words, own, folder.host_torchrun_log(guest.index), told.fileno())
 

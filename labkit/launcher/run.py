@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from labkit import config, requirements
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
-from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits, run_queue
+from labkit.launcher import (
+    failure,
+    network_namespace,
+    payload_pickling,
+    process,
+    program_source,
+    resource_limits,
+    run_queue,
+)
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.launcher.warm_start import ForkServer, WarmTorchrun, choose_warm_start, fork_server_manager
 from labkit.runs import private_files
@@ -135,7 +143,7 @@ class RunRequest:
     program_path: str
     target: str
     params: dict[str, Any]
-    arguments: list[str]
+    given_params: dict[str, Any]
     nproc: int
     device: str
     timeout_s: float
@@ -161,7 +169,7 @@ class RunRequest:
     @property
     def worker_command(self) -> tuple[str, list[str]]:
         """What each of them is, and its command line."""
-        return self.target, self.arguments
+        return self.target, []
 
     @property
     def extra_environment(self) -> dict[str, str]:
@@ -197,7 +205,7 @@ def make_run_request(
     nproc *= max(1, len(places))
     path, target = find_program(program)
     if use is not None:
-        payload_pickling.validate_replacements(use, config.read_replaceable(path), path.stem)
+        payload_pickling.validate_replacements(use, program_source.read_replaceable(path), path.stem)
     sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
     resolved = resolve_params(path, params, nproc)
     return RunRequest(path.stem, str(path), target, *resolved, nproc, device, timeout_s, choose_warm_start(warm), sources, places)
@@ -296,18 +304,23 @@ def find_program(program: str | Path) -> tuple[Path, str]:
     return found[str(program)], f"launch.{program}"
 
 
-def resolve_params(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[str, Any], list[str]]:
-    """All parameters of the program by name, and its command line."""
-    config_class = config.read_config(path)
+def resolve_params(
+    path: Path, params: Mapping[str, Any], nproc: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All parameters of the program by name, and of them those that were given."""
+    config_class = program_source.read_config(path)
     if config_class is None:
         if params:
             raise ParameterError(f"{path.stem} has no class Config, so it takes no parameters: omit {', '.join(params)}")
-        return {}, []
+        return {}, {}
+    if params and not config_class.is_loaded:
+        what = f"{path.stem} never reads its Config, so {', '.join(params)} would change nothing"
+        raise ParameterError(f"{what}: call rank.run_main(main, Config), or rank.load_config(Config)")
     try:
-        made = config.build_config(config_class, params, nproc)
+        every = config.config_params(config.build_config(config_class, params, nproc))
     except ParameterError as error:
         raise ParameterError(f"{path.stem}: {error}") from None
-    return asdict(made), config.to_argv(made)
+    return every, {name: every[name] for name in params}
 
 
 def make_run_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFolder:
@@ -406,7 +419,7 @@ def _run_uninterrupted(work: Callable[[], None]) -> None:
 
 def _host_request(plan: RunRequest) -> dict[str, Any]:
     """What each host is to run."""
-    return {"target": plan.target, "arguments": plan.arguments, "nproc": plan.local_world_size, "device": plan.device}
+    return {"target": plan.target, "params": plan.params, "nproc": plan.local_world_size, "device": plan.device}
 
 
 def _stop_ranks(folder: RunFolder, running: process.TorchrunProcess | MultiHostTorchrun | None) -> list[int]:

@@ -1,6 +1,6 @@
-"""Runs a rank program inside one rank: ``python -m labkit.launcher.worker PROGRAM ARGUMENTS``.
+"""Runs a rank program inside one rank: ``python -m labkit.launcher.worker PROGRAM``.
 
-PROGRAM is the path of a .py file or the name of a module. It behaves as it does under a bare torchrun; the worker only
+PROGRAM is the path of a .py file or the name of a module; words after it are its command line. It behaves as it does under a bare torchrun; the worker only
 adds to it: what it prints goes to the rank's log, its exception to the rank's error file, a request (SIGUSR1) dumps its
 stacks, and the rank dies when torchrun does. The worker imports neither torch nor anything else that is large.
 """

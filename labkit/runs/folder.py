@@ -2,7 +2,8 @@
 
 | file              | written by                 | holds                                                              |
 |-------------------|----------------------------|--------------------------------------------------------------------|
-| run.json          | the notebook's side        | program, parameters, versions, device, start, duration, exit       |
+| run.json          | the notebook's side        | program, parameters (each rank builds its Config from them),       |
+|                   |                            | versions, device, start, duration, exit                            |
 | session.json      | rank 0's session           | device used, backend, cores, threads, torch version, note          |
 | rank_00003.jsonl  | each rank's session        | its measurements, see records.py                                   |
 | rank_00003.log    | each rank                  | all that it printed                                                |

@@ -175,7 +175,10 @@ def format_table(entries: Sequence[HistoryEntry]) -> str:
 
 def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
     started = datetime.fromtimestamp(entry.start_time_s).isoformat(" ", "seconds") if entry.start_time_s else "?"
-    ranks, duration, given = (entry.info.get(name, "?") for name in ("nproc", "duration_s", "arguments"))
+    ranks, duration = (entry.info.get(name, "?") for name in ("nproc", "duration_s"))
+    given = entry.info.get("given_params", entry.info.get("arguments"))  # the latter in older runs
+    if isinstance(given, dict):
+        given = [f"{name}={value}" for name, value in given.items()]
     texts = [
         started,
         str(entry.info.get("program", "?")),

@@ -1,5 +1,7 @@
 """What a notebook gives to its ranks, and what they give back to it.
 
+Parameters are values in run.json, of which ``load_config`` builds the program's Config.
+
 A program says which of its functions can be replaced, with a default, a signature and a docstring:
 
     @rank.replaceable
@@ -22,12 +24,30 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+from labkit.command_line import parse_argv
+from labkit.config import build_config
 from labkit.errors import LabError
 from labkit.runs import private_files
-from labkit.runs.folder import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER, RunFolder
+from labkit.runs.folder import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER, RunFolder, read_json
 
+ConfigType = TypeVar("ConfigType")
 ReplaceableFunction = TypeVar("ReplaceableFunction", bound=Callable[..., Any])
 _replacements_not_called: set[str] = set()
+
+
+def load_config(config_class: type[ConfigType]) -> ConfigType:
+    """Build this program's Config: from the run's run.json under ``labkit.run``, else from the command line.
+
+    A command line that is not empty comes first: a rank may start another program.
+
+    Raises:
+        ParameterError: ``Config.__post_init__`` refuses the values.
+    """
+    folder = os.environ.get(ENV_RUN_FOLDER)
+    if folder and not sys.argv[1:]:
+        params = read_json(RunFolder(Path(folder)).run_json).get("params", {})
+        return build_config(config_class, params)
+    return parse_argv(config_class, sys.argv[1:])
 
 
 def replaceable(function: ReplaceableFunction) -> ReplaceableFunction:

@@ -258,13 +258,13 @@ def records_text(writer: RecordWriter) -> str:
 
 
 def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
-    """Run a rank program's ``main`` with the Config read from its command line and checked for this number of ranks.
+    """Run a rank program's ``main`` with its Config, checked for this number of ranks.
 
     A refused value ends all ranks with status 2 and one line from rank 0, before any communication. Under a bare
     torchrun, too, no rank takes the interpreter apart, however it ends: see ``ending.py``.
     """
     try:
-        config = configs.parse_argv(config_class)
+        config = payload.load_config(config_class)
         configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))
     except ParameterError as error:
         exit_with_reason(str(error))

@@ -246,7 +246,7 @@ def test_a_host_that_hears_no_more_of_the_notebooks_process_ends_its_part(noted)
     path, pids = noted
     agent = "import labkit_cluster.host_agent as node; node.SILENT_S = 2; node.main()"
     guest = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
-    request = {"target": str(MISBEHAVE), "arguments": [f"--pids={path}"], "nproc": 1, "device": "cpu", "name": "run"}
+    request = {"target": str(MISBEHAVE), "params": {"pids": str(path)}, "nproc": 1, "device": "cpu", "name": "run"}
     request |= {"working_folder": "/", "given": "", "versions": labkit_versions(), "sum": "", "environment": {}}
     alone = subprocess.Popen([sys.executable, "-P", "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     with alone.stdin as pipe:

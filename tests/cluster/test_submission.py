@@ -73,7 +73,7 @@ def test_the_folder_of_a_run_that_was_not_submitted_is_no_job(tmp_path):
 @pytest.fixture
 def second_host(tmp_path, monkeypatch):
     """The agent of a job's second host, as a process, which came before that of the first."""
-    job = {"hosts": 2, "nproc": 1, "token": "secret", "target": "labkit.nothing", "arguments": [], "device": "cpu"}
+    job = {"hosts": 2, "nproc": 1, "token": "secret", "target": "labkit.nothing", "device": "cpu"}
     write_json(RunFolder(tmp_path).job_json, job | {"timeout_s": 9})
     environment = os.environ | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "beta"}
     agent = subprocess.Popen([sys.executable, "-m", "labkit_cluster.agent", str(tmp_path)], env=environment)

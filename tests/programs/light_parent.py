@@ -6,7 +6,6 @@ if __name__ == "__main__":
     fork_server.MODULES_TO_PRELOAD = (
         "encodings.idna",
         "torch.distributed.run",
-        "tyro",
         "labkit.rank",
         "labkit.launcher.rendezvous_handlers",
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from labkit.config import parse_argv
+from labkit.session.payload import load_config
 
 
 @dataclass
@@ -128,4 +128,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_argv(Config))
+    main(load_config(Config))

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from labkit.config import parse_argv
 from labkit.runs.folder import RunFolder, write_json
 from labkit.runs.records import RecordWriter, record_path
+from labkit.session.payload import load_config
 
 
 @dataclass
@@ -42,4 +42,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_argv(Config))
+    main(load_config(Config))

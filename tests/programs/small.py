@@ -24,6 +24,6 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    from labkit.config import parse_argv
+    from labkit.session.payload import load_config
 
-    main(parse_argv(Config))
+    main(load_config(Config))

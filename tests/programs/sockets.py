@@ -10,7 +10,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from labkit.config import parse_argv
+from labkit.session.payload import load_config
 
 
 @dataclass
@@ -42,4 +42,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_argv(Config))
+    main(load_config(Config))
