@@ -64,7 +64,7 @@ __all__ = [
 # Found when they are first asked for, so that the core imports neither of the packages that stand beside it.
 _ELSEWHERE = {
     "Host": "labkit_cluster.hosts",
-    "Plan": "labkit_simulate.search_result",
+    "SearchResult": "labkit_simulate.search_result",
     "plan": "labkit_simulate.planner",
     "simulate": "labkit_simulate.run_simulation",
     "submit": "labkit_cluster.submission",

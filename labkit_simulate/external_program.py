@@ -73,15 +73,15 @@ class ExternalStepRecorder:
     def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated parameters."""
         write_traffic(self._writer, self.counter, self._index)
-        self.counter.write(self._writer)
-        self.counter.forget()
+        self.counter.write_artifact(self._writer)
+        self.counter.reset()
         if self._index == WARM_UP_STEP:
             whole = self.tracker.peak_by_category()["total"]
             self._writer.write("memory", "start_peak_total", WARM_UP_STEP, bytes=whole)
             self.tracker.reset_peak()
             known = self.tracker._mod_tracker._known_modules.items()
             roots = [module for module, name in known if "." not in name]
-            self._held = MemoryRecorder(self.tracker, self.counter.where, [*roots, optimizer])
+            self._held = MemoryRecorder(self.tracker, self.counter.current_phase_and_block, [*roots, optimizer])
         self._index += 1
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class ExternalStepRecorder:
             self._held.write_records(self._writer, self._index)
         write_traffic(self._writer, self.counter, max(self._index, 0))
         if self._index == WARM_UP_STEP:
-            self.counter.write(self._writer)
+            self.counter.write_artifact(self._writer)
         for name, amount in self.tracker.peak_by_category().items():
             self._writer.write("memory", f"peak_{name}", max(self._index, 0), bytes=amount)
 
@@ -102,7 +102,7 @@ def record_mesh_axes(steps: ExternalStepRecorder) -> Iterator[None]:
 
     def make_and_add_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
         mesh = make(*args, **kwargs)
-        steps.counter.follow(mesh)
+        steps.counter.add_mesh(mesh)
         return mesh
 
     for module in MESH_FACTORY_MODULES:

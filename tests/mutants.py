@@ -125,7 +125,7 @@ MUTANTS = [
         "S1 apply_spatial",
         "native runs, and is wrong",
         "labkit/parallel/spatial.py",
-        "    requirements.refuse_if_broken(strategy)\n",
+        "    requirements.refuse_native_strategy(strategy)\n",
         "",
         "tests/test_spatial.py::test_native_is_refused_by_the_function_itself",
     ),

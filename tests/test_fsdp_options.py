@@ -251,7 +251,7 @@ def test_the_extensions_are_compared_on_the_papers_network():
 @pytest.mark.parametrize("model", list(catalog.MODELS))
 def test_every_model_of_the_fsdp_lab_has_the_papers_sizes(model):
     config = read_config(find_program("fsdp_wrap")[0])
-    assert config(preset="paper", model=model).sizes() == SIZES.get(model, {})
+    assert config(preset="paper", model=model).model_sizes() == SIZES.get(model, {})
     catalog.check_model(model, sizes=SIZES.get(model, {}))
 
 

@@ -97,7 +97,7 @@ def test_the_last_cell_says_what_is_open_with_earlier_sessions(kept):
 def in_kernel(folder, verdict):
     """A check says so in a process of their own that starts in a folder, as a kernel does."""
     command = [sys.executable, "-c", KERNEL.format(verdict)]
-    root = str(verdict_store.catalog.ROOT)
+    root = str(verdict_store.lab_catalog.ROOT)
     plain = {name: value for name, value in os.environ.items() if name != verdict_store.ENV_VERDICTS}
     done = subprocess.run(command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ class MultiHostHandler(SingleRoundHandler):
         return SEVERAL_HOSTS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for what came of the meeting, see ``process.tell_meeting``."""
+        """Wait for what came of the meeting, see ``process.send_rendezvous_result``."""
         with self._told:
             word, doors, *_ = socket.recv_fds(self._told, MAX_MESSAGE_BYTES, 1)
         if not word:

@@ -191,7 +191,7 @@ def make_run_request(
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
-    places = _several().checked(hosts) if hosts is not None else []
+    places = _several().parse_hosts(hosts) if hosts is not None else []
     if network_namespace.is_namespace_requested() and places:
         raise ParameterError(f"{network_namespace.ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
     nproc *= max(1, len(places))

@@ -133,7 +133,7 @@ def memory_by_category(
 
 
 def peak_bytes_by_category(result: RunResult) -> dict[str, float]:
-    """The bytes of a run's peak by what they are used for, as ``style.MEMORY`` names it."""
+    """The bytes of a run's peak by what they are used for, as ``style.MEMORY_CATEGORIES`` names it."""
     known = result.summary()
     return {
         name: sum(result.value(f"peak_{part}_bytes") for part in parts if f"peak_{part}_bytes" in known)

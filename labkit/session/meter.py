@@ -172,7 +172,7 @@ class Meter:
         held = None
         with tracker or contextlib.nullcontext(), patience, counter:
             if self.simulated and tracker:
-                held = MemoryRecorder(tracker, counter.where, track)  # now the tracker knows what is there already
+                held = MemoryRecorder(tracker, counter.current_phase_and_block, track)  # now the tracker knows what is there already
             yield step
             at_end = bytes_by_category(tracker, "current", self.device) if tracker else {}
         step.write_records()
@@ -180,7 +180,7 @@ class Meter:
         if held:
             held.write_records(self.writer, index)
         if self.simulated:
-            counter.write(self.writer)
+            counter.write_artifact(self.writer)
         memory = {"peak": bytes_by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():

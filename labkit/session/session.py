@@ -82,7 +82,7 @@ class Session:
             return device_mesh.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
-        """In here, this rank may hold so many MiB more than it does now; see ``cap.memory_cap``."""
+        """In here, this rank may hold so many MiB more than it does now; see ``memory_cap.cap_memory``."""
         return cap_memory(mib, self.device)
 
     def record_scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:

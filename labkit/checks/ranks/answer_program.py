@@ -53,7 +53,7 @@ def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, 
     """
     try:
         answers = unpack_payload(folder / ANSWERS_FILE, digest).values()
-        values = plain_cpu_copy(importlib.import_module(f"labkit.checks.ranks.{lab}").feed(*answers, **setup))
+        values = plain_cpu_copy(importlib.import_module(f"labkit.checks.ranks.{lab}").run_answer(*answers, **setup))
     except SystemExit:
         raise WrongAnswer(f"rank {dist.get_rank()} {EARLY_EXIT_TEXT}") from None
     path, ranks = output_path(folder, dist.get_rank()), range(dist.get_world_size())
