@@ -27,7 +27,7 @@ from torch.distributed import Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from labkit.runs.folder import ARTIFACT_EVENTS, RunFolder, write_text
+from labkit.runs.folder import RunFolder, write_text
 from labkit.runs.records import RecordWriter
 from labkit.session.meter import patch_attribute
 from labkit.session.timeline import FSDP_RANGE_PATTERN, ROOT_UNIT, unit_name
@@ -38,6 +38,7 @@ from labkit.session.traffic import (
     collective_inputs,
     group_name_and_ranks,
 )
+from labkit_simulate.artifacts import ARTIFACT_EVENTS
 from labkit_simulate.operators import NON_COMPUTE_NAMESPACES, make_operator, operator_model_flops
 
 FSDP_RANGES = ("FSDP::", "FullyShardedDataParallel._")

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit import requirements
-from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, simulation_ranks, write_json
+from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, rank_of_process, write_json
 from labkit.runs.records import RecordWriter
-from labkit.session.meter import allow_second_forward, bytes_by_category, make_event_recorder, write_traffic
+from labkit.session.meter import allow_second_forward, bytes_by_category, write_traffic
+from labkit_simulate.event_recorder import EventRecorder
 from labkit_simulate.memory_recorder import MemoryRecorder
 from labkit_simulate.patch_training import MESH_FACTORY_MODULES
 
@@ -47,7 +48,7 @@ def is_labkit_program(target: str) -> bool:
 def record_external_program(rank: int, world_size: int) -> Iterator["ProgramMemoryTracker"]:
     """In here, record what a program holds and sends; enter it where tensors are simulated already."""
     folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
-    if rank == simulation_ranks()[0]:
+    if rank == rank_of_process(0):
         write_json(folder.session_json, external_session_info(world_size))
     writer = RecordWriter(folder.path, rank)
     steps = ExternalStepRecorder(writer)
@@ -66,7 +67,7 @@ class ExternalStepRecorder:
 
     def __init__(self, writer: RecordWriter):
         self.tracker = ProgramMemoryTracker()
-        self.counter = make_event_recorder(None, self.tracker)
+        self.counter = EventRecorder(None, self.tracker._mod_tracker)
         self._writer, self._index = writer, WARM_UP_STEP
         self._held: MemoryRecorder | None = None
 
@@ -81,7 +82,9 @@ class ExternalStepRecorder:
             self.tracker.reset_peak()
             known = self.tracker._mod_tracker._known_modules.items()
             roots = [module for module, name in known if "." not in name]
-            self._held = MemoryRecorder(self.tracker, self.counter.current_phase_and_block, [*roots, optimizer])
+            self._held = MemoryRecorder(
+                self.tracker, self.counter.current_phase_and_block, [*roots, optimizer]
+            )
         self._index += 1
 
     def close(self) -> None:
@@ -156,6 +159,6 @@ class ProgramMemoryTracker(MemTracker):
 
 
 def external_session_info(world_size: int) -> dict[str, Any]:
-    """What a reader must know of the machine; the same as of a session, see rank/here.py."""
+    """What a reader must know of the machine; the same as of a session, see labkit/session/session.py."""
     machine = {"device": "simulated", "device_name": "simulated", "backend": "fake", "world_size": world_size}
     return machine | {"cores": len(requirements.usable_cores()), "torch": torch.__version__, "note": ""}

@@ -12,17 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.runs.folder import ARTIFACT_BLOCKS, ARTIFACT_MEMORY, RunFolder, write_text
+from labkit.runs.folder import RunFolder, write_text
 from labkit.runs.records import RecordWriter
+from labkit.session.meter import category_name
+from labkit_simulate.artifacts import ARTIFACT_BLOCKS, ARTIFACT_MEMORY
 from labkit_simulate.theory.allocator import AllocatorBlock, CachingAllocator
-
-CATEGORY_NAMES = {
-    "sharded param": "parameter",
-    "unsharded param": "unsharded_parameter",
-    "sharded grad": "gradient",
-    "unsharded grad": "unsharded_gradient",
-}
-"""Our names for those of torch's trackers that have spaces and short forms of them."""
 
 PhaseAndBlock = tuple[str, str]
 """A phase of the step and a block of the model."""
@@ -108,12 +102,6 @@ class MemoryRecorder:
         blocks = {"peak": self.peak, "held": held, "marks": self.marks}
         for name, text in ((ARTIFACT_MEMORY, "\n".join(map(str, self.curve))), (ARTIFACT_BLOCKS, json.dumps(blocks))):
             write_text(RunFolder(writer.folder).artifact(writer.rank, name), text + "\n")
-
-
-def category_name(reftype: Any) -> str:
-    """Our name for one of a tracker's categories."""
-    name = str(getattr(reftype, "value", reftype)).lower()
-    return CATEGORY_NAMES.get(name, name.replace(" ", "_"))
 
 
 def storages_by_block(track: Iterable[Any]) -> Iterator[tuple[int, str]]:

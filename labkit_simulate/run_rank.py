@@ -7,6 +7,7 @@ program does not, and would fail: each replacement says why.
 
 import contextlib
 import inspect
+import json
 import linecache
 import os
 import sys
@@ -32,14 +33,18 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.errors import LabError, NoValues, ParameterError
+from labkit.errors import LabError, ParameterError
 from labkit.launcher.worker import run_program
-from labkit.runs.folder import ENV_SIMULATION, ROOT
+from labkit.runs.folder import ROOT
+from labkit.session.hooks import hooks
 from labkit_simulate import patch_cuda, patch_fsdp
+from labkit_simulate.artifacts import ENV_SIMULATION
 from labkit_simulate.external_program import is_labkit_program, record_external_program
+from labkit_simulate.meter import SimulationMeter
 from labkit_simulate.patch_ddp import patch_reducer
 from labkit_simulate.patch_training import MESH_FACTORY_MODULES, drop_arguments, patch_training_functions, use_real_tensors
 
+__tracebackhide__ = True  # for the worker: a learner's traceback begins with the program's frames
 VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises where a fake tensor is asked for its numbers, or for a shape that depends on them."""
 VALUE_READ_TEXTS = ("data pointer", ".numpy() is not supported", "its data is not allocated")
@@ -50,10 +55,17 @@ LIBRARY_FOLDERS = (
 )
 
 
+class NoValues(LabError):
+    """A simulated program asked for a number in a tensor. The message names the line."""
+
+
 def main() -> None:
     """Run the program that sys.argv names as a simulated rank."""
     target, arguments = sys.argv[1], sys.argv[2:]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), set_world_size()
+    hooks.make_meter = SimulationMeter
+    hooks.device_kind_and_name = lambda device: ("simulated", "simulated")
+    hooks.pins_cores = False  # ranks of the same number on their hosts would share one
     patch_torch(rank, world_size)
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as around:
         if not is_labkit_program(target):
@@ -63,6 +75,16 @@ def main() -> None:
             run_program(target, arguments)
         except Exception as error:
             raise explain_error(error) from None
+
+
+def set_world_size() -> int:
+    """Let this rank be one of many, of which torchrun has started a few; return how many."""
+    rank, world = int(os.environ["RANK"]), json.loads(os.environ[ENV_SIMULATION])
+    on_each = min(world["ranks_per_host"], world["world_size"])
+    numbers = {"LOCAL_RANK": rank % on_each, "GROUP_RANK": rank // on_each}
+    numbers |= {"WORLD_SIZE": world["world_size"], "LOCAL_WORLD_SIZE": on_each}
+    os.environ |= {name: str(number) for name, number in numbers.items()}
+    return int(world["world_size"])
 
 
 def patch_torch(rank: int, world_size: int) -> None:

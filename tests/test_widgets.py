@@ -58,12 +58,12 @@ def panel(monkeypatch, tmp_path):
 PROGRAM = """
 import os, time
 from pathlib import Path
-from labkit.runs.records import Writer
+from labkit.runs.records import RecordWriter
 while not Path(__file__).with_name("go_on").exists():
     time.sleep(0.02)
 if Path(__file__).with_name("go_on").read_text() == "fail":
     raise KeyError("no such thing")
-writer = Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
+writer = RecordWriter(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
 writer.write("scalar", "loss", 0, value=1.0, unit="nats")
 """
 

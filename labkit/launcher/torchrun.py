@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from labkit.launcher import network_namespace, process, worker
-from labkit.runs.folder import ENV_HOST_INDEX, ENV_NOTEBOOK_PID, ENV_TORCHRUN_PID, RunFolder, write_json
+from labkit.runs.folder import (
+    ENV_HOST_INDEX,
+    ENV_NOTEBOOK_PID,
+    ENV_TORCHRUN_PID,
+    RunFolder,
+    rank_of_process,
+    write_json,
+)
 from labkit.session.process_exit import reset_exit_handlers
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -148,7 +155,7 @@ def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
     """One failed rank as torchrun saw it; ``signal`` is "" for a rank that left by itself."""
     name = signal.Signals(-failed.exitcode).name if failed.exitcode < 0 else ""
     return {
-        "rank": worker.global_rank(rank),
+        "rank": rank_of_process(rank),
         "pid": failed.pid,
         "exitcode": failed.exitcode,
         "signal": name,

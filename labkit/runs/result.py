@@ -24,7 +24,7 @@ RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
 """What run.json has to hold, whoever wrote it."""
 MAX_RANKS = 1_000_000
 SIMULATION_TYPES = {"ranks": list, "ranks_per_host": int}
-"""What it has to hold of a simulation besides."""
+"""What it has to hold besides where ranks were simulated."""
 SESSION_TYPES = {"device": str, "device_name": str, "cores": int, "torch": str}
 """What a session has to hold, where there was one."""
 
@@ -102,7 +102,7 @@ class RunResult:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether ``labkit.simulate`` made it: it has sizes and counts of some ranks, no values, and reckoned times."""
+        """Whether its ranks were simulated: it has sizes and counts of some, no values, and reckoned times."""
         return bool(self.info.get("simulated", False))
 
     @property

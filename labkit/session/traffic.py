@@ -142,7 +142,7 @@ class CommunicationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented  # let DTensor turn the operation into local ones and collectives first
-        if func is torch.ops.prim.device.default:  # half of what autograd does with simulated tensors; sends nothing
+        if func is torch.ops.prim.device.default:  # half of what autograd does with fake tensors; sends nothing
             return args[0].device
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace in COMMUNICATION_NAMESPACES and name not in NON_TRAFFIC_OPS:

@@ -138,7 +138,7 @@ class TwoTensor(Tensor):
             return whole, (whole.a, whole.b)
         for name, gathered, half in (("a", a, out.a), ("b", b, out.b)):
             if gathered.dtype != half.dtype:
-                refill_parameter(half, gathered)
+                refill(half, gathered)
             elif gathered.untyped_storage()._cdata != half.untyped_storage()._cdata:
                 raise ValueError(
                     f"the parameter's half {name} does not lie in the gathered tensor's memory and would keep its old "
@@ -183,7 +183,7 @@ def pad_rows(shard: Tensor, rows: int) -> Tensor:
     return functional.pad(shard, [0, 0] * (shard.ndim - 1) + [0, missing]) if missing else shard
 
 
-def refill_parameter(out: Tensor, gathered: Tensor) -> None:
+def refill(out: Tensor, gathered: Tensor) -> None:
     """Put the gathered rows, without padding, into an unsharded parameter that autograd may have saved.
 
     To autograd this is the value that it saved, back again, and no change: without the guard the backward pass

@@ -32,7 +32,7 @@ from labkit import doctor, local_ranks, plots, tensors, widgets
 from labkit.checks import extensions as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.tensors import EXTENSIONS, pad_rows, refill_parameter
+from labkit.tensors import EXTENSIONS, pad_rows, refill
 from labkit.theory import extensions as theory
 
 doctor.show()
@@ -701,7 +701,7 @@ def leaky(all_gather_outputs, metadata, param_dtype, *, out=None):
     whole = (numbers.float() * scales).to(param_dtype)
     if out is None:
         return whole, (numbers, scales)
-    refill_parameter(out, whole)
+    refill(out, whole)
 
 
 # %%
@@ -734,7 +734,7 @@ def mended(all_gather_outputs, metadata, param_dtype, *, out=None):
     whole = (numbers.float() * scales).to(param_dtype)
     if out is None:
         return whole, (whole,)  # FSDP frees the gathered tensors anyway
-    refill_parameter(out, whole)
+    refill(out, whole)
     ### END SOLUTION
 
 
@@ -1251,8 +1251,8 @@ def cast_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None
         whole = type(self)(a.to(param_dtype), b.to(param_dtype))
         return whole, (whole.a, whole.b)
     if a.dtype != param_dtype:
-        refill_parameter(out.a, a)
-        refill_parameter(out.b, b)
+        refill(out.a, a)
+        refill(out.b, b)
     ### END SOLUTION
 
 
