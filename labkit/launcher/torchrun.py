@@ -131,24 +131,29 @@ def _import_for_ranks(arguments: list[str]) -> None:
     with contextlib.suppress(Exception):  # torchrun and the ranks say what is wrong
         program = arguments[arguments.index(WORKER_MODULE) + 1]
         spec = None if program.endswith(".py") else importlib.util.find_spec(program)
-        path = spec.origin if spec and spec.origin else program
-        names = list(_program_imports(ast.parse(Path(path).read_bytes())))
-        if any(name.startswith("labkit.models") for name in names):
-            names.append(MEMORY_TRACKER)
-        for name in names:
-            if name.startswith(("torch.", "labkit.")):
-                with contextlib.suppress(ModuleNotFoundError):  # a function of a module
-                    importlib.import_module(name)
+        for name in list_imports(Path(spec.origin if spec and spec.origin else program)):
+            with contextlib.suppress(ModuleNotFoundError):  # a function of a module
+                importlib.import_module(name)
 
 
-def _program_imports(program: ast.Module) -> Iterator[str]:
-    """The modules that a program imports at its top, and what may be modules of them."""
-    for statement in program.body:
+def list_imports(program: Path) -> list[str]:
+    """List the modules of torch and labkit that a program imports at its top, and what may be modules of them.
+
+    A program that hands ``track=`` to ``session.steps`` has its memory followed, so its list holds the tracker, too.
+
+    Raises:
+        OSError, SyntaxError: the program cannot be read.
+    """
+    tree = ast.parse(program.read_bytes())
+    names: list[str] = []
+    for statement in tree.body:
         if isinstance(statement, ast.Import):
-            yield from (each.name for each in statement.names)
+            names += (each.name for each in statement.names)
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            yield statement.module
-            yield from (f"{statement.module}.{each.name}" for each in statement.names)
+            names += (statement.module, *(f"{statement.module}.{each.name}" for each in statement.names))
+    if any(isinstance(node, ast.keyword) and node.arg == "track" for node in ast.walk(tree)):
+        names.append(MEMORY_TRACKER)
+    return [name for name in names if name.startswith(("torch.", "labkit."))]
 
 
 def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:

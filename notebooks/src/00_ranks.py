@@ -42,7 +42,7 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the cell after them refuses values that cannot work. The
 # text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}
 RANKS: int = 2  # ranks of the measured runs; the drawn ones have four
 DIM: int = 1000  # width of the network's four linear layers
 STEPS: int = 3  # timed training steps in a run

@@ -50,7 +50,7 @@ doctor.show()
 # The parameters of this notebook. The images and the network are small, so that each run takes seconds on two cores.
 # Change them if you like: the cell after them refuses values that cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}
 RANKS: int = 4  # ranks that share an image
 STEPS: int = 10  # timed training steps in each run
 BATCH: int = 6  # images in a step

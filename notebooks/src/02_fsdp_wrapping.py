@@ -45,7 +45,7 @@ doctor.show()
 # with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. Change the values if you like: the cell
 # after them refuses those that cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"DIM": 20, "BATCH": 4, "STEPS": 1}
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
 BATCH: int = 32  # sequences of a rank in a step, of 8 tokens each

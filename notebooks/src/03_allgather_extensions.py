@@ -43,7 +43,7 @@ doctor.show()
 # all without bias. These four are its units. Change the values if you like: the next cell refuses those that cannot
 # work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"BATCH": 8, "STEPS": 20}
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
 BATCH: int = 64  # tiles of a rank in a step

@@ -52,7 +52,7 @@ doctor.show()
 # is a *deep* one, too: 100 linear layers of 64 × 64. Change the values if you like: the next cell refuses those that
 # cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"BUCKET_MB": 0.5, "STEPS": 1}
 RANKS: int = 2  # ranks that share the samples
 DIM: int = 1000  # width of the wide network's layers
 BUCKET_MB: float = 5.0  # size at which a bucket of the wide network is sent, in MiB

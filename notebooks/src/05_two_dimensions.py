@@ -57,7 +57,7 @@ doctor.show()
 # `DIM` numbers. A linear layer treats every token alike. Change the values if you like: the next cell refuses those
 # that cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"DIM": 16, "BATCH": 8}
 RANKS: int = 4  # ranks of the mesh
 DIM: int = 64  # width of the network
 BATCH: int = 48  # samples of all ranks together in a step, of 8 tokens each

@@ -53,7 +53,7 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
 # speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512, "PRICE": 1.5}
 RANKS: int = 1024  # GPUs of the simulated cluster, in hosts of 8; a power of two
 SEQUENCE: int = 2048  # tokens of a sample
 PRICE: float = 2.0  # dollars for a GPU and hour: staged, ask for yours

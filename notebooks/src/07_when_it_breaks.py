@@ -46,7 +46,7 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
 # speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 20}
 RANKS: int = 2  # ranks of the measured program; the cells say their own numbers
 DIM: int = 64  # width of its four linear layers
 

@@ -57,7 +57,7 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
 # speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"DIM": 32}
 RANKS: int = 2  # ranks of each of the two hosts
 DIM: int = 64  # width of the network
 
