@@ -156,7 +156,7 @@ MUTANTS = [
     Mutant(
         "S2 model_iter_fn",
         "the loss's gradient is 1 % too large",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "self.scaler.scale(loss / config.accumulate)",
         "self.scaler.scale(1.01 * loss / config.accumulate)",
         GRID,
@@ -164,7 +164,7 @@ MUTANTS = [
     Mutant(
         "S2 model_iter_fn",
         "the output is not what the loss was computed from",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "tree_map_only(Tensor, Tensor.detach, output)",
         "tree_map_only(Tensor, lambda each: 1.01 * each.detach(), output)",
         GRID,
@@ -372,7 +372,7 @@ MUTANTS = [
     Mutant(
         "S3 train and parity",
         "the scaler is off",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "enabled=config.scaler,",
         "enabled=False,",
         GRID,
@@ -612,7 +612,7 @@ MUTANTS = [
     Mutant(
         "S6 precision and scaler",
         "autocast is off",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         'enabled=config.precision == "autocast"',
         "enabled=False",
         GRID,
@@ -620,7 +620,7 @@ MUTANTS = [
     Mutant(
         "S6 precision and scaler",
         "pure_fp16 trains in float32",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "        lab.half()\n",
         "        lab.float()\n",
         GRID,
@@ -628,7 +628,7 @@ MUTANTS = [
     Mutant(
         "S6 precision and scaler",
         "each rank decides for itself whether a step is skipped",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "return ShardedGradScaler(",
         "return torch.amp.GradScaler(",
         OPTIONS + "test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all",
@@ -636,7 +636,7 @@ MUTANTS = [
     Mutant(
         "S6 one chosen module type compiled",
         "all blocks are compiled, whatever was chosen",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "config.compile_only or blocks",
         "blocks",
         "tests/test_fsdp.py::test_compiled_compute_gives_the_losses_of_eager_compute",
@@ -644,7 +644,7 @@ MUTANTS = [
     Mutant(
         "S6 gradients accumulated",
         "gradients of a step's batches are added, not averaged",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "self.scaler.scale(loss / config.accumulate)",
         "self.scaler.scale(loss)",
         GRID,
@@ -652,7 +652,7 @@ MUTANTS = [
     Mutant(
         "S6 gradients accumulated",
         "gradients of the step before stay",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "optimizer.zero_grad(set_to_none=config.accumulate == 1 or bool(index % 2))",
         "optimizer.zero_grad() if config.accumulate == 1 else None",
         GRID,
@@ -660,7 +660,7 @@ MUTANTS = [
     Mutant(
         "S6 input gradient and memory cap",
         "the input gets no gradient",
-        "launch/fsdp_wrap.py",
+        "launch/fsdp_matrix.py",
         "            inputs = with_gradients(inputs)\n",
         "            pass\n",
         GRID,

@@ -189,7 +189,7 @@ def no_compiler(monkeypatch, tmp_path):
         ("ddp_compile", {}),
         ("ddp_compile", {"mode": "ddp", "check": "parity"}),
         ("ddp_compile", {"check": "buckets"}),
-        ("fsdp_wrap", {"compile": True}),
+        ("fsdp_matrix", {"compile": True}),
     ],
 )
 def test_without_a_compiler_a_lab_says_so_before_a_launch(no_compiler, program, parameters):

@@ -139,7 +139,7 @@ def fits(wrap: str) -> str:
     """Whether a rank stays below the cap; on a system that knows no such cap, why not."""
     try:
         model = {"model": "toy", "hidden": 3000, "narrow": 16, "batch": 1, "steps": 1}
-        labkit.run("fsdp_wrap", nproc=4, wrap=wrap, memory_cap_mib=320, **model)
+        labkit.run("fsdp_matrix", nproc=4, wrap=wrap, memory_cap_mib=320, **model)
     except labkit.RankFailed as failure:
         return failure.exc_type
     return "trained"
@@ -1137,7 +1137,7 @@ claim("what a rank keeps is unchanged", bf16.value("end_parameter_bytes") == blo
 # block 0 must come through it.
 
 # %%
-frozen = labkit.run("fsdp_wrap", freeze=(1,), **SETUP)
+frozen = labkit.run("fsdp_matrix", freeze=(1,), **SETUP)
 predicted_frozen = theory.resident_bytes(layers, RANKS, frozen=("block 1",))
 predicted_frozen |= {"reduce_scatter_count": 2, "all_gather_count": 6}
 plots.comparison_table(frozen, predicted_frozen)
@@ -1155,7 +1155,7 @@ plots.comparison_table(frozen, predicted_frozen)
 # `data`.
 
 # %%
-hybrid = labkit.run("fsdp_wrap", wrap="block", hybrid=2, **SETUP | {"nproc": 4, "steps": 2})
+hybrid = labkit.run("fsdp_matrix", wrap="block", hybrid=2, **SETUP | {"nproc": 4, "steps": 2})
 plots.comparison_table(hybrid, theory.hybrid_collectives(layers, 2), yours={})
 
 # %% [markdown]
@@ -1231,8 +1231,8 @@ def losses(result: labkit.RunResult) -> list[float]:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    before = labkit.run("fsdp_wrap", save=f"{folder}/state", **SETUP)
-    after = labkit.run("fsdp_wrap", load=f"{folder}/state", **SETUP | {"nproc": RANKS + 1, "steps": 1})
+    before = labkit.run("fsdp_matrix", save=f"{folder}/state", **SETUP)
+    after = labkit.run("fsdp_matrix", load=f"{folder}/state", **SETUP | {"nproc": RANKS + 1, "steps": 1})
 lower = losses(after)[0] < losses(before)[0]
 print(f"{RANKS} ranks saved, {RANKS + 1} went on; the loss goes on below where the first run began: {lower}")
 

@@ -419,7 +419,7 @@ mine = commit(fsdp_bytes=3 * 3 / 4 * 331_008, hsdp_bytes=331_008)
 # %% tags=["nbval-ignore-output"]
 how = {"model": "mlp_stack", "dim": DIM, "device": "cpu"}
 flat = labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, steps=2, timeline=True, **how)
-hybrid = labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, steps=2, timeline=True, hybrid=RANKS, **how)
+hybrid = labkit.run("fsdp_matrix", nproc=RANKS, hosts=hosts, steps=2, timeline=True, hybrid=RANKS, **how)
 
 # %%
 predict = (
@@ -588,7 +588,7 @@ claim(
 # %% tags=["nbval-ignore-output"]
 checkpoints = place / "checkpoints"
 how |= {"steps": 12}
-unbroken = labkit.run("fsdp_wrap", nproc=2 * RANKS, **how)  # to compare with: as many ranks, and one host
+unbroken = labkit.run("fsdp_matrix", nproc=2 * RANKS, **how)  # to compare with: as many ranks, and one host
 
 
 def when(condition: Callable[[], bool], act: Callable[[], None]) -> None:
@@ -604,11 +604,11 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> None:
 
 when((checkpoints / "step_00000004" / ".metadata").exists, lambda: hosts.kill_host("beta"))
 try:
-    labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, checkpoints=str(checkpoints), **how)
+    labkit.run("fsdp_matrix", nproc=RANKS, hosts=hosts, checkpoints=str(checkpoints), **how)
 except HostLost as error:
     told = f"{error}"
 print(told)
-killed = labkit.load(history.find_runs(program="fsdp_wrap", limit=1)[0].folder)
+killed = labkit.load(history.find_runs(program="fsdp_matrix", limit=1)[0].folder)
 
 # %% [markdown]
 # *The run fails, and the message names beta.* What both hosts had recorded is brought here while they run. Of beta, up
@@ -653,7 +653,7 @@ newest = max(checkpoints.glob("step_*/.metadata")).parent
 shutil.copytree(checkpoints, place / "cut_off")
 (place / "cut_off" / newest.name / ".metadata").unlink()
 try:
-    labkit.run("fsdp_wrap", nproc=2, load=str(place / "cut_off" / newest.name), **(how | {"steps": 1}))
+    labkit.run("fsdp_matrix", nproc=2, load=str(place / "cut_off" / newest.name), **(how | {"steps": 1}))
     refused = ""
 except labkit.RankFailed as error:
     refused = next((line for line in error.message.splitlines() if ".metadata" in line), "")
@@ -679,7 +679,7 @@ claim("the one before it is whole", not verdict.ok or newest_complete(place / "c
 
 # %% tags=["nbval-ignore-output"]
 fewer = {"nproc": 1, "accumulate": RANKS, "checkpoints": str(checkpoints)}
-resumed = labkit.run("fsdp_wrap", hosts=hosts, **fewer, **how)
+resumed = labkit.run("fsdp_matrix", hosts=hosts, **fewer, **how)
 _ = plots.loss_curves({"never interrupted": unbroken, "beta lost": killed, "resumed on fewer ranks": resumed})
 
 
