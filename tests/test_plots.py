@@ -406,7 +406,7 @@ def test_batch_pays_puts_a_dot_where_arithmetic_and_messages_take_equally_long()
 
 
 def test_every_public_plot_is_covered_here():
-    elsewhere = {  # tests/test_plots_<module>.py, tests/test_when_it_breaks.py, tests/test_reckoned.py
+    elsewhere = {  # tests/test_plots_<module>.py, tests/test_when_it_breaks.py, tests/simulate/test_estimate.py
         "timeline", "exposed", "buckets", "bytes_against_error", "hook_memory", "mesh", "traffic", "messages", "pieces",
         "held", "pair", "step_times", "bucket_sizes", "program", "gather_costs", "gather_times", "padded_shards",
         "aids", "by_step", "waits", "error_histogram", "handed_bytes", "backward_line", "backward_by_bucket",
