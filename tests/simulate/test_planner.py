@@ -311,7 +311,7 @@ def test_the_command_line_plans(capsys):
 
 def asked_in_the_docs():
     """The questions of docs/simulation.md, and their calls."""
-    text = (Path(__file__).parents[1] / "docs" / "simulation.md").read_text().partition("### What people ask")[2]
+    text = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text().partition("### What people ask")[2]
     rows = re.findall(r"^\| (.*\?.*) \| `(.*)` \|$", text.partition("\n## ")[0], re.MULTILINE)
     return {question: call.replace(r"\|", "|") for question, call in rows}
 

@@ -12,7 +12,7 @@ from labkit_simulate.memory_fit import memory_fit
 from labkit_simulate.run_simulation import make_simulation_request
 from labkit_simulate.theory.allocator import OUTSIDE_ALLOCATOR_BYTES
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
 FOR_GPUS = PROGRAMS / "gpu_training.py"
 

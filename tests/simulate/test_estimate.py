@@ -22,7 +22,7 @@ from labkit_simulate.run_simulation import make_simulation_request
 from labkit_simulate.theory.hardware import get_hardware
 from labkit_simulate.theory.step_time import COMPUTE_STREAM, Group, collective_s
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
 H100 = get_hardware("h100-8x")
 STACK = {"model": "mlp_stack", "dim": 2048, "batch": 2048, "precision": "bf16", "steps": 1}
