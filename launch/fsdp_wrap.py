@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from labkit import parity, rank, requirements
 from labkit.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -37,6 +36,7 @@ from labkit.parallel.units import Units, fsdp_units, layer_types
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
 from labkit.parity.one_device import Rounding, cast_floats, require_gradients
 from labkit.session.meter import Step
+from labkit.torch_private import tree_map_only
 
 COMMON_OPTIONS = ("wrap", "fsdp", "blocks", "skip", "precision", "offload", "reshard_after_forward", "prefetch", "ignore")
 NOT_IN_SMALL_FSDP = (
