@@ -27,16 +27,15 @@ from labkit.launcher.warm_start import FORK, INT_STRUCT, MAX_PATH_BYTES, PAUSE, 
 from labkit.runs import private_files
 from labkit.runs.folder import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER, ROOT
 from labkit.session.process_exit import reset_exit_handlers
+from labkit.torch_private import SLOW_MODULES
 
 MODULES_TO_PRELOAD = (
     "encodings.idna",
     "torch.distributed.run",
-    "torch.distributed._tools.mem_tracker",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.profiler",
-    "torch._inductor.compile_fx",
-    "torch._dynamo.compiled_autograd",
+    *SLOW_MODULES,
     "torch.utils.cpp_extension",
     "tyro",
     "labkit.rank",

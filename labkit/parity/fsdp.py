@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils._pytree import tree_map_only
+from labkit.torch_private import tree_map_only
 
 from labkit.models.protocol import LabModel
 from labkit.parity.one_device import OneDevice

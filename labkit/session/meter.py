@@ -217,7 +217,7 @@ def let_gloo_free_tensors() -> Iterator[None]:
     That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
     the peak of memory would depend on it.
     """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor as InFlight  # what DTensor waits for
+    from labkit.torch_private import AsyncCollectiveTensor as InFlight  # what DTensor waits for
 
     # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
     with contextlib.ExitStack() as stack:
@@ -253,7 +253,7 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has nothing that is sharded by it
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
     if sharded is not None:
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+        from labkit.torch_private import FSDPMemTracker
 
         optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
         tracker: Any = FSDPMemTracker(sharded, optimizer)
@@ -263,7 +263,7 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
         watch = tracker._fsdp_state_pre_forward
         tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(tracker, watch(unit, begin), unit)
         return tracker
-    from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
+    from labkit.torch_private import MemTracker  # brings in the compiler: half a second for each rank
 
     tracker = MemTracker()
     tracker.track_external(*track)

@@ -27,7 +27,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
-from labkit import requirements
+from labkit import requirements, torch_private
 from labkit.errors import ParameterError
 from labkit.runs.folder import (
     ENV_DEVICE,
@@ -177,7 +177,7 @@ def session() -> Iterator[Session]:
                 here.print_on_rank_0("\n".join(filter(None, tables)).rstrip("\n"))
     finally:
         writer.close()
-        _process_groups_to_keep_alive.extend(dist.distributed_c10d._world.pg_map)
+        _process_groups_to_keep_alive.extend(torch_private.world.pg_map)
         dist.destroy_process_group()
 
 

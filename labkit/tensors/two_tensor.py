@@ -25,8 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from labkit.torch_private import (
+    return_and_correct_aliasing,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    unsafe_preserve_version_counter,
+)
 
 _OVERWRITE_OPS = (torch.ops.aten.copy_.default,)  # change a tensor without reading what it held
 
@@ -189,8 +196,7 @@ def refill(out: Tensor, gathered: Tensor) -> None:
     To autograd this is the value that it saved, back again, and no change: without the guard the backward pass
     refuses with "modified by an inplace operation".
     """
-    guard = torch.autograd._unsafe_preserve_version_counter(out)  # type: ignore[attr-defined]
-    with torch.no_grad(), guard:
+    with torch.no_grad(), unsafe_preserve_version_counter(out):
         out.copy_(gathered[: out.shape[0]])
 
 
