@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError, RankFailed, RecordError, RunTimedOut
 from labkit.launcher.progress import in_kernel
-from labkit.launcher.run import run, sweep
+from labkit.launcher.run import check, run, sweep
 from labkit.launcher.warm_start import fork_server_manager
 from labkit.runs.result import RunResult, load
 
@@ -54,6 +54,7 @@ __all__ = [
     "RecordError",
     "RunResult",
     "RunTimedOut",
+    "check",
     "load",
     "plan",
     "run",

@@ -211,8 +211,10 @@ def execute_command(command: LaunchCommand, parameters: dict[str, Any]) -> int:
     start = labkit.run if isinstance(command, RunCommand) else labkit.simulate
     result = start(program, **how, **parameters)
     print(result.summary().to_string())
+    if result.verdict_text:
+        print(result.verdict_text)
     print(f"recorded in {result.folder}")
-    return 0
+    return 0 if result.ok else 1
 
 
 def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:

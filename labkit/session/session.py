@@ -120,7 +120,10 @@ class Session:
             print(text, flush=True)
 
     def finish_check(self, **result: Any) -> None:
-        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok.
+        """End a check: record its verdict, print it as one JSON line on rank 0, and leave if a rank is not ok.
+
+        Under labkit.run the rank then leaves with status 0, since a difference is the result of the run and not its
+        failure; otherwise with status 1.
 
         Args:
             **result: ``ok``, and ``compared``, how many values were compared; a rank that has compared nothing is not
@@ -135,10 +138,12 @@ class Session:
         for name, value in result.items():
             if isinstance(value, int | float):
                 self.record_scalar(name, value)
+        if self._writer.folder and self.rank == 0:
+            write_json(RunFolder(self._writer.folder).verdict_json, result)
         self.print_on_rank_0(json.dumps(result))
         if not result["ok"]:
             dist.barrier()  # a rank that left earlier would have torchrun end rank 0 before it has printed
-            sys.exit(1)
+            sys.exit(0 if self._writer.folder else 1)
 
 
 @contextlib.contextmanager
