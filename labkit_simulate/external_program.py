@@ -80,9 +80,7 @@ class ExternalStepRecorder:
             self.tracker.reset_peak()
             known = self.tracker._mod_tracker._known_modules.items()
             roots = [module for module, name in known if "." not in name]
-            self._held = MemoryRecorder(
-                self.tracker, self.counter.current_phase_and_block, [*roots, optimizer]
-            )
+            self._held = MemoryRecorder(self.tracker, self.counter.current_phase_and_block, [*roots, optimizer])
         self._index += 1
 
     def close(self) -> None:

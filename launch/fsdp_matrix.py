@@ -163,8 +163,7 @@ class Config(WrapConfig):
             ),
             (
                 self.hybrid and world_size % self.hybrid,
-                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: "
-                "it must divide them",
+                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must divide them",
             ),
             (
                 fsdp1 and self.fsdp != 1,
@@ -172,8 +171,7 @@ class Config(WrapConfig):
             ),
             (
                 not self.use_orig_params and self.freeze,
-                "a flat parameter is trained or not as a whole: "
-                "leave out freeze, or use_orig_params False",
+                "a flat parameter is trained or not as a whole: leave out freeze, or use_orig_params False",
             ),
         ]
 
@@ -182,8 +180,7 @@ class Config(WrapConfig):
         return [
             (
                 self.input_grad and (not takes_numbers or self.scaler),
-                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: "
-                "use another model, or no scaler",
+                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use another model, or no scaler",
             ),
             (
                 self.compile_only and not self.compile,
@@ -191,8 +188,7 @@ class Config(WrapConfig):
             ),
             (
                 self.compile and self.checkpointing and self.delay_ms,
-                "a checkpointed block that sleeps does not compile: "
-                "leave out delay_ms or checkpointing",
+                "a checkpointed block that sleeps does not compile: leave out delay_ms or checkpointing",
             ),
         ]
 
@@ -201,18 +197,15 @@ class Config(WrapConfig):
         return [
             (
                 saves and (self.model == "moe" or self.ignore or self.check != "none"),
-                "save, load and checkpoints are for training whose parameters all ranks share: "
-                "no moe, ignore or check",
+                "save, load and checkpoints are for training whose parameters all ranks share: no moe, ignore or check",
             ),
             (
                 self.checkpoints and (self.save or self.load or self.scaler),
-                "checkpoints save and load by themselves, and no scaler: "
-                "leave out save, load and scaler",
+                "checkpoints save and load by themselves, and no scaler: leave out save, load and scaler",
             ),
             (
                 self.checkpoints and Path(self.checkpoints).is_file(),
-                f"checkpoints {self.checkpoints!r} is a file: "
-                "name a folder, which is made if need be",
+                f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if need be",
             ),
             (
                 self.save and (save.exists() or not save.absolute().parent.is_dir()),
@@ -264,9 +257,7 @@ def build_model(config: Config, device: torch.device, index: int) -> LabModel:
     return lab
 
 
-def parallelize_model(
-    config: Config, mesh: DeviceMesh, lab: LabModel
-) -> tuple[nn.Module, Units]:
+def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, Units]:
     """Apply all that was asked for, in torchtitan's order; return the model and its units."""
     blocks = config.blocks or lab.block_types
     # First, because shards and the optimizer's state take their dtype from the parameters.

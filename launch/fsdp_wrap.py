@@ -108,8 +108,7 @@ class Config:
             ),
             (
                 self.forget is not None and self.wrap != "block",
-                f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: "
-                "use wrap block",
+                f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: use wrap block",
             ),
         ]
 
@@ -164,9 +163,7 @@ def build_model(config: Config, device: torch.device, index: int) -> LabModel:
     return catalog.create_model(config.model, seed=0, expert_seed=index, **sizes).to(device)
 
 
-def parallelize_model(
-    config: Config, mesh: DeviceMesh, lab: LabModel
-) -> tuple[nn.Module, Units]:
+def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[nn.Module, Units]:
     """Apply checkpointing and FSDP, in this order; return the model to call, and its units."""
     # First, so that FSDP's hooks lie outside: a block's recomputation uses the parameters that its
     # unit has gathered for the backward pass.
@@ -239,9 +236,7 @@ def trackable(config: Config, model: nn.Module, optimizer: Optimizer) -> list[An
     return [] if config.fsdp == 1 and config.wrap != "none" else [model, optimizer]
 
 
-def check_parity(
-    config: Config, here: rank.Session, lab: LabModel, model: nn.Module
-) -> dict[str, Any]:
+def check_parity(config: Config, here: rank.Session, lab: LabModel, model: nn.Module) -> dict[str, Any]:
     """Train, and return the verdict on every step beside one device's. A collective."""
     dtype = GATHER_DTYPES.get(config.precision, torch.float32)
     # In a short type the second step already starts from weights that rounding has moved apart.

@@ -65,7 +65,20 @@ DRAWINGS = {
     "strip_layout": lambda **more: plots.strip_layout(numpy.zeros((4, 16, 3), numpy.uint8), (2, 2), 4, 0.1, **more),
     "byte_bars": lambda **more: plots.byte_bars({"a": {"x": 2e6}}, {}, {"x": style.BLUE}, **more),
 }
-MEASURED = [name for name in DRAWINGS if name not in ("halo_diagram", "convnext_diagram", "communication_passes", "traffic_by_collective", "placement_picture", "strip_layout", "byte_bars")]
+MEASURED = [
+    name
+    for name in DRAWINGS
+    if name
+    not in (
+        "halo_diagram",
+        "convnext_diagram",
+        "communication_passes",
+        "traffic_by_collective",
+        "placement_picture",
+        "strip_layout",
+        "byte_bars",
+    )
+]
 
 
 def placed(placements, **more):

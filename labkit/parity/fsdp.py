@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from labkit.torch_private import tree_map_only
 
 from labkit.models.protocol import LabModel
 from labkit.parity.one_device import OneDevice
 from labkit.parity.training import FLOORS, LIMITS, Parity, TensorKind, count_leaves, count_tensors
 from labkit.session.meter import Step
+from labkit.torch_private import tree_map_only
 
 
 class StepOutcome(NamedTuple):

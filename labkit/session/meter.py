@@ -163,9 +163,7 @@ class Meter:
             yield step
         timeline.write_profile(recording, self.writer, index)
 
-    def step_with_counts(
-        self, index: int, track: Sequence[Any], mesh: DeviceMesh | None
-    ) -> Iterator[Step]:
+    def step_with_counts(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
         """One step in which communication is counted and, for what is in ``track``, memory."""
         step = Step(index, False, self)
         tracker = make_memory_tracker(track) if track else None
@@ -179,9 +177,7 @@ class Meter:
                 self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
 
     @contextlib.contextmanager
-    def count_traffic(
-        self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
-    ) -> Iterator[None]:
+    def count_traffic(self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None) -> Iterator[None]:
         """Count the communication of the step inside, and write it down at its end.
 
         Args:
