@@ -108,10 +108,9 @@ def _two_dim(preset: str, ranks: int, tp: int) -> dict[str, float]:
 def labkit_config(program: str, preset: str) -> Any:
     """A program's Config with a preset's values."""
     from labkit import config
-    from labkit.launcher.program_source import read_config
     from labkit.launcher.run import find_program
 
-    found = read_config(find_program(program)[0])
+    found = config.read_config(find_program(program)[0])
     assert found is not None
     return config.build_config(found, {"preset": preset})
 

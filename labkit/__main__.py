@@ -38,11 +38,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import labkit
-from labkit import doctor
+from labkit import config, doctor
 from labkit.command_line import cli_dataclass, cli_list_dataclass
 from labkit.course.commands import COMMANDS
 from labkit.launcher.progress import redirect_to_devnull
-from labkit.launcher.program_source import read_config
 from labkit.launcher.run import find_program
 from labkit.runs import history
 from labkit.runs.folder import runs_folder
@@ -174,8 +173,8 @@ def parse_run_command(
         ParameterError: there is no such program, or its Config cannot be read.
     """
     path, _ = find_program(program)
-    prog = f"{PROG} {kind.__name__.lower()}"
-    config_class = read_config(path)
+    prog = f"{PROG} {kind.__name__.lower().removesuffix('command')}"
+    config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
         command, unknown = tyro.cli(kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True)
@@ -213,8 +212,10 @@ def execute_command(command: LaunchCommand, parameters: dict[str, Any]) -> int:
     start = labkit.run if isinstance(command, RunCommand) else labkit.simulate
     result = start(program, **how, **parameters)
     print(result.summary().to_string())
+    if result.verdict_text:
+        print(result.verdict_text)
     print(f"recorded in {result.folder}")
-    return 0
+    return 0 if result.ok else 1
 
 
 def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:

@@ -17,9 +17,11 @@ from labkit.config import (
     default_value,
     init_fields,
     preset_values,
-    read_field_docs,
     type_name,
+    unknown_name_message,
 )
+from labkit.errors import ParameterError
+from labkit.program_source import find_sibling_programs, read_field_docs
 
 
 def parse_argv(config_class: type[ConfigType], argv: Sequence[str]) -> ConfigType:
@@ -50,9 +52,13 @@ def cli_dataclass(
         config_class: the dataclass.
         argv: the command line, in which a preset may be named.
         without: names that are left out.
+
+    Raises:
+        ParameterError: an option that only another program beside this one has.
     """
     import tyro
 
+    _refuse_options_of_siblings(config_class, argv, without)
     presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     presets.add_argument("--preset", nargs="?")
     chosen = preset_values(config_class, presets.parse_known_args(argv)[0].preset)
@@ -66,6 +72,19 @@ def cli_dataclass(
             default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
             fields.append((name, Annotated[field.type, about], default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
+
+
+def _refuse_options_of_siblings(
+    config_class: type[Any], argv: Sequence[str], without: Sequence[str]
+) -> None:
+    """Refuse an unknown option that another program has, which tyro cannot know."""
+    known = {*init_fields(config_class), *without}
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        if not word.startswith("--") or name in known:
+            continue
+        if siblings := find_sibling_programs(config_class, name):
+            raise ParameterError(unknown_name_message(config_class, name, siblings))
 
 
 def cli_list_dataclass(read: type[Any]) -> type[Any]:

@@ -19,25 +19,27 @@ run's run.json, and each rank builds its Config from these (``rank.load_config``
 read only where there is no run: under a bare torchrun, and by ``python -m labkit``.
 """
 
-import ast
 import contextlib
 import dataclasses
 import difflib
-import inspect
-import itertools
 import json
 import math
 import numbers
 import sys
-import textwrap
-import traceback
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from labkit.errors import LabError, ParameterError
+from labkit.errors import ParameterError
+from labkit.program_source import (
+    compile_class,
+    find_sibling_programs,
+    raise_parameter_errors,
+    read_field_docs,
+)
 
 PLAIN_TYPES = (int, float, bool, str, types.NoneType)
 NUMBER_TYPES: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
@@ -46,10 +48,6 @@ MAX_INT64 = 2**63 - 1
 """The largest whole number that a tensor can hold."""
 MAX_SHOWN_CHARACTERS = 200
 """Characters of a refused value that a message shows."""
-CONFIG_IMPORT_RULE = (
-    "it is read without running the program: it may use what the program's top level imports, "
-    "assigns or defines above it"
-)
 ConfigType = TypeVar("ConfigType")
 
 
@@ -79,6 +77,50 @@ PositiveFloat = Annotated[float, Limits(above=0)]
 NonNegativeFloat = Annotated[float, Limits(at_least=0)]
 
 
+def read_config(program: Path) -> type[Any] | None:
+    """Read the class Config of a rank program without running the program; None where it has none.
+
+    Raises:
+        ParameterError: the program is not Python, or its Config needs what is not above it.
+    """
+    config_class = compile_class(program, "Config")
+    if config_class is not None:
+        for name, line in config_class.field_lines.items():
+            _check_field(config_class, name, f"{program}:{line}: class Config")
+    return config_class
+
+
+def _check_field(config_class: type[Any], name: str, place: str) -> None:
+    """Raise ParameterError for a field without default, or of a type that JSON does not carry."""
+    field = init_fields(config_class).get(name)
+    if field is None:
+        return
+    if default_value(field) is dataclasses.MISSING:
+        rule = "every field needs one, so that the program runs without arguments"
+        raise ParameterError(f"{place}: no default for {name}; {rule}")
+    if not _is_allowed(field.type):
+        raise ParameterError(
+            f"{place}: field {name} is {type_name(field.type)}; a field is int, float, bool, str, "
+            "Literal, a tuple of these, or one of them | None; for many values take a tuple such "
+            "as tuple[int, ...]"
+        )
+    try:
+        convert(default_value(field), field.type)
+    except ValueError:
+        fix = "give one of its type, or change the type"
+        is_not = f"{default_value(field)!r}, is not {type_name(field.type)}"
+        raise ParameterError(f"{place}: the default of {name}, {is_not}: {fix}") from None
+
+
+def _is_allowed(wanted: Any) -> bool:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Annotated:
+        return _is_allowed(arguments[0])
+    if origin in (Union, types.UnionType, tuple):
+        return all(part is Ellipsis or _is_allowed(part) for part in arguments)
+    return origin is Literal or wanted in PLAIN_TYPES
+
+
 def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None) -> ConfigType:
     """A Config with these parameters, over the preset's values, over the defaults.
 
@@ -94,9 +136,8 @@ def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], 
     known = init_fields(config_class)
     for name in parameters:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ParameterError(f"no parameter is called {name!r}{hint} Allowed:\n{describe_fields(config_class)}")
+            siblings = find_sibling_programs(config_class, name)
+            raise ParameterError(unknown_name_message(config_class, name, siblings))
     try:
         converted = {name: _convert_parameter(name, value, known[name].type) for name, value in parameters.items()}
     except ParameterError as error:
@@ -107,6 +148,15 @@ def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], 
     if world_size is not None:
         validate(config, world_size)
     return config
+
+
+def unknown_name_message(config_class: type[Any], name: str, siblings: Sequence[str]) -> str:
+    """Say that no parameter has this name, which one is near, which programs have it, and what is allowed."""
+    close = difflib.get_close_matches(name, init_fields(config_class), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    if siblings:
+        hint += f" It is a parameter of {' and of '.join(siblings)}."
+    return f"no parameter is called {name!r}{hint} Allowed:\n{describe_fields(config_class)}"
 
 
 def validate(config: Any, world_size: int) -> None:
@@ -122,6 +172,13 @@ def validate(config: Any, world_size: int) -> None:
     if hasattr(config, "validate"):
         with convert_refusals(type(config), "validate"):
             config.validate(world_size)
+
+
+def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
+    """Raise ValueError with the message of the first conflict whose condition holds, if one does."""
+    for holds, message in conflicts:
+        if holds:
+            raise ValueError(message)
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
@@ -180,20 +237,6 @@ def describe_fields(config_class: type[Any]) -> str:
 
 
 @contextlib.contextmanager
-def raise_parameter_errors(file: str, line: int, what: str, rule: str) -> Iterator[None]:
-    """Turn whatever a program's own code raises in here into a ParameterError with file:line and the rule."""
-    try:
-        yield
-    except LabError:
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [at for frame, at in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-        place, reason = f"{file}:{lines[-1] if lines else line}", f"{type(error).__name__}: {error}"
-        rule = CONFIG_IMPORT_RULE if isinstance(error, NameError) else rule
-        raise ParameterError(f"{place}: {what}: {reason}; {rule}") from error
-
-
-@contextlib.contextmanager
 def convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
     """A ValueError in here is a refusal, and its text the message; all else is a mistake in the Config's method."""
     module = sys.modules.get(config_class.__module__)
@@ -205,25 +248,6 @@ def convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
             yield
         except ValueError as error:
             raise ParameterError(str(error)) from error
-
-
-def read_field_docs(config_class: type[Any]) -> dict[str, str]:
-    """The fields' docstrings: of a class that was read, or of one that runs, from its source where there is one."""
-    if not hasattr(config_class, "field_docs"):
-        config_class.field_docs = {}
-        with contextlib.suppress(OSError, TypeError, SyntaxError):
-            config_class.field_docs = docs_below_fields(ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0])
-    return dict(config_class.field_docs)
-
-
-def docs_below_fields(definition: ast.stmt) -> dict[str, str]:
-    """Return the docstrings that stand below the fields of a class, by the fields' names."""
-    return {
-        field.target.id: text
-        for field, below in itertools.pairwise(getattr(definition, "body", []))
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if (text := ast.get_docstring(ast.Module([below], [])))
-    }
 
 
 def init_fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:

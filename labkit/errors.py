@@ -34,10 +34,6 @@ class MemoryCapExceeded(LabError, MemoryError):
     """A rank asked for more memory than the run allows each of its processes."""
 
 
-class NoValues(LabError):
-    """A simulated program asked for a number in a tensor. The message names the line."""
-
-
 class RankFailed(LabError):
     """A rank of the run failed. Holds the first failure, not the errors that it caused on the other ranks.
 

@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from labkit.runs.folder import ARTIFACT_BLOCKS, ARTIFACT_MEMORY
 from labkit.runs.result import RunResult
+from labkit_simulate.artifacts import ARTIFACT_BLOCKS, ARTIFACT_MEMORY
 
 if TYPE_CHECKING:
     import pandas

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from labkit.errors import ParameterError
-from labkit.runs.folder import ARTIFACT_EVENTS
 from labkit.runs.records import RecordWriter
 from labkit.runs.result import RunResult
+from labkit_simulate.artifacts import ARTIFACT_EVENTS
 from labkit_simulate.theory.hardware import Hardware, get_hardware
 from labkit_simulate.theory.step_time import (
     COMMUNICATION_STREAM,

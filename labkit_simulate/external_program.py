@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import device_mesh
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from labkit import requirements
-from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, simulation_ranks, write_json
+from labkit import requirements, torch_private
+from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, rank_of_process, write_json
 from labkit.runs.records import RecordWriter
-from labkit.session.meter import allow_second_forward, bytes_by_category, make_event_recorder, write_traffic
+from labkit.session.meter import allow_second_forward, bytes_by_category, write_traffic
+from labkit.torch_private import MESH_FACTORIES, MemTracker
+from labkit_simulate.event_recorder import EventRecorder
 from labkit_simulate.memory_recorder import MemoryRecorder
-from labkit_simulate.patch_training import MESH_FACTORY_MODULES
 
 WARM_UP_STEP = -1
 
@@ -47,7 +46,7 @@ def is_labkit_program(target: str) -> bool:
 def record_external_program(rank: int, world_size: int) -> Iterator["ProgramMemoryTracker"]:
     """In here, record what a program holds and sends; enter it where tensors are simulated already."""
     folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
-    if rank == simulation_ranks()[0]:
+    if rank == rank_of_process(0):
         write_json(folder.session_json, external_session_info(world_size))
     writer = RecordWriter(folder.path, rank)
     steps = ExternalStepRecorder(writer)
@@ -66,22 +65,22 @@ class ExternalStepRecorder:
 
     def __init__(self, writer: RecordWriter):
         self.tracker = ProgramMemoryTracker()
-        self.counter = make_event_recorder(None, self.tracker)
+        self.counter = EventRecorder(None, self.tracker._mod_tracker)
         self._writer, self._index = writer, WARM_UP_STEP
         self._held: MemoryRecorder | None = None
 
     def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has updated parameters."""
         write_traffic(self._writer, self.counter, self._index)
-        self.counter.write(self._writer)
-        self.counter.forget()
+        self.counter.write_artifact(self._writer)
+        self.counter.reset()
         if self._index == WARM_UP_STEP:
             whole = self.tracker.peak_by_category()["total"]
             self._writer.write("memory", "start_peak_total", WARM_UP_STEP, bytes=whole)
             self.tracker.reset_peak()
             known = self.tracker._mod_tracker._known_modules.items()
             roots = [module for module, name in known if "." not in name]
-            self._held = MemoryRecorder(self.tracker, self.counter.where, [*roots, optimizer])
+            self._held = MemoryRecorder(self.tracker, self.counter.current_phase_and_block, [*roots, optimizer])
         self._index += 1
 
     def close(self) -> None:
@@ -90,7 +89,7 @@ class ExternalStepRecorder:
             self._held.write_records(self._writer, self._index)
         write_traffic(self._writer, self.counter, max(self._index, 0))
         if self._index == WARM_UP_STEP:
-            self.counter.write(self._writer)
+            self.counter.write_artifact(self._writer)
         for name, amount in self.tracker.peak_by_category().items():
             self._writer.write("memory", f"peak_{name}", max(self._index, 0), bytes=amount)
 
@@ -98,15 +97,15 @@ class ExternalStepRecorder:
 @contextlib.contextmanager
 def record_mesh_axes(steps: ExternalStepRecorder) -> Iterator[None]:
     """In here, what runs along an axis of a mesh that the program makes is counted for this axis as well."""
-    make = device_mesh.init_device_mesh
+    make = torch_private.get(MESH_FACTORIES[0])
 
     def make_and_add_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
         mesh = make(*args, **kwargs)
-        steps.counter.follow(mesh)
+        steps.counter.add_mesh(mesh)
         return mesh
 
-    for module in MESH_FACTORY_MODULES:
-        module.init_device_mesh = make_and_add_mesh
+    for name in MESH_FACTORIES:
+        torch_private.replace(name, make_and_add_mesh)
     yield
 
 
@@ -117,10 +116,13 @@ class ProgramMemoryTracker(MemTracker):
         most: bytes that were held at most since the program asked to forget it; ``peak`` is of a step.
     """
 
+    _pre_fw_hook: Any
+    memory_tracking: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
-        self._pre_fw_hook = allow_second_forward(self, self._pre_fw_hook)  # type: ignore[method-assign]
+        self._pre_fw_hook = allow_second_forward(self, self._pre_fw_hook)
 
     @property
     def current_bytes(self) -> int:
@@ -156,6 +158,6 @@ class ProgramMemoryTracker(MemTracker):
 
 
 def external_session_info(world_size: int) -> dict[str, Any]:
-    """What a reader must know of the machine; the same as of a session, see rank/here.py."""
+    """What a reader must know of the machine; the same as of a session, see labkit/session/session.py."""
     machine = {"device": "simulated", "device_name": "simulated", "backend": "fake", "world_size": world_size}
     return machine | {"cores": len(requirements.usable_cores()), "torch": torch.__version__, "note": ""}

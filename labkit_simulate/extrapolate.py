@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
+from labkit import config
 from labkit.errors import ParameterError
-from labkit.launcher.program_source import read_config
 from labkit.launcher.run import resolve_params
 from labkit_simulate.run_simulation import SimulationRequest
 from labkit_simulate.search_result import Candidate, SearchResult
@@ -29,7 +29,7 @@ NUMBER_PATTERN = re.compile(r"\d+")
 def make_small_requests(whole: SimulationRequest) -> dict[int, SimulationRequest]:
     """The same with a few of the blocks, by their number; none where the program accepts no model as small."""
     path = Path(whole.program_path)
-    name = read_config(path).ALIKE  # type: ignore[union-attr]  # it has counted them
+    name = config.read_config(path).ALIKE  # type: ignore[union-attr]  # it has counted them
     try:
         how = {few: resolve_params(path, whole.params | {name: few}, whole.nproc) for few in SMALL_BLOCK_COUNTS}
     except ParameterError:

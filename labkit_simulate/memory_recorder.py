@@ -12,17 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.runs.folder import ARTIFACT_BLOCKS, ARTIFACT_MEMORY, RunFolder, write_text
+from labkit.runs.folder import RunFolder, write_text
 from labkit.runs.records import RecordWriter
+from labkit.session.meter import category_name
+from labkit_simulate.artifacts import ARTIFACT_BLOCKS, ARTIFACT_MEMORY
 from labkit_simulate.theory.allocator import AllocatorBlock, CachingAllocator
-
-CATEGORY_NAMES = {
-    "sharded param": "parameter",
-    "unsharded param": "unsharded_parameter",
-    "sharded grad": "gradient",
-    "unsharded grad": "unsharded_gradient",
-}
-"""Our names for those of torch's trackers that have spaces and short forms of them."""
 
 PhaseAndBlock = tuple[str, str]
 """A phase of the step and a block of the model."""
@@ -110,16 +104,9 @@ class MemoryRecorder:
             write_text(RunFolder(writer.folder).artifact(writer.rank, name), text + "\n")
 
 
-def category_name(reftype: Any) -> str:
-    """Our name for one of a tracker's categories."""
-    name = str(getattr(reftype, "value", reftype)).lower()
-    return CATEGORY_NAMES.get(name, name.replace(" ", "_"))
-
-
 def storages_by_block(track: Iterable[Any]) -> Iterator[tuple[int, str]]:
     """What models and optimizers hold already: storages, as addresses, with the block whose they are."""
-    from torch.distributed._tools.common_utils import get_untyped_storages
-
+    from labkit.torch_private import get_untyped_storages
     from labkit_simulate.event_recorder import block_name
 
     blocks: dict[Tensor, str] = {}

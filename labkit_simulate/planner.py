@@ -17,7 +17,6 @@ from typing import Any
 
 from labkit import config
 from labkit.errors import LabError, ParameterError
-from labkit.launcher.program_source import read_config
 from labkit.launcher.run import argument_combinations, find_program, make_run_name, require_positive
 from labkit.runs import private_files
 from labkit.runs.folder import runs_folder
@@ -85,7 +84,7 @@ def plan(
     if whole is not None:
         whole = require_positive("whole", whole, int, "not a number of candidates: give an int of at least 1, or None for all")
     machines = [resolve_hardware(each) for each in as_list(hardware)]
-    config_class = read_config(find_program(program)[0])
+    config_class = config.read_config(find_program(program)[0])
     to_try = getattr(config_class, "CANDIDATES", {}) | {"world_size": world_size} | params
     values = {name: as_list(each) for name, each in to_try.items()}
     asked = argument_combinations(values, {})
@@ -199,7 +198,7 @@ def check_candidate(
 ) -> tuple[Candidate, SimulationRequest | None]:
     """A candidate, and its simulation where the program accepts it and its ranks fill hosts."""
     world_size, params = one["world_size"], {name: value for name, value in one.items() if name != "world_size"}
-    config_class = read_config(find_program(program)[0])
+    config_class = config.read_config(find_program(program)[0])
     try:
         if samples is not None:
             lines = world_size // params.get("tp", getattr(config_class, "tp", 1))

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from labkit import config
+from labkit import config, program_source
 from labkit.errors import ParameterError
-from labkit.launcher import payload_pickling, program_source
+from labkit.launcher import payload_pickling
 from labkit.launcher.run import RunRequest, execute_request, find_program, require_positive, resolve_params
 from labkit.launcher.warm_start import choose_warm_start
-from labkit.runs.folder import ENV_EXPECTED_WORLD_SIZE, ENV_SIMULATION
+from labkit.runs.folder import ENV_PROCESS_RANKS
 from labkit.runs.result import MAX_RANKS, RunResult, load
 from labkit_simulate import estimate
+from labkit_simulate.artifacts import ENV_SIMULATION
 from labkit_simulate.theory.hardware import Hardware
 
 RANK_MODULE = "labkit_simulate.run_rank"
@@ -61,7 +62,7 @@ def simulate(
         **params: parameters of the program, checked against its Config for this number of ranks.
 
     Returns:
-        The records of the simulated ranks, as of a run; ``result.simulated`` is True, and stamps say so.
+        The records of the simulated ranks, as of a run; ``result.is_simulated`` is True, and stamps say so.
 
     Raises:
         ParameterError: a bad argument; nothing was started.
@@ -106,8 +107,8 @@ class SimulationRequest(RunRequest):
 
     @property
     def extra_environment(self) -> dict[str, str]:
-        world = {"ranks": self.ranks, "world_size": self.nproc, "ranks_per_host": self.ranks_per_host}
-        return {ENV_SIMULATION: json.dumps(world), ENV_EXPECTED_WORLD_SIZE: str(self.nproc)}
+        world = {"world_size": self.nproc, "ranks_per_host": self.ranks_per_host}
+        return {ENV_PROCESS_RANKS: json.dumps(self.ranks), ENV_SIMULATION: json.dumps(world)}
 
 
 def make_simulation_request(
@@ -146,7 +147,7 @@ def make_simulation_request(
 def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, Any]) -> list[int]:
     """The ranks that are simulated, in order. Raises ParameterError for what is none of 0 to world_size - 1."""
     if rank == "different":
-        config_class = program_source.read_config(path)
+        config_class = config.read_config(path)
         made = config.build_config(config_class, params) if config_class else None
         said = getattr(made, "different_ranks", None)
         return sorted({*(said(world_size) if said else (0, world_size // 2, world_size - 1))})

@@ -160,12 +160,12 @@ def train(config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh
         step.record_scalar("loss", forward_backward(config, here, lab, model, index, step))
         with step.span("optimizer"):
             optimizer.step()
-    if here.simulated:
+    if not here.tensors_have_values:
         return  # which gradients a bucket brought is told by their numbers
     lab.zero_grad()
     with BucketRecorder() as wire:
         forward_backward(config, here, lab, model, 0, next(here.plain_steps(1)))
-    for index, gradients in enumerate(wire.buckets(lab.named_parameters())):
+    for index, gradients in enumerate(wire.gradients_by_bucket(lab.named_parameters())):
         here.record_bucket(index, gradients)
 
 

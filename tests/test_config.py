@@ -13,7 +13,6 @@ import labkit
 from labkit import config
 from labkit.command_line import parse_argv
 from labkit.errors import ParameterError
-from labkit.launcher.program_source import read_config
 from labkit.launcher.run import resolve_params
 from labkit.runs.folder import RunFolder, write_json
 from labkit.session.payload import load_config
@@ -75,20 +74,20 @@ def program(tmp_path):
 
 @pytest.fixture
 def config_class(program):
-    return read_config(program)
+    return config.read_config(program)
 
 
 def read(tmp_path, source):
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(source))
-    return read_config(path)
+    return config.read_config(path)
 
 
 def test_read_config_runs_neither_the_program_nor_torch(program):
     code = f"""
 import sys
 from pathlib import Path
-from labkit.launcher.program_source import read_config
+from labkit.config import read_config
 made = read_config(Path({str(program)!r}))()
 print(made.width, made.dims, "torch" in sys.modules, sorted(name for name in sys.modules if "config of" in name))
 """
@@ -352,13 +351,13 @@ def test_a_file_that_is_not_python_is_refused(tmp_path, content, message):
     path = tmp_path / "program.py"
     path.write_bytes(content)
     with pytest.raises(ParameterError) as caught:
-        read_config(path)
+        config.read_config(path)
     assert str(caught.value).startswith(str(path)) and message in str(caught.value)
 
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
     with pytest.raises(ParameterError, match=r"cannot be read \(Is a directory\): give a file of Python"):
-        read_config(tmp_path)
+        config.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -373,13 +372,13 @@ def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
 def test_what_python_runs_is_read_and_run(tmp_path, content):
     path = tmp_path / "program.py"
     path.write_bytes(content)
-    assert read_config(path)().width == 4
+    assert config.read_config(path)().width == 4
     assert labkit.run(path, nproc=1).ranks[0].log() == "café\n"
 
 
 def test_threads_read_at_the_same_time(program):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        classes = list(pool.map(read_config, [program] * 200))
+        classes = list(pool.map(config.read_config, [program] * 200))
     assert {config_class().width for config_class in classes} == {512}
     assert not [name for name in sys.modules if "config of" in name]
 

@@ -125,7 +125,7 @@ def test_help_of_a_lab_has_every_field_with_its_docstring_and_does_not_import_to
     assert answer.stdout.splitlines()[-1] == "0 False", answer.stderr
     shown = " ".join(answer.stdout.replace("│", "").split())
     path, _ = command_line.find_program(name)
-    config_class = command_line.read_config(path)
+    config_class = command_line.config.read_config(path)
     assert config_class is not None
     for field, doc in config_class.field_docs.items():
         assert f"--{field.replace('_', '-')}" in shown

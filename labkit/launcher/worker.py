@@ -1,15 +1,15 @@
 """Runs a rank program inside one rank: ``python -m labkit.launcher.worker PROGRAM``.
 
-PROGRAM is the path of a .py file or the name of a module; words after it are its command line. It behaves as it does under a bare torchrun; the worker only
-adds to it: what it prints goes to the rank's log, its exception to the rank's error file, a request (SIGUSR1) dumps its
-stacks, and the rank dies when torchrun does. The worker imports neither torch nor anything else that is large.
+PROGRAM is the path of a .py file or the name of a module; words after it are its command line. It
+behaves as it does under a bare torchrun; the worker only adds to it: what it prints goes to the rank's log, its
+exception to the rank's error file, a request (SIGUSR1) dumps its stacks, and the rank dies when torchrun does. The
+worker imports neither torch nor anything else that is large.
 """
 
 import contextlib
 import ctypes
 import faulthandler
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -27,17 +27,15 @@ from labkit.runs.folder import (
     ENV_EXPECTED_WORLD_SIZE,
     ENV_HOST_NAME,
     ENV_RUN_FOLDER,
-    ENV_SIMULATION,
     ENV_TORCHRUN_PID,
     RunFolder,
-    simulation_ranks,
+    rank_of_process,
     write_json,
     write_text,
 )
 from labkit.session.process_exit import exit_process, exit_status, print_error_and_status
 
 PR_SET_PDEATHSIG = 1
-LAUNCHER_FRAMES = (__file__, str(Path(__file__).parents[2] / "labkit_simulate" / "run_rank.py"))
 CONNECTION_LOSS_WORDS = (
     "connection closed by peer",
     "connection reset",
@@ -56,8 +54,8 @@ CONNECTION_LOSS_WORDS = (
 def main() -> NoReturn:
     """Be this rank: run the program named in sys.argv to its end."""
     _die_with_torchrun()
-    _assume_simulated_rank()
-    rank, folder = int(os.environ["RANK"]), RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
+    rank, folder = rank_of_process(int(os.environ["RANK"])), RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
+    os.environ["RANK"] = str(rank)
     _redirect_output(folder.log(rank))
     stacks = private_files.open_file(folder.stack(rank), "w")
     faulthandler.enable(file=stacks)  # for a crash in native code
@@ -70,21 +68,6 @@ def main() -> NoReturn:
         status = _run_to_exit_status(folder.error(rank), rank)
     finally:
         exit_process(status)
-
-
-def global_rank(index: int) -> int:
-    """The rank of torchrun's ``index``-th process: another one where ranks are simulated."""
-    return (simulation_ranks() or range(index + 1))[index]
-
-
-def _assume_simulated_rank() -> None:
-    """Be one of many ranks, of which torchrun has started only those that are simulated."""
-    if not simulation_ranks():
-        return
-    rank, world = global_rank(int(os.environ["RANK"])), json.loads(os.environ[ENV_SIMULATION])
-    on_each = min(world["ranks_per_host"], world["world_size"])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % on_each), "GROUP_RANK": str(rank // on_each)}
-    os.environ |= {"WORLD_SIZE": str(world["world_size"]), "LOCAL_WORLD_SIZE": str(on_each)}
 
 
 def _run_to_exit_status(error_file: Path, rank: int) -> int:
@@ -194,8 +177,11 @@ def _error_text(error: BaseException) -> str:
 
 
 def _drop_launcher_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without its leading frames around the program, which are not the learner's."""
-    while frames and frames.tb_frame.f_code.co_filename in LAUNCHER_FRAMES:
+    """A traceback without its leading frames around the program, which are not the learner's.
+
+    A module that runs the program in its turn hides its frames by a global ``__tracebackhide__``.
+    """
+    while frames and (frames.tb_frame.f_code.co_filename == __file__ or "__tracebackhide__" in frames.tb_frame.f_globals):
         frames = frames.tb_next
     return frames
 

@@ -25,7 +25,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -259,7 +258,7 @@ def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> 
     seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
     for index in range(mesh.ndim):
         dist.broadcast(seed, group=mesh.get_group(index), group_src=0)
-    drawn = torch.initial_seed() if isinstance(seed, FakeTensor) else int(seed)  # simulated: no number has arrived
+    drawn = int(seed) if type(seed) is Tensor else torch.initial_seed()  # a fake tensor has no value
     generator = torch.Generator().manual_seed(drawn)
     for module in model.modules():
         if isinstance(module, StochasticDepth):

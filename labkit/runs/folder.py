@@ -5,6 +5,7 @@
 | run.json          | the notebook's side        | program, parameters (each rank builds its Config from them),       |
 |                   |                            | versions, device, start, duration, exit                            |
 | session.json      | rank 0's session           | device used, backend, cores, threads, torch version, note          |
+| verdict.json      | rank 0's session           | what its check compared and found, where there was one             |
 | rank_00003.jsonl  | each rank's session        | its measurements, see records.py                                   |
 | rank_00003.log    | each rank                  | all that it printed                                                |
 | rank_00003.pid    | each rank's worker         | its process id, once it can answer a request for its stack         |
@@ -61,10 +62,8 @@ ENV_HOST_INDEX = "LABKIT_NODE"
 """Environment variable for torchrun: which of the run's hosts this is, from 0."""
 ENV_EXPECTED_WORLD_SIZE = "LABKIT_RANKS"
 """Environment variable for the ranks: how many were asked for. A smaller world must not train."""
-ENV_SIMULATION = "LABKIT_SIMULATED"
-"""Environment variable for the ranks, where they are simulated: as JSON which, of how many, how many on each host."""
-ARTIFACT_MEMORY, ARTIFACT_BLOCKS, ARTIFACT_EVENTS = "memory", "blocks", "events"
-"""Names of the texts that a simulated rank keeps: what it held, whose that was, and what it did in its step."""
+ENV_PROCESS_RANKS = "LABKIT_PROCESS_RANKS"
+"""Environment variable for torchrun and the ranks: as JSON each process's rank, where that is not its index."""
 ENV_TOTAL_CORES = "LABKIT_CORES"
 """Environment variable for the ranks: the cores of all hosts together, where there are several."""
 ENV_CLOCK_AHEAD_S = "LABKIT_AHEAD_S"
@@ -83,6 +82,7 @@ class RunFolder:
         self.path = path
         self.run_json = path / "run.json"
         self.session_json = path / "session.json"
+        self.verdict_json = path / "verdict.json"
         self.job_json = path / "job.json"
         self.submitted_json = path / "submitted.json"
         self.cluster_log = path / "cluster.log"
@@ -194,9 +194,10 @@ def require_fields(path: Path, content: Mapping[str, Any], types: Mapping[str, t
             raise RecordError(f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {JSON_FIX}")
 
 
-def simulation_ranks() -> list[int]:
-    """The ranks of the simulation that this process is a part of; [] in a real run."""
-    return list(json.loads(os.environ[ENV_SIMULATION])["ranks"]) if os.environ.get(ENV_SIMULATION) else []
+def rank_of_process(index: int) -> int:
+    """The rank of torchrun's ``index``-th process: its index, unless the launcher has chosen others."""
+    chosen = os.environ.get(ENV_PROCESS_RANKS)
+    return int(json.loads(chosen)[index]) if chosen else index
 
 
 def runs_folder() -> Path:

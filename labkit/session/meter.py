@@ -1,8 +1,7 @@
 """Measure a training step from inside a rank, and write what was measured as records.
 
 Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is recorded in one more
-step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU. A simulated rank
-(labkit_simulate) records what is traced and nothing else: it has neither times nor values.
+step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.runs.folder import RunFolder
 from labkit.runs.records import PLANNED_STEPS, RecordWriter
 from labkit.session.traffic import CommunicationCounter
-from labkit_simulate.memory_recorder import MemoryRecorder, category_name
+
+CATEGORY_NAMES = {
+    "sharded param": "parameter",
+    "unsharded param": "unsharded_parameter",
+    "sharded grad": "gradient",
+    "unsharded grad": "unsharded_gradient",
+}
+"""Our names for those of torch's trackers that have spaces and short forms of them."""
 
 
 class Step:
@@ -61,17 +67,26 @@ class Step:
             start_us, dur_us = self._meter.start_and_duration_us(start, end)
             self._meter.writer.write("span", name, self.index, start_us=start_us, dur_us=dur_us)
         for name, value, unit, index in self._scalars:
-            if self._meter.simulated and isinstance(value, Tensor):
-                continue
-            self._meter.writer.write("scalar", name, index, value=float(value), unit=unit)
+            if self._meter.can_read(value):
+                self._meter.writer.write("scalar", name, index, value=float(value), unit=unit)
 
 
 class Meter:
-    """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the clock."""
+    """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the clock.
 
-    def __init__(self, writer: RecordWriter, device: torch.device, *, simulated: bool = False):
-        self.writer, self.device, self.simulated = writer, device, simulated
+    Attributes:
+        tensors_have_values: whether a tensor can be asked for its numbers.
+    """
+
+    tensors_have_values: ClassVar[bool] = True
+
+    def __init__(self, writer: RecordWriter, device: torch.device):
+        self.writer, self.device = writer, device
         self._origin = self.mark_time()
+
+    def can_read(self, value: Tensor | float) -> bool:
+        """Whether this number is there to be recorded."""
+        return self.tensors_have_values or not isinstance(value, Tensor)
 
     def mark_time(self) -> Any:
         """A moment: a CUDA event on a GPU, seconds on a CPU."""
@@ -116,9 +131,6 @@ class Meter:
             mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
             after: is called after each step, once its records are written, outside of what is measured.
         """
-        if self.simulated:
-            yield from self._steps_in_simulation(count, warmup, track, mesh, after)
-            return
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
             self.synchronize()
@@ -135,20 +147,7 @@ class Meter:
         if units:
             yield from self._step_with_profile(count, units)
             after()
-        yield from self._step_with_counts(count, track, mesh)
-        after()
-
-    def _steps_in_simulation(
-        self, count: int, warmup: int, track: Sequence[Any], mesh: DeviceMesh | None, after: Callable[[], None]
-    ) -> Iterator[Step]:
-        """The warm-up and the traced step, with what is between them left out: it would differ in its times alone.
-
-        Of an odd number one is left, since a program may do every second step otherwise.
-        """
-        for _ in range(warmup + count % 2):
-            yield Step(-1, False, self)
-            after()
-        yield from self._step_with_counts(count, track, mesh)
+        yield from self.step_with_counts(count, track, mesh)
         after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
@@ -164,27 +163,32 @@ class Meter:
             yield step
         timeline.write_profile(recording, self.writer, index)
 
-    def _step_with_counts(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
+    def step_with_counts(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
+        """One step in which communication is counted and, for what is in ``track``, memory."""
         step = Step(index, False, self)
         tracker = make_memory_tracker(track) if track else None
-        counter: Any = make_event_recorder(mesh, tracker) if self.simulated else CommunicationCounter(mesh)
-        patience = contextlib.nullcontext() if self.simulated else let_gloo_free_tensors()
-        held = None
-        with tracker or contextlib.nullcontext(), patience, counter:
-            if self.simulated and tracker:
-                held = MemoryRecorder(tracker, counter.where, track)  # now the tracker knows what is there already
+        with tracker or contextlib.nullcontext(), self.count_traffic(index, track, tracker, mesh):
             yield step
             at_end = bytes_by_category(tracker, "current", self.device) if tracker else {}
         step.write_records()
-        write_traffic(self.writer, counter, index)
-        if held:
-            held.write_records(self.writer, index)
-        if self.simulated:
-            counter.write(self.writer)
         memory = {"peak": bytes_by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
         for moment, amounts in memory.items():
             for name, amount in amounts.items():
                 self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
+
+    @contextlib.contextmanager
+    def count_traffic(self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None) -> Iterator[None]:
+        """Count the communication of the step inside, and write it down at its end.
+
+        Args:
+            index: of the step.
+            track: models and optimizers whose memory is followed.
+            tracker: torch's, which follows it from before on; None where nothing is to be tracked.
+            mesh: as for ``steps``.
+        """
+        with let_gloo_free_tensors(), CommunicationCounter(mesh) as counter:
+            yield
+        write_traffic(self.writer, counter, index)
 
     def _write_peaks(self, index: int) -> None:
         if self.device.type == "cuda":
@@ -192,13 +196,6 @@ class Meter:
             self.writer.write("memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device))
         else:
             self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
-
-
-def make_event_recorder(mesh: DeviceMesh | None, tracker: Any) -> Any:
-    """What counts communication in a simulation, and writes down the step's events; the tracker knows its modules."""
-    from labkit_simulate.event_recorder import EventRecorder  # brings in the profiler
-
-    return EventRecorder(mesh, tracker and tracker._mod_tracker)
 
 
 def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: int) -> None:
@@ -216,7 +213,7 @@ def let_gloo_free_tensors() -> Iterator[None]:
     That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
     the peak of memory would depend on it.
     """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor as InFlight  # what DTensor waits for
+    from labkit.torch_private import AsyncCollectiveTensor as InFlight  # what DTensor waits for
 
     # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
     with contextlib.ExitStack() as stack:
@@ -252,16 +249,17 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has nothing that is sharded by it
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
     if sharded is not None:
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+        from labkit.torch_private import FSDPMemTracker
 
         optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
         tracker: Any = FSDPMemTracker(sharded, optimizer)
-        # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third of a simulation
+        # a dict with weak keys asks every unit, at every operator, whether it is a tensor: a third
+        # of a step that computes nothing
         tracker.memory_tracking = {}
         watch = tracker._fsdp_state_pre_forward
         tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(tracker, watch(unit, begin), unit)
         return tracker
-    from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
+    from labkit.torch_private import MemTracker  # brings in the compiler: half a second for each rank
 
     tracker = MemTracker()
     tracker.track_external(*track)
@@ -303,6 +301,12 @@ def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[s
     snapshots = tracker.get_tracker_snapshot(moment)
     snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
     return {category_name(reftype): int(amount) for reftype, amount in snapshot.items()}
+
+
+def category_name(reftype: Any) -> str:
+    """Our name for one of a tracker's categories."""
+    name = str(getattr(reftype, "value", reftype)).lower()
+    return CATEGORY_NAMES.get(name, name.replace(" ", "_"))
 
 
 def resident_peak_bytes() -> int:

@@ -27,13 +27,22 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
-from labkit import requirements
+from labkit import requirements, torch_private
 from labkit.errors import ParameterError
-from labkit.runs.folder import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES, RunFolder, simulation_ranks, write_json, write_text
+from labkit.runs.folder import (
+    ENV_DEVICE,
+    ENV_RUN_FOLDER,
+    ENV_TOTAL_CORES,
+    RunFolder,
+    rank_of_process,
+    write_json,
+    write_text,
+)
 from labkit.runs.records import RecordWriter, collective_label
 from labkit.session import payload
+from labkit.session.hooks import hooks
 from labkit.session.memory_cap import cap_memory
-from labkit.session.meter import Meter, Step
+from labkit.session.meter import Step
 from labkit.session.process_exit import exit_process, print_error_and_status
 from labkit.theory.sizes import readable_bytes
 
@@ -56,16 +65,16 @@ class Session:
         world_size: number of ranks.
         device: where this rank's tensors live.
         note: why it is not the device one would expect, or "".
-        simulated: whether this is one of labkit.simulate's ranks: its tensors have no values, its times say nothing.
+        tensors_have_values: whether a tensor can be asked for its numbers.
         steps: measured training steps, see ``meter.Meter.steps``.
         plain_steps: the same without measurement, for a check, see ``meter.Meter.plain_steps``.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: RecordWriter):
         self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
-        self.simulated = bool(simulation_ranks())
         self._writer = writer
-        meter = Meter(writer, device, simulated=self.simulated)
+        self._meter = meter = hooks.make_meter(writer, device)
+        self.tensors_have_values = meter.tensors_have_values
         self.steps, self.plain_steps = meter.steps, meter.plain_steps
 
     def mesh(self, **axes: int) -> DeviceMesh:
@@ -82,14 +91,13 @@ class Session:
             return device_mesh.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
-        """In here, this rank may hold so many MiB more than it does now; see ``cap.memory_cap``."""
+        """In here, this rank may hold so many MiB more than it does now; see ``memory_cap.cap_memory``."""
         return cap_memory(mib, self.device)
 
     def record_scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
-        """Record one number about the whole run; not one in a tensor that is simulated."""
-        if self.simulated and isinstance(value, torch.Tensor):
-            return
-        self._writer.write("scalar", name, -1, value=float(value), unit=unit)
+        """Record one number about the whole run; not one in a tensor that has no values."""
+        if self._meter.can_read(value):
+            self._writer.write("scalar", name, -1, value=float(value), unit=unit)
 
     def record_bucket(self, index: int, gradients: Mapping[str, int]) -> None:
         """Record what one bucket carries: bytes of gradients by parameter, in the order in which they lie in it."""
@@ -112,7 +120,10 @@ class Session:
             print(text, flush=True)
 
     def finish_check(self, **result: Any) -> None:
-        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok.
+        """End a check: record its verdict, print it as one JSON line on rank 0, and leave if a rank is not ok.
+
+        Under labkit.run the rank then leaves with status 0, since a difference is the result of the run and not its
+        failure; otherwise with status 1.
 
         Args:
             **result: ``ok``, and ``compared``, how many values were compared; a rank that has compared nothing is not
@@ -127,10 +138,12 @@ class Session:
         for name, value in result.items():
             if isinstance(value, int | float):
                 self.record_scalar(name, value)
+        if self._writer.folder and self.rank == 0:
+            write_json(RunFolder(self._writer.folder).verdict_json, result)
         self.print_on_rank_0(json.dumps(result))
         if not result["ok"]:
             dist.barrier()  # a rank that left earlier would have torchrun end rank 0 before it has printed
-            sys.exit(1)
+            sys.exit(0 if self._writer.folder else 1)
 
 
 @contextlib.contextmanager
@@ -150,7 +163,7 @@ def session() -> Iterator[Session]:
     cores = requirements.usable_cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif not simulation_ranks():
+    elif hooks.pins_cores:
         pin_to_own_cores(cores)
     folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER])) if os.environ.get(ENV_RUN_FOLDER) else None
     writer = RecordWriter(folder.path if folder else None, rank)
@@ -159,7 +172,7 @@ def session() -> Iterator[Session]:
         dist.init_process_group(backend, device_id=own)
     try:
         here = Session(rank, world_size, device, note, writer)
-        if folder and rank == min(simulation_ranks(), default=0):
+        if folder and rank == rank_of_process(0):
             write_json(folder.session_json, session_info(here, int(os.environ.get(ENV_TOTAL_CORES, len(cores)))))
         yield here
         if not folder:
@@ -169,7 +182,7 @@ def session() -> Iterator[Session]:
                 here.print_on_rank_0("\n".join(filter(None, tables)).rstrip("\n"))
     finally:
         writer.close()
-        _process_groups_to_keep_alive.extend(dist.distributed_c10d._world.pg_map)
+        _process_groups_to_keep_alive.extend(torch_private.world.pg_map)
         dist.destroy_process_group()
 
 
@@ -225,8 +238,7 @@ def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
 
 def session_info(here: Session, cores: int) -> dict[str, Any]:
     """What a reader of this run must know of the machine; rank 0 leaves it in session.json."""
-    name = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else "CPU"
-    kind, name = ("simulated", "simulated") if here.simulated else (here.device.type, name)
+    kind, name = hooks.device_kind_and_name(here.device)
     return {
         "device": kind,
         "device_name": name,

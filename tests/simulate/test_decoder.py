@@ -11,7 +11,6 @@ from torch.nn import functional
 
 import labkit
 from labkit import config
-from labkit.launcher.program_source import read_config
 from labkit.launcher.run import find_program
 from labkit.models.decoder import DecoderModel, apply_rotary, rotary_cos_sin
 from labkit.parallel.checkpointing import SelectiveCheckpointPolicy, apply_activation_checkpointing
@@ -183,7 +182,7 @@ def fake_group():
 )
 def test_what_cannot_work_is_refused_with_the_arithmetic(ranks, parameters, message):
     with pytest.raises(labkit.ParameterError) as refused:
-        config.build_config(read_config(find_program("decoder")[0]), parameters, ranks)
+        config.build_config(config.read_config(find_program("decoder")[0]), parameters, ranks)
     assert message in str(refused.value)
 
 

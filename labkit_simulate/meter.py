@@ -1,0 +1,51 @@
+"""Traces a simulated rank's steps: it has neither times nor values, so what is timed is left out."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from labkit.session.meter import Meter, Step, write_traffic
+from labkit_simulate.event_recorder import EventRecorder
+from labkit_simulate.memory_recorder import MemoryRecorder
+
+
+class SimulationMeter(Meter):
+    """Records memory, communication and events of one step, and nothing else."""
+
+    tensors_have_values: ClassVar[bool] = False
+
+    def steps(
+        self,
+        count: int,
+        *,
+        warmup: int = 1,
+        track: Sequence[Any] = (),
+        units: Mapping[str, Sequence[nn.Module]] | None = None,
+        mesh: DeviceMesh | None = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> Iterator[Step]:
+        """Run the warm-up and the traced step: what is between them would differ in its times alone.
+
+        Of an odd number one is left, since a program may do every second step otherwise.
+        """
+        for _ in range(warmup + count % 2):
+            yield Step(-1, False, self)
+            after()
+        yield from self.step_with_counts(count, track, mesh)
+        after()
+
+    @contextlib.contextmanager
+    def count_traffic(self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None) -> Iterator[None]:
+        """Count communication as a real rank does, and record the step's events and its memory."""
+        recorder, memory = EventRecorder(mesh, tracker and tracker._mod_tracker), None
+        with recorder:
+            if tracker:  # which knows by now what is there already
+                memory = MemoryRecorder(tracker, recorder.current_phase_and_block, track)
+            yield
+        write_traffic(self.writer, recorder, index)
+        if memory:
+            memory.write_records(self.writer, index)
+        recorder.write_artifact(self.writer)
