@@ -172,7 +172,7 @@ def parse_run_command(
         ParameterError: there is no such program, or its Config cannot be read.
     """
     path, _ = find_program(program)
-    prog = f"{PROG} {kind.__name__.lower()}"
+    prog = f"{PROG} {kind.__name__.removesuffix("Command").lower()}"
     config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
@@ -185,7 +185,7 @@ def parse_run_command(
         options = config.cli_list_dataclass(options)
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     combined = make_dataclass(
-        kind.__name__,
+        kind.__name__.removesuffix("Command"),
         [
             ("program", tyro.conf.Suppress[str], field(default=program)),
             ("parameters", Annotated[options, tyro.conf.OmitArgPrefixes, its_own], field(default_factory=options)),

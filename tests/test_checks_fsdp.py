@@ -62,7 +62,7 @@ def forgetful():
 
 
 def judge(check, given, result=None):
-    arguments = {"memory_plan": (1, 1), "forgotten_block": (result,)}
+    arguments = {"memory_plan": (1, 1), "missing_block": (result,)}
     return getattr(checks, check)(given, *arguments.get(check, ()))
 
 

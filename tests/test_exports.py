@@ -79,7 +79,7 @@ def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps(content | {"labkit": "=2"}))
     found, problems = exports.newest_exports([tmp_path / "a.json", tmp_path / "b.json"])
     assert not problems
-    frame = exports.progress_frame(exports)
+    frame = exports.progress_frame(found)
     exports.write_csv(frame, tmp_path / "table.csv")
     exports.write_html(frame, tmp_path / "table.html")
     assert [row["name"][:2] for row in csv.DictReader((tmp_path / "table.csv").open())] == ["<s", "'="]

@@ -73,8 +73,8 @@ def test_memory_and_gpus_are_shared_out_too(place, monkeypatch):
 def test_a_place_of_a_process_that_was_killed_is_free(place):
     code = (
         "import sys, time; from pathlib import Path; from labkit.launcher.run_queue import ResourceNeeds, Ticket;"
-        "ticket = Ticket(Path(sys.argv[1]), 1, Need(4, 0, False));"
-        "print(ticket.runs_before(), flush=True); time.sleep(600)"
+        "ticket = Ticket(Path(sys.argv[1]), 1, ResourceNeeds(4, 0, False));"
+        "print(ticket.count_runs_ahead(), flush=True); time.sleep(600)"
     )
     place.mkdir()
     with subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.PIPE, text=True) as other:

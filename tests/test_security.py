@@ -332,7 +332,7 @@ def test_nothing_is_unpickled_that_another_user_could_have_written():
     assert [file for file, name, _ in calls() if name in ("np.load", "numpy.load")] == []
     ours = [(name, named) for file, name, named in calls() if not file.startswith("notebooks")]
     readers = [named.get("storage_reader") for name, named in ours if name in ("state_dict_loader.load", "dcp.load")]
-    assert readers and {reader and name_of(reader.func) for reader in readers} == {"DataReader"}
+    assert readers and {reader and name_of(reader.func) for reader in readers} == {"SafeCheckpointReader"}
 
 
 def test_every_promise_has_tests_that_there_are():

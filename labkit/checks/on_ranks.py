@@ -101,7 +101,7 @@ def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
 
 def _failure_reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]) -> str:
     """What made a rank fail: its own error, or another rank that was no longer there."""
-    if failure.exc_type == "Wrong":
+    if failure.exc_type == WrongAnswer.__name__:
         return failure.message
     run = RunFolder(failure.log.parent)
     if read_json(run.error(failure.rank)).get("echo"):

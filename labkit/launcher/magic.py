@@ -28,8 +28,8 @@ from labkit.launcher.run import run_with_payload
 from labkit.runs.folder import RunFolder, read_json
 from labkit.runs.result import RunResult
 
-PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell_program.py"
-CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"  # as session/cell_program.py has them, which imports torch
+PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell.py"
+CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"  # as session/cell.py has them, which imports torch
 CELL_FRAME_PATTERN = re.compile(rf'File "{CELL_NAME}", line (\d+)')
 TRACEBACK_HEADER = "Traceback (most recent call last):"
 CONTEXT_LINES = 2
