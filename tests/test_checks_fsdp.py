@@ -17,7 +17,7 @@ HEADS = {
     "zero_bytes": "def rank_bytes(parameters: int, ranks: int, stage: int) -> float:",
     "all_gathers": "def gathers(units: int, reshard_after_forward: bool, root_has_parameters: bool) -> int:",
     "memory_plan": "def plan() -> dict:",
-    "forgotten_block": "def forgotten() -> int:",
+    "missing_block": "def forgotten() -> int:",
     "tied_unit": "def unit_of(model: nn.Module, block: nn.Module) -> list[nn.Module]:",
     "expert_gradients": "def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:",
 }
@@ -225,7 +225,7 @@ def test_a_plan_that_does_not_run_to_its_end_is_wrong(error, said, answer, monke
     ],
 )  # fmt: skip
 def test_the_forgotten_block_is_that_of_the_run(body, expected, answer, forgetful):
-    assert repr(checks.missing_block(answer("forgotten_block", body), forgetful)).startswith(expected)
+    assert repr(checks.missing_block(answer("missing_block", body), forgetful)).startswith(expected)
 
 
 def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
@@ -240,7 +240,7 @@ def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
 
 def test_a_run_that_forgot_nothing_has_no_forgotten_block(answer, planned):
     with pytest.raises(ValueError, match=r"skip = \(\): this check takes a run that forgot one block"):
-        checks.missing_block(answer("forgotten_block", "return 1"), planned)
+        checks.missing_block(answer("missing_block", "return 1"), planned)
 
 
 def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forgetful):
