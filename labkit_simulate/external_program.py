@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit import requirements
-from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, simulation_ranks, write_json
+from labkit.environment import ENV_RUN_FOLDER
+from labkit.runs.folder import RunFolder, simulation_ranks, write_json
 from labkit.runs.records import RecordWriter
 from labkit.session.meter import allow_second_forward, bytes_by_category, make_event_recorder, write_traffic
 from labkit_simulate.memory_recorder import MemoryRecorder

@@ -32,9 +32,10 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from labkit.environment import ENV_SIMULATION
 from labkit.errors import LabError, NoValues, ParameterError
 from labkit.launcher.worker import run_program
-from labkit.runs.folder import ENV_SIMULATION, ROOT
+from labkit.runs.folder import ROOT
 from labkit_simulate import patch_cuda, patch_fsdp
 from labkit_simulate.external_program import is_labkit_program, record_external_program
 from labkit_simulate.patch_ddp import patch_reducer

@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from labkit.environment import ENV_HOST_INDEX, ENV_NOTEBOOK_PID, ENV_TORCHRUN_PID
 from labkit.launcher import network_namespace, process, worker
-from labkit.runs.folder import ENV_HOST_INDEX, ENV_NOTEBOOK_PID, ENV_TORCHRUN_PID, RunFolder, write_json
+from labkit.runs.folder import RunFolder, write_json
 from labkit.session.process_exit import reset_exit_handlers
 
 PR_SET_CHILD_SUBREAPER = 36

@@ -28,8 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements
+from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES
 from labkit.errors import ParameterError
-from labkit.runs.folder import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES, RunFolder, simulation_ranks, write_json, write_text
+from labkit.runs.folder import RunFolder, simulation_ranks, write_json, write_text
 from labkit.runs.records import RecordWriter, collective_label
 from labkit.session import payload
 from labkit.session.memory_cap import cap_memory
