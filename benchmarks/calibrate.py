@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import labkit
 from labkit import requirements
+from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUNS_FOLDER
 from labkit.models import catalog
 from labkit_simulate.operators import OperatorCounter
 from labkit_simulate.theory.calibration import CalibrationRun, CollectiveCalls, fit_hardware, relative_errors, step_estimate_s
@@ -90,9 +91,9 @@ def quickest(which: list[tuple[str, Sizes, int]], options: Options) -> list[Cali
 
 
 def main(options: Options) -> None:
-    os.environ |= {"LABKIT_PROGRESS": "off", "LABKIT_QUEUE": "0"}
+    os.environ |= {ENV_PROGRESS: "off", ENV_QUEUE: "0"}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["LABKIT_RUNS"] = folder
+        os.environ[ENV_RUNS_FOLDER] = folder
         fitted, held = cases(FITTED, options.models), cases(HELD_OUT, options.models)
         runs = quickest(fitted + held, options)
     known, unknown = runs[: len(fitted)], runs[len(fitted) :]

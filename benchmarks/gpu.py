@@ -24,6 +24,7 @@ from typing import Any, Literal
 import tyro
 
 import labkit
+from labkit.environment import ENV_PROGRESS, ENV_RUNS_FOLDER
 from labkit.models import catalog
 from labkit.theory import fsdp, sizes, spatial, two_dim
 
@@ -180,7 +181,7 @@ def draw(rows: list[dict[str, Any]], path: Path, stamp: str) -> None:
 
 
 def main(options: Options) -> None:
-    os.environ |= {"LABKIT_PROGRESS": "off"}
+    os.environ |= {ENV_PROGRESS: "off"}
     import torch
 
     gpus = torch.cuda.device_count()
@@ -191,7 +192,7 @@ def main(options: Options) -> None:
     device_name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
     begun, rows = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as runs:
-        os.environ["LABKIT_RUNS"] = runs
+        os.environ[ENV_RUNS_FOLDER] = runs
         for job in jobs(options.preset, ranks):
             rows.append(run(job, ranks, options.device, options.limit_s - (time.perf_counter() - begun)))
             print(table(rows[-1:]), flush=True)

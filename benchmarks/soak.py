@@ -28,8 +28,8 @@ import psutil
 import tyro
 
 import labkit
+from labkit.environment import ENV_PROGRESS, ENV_RUN_FOLDER, ENV_RUNS_FOLDER
 from labkit.errors import HostLost, LabError, RankFailed, RunTimedOut
-from labkit.runs.folder import ENV_RUN_FOLDER
 from labkit_cluster.local_hosts import LocalHosts, start_local_hosts
 
 MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
@@ -130,13 +130,13 @@ def weigh() -> dict[str, float]:
 
 
 def main(options: Options) -> None:
-    os.environ["LABKIT_PROGRESS"] = "off"
+    os.environ[ENV_PROGRESS] = "off"
     seen: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
     orphans, weights, begun = 0, [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder, start_local_hosts(2) as hosts:
         runs = Path(folder)
-        os.environ["LABKIT_RUNS"] = folder
+        os.environ[ENV_RUNS_FOLDER] = folder
         right = train(nproc=4, warm=True)
         for number in range(options.rounds):
             for name, went_well in cases(hosts, runs, right):

@@ -8,7 +8,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | folder or module                                | what it is for                                             |
 |-------------------------------------------------|------------------------------------------------------------|
 | theory, models, tensors, inductor, instrument,  | plain things that know nothing of ranks and runs           |
-| local_ranks, requirements, ending, errors       |                                                            |
+| local_ranks, requirements, environment, errors  |                                                            |
 | torch_private                                   | torch's private names, each with its reason                |
 | config, folder, records, result                 | the bridge between ranks and notebook                      |
 | operators                                       | what a program runs, counted on tensors without content    |

@@ -172,7 +172,7 @@ def parse_run_command(
         ParameterError: there is no such program, or its Config cannot be read.
     """
     path, _ = find_program(program)
-    prog = f"{PROG} {kind.__name__.removesuffix("Command").lower()}"
+    prog = f"{PROG} {kind.__name__.removesuffix('Command').lower()}"
     config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"

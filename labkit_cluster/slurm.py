@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from labkit.environment import ENV_RUN_FOLDER
 from labkit.errors import ParameterError
-from labkit.runs.folder import ENV_RUN_FOLDER, ROOT, RunFolder
+from labkit.runs.folder import ROOT, RunFolder
 from labkit_cluster.cluster_command import TEMPLATES, ClusterCommandError, JobRequest, JobStatus, run_cluster_command
 
 BATCH_SCRIPT = TEMPLATES / "slurm.sh"

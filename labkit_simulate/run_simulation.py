@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from labkit import config
+from labkit.environment import ENV_PROCESS_RANKS, ENV_SIMULATION
 from labkit.errors import ParameterError
 from labkit.launcher import payload_pickling
 from labkit.launcher.run import RunRequest, execute_request, find_program, require_positive, resolve_params
 from labkit.launcher.warm_start import choose_warm_start
-from labkit.runs.folder import ENV_PROCESS_RANKS
 from labkit.runs.result import MAX_RANKS, RunResult, load
 from labkit_simulate import estimate
-from labkit_simulate.artifacts import ENV_SIMULATION
 from labkit_simulate.theory.hardware import Hardware
 
 RANK_MODULE = "labkit_simulate.run_rank"

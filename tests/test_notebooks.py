@@ -21,7 +21,7 @@ from fixture_notebooks import read_small_values, unused
 
 import labkit
 from labkit import doctor
-from labkit.checks.commit import ENV_STRICT_CLAIMS
+from labkit.environment import ENV_STRICT_CLAIMS
 from notebooks.tools.build import FOLDER, MAX_BYTES, stale
 from notebooks.tools.run import summary
 from notebooks.tools.source import BEGIN, find_labs, learner_notebook

@@ -14,6 +14,7 @@ from labkit.checks import fsdp
 from labkit.checks.judge import ENV_NBGRADER, NotPassed
 from labkit.course import lab_catalog, verdict_store
 from labkit.course.verdict_store import ExerciseProgress, read_verdicts, so_far
+from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError, ParameterError
 
 KERNEL = "from labkit.course.verdict_store import store_verdict, so_far; store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
@@ -23,7 +24,7 @@ KERNEL = "from labkit.course.verdict_store import store_verdict, so_far; store_v
 def kept(tmp_path, monkeypatch):
     """The file of this test's verdicts, and nothing from earlier ones."""
     monkeypatch.setattr(verdict_store, "_process_verdicts", {})
-    monkeypatch.setenv(verdict_store.ENV_VERDICTS, str(tmp_path / "kept.json"))
+    monkeypatch.setenv(ENV_VERDICTS, str(tmp_path / "kept.json"))
     return tmp_path / "kept.json"
 
 
@@ -98,7 +99,7 @@ def in_kernel(folder, verdict):
     """A check says so in a process of their own that starts in a folder, as a kernel does."""
     command = [sys.executable, "-c", KERNEL.format(verdict)]
     root = str(verdict_store.lab_catalog.ROOT)
-    plain = {name: value for name, value in os.environ.items() if name != verdict_store.ENV_VERDICTS}
+    plain = {name: value for name, value in os.environ.items() if name != ENV_VERDICTS}
     done = subprocess.run(command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -168,7 +169,7 @@ def test_a_file_that_cannot_be_read_is_kept_and_the_check_goes_on(kept, text, sa
 
 
 def test_a_folder_that_is_gone_does_not_stop_a_check(kept, monkeypatch, tmp_path):
-    monkeypatch.setenv(verdict_store.ENV_VERDICTS, str(tmp_path / "gone" / "kept.json"))
+    monkeypatch.setenv(ENV_VERDICTS, str(tmp_path / "gone" / "kept.json"))
     with pytest.warns(UserWarning, match="this verdict is not kept"):
         assert fsdp.all_gathers(all_gathers).ok
 

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from labkit.environment import ENV_RUNS_FOLDER
 from labkit.errors import LabError
 from labkit.runs import private_files
 from labkit.runs.folder import LABKIT_FOLDER_NAME, runs_folder, write_text
@@ -38,7 +39,7 @@ def prepare_environment(folder: Path) -> dict[str, str]:
         **os.environ,
         "JUPYTER_CONFIG_PATH": os.pathsep.join(config_path),
         "JUPYTERLAB_WORKSPACES_DIR": str(ours / "workspaces"),
-        "LABKIT_RUNS": str(runs_folder()),  # a kernel works in the folder of copies, and its runs do not belong there
+        ENV_RUNS_FOLDER: str(runs_folder()),  # a kernel works in the folder of copies, and its runs do not belong there
     }
 
 

@@ -19,13 +19,12 @@ from typing import Any
 
 from labkit.course import lab_catalog
 from labkit.course.lab_catalog import Exercise, Lab
+from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError, RecordError
 from labkit.runs import private_files
 from labkit.runs.folder import JSON_FIX, LABKIT_FOLDER_NAME, read_json, write_json
 
 PROGRESS_FILE = "progress.json"
-ENV_VERDICTS = "LABKIT_VERDICTS"
-"""Environment variable: the file to keep verdicts in, in place of progress.json beside the copies."""
 FORMAT_VERSION = 1
 STATES = ("passed", "wrong", "not attempted", "not judged")
 MARKS = {"passed": "✓", "wrong": "✗", "not judged": "?"}

@@ -14,9 +14,9 @@ import struct
 import sys
 from pathlib import Path
 
+from labkit.environment import ENV_NETWORK
 from labkit.errors import LabError, ParameterError
 
-ENV_NETWORK = "LABKIT_NETWORK"
 OWN_NETWORK = "own"
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1

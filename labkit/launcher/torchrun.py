@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from labkit import torch_private
+from labkit.environment import ENV_HOST_INDEX, ENV_NOTEBOOK_PID, ENV_TORCHRUN_PID
 from labkit.launcher import network_namespace, process, worker
 from labkit.runs.folder import (
-    ENV_HOST_INDEX,
-    ENV_NOTEBOOK_PID,
-    ENV_TORCHRUN_PID,
     RunFolder,
     rank_of_process,
     write_json,

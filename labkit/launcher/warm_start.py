@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from labkit import requirements
+from labkit.environment import ENV_RUN_FOLDER, ENV_WARM
 from labkit.errors import ParameterError
 from labkit.launcher.progress import in_kernel
-from labkit.runs.folder import ENV_RUN_FOLDER, ROOT
+from labkit.runs.folder import ROOT
 
-ENV_WARM = "LABKIT_WARM"
 FORK_SERVER_ARGUMENTS = ("-m", "labkit.launcher.fork_server")
 READY, PAUSE, RESUME, FORK = b"r", b"s", b"g", b"f"
 INT_STRUCT = struct.Struct("i")

@@ -19,19 +19,16 @@ from importlib.abc import SourceLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from labkit.errors import shorten
-from labkit.runs import private_files
-from labkit.runs.folder import (
+from labkit.environment import (
     ENV_CLOCK_AHEAD_S,
     ENV_EXPECTED_WORLD_SIZE,
     ENV_HOST_NAME,
     ENV_RUN_FOLDER,
     ENV_TORCHRUN_PID,
-    RunFolder,
-    rank_of_process,
-    write_json,
-    write_text,
 )
+from labkit.errors import shorten
+from labkit.runs import private_files
+from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.session.process_exit import exit_process, exit_status, print_error_and_status
 
 PR_SET_PDEATHSIG = 1

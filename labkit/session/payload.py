@@ -22,9 +22,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+from labkit.environment import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER
 from labkit.errors import LabError
 from labkit.runs import private_files
-from labkit.runs.folder import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER, RunFolder
+from labkit.runs.folder import RunFolder
 
 ReplaceableFunction = TypeVar("ReplaceableFunction", bound=Callable[..., Any])
 _replacements_not_called: set[str] = set()

@@ -28,11 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements, torch_private
+from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES
 from labkit.errors import ParameterError
 from labkit.runs.folder import (
-    ENV_DEVICE,
-    ENV_RUN_FOLDER,
-    ENV_TOTAL_CORES,
     RunFolder,
     rank_of_process,
     write_json,

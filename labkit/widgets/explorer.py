@@ -24,13 +24,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from labkit.environment import ENV_WIDGETS
 from labkit.errors import ParameterError
 from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
 from labkit.plots.runs import text_comparison_table
 from labkit.runs.result import RunResult
 
-ENV_WIDGETS = "LABKIT_WIDGETS"
 FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")
 """Variables that a kernel has where somebody looks at it: of a Jupyter server's session, of VS Code, of Colab."""
 MAX_BUTTONS = 6

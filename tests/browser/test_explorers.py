@@ -78,7 +78,9 @@ def move(control, number):
         others[number % len(others)].press("Enter")
 
 
-@pytest.mark.parametrize("explorer", long_but(["GatherExplorer", "SpatialExplorer", "WrappingExplorer"], widgets.__all__), indirect=True)
+@pytest.mark.parametrize(
+    "explorer", long_but(["GatherExplorer", "SpatialExplorer", "WrappingExplorer"], widgets.__all__), indirect=True
+)
 def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, request):
     handle = explorer.element_handle()
     page.evaluate(WATCH, handle)

@@ -12,9 +12,10 @@ import pytest
 
 import labkit
 from labkit.__main__ import main
+from labkit.environment import ENV_RUN_FOLDER
 from labkit.errors import LabError
 from labkit.launcher.progress import Display, use_display
-from labkit.runs.folder import ENV_RUN_FOLDER, runs_folder
+from labkit.runs.folder import runs_folder
 from labkit_simulate.extrapolate import SMALL_BLOCK_COUNTS, candidates_to_simulate_whole
 from labkit_simulate.memory_fit import GIB, memory_fit
 from labkit_simulate.planner import largest_fitting_value
