@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from labkit import config, requirements
+from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits, run_queue
 from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
@@ -180,7 +181,7 @@ def make_run_request(
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
     places = load_cluster().parse_hosts(hosts) if hosts is not None else []
     if network_namespace.is_namespace_requested() and places:
-        raise ParameterError(f"{network_namespace.ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
+        raise ParameterError(f"{ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
     nproc *= max(1, len(places))
     path, target = find_program(program)
     if use is not None:
@@ -207,7 +208,7 @@ def execute_request(plan: RunRequest, given: bytes) -> RunResult:
 
     def show_queue_position(before: int) -> None:
         runs = "1 run" if before == 1 else f"{before} runs"
-        display.show_wait_reason(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
+        display.show_wait_reason(f"{plan.program}: waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)")
 
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(plan)
@@ -367,8 +368,12 @@ def _run_ranks(
 def _make_backend(plan: RunRequest, folder: RunFolder, parent: ForkServer | None) -> Backend:
     """Return what runs the ranks of this request; nothing is started yet."""
     if plan.hosts:
-        request = {"target": plan.target, "arguments": plan.arguments, "device": plan.device}
-        request |= {"nproc": plan.local_world_size}
+        request = {
+            "target": plan.target,
+            "arguments": plan.arguments,
+            "nproc": plan.local_world_size,
+            "device": plan.device,
+        }
         return cast(Backend, load_cluster().MultiHostBackend(folder, plan.hosts, request))
     nproc = len(plan.active_ranks)
     environment = process.rank_environment(folder, nproc, plan.device) | plan.extra_environment
