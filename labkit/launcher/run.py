@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from labkit import config, requirements
-from labkit.environment import ENV_NETWORK
+from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits, run_queue
 from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
@@ -230,7 +230,7 @@ def execute_request(plan: RunRequest, given: bytes) -> RunResult:
 
     def show_queue_position(before: int) -> None:
         runs = "1 run" if before == 1 else f"{before} runs"
-        display.show_wait_reason(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
+        display.show_wait_reason(f"{plan.program}: waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)")
 
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(plan)
@@ -393,8 +393,8 @@ def _make_backend(plan: RunRequest, folder: RunFolder, parent: ForkServer | None
         request = {
             "target": plan.target,
             "arguments": plan.arguments,
-            "device": plan.device,
             "nproc": plan.local_world_size,
+            "device": plan.device,
         }
         return cast(Backend, load_cluster().MultiHostBackend(folder, plan.hosts, request))
     nproc = len(plan.active_ranks)
