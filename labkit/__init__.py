@@ -17,7 +17,6 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | parity                                          | does a distributed step equal one device's?                |
 | launcher                                        | outside the ranks: start them, watch them, stop them       |
 | cluster                                         | the same runs on other hosts: Slurm, Kubernetes            |
-| simulate                                        | one rank of many, without the others and without numbers   |
 | doctor                                          | what this machine can do                                   |
 | plots                                           | results to figures                                         |
 | course                                          | a learner's copies, verdicts and progress                  |
@@ -64,7 +63,7 @@ __all__ = [
 # Found when they are first asked for, so that the core imports neither of the packages that stand beside it.
 _ELSEWHERE = {
     "Host": "labkit_cluster.hosts",
-    "Plan": "labkit_simulate.search_result",
+    "SearchResult": "labkit_simulate.search_result",
     "plan": "labkit_simulate.planner",
     "simulate": "labkit_simulate.run_simulation",
     "submit": "labkit_cluster.submission",
