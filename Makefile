@@ -41,7 +41,7 @@ doctor: $(INSTALLED) ## what this machine can do, and what to mend
 
 # ALL=1 adds what is marked long: every notebook, all cases of what is costly, an environment with nbgrader.
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
-CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm.py
+CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm_start.py
 ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
 test: export LABKIT_TEST := $(if $(ALL),all)
 test: $(INSTALLED) ## all kinds of checks in 12 minutes; ALL=1 adds every notebook and what else takes long, as CI does

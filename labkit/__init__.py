@@ -9,6 +9,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 |-------------------------------------------------|------------------------------------------------------------|
 | theory, models, tensors, inductor, instrument,  | plain things that know nothing of ranks and runs           |
 | local_ranks, requirements, ending, errors       |                                                            |
+| torch_private                                   | torch's private names, each with its reason                |
 | config, folder, records, result                 | the bridge between ranks and notebook                      |
 | operators                                       | what a program runs, counted on tensors without content    |
 | parallel                                        | one technique a file                                       |
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError, RankFailed, RecordError, RunTimedOut
 from labkit.launcher.progress import in_kernel
-from labkit.launcher.run import run, sweep
+from labkit.launcher.run import check, run, sweep
 from labkit.launcher.warm_start import fork_server_manager
 from labkit.runs.result import RunResult, load
 
@@ -52,6 +53,7 @@ __all__ = [
     "RecordError",
     "RunResult",
     "RunTimedOut",
+    "check",
     "load",
     "plan",
     "run",

@@ -61,8 +61,12 @@ class ProgramCommand(Protocol):
     about: ClassVar[str]
     takes_lists: ClassVar[bool]
 
-    def execute(self, **arguments: Any) -> str:
-        """Do it, with the options and the program's parameters; return what is to be printed."""
+    def execute(self, **arguments: Any) -> int:
+        """Do it, with the options and the program's parameters; print what came of it.
+
+        Returns:
+            The exit status.
+        """
 
 
 @dataclass
@@ -84,10 +88,14 @@ class RunCommand:
     about: ClassVar[str] = "Launch {program} and show its summary."
     takes_lists: ClassVar[bool] = False
 
-    def execute(self, **arguments: Any) -> str:
-        """Launch the program; return its summary."""
+    def execute(self, **arguments: Any) -> int:
+        """Launch the program and print its summary; 1 where a check is not ok."""
         result = labkit.run(**arguments)
-        return f"{result.summary().to_string()}\nrecorded in {result.folder}"
+        print(result.summary().to_string())
+        if result.verdict_text:
+            print(result.verdict_text)
+        print(f"recorded in {result.folder}")
+        return 0 if result.ok else 1
 
 
 PROG = "python -m labkit"
@@ -180,10 +188,9 @@ def parse_run_command(
 
 
 def execute_command(command: ProgramCommand, parameters: dict[str, Any]) -> int:
-    """Do what the command says with the program's parameters, and print what comes of it."""
+    """Do what the command says with the program's parameters; returns the exit status."""
     kind: Any = next(each for each in program_commands().values() if isinstance(command, each))
-    print(command.execute(**{each.name: getattr(command, each.name) for each in fields(kind)}, **parameters))
-    return 0
+    return command.execute(**{each.name: getattr(command, each.name) for each in fields(kind)}, **parameters)
 
 
 def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:

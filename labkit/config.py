@@ -32,7 +32,7 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -165,9 +165,7 @@ def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], 
     known = _init_fields(config_class)
     for name in parameters:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ParameterError(f"no parameter is called {name!r}{hint} Allowed:\n{describe_fields(config_class)}")
+            raise ParameterError(_unknown_name_message(config_class, name, find_sibling_programs(config_class, name)))
     try:
         converted = {name: _convert_parameter(name, value, known[name].type) for name, value in parameters.items()}
     except ParameterError as error:
@@ -178,6 +176,33 @@ def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], 
     if world_size is not None:
         validate(config, world_size)
     return config
+
+
+def _unknown_name_message(config_class: type[Any], name: str, siblings: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, _init_fields(config_class), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    if siblings:
+        hint += f" It is a parameter of {' and of '.join(siblings)}."
+    return f"no parameter is called {name!r}{hint} Allowed:\n{describe_fields(config_class)}"
+
+
+def find_sibling_programs(config_class: type[Any], name: str) -> list[str]:
+    """Return the programs in the folder of a Config's program whose own Config declares this field."""
+    module = sys.modules.get(config_class.__module__)
+    file = vars(config_class).get("program_file", getattr(module, "__file__", None))
+    siblings = sorted(Path(file).parent.glob("*.py")) if file else []
+    return [path.stem for path in siblings if name in _declared_fields(path)]
+
+
+def _declared_fields(program: Path) -> list[str]:
+    """The fields that a program's class Config declares, without running it; none if it cannot be read."""
+    try:
+        body = _parse_program(program).body
+    except ParameterError:
+        return []
+    configs = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Config"]
+    fields = [node for config in configs for node in config.body if isinstance(node, ast.AnnAssign)]
+    return [ast.unparse(field.target) for field in fields]
 
 
 def validate(config: Any, world_size: int) -> None:
@@ -193,6 +218,13 @@ def validate(config: Any, world_size: int) -> None:
     if hasattr(config, "validate"):
         with _convert_refusals(type(config), "validate"):
             config.validate(world_size)
+
+
+def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
+    """Raise ValueError with the message of the first conflict whose condition holds, if one does."""
+    for holds, message in conflicts:
+        if holds:
+            raise ValueError(message)
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
@@ -280,9 +312,13 @@ def cli_dataclass(config_class: type[Any], argv: Sequence[str], without: Sequenc
         config_class: the dataclass.
         argv: the command line, in which a preset may be named.
         without: names that are left out.
+
+    Raises:
+        ParameterError: an option that only another program beside this one has.
     """
     import tyro
 
+    _refuse_options_of_siblings(config_class, argv, without)
     presets = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     presets.add_argument("--preset", nargs="?")
     chosen = preset_values(config_class, presets.parse_known_args(argv)[0].preset)
@@ -297,6 +333,15 @@ def cli_dataclass(config_class: type[Any], argv: Sequence[str], without: Sequenc
             default: Any = dataclasses.field(default_factory=functools.partial(copy.copy, value))
             fields.append((name, Annotated[field.type, about], default))
     return dataclasses.make_dataclass(config_class.__name__, fields)
+
+
+def _refuse_options_of_siblings(config_class: type[Any], argv: Sequence[str], without: Sequence[str]) -> None:
+    """Refuse an unknown option that another program has: tyro, which reads the others, cannot know of that one."""
+    known = {*_init_fields(config_class), *without}
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+        if word.startswith("--") and name not in known and (siblings := find_sibling_programs(config_class, name)):
+            raise ParameterError(_unknown_name_message(config_class, name, siblings))
 
 
 def cli_list_dataclass(read: type[Any]) -> type[Any]:
@@ -407,6 +452,7 @@ def _execute_config_class(program: Path, above: list[ast.stmt], definition: ast.
     sys.modules[module.__name__] = module  # dataclass() looks there for the names in annotations
     try:
         for node in above:
+            _import_sibling_configs(program, node, module)
             if part := _safe_part(node):
                 try:
                     _execute_statement(program, part, module)
@@ -422,6 +468,15 @@ def _execute_config_class(program: Path, above: list[ast.stmt], definition: ast.
     finally:
         del sys.modules[module.__name__]
     return config_class
+
+
+def _import_sibling_configs(program: Path, node: ast.stmt, module: types.ModuleType) -> None:
+    """Carry out ``from launch.fsdp_wrap import Config as WrapConfig``: read that Config as this one is read."""
+    if isinstance(node, ast.ImportFrom) and node.module:
+        sibling = program.with_name(f"{node.module.rpartition('.')[2]}.py")
+        for alias in node.names:
+            if alias.name == "Config" and sibling != program and sibling.exists():
+                setattr(module, alias.asname or alias.name, read_config(sibling))
 
 
 def _execute_statement(program: Path, node: ast.stmt, module: types.ModuleType) -> None:
@@ -455,7 +510,15 @@ def _is_allowed(wanted: Any) -> bool:
 
 def _field_docs(config_class: type[Any]) -> dict[str, str]:
     """The fields' docstrings: of a class that was read, or of one that runs, from its source where there is one."""
-    if not hasattr(config_class, "field_docs"):
+    docs: dict[str, str] = {}
+    for each in reversed([base for base in config_class.__mro__ if dataclasses.is_dataclass(base)]):
+        docs |= _own_field_docs(each)
+    return docs
+
+
+def _own_field_docs(config_class: Any) -> dict[str, str]:
+    """The docstrings of the fields that a class declares itself, and not its bases."""
+    if "field_docs" not in vars(config_class):
         config_class.field_docs = {}
         with contextlib.suppress(OSError, TypeError, SyntaxError):
             config_class.field_docs = _docs_below_fields(ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0])

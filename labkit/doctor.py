@@ -22,7 +22,7 @@ from typing import Literal
 
 import psutil
 
-from labkit import requirements
+from labkit import requirements, torch_private
 from labkit.requirements import parse_version
 from labkit.runs import private_files
 from labkit.runs.folder import runs_folder
@@ -138,6 +138,18 @@ def check_torch_features() -> Finding:
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
 
 
+def check_private_names() -> Finding:
+    """Private names of torch that labkit uses, or replaces: a newer torch may have moved some."""
+    missing = torch_private.missing_names()
+    if not missing:
+        count = len(torch_private.PRIVATE_NAMES)
+        return Finding("OK", "Private names of PyTorch", f"all {count} that labkit uses are here")
+    detail = f"{len(missing)} moved: {', '.join(each.path for each in missing)}"
+    fix = f"pip install torch=={torch_private.SEEN[-1]}"
+    lost = "; ".join(dict.fromkeys(each.lost for each in missing))
+    return Finding("FAIL", "Private names of PyTorch", detail, fix, lost)
+
+
 def check_compiler() -> Finding:
     """A C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
@@ -228,7 +240,12 @@ def check_runs_folder() -> Finding:
     return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 
-TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (check_sharded_convolution, check_torch_features, check_gpus)
+TORCH_CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_sharded_convolution,
+    check_torch_features,
+    check_private_names,
+    check_gpus,
+)
 OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
     check_compiler,
     check_cores,
@@ -241,7 +258,7 @@ OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def run_checks() -> Diagnosis:
-    """Make every check that can be made. Takes about as long as importing torch."""
+    """Make every check that can be made. Takes about three times as long as importing torch."""
     findings = [check_python(), check_torch()]
     if findings[-1].status != "FAIL":
         findings += [check() for check in TORCH_CHECKS]

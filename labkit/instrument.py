@@ -16,13 +16,12 @@ ranks enter it, and leave it, together: there is a barrier on both sides where a
 which are threads of one process see the same original. The original comes back however the block ends. A rank that
 leaves by an exception does not wait for the others, which may never come.
 
-The moments of a unit are private to torch. ``fsdp_internals`` is the only place that names the module they are in.
+The moments of a unit are private to torch: see labkit.torch_private.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit import torch_private
+
 Function = Callable[..., Any]
-_FSDP_PARAM_GROUP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 def reduce_scatter_with_assert(original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any) -> Any:
@@ -52,21 +52,6 @@ def reduce_scatter_with_assert(original: Function, assert_fn: Callable[[Tensor],
         raise ValueError(f"a reduce-scatter needs output first or by name; it was called with {sorted(kwargs)} alone")
     assert_fn(output)
     return original(*args, **kwargs)
-
-
-def get_fsdp_class(name: str) -> Any:
-    """A class of torch's own that FSDP2 is made of.
-
-    Raises:
-        RuntimeError: this version of torch has no such class there.
-    """
-    try:
-        return getattr(importlib.import_module(_FSDP_PARAM_GROUP_MODULE), name)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no {_FSDP_PARAM_GROUP_MODULE}.{name}: it is private and has moved; "
-            f"labkit.instrument knows torch 2.11 to 2.13"
-        ) from error
 
 
 class DummyProcessGroup:
@@ -135,7 +120,7 @@ class DummyDDP(nn.Module):
 @contextlib.contextmanager
 def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> Iterator[Function]:
     """Let ``names`` of a class of FSDP2's, or of torch.distributed, be ``new``, and give the first original."""
-    owner = get_fsdp_class(owner_name) if owner_name else dist
+    owner = torch_private.get(owner_name) if owner_name else dist
     # as they are stored: a staticmethod stays one
     originals = {name: vars(owner)[name] for name in names if name in vars(owner)}
     if not originals:

@@ -12,8 +12,6 @@ from torch.distributed.tensor import Placement, distribute_tensor
 def shards_by_rank(tensor: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> dict[int, numpy.ndarray]:
     """What each rank of a mesh holds of a tensor.
 
-    Uses torch.distributed._local_tensor, which is private and may change; nothing else in labkit touches it.
-
     Args:
         tensor: the whole tensor, on the CPU.
         mesh_shape: lengths of the mesh's axes, such as (4,) or (2, 2).
@@ -25,7 +23,7 @@ def shards_by_rank(tensor: torch.Tensor, mesh_shape: Sequence[int], placements: 
     Raises:
         RuntimeError: this process is in a process group already.
     """
-    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+    from labkit.torch_private import LocalTensor, LocalTensorMode
 
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already: call shards_by_rank from a notebook, not a rank")

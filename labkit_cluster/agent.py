@@ -19,6 +19,7 @@ from labkit.errors import HostLost, NotAllHosts, RunTimedOut
 from labkit.launcher import failure, process
 from labkit.launcher.run import FAILURE_GRACE_S, exit_label, timestamp_now, write_run_end
 from labkit.runs.folder import RunFolder, read_json, write_json
+from labkit.runs.verdict import finished_exit
 from labkit_cluster import host_agent
 from labkit_cluster.host_rendezvous import JOIN_TIMEOUT_S, POLL_PERIOD_S, FolderMailbox, RendezvousMember
 from labkit_cluster.listeners import Heartbeats
@@ -31,7 +32,7 @@ HOST_EXIT_TIMEOUT_S = 8.0
 """How long host 0 waits for the others to say how they ended; one that says nothing is lost."""
 EXIT_FAILED, EXIT_NO_RENDEZVOUS, EXIT_HOST_LOST, EXIT_TIMED_OUT = 1, 3, 75, 124
 """Exit statuses. With "host lost" in run.json, the job's template asks for another attempt."""
-ATTEMPT_FILE_PATTERNS = ("rank_*", "session.json", "exit*.json", "torchrun*", "meeting_*")
+ATTEMPT_FILE_PATTERNS = ("rank_*", "session.json", "verdict.json", "exit*.json", "torchrun*", "meeting_*")
 """What an attempt leaves in the folder."""
 
 
@@ -80,7 +81,7 @@ class JobAgent:
         started, status = time.monotonic(), 0
         try:
             self._raise_run_failure(self._run_this_host())
-            info["exit"] = "ok"
+            info["exit"] = finished_exit(self._folder)
         except BaseException as error:
             info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
             statuses = {NotAllHosts: EXIT_NO_RENDEZVOUS, HostLost: EXIT_HOST_LOST, RunTimedOut: EXIT_TIMED_OUT}

@@ -8,6 +8,7 @@ from typing import Any
 from labkit.checks.judge import Verdict, WrongAnswer, answer_name, call_answer, exercise, passing_verdict, value_text
 from labkit_cluster import theory
 
+LAB = "hosts"
 TOLERANCE = 1e-6
 
 

@@ -9,6 +9,7 @@ from labkit.launcher import failure
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.runs.folder import RunFolder, read_json, require_fields, write_json
 from labkit.runs.result import RunFileNotFound, RunResult, load
+from labkit.runs.verdict import FINISHED_EXITS
 from labkit_cluster.cluster_command import JobStatus
 from labkit_cluster.kubernetes import Kubernetes
 from labkit_cluster.slurm import Slurm
@@ -21,7 +22,7 @@ STATUS_QUERY_PERIOD_S = 2.0
 CLUSTER_SILENCE_LIMIT_S = 600.0
 """How long waiting goes on although the cluster does not answer: its controller may be starting anew."""
 CANCEL_TIMEOUT_S = 120.0
-STATE_BY_EXIT = {"ok": "completed", "failed": "failed", "timed out": "timed out", "cancelled": "cancelled"}
+STATE_BY_EXIT = dict.fromkeys(FINISHED_EXITS, "completed") | {end: end for end in ("failed", "timed out", "cancelled")}
 """What run.json says of a run that is over, as states. After any other word there may be another attempt."""
 SUBMISSION_TYPES = {"cluster": str, "settings": dict, "id": str}
 """What submitted.json has to hold."""
@@ -68,7 +69,7 @@ class Job:
                 else:
                     display.show_wait_reason(f"{self._program_name}: {standing}")
                 time.sleep(JOB_POLL_PERIOD_S)
-            outcome = "ok" if standing.state == "completed" else standing.state
+            outcome = self._read_run_info()["exit"]
         finally:
             progress.close(outcome)
 
@@ -85,7 +86,7 @@ class Job:
         """
         self.wait()
         info = self._read_run_info()
-        if info["exit"] != "ok":
+        if info["exit"] not in FINISHED_EXITS:
             raise self._failure_error(info)
         return load(self.folder)
 

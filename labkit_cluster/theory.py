@@ -13,7 +13,7 @@ def host_egress_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid:
 
     Rings go through the ranks in their order, so each of them leaves a host once. Sharded over all ranks, one ring does
     two all-gathers and a reduce-scatter of all parameters. Under HSDP they stay inside the hosts, and ``nproc`` rings,
-    one for each local rank, do an all-reduce of a shard. Source: ``collectives.wire_bytes``.
+    one for each local rank, do an all-reduce of a shard. Source: ``collectives.collective_wire_bytes``.
 
     Args:
         parameter_bytes: of the model, and as many of its gradients.

@@ -7,6 +7,7 @@ from labkit.checks.judge import Verdict, WrongAnswer, answer_name, call_answer, 
 from labkit.theory.collectives import AlphaBeta
 from labkit_simulate.theory import simulation as theory
 
+LAB = "simulation"
 TOLERANCE = 1e-6
 QUESTIONS = {
     "peak memory of a rank": (True, "Sizes of tensors do not depend on numbers in them."),

@@ -34,10 +34,11 @@ class SimulateCommand:
     about: ClassVar[str] = "Simulate {program} and show its summary."
     takes_lists: ClassVar[bool] = False
 
-    def execute(self, **arguments: Any) -> str:
-        """Simulate the program; return its summary."""
+    def execute(self, **arguments: Any) -> int:
+        """Simulate the program and print its summary."""
         result = simulate(**arguments)
-        return f"{result.summary().to_string()}\nrecorded in {result.folder}"
+        print(f"{result.summary().to_string()}\nrecorded in {result.folder}")
+        return 0
 
 
 @dataclass
@@ -69,11 +70,12 @@ class PlanCommand:
     about: ClassVar[str] = "Simulate candidates of {program} and show those that fit."
     takes_lists: ClassVar[bool] = True
 
-    def execute(self, **arguments: Any) -> str:
-        """Simulate the candidates; return the table of those that fit."""
+    def execute(self, **arguments: Any) -> int:
+        """Simulate the candidates and print the table of those that fit."""
         lists = {name: list(each) for name, each in arguments.items() if isinstance(each, tuple)}
         found = planner.plan(**(arguments | lists))
-        return f"{found}\nrecorded in {found.folder}"
+        print(f"{found}\nrecorded in {found.folder}")
+        return 0
 
 
 COMMANDS = {"simulate": SimulateCommand, "plan": PlanCommand}

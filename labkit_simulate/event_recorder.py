@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch.distributed import Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from labkit.runs.folder import RunFolder, write_text
 from labkit.runs.records import RecordWriter
@@ -38,6 +36,7 @@ from labkit.session.traffic import (
     collective_inputs,
     group_name_and_ranks,
 )
+from labkit.torch_private import FakeWork, current_graph_task_id, tree_leaves
 from labkit_simulate.artifacts import ARTIFACT_EVENTS
 from labkit_simulate.operators import NON_COMPUTE_NAMESPACES, make_operator, operator_model_flops
 
@@ -132,7 +131,7 @@ class EventRecorder(CommunicationCounter):
     def current_phase_and_block(self) -> tuple[str, str]:
         """The phase of the step at this moment, and the block that is at work."""
         phase = self._phase
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             phase = "backward"
         elif any(each.startswith("Optimizer.") for each in self._ranges):
             phase = "optimizer"
@@ -152,7 +151,7 @@ class EventRecorder(CommunicationCounter):
     def _record_compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         self._update_phase()
         operator = make_operator(func, args, kwargs, result)
-        recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        recomputed = current_graph_task_id() != -1 and torch.is_grad_enabled()
         if operator.flops and not recomputed:
             self.model_flops += operator_model_flops(func, args, kwargs, result)
         where = {"work": self._block, "phase": self._phase}

@@ -15,18 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import device_mesh
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from labkit import requirements
+from labkit import requirements, torch_private
 from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, rank_of_process, write_json
 from labkit.runs.records import RecordWriter
 from labkit.session.meter import allow_second_forward, bytes_by_category, write_traffic
+from labkit.torch_private import MESH_FACTORIES, MemTracker
 from labkit_simulate.event_recorder import EventRecorder
 from labkit_simulate.memory_recorder import MemoryRecorder
-from labkit_simulate.patch_training import MESH_FACTORY_MODULES
 
 WARM_UP_STEP = -1
 
@@ -82,9 +80,7 @@ class ExternalStepRecorder:
             self.tracker.reset_peak()
             known = self.tracker._mod_tracker._known_modules.items()
             roots = [module for module, name in known if "." not in name]
-            self._held = MemoryRecorder(
-                self.tracker, self.counter.current_phase_and_block, [*roots, optimizer]
-            )
+            self._held = MemoryRecorder(self.tracker, self.counter.current_phase_and_block, [*roots, optimizer])
         self._index += 1
 
     def close(self) -> None:
@@ -101,15 +97,15 @@ class ExternalStepRecorder:
 @contextlib.contextmanager
 def record_mesh_axes(steps: ExternalStepRecorder) -> Iterator[None]:
     """In here, what runs along an axis of a mesh that the program makes is counted for this axis as well."""
-    make = device_mesh.init_device_mesh
+    make = torch_private.get(MESH_FACTORIES[0])
 
     def make_and_add_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
         mesh = make(*args, **kwargs)
         steps.counter.add_mesh(mesh)
         return mesh
 
-    for module in MESH_FACTORY_MODULES:
-        module.init_device_mesh = make_and_add_mesh
+    for name in MESH_FACTORIES:
+        torch_private.replace(name, make_and_add_mesh)
     yield
 
 
@@ -120,10 +116,13 @@ class ProgramMemoryTracker(MemTracker):
         most: bytes that were held at most since the program asked to forget it; ``peak`` is of a step.
     """
 
+    _pre_fw_hook: Any
+    memory_tracking: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
-        self._pre_fw_hook = allow_second_forward(self, self._pre_fw_hook)  # type: ignore[method-assign]
+        self._pre_fw_hook = allow_second_forward(self, self._pre_fw_hook)
 
     @property
     def current_bytes(self) -> int:

@@ -106,8 +106,7 @@ class MemoryRecorder:
 
 def storages_by_block(track: Iterable[Any]) -> Iterator[tuple[int, str]]:
     """What models and optimizers hold already: storages, as addresses, with the block whose they are."""
-    from torch.distributed._tools.common_utils import get_untyped_storages
-
+    from labkit.torch_private import get_untyped_storages
     from labkit_simulate.event_recorder import block_name
 
     blocks: dict[Tensor, str] = {}

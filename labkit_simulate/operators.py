@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from labkit.torch_private import TorchDispatchMode, tree_leaves
 from labkit_simulate.theory.step_time import Operator
 
 NON_COMPUTE_NAMESPACES = ("prim", "profiler")

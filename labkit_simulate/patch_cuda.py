@@ -24,21 +24,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 
 from labkit.errors import ParameterError
+from labkit.torch_private import DEVICE_FUNCTIONS, DEVICE_QUESTIONS, replace, wrap
 from labkit_simulate.patch_training import drop_arguments
 
 BFLOAT16_CAPABILITY = (8, 0)
 """The compute capability that is given: of an A100."""
-NO_OP_FUNCTIONS = (
-    *("synchronize", "empty_cache", "ipc_collect", "init", "set_per_process_memory_fraction", "set_stream"),
-    *("reset_accumulated_memory_stats", "empty_host_cache"),
-)
 NO_GPU_ERROR_TEXTS = ("not compiled with CUDA", "Cannot access accelerator", "NVIDIA driver", "_cuda_", "No CUDA GPUs")
 """Words of the errors with which torch says that there is no GPU."""
 
@@ -57,24 +51,20 @@ def simulate_gpus(memory: MemoryCounter) -> Iterator[None]:
     """In here, a program may use GPUs; torch stays as it is made here for the rest of this process."""
     patch_devices()
     answers = CudaAnswers(memory)
-    for name in NO_OP_FUNCTIONS:
-        _replace_function(name, lambda *unused, **others: None)
-    for name in (name for name in vars(CudaAnswers) if not name.startswith("_")):
-        _replace_function(name, getattr(answers, name))
-    for name, only_programs in {"is_available": True, "device_count": gpus_on_this_host()}.items():
-        for module in (torch.cuda, torch.accelerator):
-            setattr(module, name, answer_programs_only(getattr(module, name), only_programs))
-    named = torch.device("cuda")
-    torch.accelerator.current_accelerator = answer_programs_only(torch.accelerator.current_accelerator, named)
-    dist.is_nccl_available = answer_programs_only(dist.is_nccl_available, True)
+    for module, names in DEVICE_FUNCTIONS.items():
+        for name in names:
+            if hasattr(getattr(torch, module), name):  # torch 2.11 lacks one
+                replace(f"{module}.{name}", getattr(answers, name, do_nothing))
+    told = {"is_available": True, "device_count": gpus_on_this_host(), "current_accelerator": torch.device("cuda")}
+    for question in DEVICE_QUESTIONS:
+        wrap(question, functools.partial(answer_programs_only, answer=told[question.partition(".")[2]]))
+    wrap("is_nccl_available", functools.partial(answer_programs_only, answer=True))
     with CPUPlacementMode():
         yield
 
 
-def _replace_function(name: str, function: Callable[..., Any]) -> None:
-    for module in (torch.cuda, torch.accelerator):
-        if hasattr(module, name):
-            setattr(module, name, function)
+def do_nothing(*unused: Any, **others: Any) -> None:
+    """In place of a function of torch.cuda that a simulation has nothing to do for."""
 
 
 def gpus_on_this_host() -> int:
@@ -240,19 +230,17 @@ class CPUPlacementMode(TorchFunctionMode):
 
 def patch_devices() -> None:
     """Let torch take the CPU where a program names a GPU, and no tensor does; for the rest of this process."""
-    names: Any = torch._C._nn
-    names._parse_to = wrap_parse_to(names._parse_to)  # of model.to(...)
-    made_for: dict[Any, str] = {
-        torch.amp.autocast: "device_type",
-        torch.amp.GradScaler: "device",
-        _device.DeviceContext: "device",  # of `with torch.device(...)` and set_default_device
-        DeviceMesh: "device_type",
+    wrap("parse_to", wrap_parse_to)  # of model.to(...)
+    made_for = {
+        "amp:autocast": "device_type",
+        "amp:GradScaler": "device",
+        "DeviceContext": "device",  # of `with torch.device(...)` and set_default_device
+        "DeviceMesh": "device_type",
     }
     for kind, name in made_for.items():
-        kind.__init__ = wrap_init_for_cpu(kind.__init__, name)
-    parallel: Any = torch.nn.parallel.DistributedDataParallel
+        wrap(f"{kind}.__init__", functools.partial(wrap_init_for_cpu, name=name))
     # it refuses a list of GPUs for a model that is on none
-    parallel.__init__ = drop_arguments(parallel.__init__, "device_ids", "output_device")
+    wrap("DistributedDataParallel.__init__", lambda init: drop_arguments(init, "device_ids", "output_device"))
 
 
 def wrap_parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.errors import LabError
+from labkit.torch_private import compute_bucket_assignment_by_size, queue_callback, replace
 
 
 def patch_reducer() -> None:
     """Let DistributedDataParallel use it, for the rest of this process."""
-    distributed: Any = dist
-    distributed.Reducer, distributed.Logger = PlaceholderReducer, NullLogger
-    distributed._verify_params_across_processes = lambda *unused: True
-    distributed._register_comm_hook = distributed._register_builtin_comm_hook = refuse_hook
+    replace("distributed:Reducer", PlaceholderReducer)
+    replace("distributed:Logger", NullLogger)
+    replace("verify_params_across_processes", lambda *unused: True)
+    replace("register_comm_hook", refuse_hook)
+    replace("register_builtin_comm_hook", refuse_hook)
 
 
 class NullLogger:
@@ -74,7 +76,7 @@ class PlaceholderReducer(NullLogger):
         if self._rebuilt or self._find_unused or not self._arrived:
             return False
         arrived: list[Tensor] = [self._parameters[index] for index in self._arrived]
-        buckets, _ = dist._compute_bucket_assignment_by_size(arrived, self._limits, [], self._arrived)  # type: ignore[attr-defined]
+        buckets, _ = compute_bucket_assignment_by_size(arrived, self._limits, [], self._arrived)
         self._make_buckets(buckets)
         self._rebuilt = True
         return True
@@ -90,7 +92,7 @@ class PlaceholderReducer(NullLogger):
         if not self._expects:
             return
         if not self._arrived:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            queue_callback(self._finish_backward)
         self._arrived.append(index)
         view, gradient = self._gradient_view(index), self._parameters[index].grad
         assert gradient is not None

@@ -8,18 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import _disable_current_modes
+
+from labkit.torch_private import disable_current_modes, replace, wrap
 
 
 def patch_sharding() -> None:
     """Replace it for the rest of this process."""
-    module: Any = _fsdp_param
-    module._chunk_with_empty = LazyChunks
-    module.FSDPParam.reset_sharded_param = skip_needless_reset(module.FSDPParam.reset_sharded_param)
-    propagator: Any = ShardingPropagator
-    propagator._propagate_tensor_meta_non_cached = hide_from_trackers(propagator._propagate_tensor_meta_non_cached)
+    replace("chunk_with_empty", LazyChunks)
+    wrap("FSDPParam.reset_sharded_param", skip_needless_reset)
+    wrap("propagate_tensor_meta_non_cached", hide_from_trackers)
 
 
 class LazyChunks:
@@ -60,7 +57,7 @@ def hide_from_trackers(shape_of: Callable[..., Any]) -> Callable[..., Any]:
     """DTensor learns a whole result's shape from simulated tensors: elsewhere no tracker takes those for a step's."""
 
     def call_without_modes(*args: Any) -> Any:
-        with _disable_current_modes():
+        with disable_current_modes():
             return shape_of(*args)
 
     return call_without_modes

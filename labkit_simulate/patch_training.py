@@ -10,16 +10,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_init
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import device_mesh as older
-from torch.utils import data
-from torch.utils.data import dataloader
-
 from labkit.errors import ParameterError
+from labkit.torch_private import replace, unset_fake_temporarily, wrap
 
 DATALOADER_WORKER_ARGUMENTS = (
     "num_workers",
@@ -30,28 +22,22 @@ DATALOADER_WORKER_ARGUMENTS = (
     "pin_memory",
 )
 """Arguments of a DataLoader for processes that prepare samples: simulated tensors cannot go from one to another."""
-MESH_FACTORY_MODULES: list[Any] = [device_mesh, torch.distributed, torch.distributed.tensor, older, _fsdp_init]
-"""Modules in which a program, or FSDP2 where the program gives no mesh, finds torch's function that makes one."""
 
 
 def patch_training_functions() -> None:
     """Replace it for the rest of this process."""
-    samplers: list[Any] = [data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler]
-    for sampler in [*samplers, data.DistributedSampler]:
-        sampler.__iter__ = use_real_order(sampler.__iter__)
-    loader: Any = dataloader
-    loader.DataLoader.__init__ = drop_arguments(loader.DataLoader.__init__, *DATALOADER_WORKER_ARGUMENTS)
-    loader._BaseDataLoaderIter.__init__ = use_real_tensors(loader._BaseDataLoaderIter.__init__)
-    data.random_split = data.dataset.random_split = use_real_tensors(data.random_split)
-    scaler: Any = torch.amp.GradScaler
-    scaler._maybe_opt_step = lambda scaler, optimizer, unused, *args, **kwargs: optimizer.step(*args, **kwargs)
-    scaler.get_scale = lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0
-    scaler._get_growth_tracker = lambda scaler: scaler._init_growth_tracker
-    sharded: Any = ShardedGradScaler
-    sharded._amp_update_scale_cpu_ = count_finite_step
-    torch.save = skip_save
-    processes: Any = torch.multiprocessing
-    processes.spawn = run_as_spawned_rank
+    for sampler in ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler"):
+        wrap(f"{sampler}.__iter__", use_real_order)
+    wrap("DataLoader.__init__", lambda init: drop_arguments(init, *DATALOADER_WORKER_ARGUMENTS))
+    wrap("BaseDataLoaderIter.__init__", use_real_tensors)
+    wrap("data:random_split", use_real_tensors)
+    wrap("dataset:random_split", use_real_tensors)
+    replace("maybe_opt_step", lambda scaler, optimizer, unused, *args, **kwargs: optimizer.step(*args, **kwargs))
+    replace("GradScaler.get_scale", lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0)
+    replace("get_growth_tracker", lambda scaler: scaler._init_growth_tracker)
+    replace("amp_update_scale_cpu_", count_finite_step)
+    replace("torch:save", skip_save)
+    replace("multiprocessing:spawn", run_as_spawned_rank)
 
 
 def count_finite_step(scaler: Any, unused: Any) -> None:

@@ -19,30 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # collectives of fake tensors
-import torch.distributed._tools.mem_tracker
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.distributed import device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from labkit import torch_private
 from labkit.errors import LabError, ParameterError
 from labkit.launcher.worker import run_program
 from labkit.runs.folder import ROOT
 from labkit.session.hooks import hooks
+from labkit.torch_private import (
+    MESH_FACTORIES,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    replace,
+    unset_fake_temporarily,
+    wrap,
+)
 from labkit_simulate import patch_cuda, patch_fsdp
 from labkit_simulate.artifacts import ENV_SIMULATION
 from labkit_simulate.external_program import is_labkit_program, record_external_program
 from labkit_simulate.meter import SimulationMeter
 from labkit_simulate.patch_ddp import patch_reducer
-from labkit_simulate.patch_training import MESH_FACTORY_MODULES, drop_arguments, patch_training_functions, use_real_tensors
+from labkit_simulate.patch_training import drop_arguments, patch_training_functions, use_real_tensors
 
 __tracebackhide__ = True  # for the worker: a learner's traceback begins with the program's frames
 VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -89,8 +89,8 @@ def set_world_size() -> int:
 
 def patch_torch(rank: int, world_size: int) -> None:
     """Let torch do in a simulation what it does elsewhere; for the rest of this process."""
-    distributed: Any = dist
-    join, make = distributed.init_process_group, device_mesh.init_device_mesh
+    torch_private.get("fake_collectives")  # lets collectives take fake tensors
+    join, make = torch_private.get("distributed:init_process_group"), torch_private.get(MESH_FACTORIES[0])
     signature = inspect.signature(join)
 
     def init_fake_process_group(*args: Any, **kwargs: Any) -> None:
@@ -99,20 +99,18 @@ def patch_torch(rank: int, world_size: int) -> None:
         with unset_fake_temporarily():
             join("fake", rank=rank, world_size=world_size, store=FakeStore())
 
-    modules: list[Any] = [distributed, distributed.distributed_c10d, device_mesh]
-    for module in modules:
-        module.init_process_group = init_fake_process_group
-    # whatever a group's backend, it sends nothing
-    of_any_backend = drop_arguments(distributed.new_group, "backend", "device_id")
-    distributed.new_group = distributed.distributed_c10d.new_group = of_any_backend
+    for module in ("distributed", "distributed_c10d", "device_mesh"):
+        replace(f"{module}:init_process_group", init_fake_process_group)
+    for module in ("distributed", "distributed_c10d"):
+        # whatever a group's backend, it sends nothing
+        wrap(f"{module}:new_group", lambda make: drop_arguments(make, "backend", "device_id"))
     # a mesh is made of ranks, and these are numbers in tensors
-    for module in MESH_FACTORY_MODULES:
-        module.init_device_mesh = use_real_tensors(make)
-    distributed.DeviceMesh.__init__ = use_real_tensors(distributed.DeviceMesh.__init__)
-    init: Any = torch.nn.init
-    init._no_grad_trunc_normal_ = skip_initialisation  # draws again and again, until all numbers are within bounds
-    torch.utils.swap_tensors = wrap_swap_tensors(torch.utils.swap_tensors)
-    torch.compile = refuse_to_compile  # type: ignore[assignment]
+    for name in MESH_FACTORIES:
+        replace(name, use_real_tensors(make))
+    wrap("DeviceMesh.__init__", use_real_tensors)
+    replace("no_grad_trunc_normal_", skip_initialisation)  # it draws until all numbers are within bounds
+    wrap("swap_tensors", wrap_swap_tensors)
+    replace("torch:compile", refuse_to_compile)
     patch_fsdp.patch_sharding()
     patch_reducer()
     patch_training_functions()

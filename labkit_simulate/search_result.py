@@ -55,7 +55,7 @@ class Candidate:
         tokens: of a sample; None where that is not known.
         reason: why there are no numbers; "" where there are.
         folder: of its simulation.
-        sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead", see ``fits.Fit``.
+        sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead", see ``memory_fit.MemoryFit``.
         peak_in: the phase and the block of the model that were at work when most was held.
         times: by the name of the hardware, what was reckoned for it.
         continued_from: the numbers of blocks of the simulations that its numbers continue, and "reserved" is estimated

@@ -165,7 +165,7 @@ def train(config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh
     lab.zero_grad()
     with BucketRecorder() as wire:
         forward_backward(config, here, lab, model, 0, next(here.plain_steps(1)))
-    for index, gradients in enumerate(wire.buckets(lab.named_parameters())):
+    for index, gradients in enumerate(wire.gradients_by_bucket(lab.named_parameters())):
         here.record_bucket(index, gradients)
 
 

@@ -1,6 +1,18 @@
 """What the tests that run a learner's notebook share, wherever they run it."""
 
 import json
+from pathlib import Path
+
+import jupytext
+
+SOURCES = Path(__file__).resolve().parents[1] / "notebooks" / "src"
+
+
+def read_small_values(name):
+    """The small values of a lab's parameters, which its source has beside the tag: ``small={"STEPS": 1}``."""
+    cells = jupytext.read(SOURCES / f"{name}.py", fmt="py:percent").cells
+    (values,) = (cell.metadata.get("small") for cell in cells if "parameters" in cell.metadata.get("tags", []))
+    return values
 
 
 def unused(values, runs):

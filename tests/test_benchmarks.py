@@ -72,7 +72,7 @@ def test_the_launch_benchmark_compares_and_breaks_down(bench, tmp_path, capsys):
     assert (tmp_path / "launch.png").stat().st_size > 5000
 
 
-@pytest.mark.long  # test_queue.py has six runs at once; here a check is among them
+@pytest.mark.long  # test_run_queue.py has six runs at once; here a check is among them
 def test_a_crowd_comes_in_turn_and_a_right_answer_is_not_called_wrong():
     words = [sys.executable, FOLDER / "crowd.py", "--processes", "5"]  # all that such a process has left is the crowd's
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
@@ -89,7 +89,7 @@ def test_the_published_benchmark_holds_the_formulas_against_what_others_measured
     assert [lines[number - 1] for number in fitted] == ["h100-96gb-8x", "a100-8x"], "the first row of each machine"
 
 
-@pytest.mark.long  # test_plan.py simulates such a plan, too
+@pytest.mark.long  # test_planner.py simulates such a plan, too
 def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_path, capsys):
     bench("plan").main(["--layers", "1", "--world-size", "8", "--checkpointing", "full", "--keep", str(tmp_path)])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -115,8 +115,8 @@ def test_the_catalog_is_read_and_checked_without_torch_or_transformers():
     code = """
 import sys
 from labkit.models import catalog
-catalog.check("toy", ["MyModule"])
-catalog.check("hf_t5", ["T5Block"]) if catalog.importlib.util.find_spec("transformers") else None
+catalog.check_model("toy", ["MyModule"])
+catalog.check_model("hf_t5", ["T5Block"]) if catalog.importlib.util.find_spec("transformers") else None
 print(*sorted({"torch", "transformers", "numpy"} & sys.modules.keys()), "done")
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

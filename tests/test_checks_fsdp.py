@@ -57,8 +57,8 @@ def planned():
 
 @pytest.fixture(scope="module")
 def forgetful():
-    """A run of fsdp_wrap that leaves out one block of nine."""
-    return labkit.run("fsdp_wrap", nproc=2, model="toy", skip=(1,), steps=1)
+    """A run of fsdp_matrix that leaves out one block of nine."""
+    return labkit.run("fsdp_matrix", nproc=2, model="toy", skip=(1,), steps=1)
 
 
 def judge(check, given, result=None):

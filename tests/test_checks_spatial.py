@@ -21,7 +21,7 @@ HEADS = {
     "local_columns": "def local_columns(width, ranks, stage):",
     "placements": "def placements():",
     "strip_step_s": "def strip_step_s(plain_s, ranks, messages, message_bytes, alpha_s, beta_s_per_byte):",
-    "fooled": "def sends_nothing(strip, halo, rank, ranks):",
+    "sends_nothing": "def sends_nothing(strip, halo, rank, ranks):",
 }
 
 

@@ -11,7 +11,7 @@ from labkit.models.mlp import MLPStack
 from labkit.models.nested import NestedWrappedModule
 from labkit.parallel.checkpointing import apply_activation_checkpointing, checkpoint_wrappers
 from labkit.parallel.compiling import apply_compile
-from launch import decoder, fsdp_wrap, two_dim
+from launch import decoder, fsdp_matrix, fsdp_wrap, two_dim
 
 TECHNIQUES = (
     "tensor_parallel",
@@ -100,7 +100,7 @@ class Mesh:
 def applied(monkeypatch):
     """What a program applies, in order, instead of applying it."""
     order = []
-    for program in (decoder, fsdp_wrap, two_dim):
+    for program in (decoder, fsdp_matrix, fsdp_wrap, two_dim):
         for name in TECHNIQUES:
             if hasattr(program, f"apply_{name}"):
                 monkeypatch.setattr(program, f"apply_{name}", lambda *args, name=name, **how: order.append(name))
@@ -108,7 +108,7 @@ def applied(monkeypatch):
 
 
 def test_every_program_applies_techniques_in_one_order(applied):
-    fsdp_wrap.parallelize_model(fsdp_wrap.Config(checkpointing=True, compile=True), Mesh(), MLPStack(8))
+    fsdp_matrix.parallelize_model(fsdp_matrix.Config(checkpointing=True, compile=True), Mesh(), MLPStack(8))
     assert applied == ["activation_checkpointing", "compile", "fsdp"]
     applied.clear()
     two_dim.parallelize_model(two_dim.Config(checkpointing=True), Mesh(), MLPStack(8), compile=True)

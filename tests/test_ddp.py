@@ -121,7 +121,7 @@ def watch(lab, model, step):
     with BucketRecorder() as wire:
         inputs = lab.get_input(CPU, seed=2 * step + dist.get_rank())
         lab.get_loss(inputs, model(*inputs)).backward()
-    return [list(bucket.items()) for bucket in wire.buckets(lab.named_parameters())]
+    return [list(bucket.items()) for bucket in wire.gradients_by_bucket(lab.named_parameters())]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "replicate"])

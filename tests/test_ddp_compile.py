@@ -147,10 +147,10 @@ def test_a_measured_run_records_buckets_times_and_the_program(runs, mode, case):
     assert result.value("all_reduce_bytes") == sum(sum(bucket.values()) for bucket in theory)
     assert all(result.value(f"{part}_ms") > 0 for part in ("forward", "backward", "optimizer", "step"))
     if mode == "compiled":
-        assert repr(inductor.ProgramListing(result.ranks[0].kept("code"))).count(" collective ") == 3
+        assert repr(inductor.ProgramListing(result.ranks[0].artifact("code"))).count(" collective ") == 3
     else:
         with pytest.raises(FileNotFoundError):
-            result.ranks[0].kept("code")
+            result.ranks[0].artifact("code")
     if mode == "ddp":
         bars = result.frame.query("kind == 'bar'")[["lane", "phase", "name"]].itertuples(index=False, name=None)
         assert {("compute", "backward", "fc4"), ("communication", "all_reduce", "bucket 1")} <= set(bars)
@@ -189,7 +189,7 @@ def no_compiler(monkeypatch, tmp_path):
         ("ddp_compile", {}),
         ("ddp_compile", {"mode": "ddp", "check": "parity"}),
         ("ddp_compile", {"check": "buckets"}),
-        ("fsdp_wrap", {"compile": True}),
+        ("fsdp_matrix", {"compile": True}),
     ],
 )
 def test_without_a_compiler_a_lab_says_so_before_a_launch(no_compiler, program, parameters):

@@ -20,18 +20,9 @@ TABLE = ROOT / "docs" / "exercises.md"
 BEGIN = "### BEGIN SOLUTION"
 SHORT = 6
 """Lines of an answer that are shown whole."""
-LABS = {
-    "0": "collectives",
-    "1": "spatial",
-    "2": "fsdp",
-    "3": "extensions",
-    "4": "ddp",
-    "5": "two_dim",
-    "6": "simulation",
-    "7": "failures",
-    "8": "hosts",
-}
-EXERCISES = [each for lab in LABS.values() for each in importlib.import_module(f"answers.{lab}").EXERCISES]
+LABS = [path.stem for path in Path(__file__).with_name("answers").glob("[!_]*.py")]
+EXERCISES = [each for lab in LABS for each in importlib.import_module(f"answers.{lab}").EXERCISES]
+EXERCISES.sort(key=lambda exercise: [int(part) for part in exercise.number.split(".")])
 WRONG = [pytest.param(each, said, id=f"{each.number}: {said}") for each in EXERCISES for said in each.wrong]
 
 
@@ -89,7 +80,7 @@ def test_there_are_three_wrong_answers_to_each_with_three_messages():
 
 def test_the_notebooks_name_the_same_exercises():
     marked = {lab.key: [each.number for each in lab.exercises] for lab in lab_catalog.all_labs()}
-    assert marked == {lab: numbers_of(lab) for lab in LABS.values()}
+    assert marked == {lab: numbers_of(lab) for lab in LABS}
     functions = {(each.number, each.function) for each in EXERCISES}
     for exercise in (each for lab in lab_catalog.all_labs() for each in lab.exercises):
         # an exercise with two functions counts under the first, which its wrong answers may leave alone

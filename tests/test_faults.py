@@ -285,8 +285,8 @@ FILLS_THE_DISK = f"""
 import os, sys
 sys.path.insert(0, {str(TESTS.parent)!r})
 from pathlib import Path
-from labkit.runs.records import Writer
-writer = Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
+from labkit.runs.records import RecordWriter
+writer = RecordWriter(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
 while True:
     writer.write("scalar", "loss", len(writer.lines), value=0.5, unit=1000 * "x")
 """
@@ -307,7 +307,7 @@ def test_a_disk_that_the_records_fill(small_disk, tmp_path):
 
 def test_a_second_process_may_not_write_into_a_runs_records(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from labkit.runs.records import Writer\n"
+        "import sys; from pathlib import Path; from labkit.runs.records import RecordWriter\n"
         "writer = Writer(Path(sys.argv[1]), 0)\nprint('holds', flush=True)\nsys.stdin.read()"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]

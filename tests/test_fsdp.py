@@ -1,4 +1,4 @@
-"""labkit.parallel.fsdp and launch/fsdp_wrap: equal to one device in every cell, and exactly what theory says."""
+"""labkit.parallel.fsdp, launch/fsdp_wrap and fsdp_matrix: equal to one device in every cell, and exactly what theory says."""
 
 import itertools
 import json
@@ -150,7 +150,7 @@ def runs():
         for (model, wrap, sizes), (count, *how) in itertools.product(SETUPS, HOW):
             if count == ranks:
                 cells[model, wrap, ranks, *how] = cell_of(model, wrap, sizes, *how)
-        found |= dict(zip(cells, run_cells("fsdp_wrap", ranks, list(cells.values())), strict=True))
+        found |= dict(zip(cells, run_cells("fsdp_matrix", ranks, list(cells.values())), strict=True))
     return found
 
 
@@ -278,7 +278,7 @@ REFUSED = [
 def test_what_cannot_work_is_refused_before_a_launch(params, message, runs_folder):
     before = set(runs_folder.iterdir())
     with pytest.raises(labkit.ParameterError, match=message):
-        labkit.run("fsdp_wrap", nproc=2, **params)
+        labkit.run("fsdp_matrix", nproc=2, **params)
     assert set(runs_folder.iterdir()) == before
 
 
@@ -350,7 +350,7 @@ def test_fsdp1_does_not_offload_without_a_gpu():
 def test_compiled_compute_gives_the_losses_of_eager_compute():
     how = {"model": "mlp_stack", "steps": 3}
     cells = [how | {"compile": False}, how | {"compile": True}]
-    runs = run_cells("fsdp_wrap", 2, [*cells, cells[1] | {"compile_only": ("Linear",)}], timeout_s=150)
+    runs = run_cells("fsdp_matrix", 2, [*cells, cells[1] | {"compile_only": ("Linear",)}], timeout_s=150)
     graphs = [run.value("compiled_graphs") for run in runs[1:]]  # of one process, so they add up
     assert graphs[0] == 3, "one for each block, or nothing was compiled"
     assert graphs[1] > 3 + 3, "more, if layers are chosen: blocks again would be as many or none"

@@ -1,4 +1,4 @@
-"""launch/fsdp_wrap beyond wrapping: hybrid sharding, FSDP1's own options, the scaler, units by policy, refusals."""
+"""launch/fsdp_matrix beyond wrapping: hybrid sharding, FSDP1's own options, the scaler, units by policy, refusals."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from labkit.parallel import fsdp, units
 from labkit.parallel.buckets import apply_gradient_buckets
 from labkit.parity import extensions
 from labkit.theory import fsdp as theory
-from launch import fsdp_wrap
+from launch import fsdp_matrix
 
 HYBRID = {"hybrid": 2, "steps": 1, "model": "mlp_stack", "dim": 64}
 PARITY = {"hybrid": 2, "check": "parity", "steps": 2}
@@ -37,7 +37,7 @@ ON_FOUR = {
 def hybrid(request):
     """Results of ON_FOUR, two groups of two ranks, in one launch for each version of FSDP."""
     cells = [cell | {"fsdp": request.param} for cell in ON_FOUR.values()]
-    return dict(zip(ON_FOUR, run_cells("fsdp_wrap", 4, cells), strict=True))
+    return dict(zip(ON_FOUR, run_cells("fsdp_matrix", 4, cells), strict=True))
 
 
 @pytest.mark.parametrize("model", list(catalog.MODELS))
@@ -76,7 +76,7 @@ OPTIONS = {
 def timelines():
     """What rank 0 did, in order, by option: (lane, unit, phase)."""
     found = {}
-    results = run_cells("fsdp_wrap", 2, [SLOW | option for option in OPTIONS.values()])
+    results = run_cells("fsdp_matrix", 2, [SLOW | option for option in OPTIONS.values()])
     for name, result in zip(OPTIONS, results, strict=True):
         bars = result.frame.query("kind == 'bar' and rank == 0").sort_values("start_us")
         bars = bars[bars.lane != "exposed"]
@@ -111,8 +111,8 @@ def overflow(version, enabled):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "alone"))
     lab = catalog.create_model("nonuniform", seed=0)
     model, _ = fsdp.apply_fsdp(lab, mesh, fsdp=version)
-    config = fsdp_wrap.Config(scaler=enabled, scaler_init=1024.0, scaler_growth=1)
-    scaler = fsdp_wrap.make_grad_scaler(config, torch.device("cpu"))
+    config = fsdp_matrix.Config(scaler=enabled, scaler_init=1024.0, scaler_growth=1)
+    scaler = fsdp_matrix.make_grad_scaler(config, torch.device("cpu"))
     optimizer, told = parity.make_sgd(model), []
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters() if p.requires_grad]
     for step in range(2):
@@ -212,7 +212,7 @@ REFUSED = [
 @pytest.mark.parametrize(("params", "message"), REFUSED, ids=str)
 def test_what_cannot_work_is_refused_before_a_launch(params, message):
     with pytest.raises(labkit.ParameterError, match=message):
-        labkit.run("fsdp_wrap", nproc=2, **params)
+        labkit.run("fsdp_matrix", nproc=2, **params)
 
 
 PAPER = {
@@ -221,6 +221,7 @@ PAPER = {
         **{"depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048), "strategy": "local", "tensor_dim": 3},
     },
     "fsdp_wrap": {"steps": 20, "model": "toy", "wrap": "block"},
+    "fsdp_matrix": {"steps": 20, "model": "toy", "wrap": "block"},
     "ddp_compile": {"dim": 2000, "bucket_mb": 25.0, "fuse": "coalesced", "inductor": True},
     "two_dim": {"dim": 2000, "tp": 2},
     "decoder": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full", "tp": 1, "steps": 20},
@@ -251,7 +252,7 @@ def test_the_extensions_are_compared_on_the_papers_network():
 @pytest.mark.parametrize("model", list(catalog.MODELS))
 def test_every_model_of_the_fsdp_lab_has_the_papers_sizes(model):
     config = read_config(find_program("fsdp_wrap")[0])
-    assert config(preset="paper", model=model).sizes() == SIZES.get(model, {})
+    assert config(preset="paper", model=model).model_sizes() == SIZES.get(model, {})
     catalog.check_model(model, sizes=SIZES.get(model, {}))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from labkit import instrument
+from labkit import instrument, torch_private
 from labkit.instrument import DummyDDP, DummyProcessGroup
 
 BLOCKS = 3
@@ -27,8 +27,8 @@ PATCHES = {
 
 def stored():
     """Everything that is ever replaced, as it is stored."""
-    group = instrument.get_fsdp_class("FSDPParamGroup")
-    hook = instrument.get_fsdp_class("RegisterPostBackwardFunction")
+    group = torch_private.get("FSDPParamGroup")
+    hook = torch_private.get("RegisterPostBackwardFunction")
     places = [(dist, name) for name in vars(dist) if name.startswith(("all_gather", "reduce_scatter", "all_reduce"))]
     places += [(group, "unshard"), (group, "reshard"), (group, "post_backward"), (hook, "backward")]
     return [vars(owner)[name] for owner, name in places]
@@ -183,11 +183,6 @@ def test_reduce_scatter_with_assert_takes_its_output_by_place_or_by_name():
     assert [id(tensor) for tensor in seen] == [id(output)] * 2
     with pytest.raises(ValueError, match=r"needs output first or by name; it was called with \['input'\]"):
         checked(input=shard)
-
-
-def test_a_moved_private_name_says_so():
-    with pytest.raises(RuntimeError, match=r"torch 2\..* has no torch\.distributed\..*\.Nothing: it is private"):
-        instrument.get_fsdp_class("Nothing")
 
 
 def test_a_dummy_process_group_counts_and_changes_nothing():

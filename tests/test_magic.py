@@ -101,8 +101,8 @@ def test_the_result_is_bound_and_values_come_home(cell, shell):
         from labkit import rank
         from torch.distributed.tensor import DTensor
         with rank.session() as here:
-            rank.give(mine=torch.ones(2) * here.rank, sizes=(1, 2))
-            rank.give(more={"a": None})
+            rank.report(mine=torch.ones(2) * here.rank, sizes=(1, 2))
+            rank.report(more={"a": None})
     """
     cell("-n 2 --name halo", code)
     result = shell.user_ns["halo"]

@@ -184,7 +184,7 @@ def test_what_runs_along_a_mesh_axis_is_counted_for_that_axis_as_well():
     for sent in traffic.along.values():
         assert sent.bytes == {name: 40 * count for name, count in sent.counts.items()}
     assert traffic.along[""].calls == {("all_reduce", 2, 1): 3, ("all_reduce", 4, 1): 1, ("all_gather", 2, 1): 1}
-    assert traffic.along["tp"].handed == {("all_reduce", 2, 1): 80}
+    assert traffic.along["tp"].input_bytes == {("all_reduce", 2, 1): 80}
 
 
 def train(meter, steps=3, warmup=2, track=True):
@@ -201,7 +201,7 @@ def train(meter, steps=3, warmup=2, track=True):
             dist.all_reduce(model.weight.grad)
         optimizer.step()
         optimizer.zero_grad()
-        step.scalar("loss", loss, "nats")
+        step.record_scalar("loss", loss, "nats")
     return indices, meter.writer.lines
 
 

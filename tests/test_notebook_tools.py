@@ -122,7 +122,7 @@ def test_same_source_same_bytes_and_ids_that_last(folder):
 
 EXERCISE = """\
 # %%
-from labkit.checks import fsdp as checks
+from labkit_simulate import checks
 
 # %% [markdown]
 # ### Exercise 3: bytes on the wire (optional, ••, 6 minutes)
@@ -146,6 +146,9 @@ verdict
 
 # %%
 checks.wire_bytes(Wire)
+
+# %%
+so_far("simulation")
 """
 
 
@@ -153,7 +156,7 @@ def test_an_exercise_is_marked_for_nbgrader_and_for_progress_under_names_that_la
     path = folder / "src" / "07_sample.py"
     path.write_text(EXERCISE)
     before = source.learner_notebook(path)
-    assert before.metadata.labkit == {"lab": "fsdp"}
+    assert before.metadata.labkit == {"lab": "simulation"}
     marked = [(cell.id, cell.metadata) for cell in before.cells if cell.metadata]
     whole = {"schema_version": 3, "task": False}
     answer = {"grade_id": "answer-Wire", "grade": False, "solution": True, "locked": False}

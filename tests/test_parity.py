@@ -48,7 +48,7 @@ def test_the_error_does_not_depend_on_the_scale_of_a_tensor():
 def test_the_worst_tensor_is_named_and_every_tensor_counted():
     found = comparison()
     for name, error in (("first", 1e-7), ("second", 1e-3), ("third", 1e-5)):
-        found.add(name, torch.tensor([1 + error], dtype=torch.float64), torch.ones(1, dtype=torch.float64))
+        found.compare_tensor(name, torch.tensor([1 + error], dtype=torch.float64), torch.ones(1, dtype=torch.float64))
     assert (found.compared, found.worst) == (3, "second")
     assert found.max_rel_error == pytest.approx(1e-3)
     verdict = found.verdict(limit=1e-4, expected=3)
@@ -68,7 +68,7 @@ def comparison():
 def test_another_number_of_tensors_than_there_were_is_not_ok(expected):
     found = comparison()
     for name in ("first", "second"):
-        found.add(name, torch.ones(1), torch.ones(1))
+        found.compare_tensor(name, torch.ones(1), torch.ones(1))
     verdict = found.verdict(limit=1e-5, expected=expected)
     assert (verdict["compared"], verdict["expected"], verdict["ok"]) == (2, expected, False)
     assert found.verdict(limit=1e-5, expected=2)["ok"]
@@ -105,7 +105,7 @@ def test_equal_zeros_are_no_proof(change, some_zeros, ok):
 def test_nan_anywhere_is_not_ok(place):
     found = comparison()
     for index in range(3):
-        found.add(str(index), torch.tensor([math.nan if index == place else 1.0]), torch.ones(1))
+        found.compare_tensor(str(index), torch.tensor([math.nan if index == place else 1.0]), torch.ones(1))
     verdict = found.verdict(limit=1e-5, expected=3)
     assert math.isnan(verdict["max_rel_error"])
     assert (verdict["ok"], verdict["worst"], verdict["compared"]) == (False, str(place), 3)
@@ -118,7 +118,7 @@ def test_nothing_compared_is_not_ok():
 
 def test_a_verdict_is_one_json_object_as_promised():
     found = comparison()
-    found.add("only", torch.ones(2), torch.ones(2))
+    found.compare_tensor("only", torch.ones(2), torch.ones(2))
     verdict = json.loads(json.dumps(found.verdict(limit=1e-5, expected=1)))
     numbers = {"compared": 1, "expected": 1, "max_rel_error": 0.0, "limit": 1e-5}
     assert verdict == {"check": "parity", **numbers, "worst": "", "gradients_alive": True, "ok": True}

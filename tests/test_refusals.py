@@ -15,7 +15,10 @@ from labkit.launcher import process
 from labkit.launcher.run import find_program
 from labkit.models import photo
 
-PROGRAMS = ("all_reduce", "allgather_extensions", "convnext_spatial", "ddp_compile", "decoder", "fsdp_wrap", "two_dim")
+PROGRAMS = (
+    *("all_reduce", "allgather_extensions", "convnext_spatial", "ddp_compile", "decoder"),
+    *("fsdp_matrix", "fsdp_wrap", "two_dim"),
+)
 TRAINING = PROGRAMS[1:]
 WITHOUT_DIM = ("convnext_spatial", "decoder")
 NAN, INFINITY = float("nan"), float("inf")
@@ -59,22 +62,23 @@ REFUSED = [
     ("fsdp_wrap", {"delay_ms": INFINITY}, "delay_ms = inf is not float ≥ 0"),
     ("fsdp_wrap", {"hidden": 0}, "hidden = 0 is not int ≥ 1 | None"),
     ("fsdp_wrap", {"narrow": -1}, "narrow = -1 is not int ≥ 1 | None"),
-    ("fsdp_wrap", {"skip": (-1,)}, "skip = (-1,) is not tuple[int ≥ 0, ...]"),
-    ("fsdp_wrap", {"skip": (99,)}, "skip (99,) counts blocks that are not there: model toy has 9 blocks, from 0 to 8"),
-    ("fsdp_wrap", {"freeze": (3,), "model": "mlp_stack"}, "freeze (3,) counts blocks that are not there: model mlp_"),
-    ("fsdp_wrap", {"freeze": (11,), "blocks": ("ReLU",)}, "model toy has 11 blocks, from 0 to 10"),
+    ("fsdp_matrix", {"skip": (-1,)}, "skip = (-1,) is not tuple[int ≥ 0, ...]"),
+    ("fsdp_matrix", {"skip": (99,)}, "skip (99,) counts blocks that are not there: model toy has 9 blocks, from 0 to 8"),
+    ("fsdp_matrix", {"freeze": (3,), "model": "mlp_stack"}, "freeze (3,) counts blocks that are not there: model mlp_"),
+    ("fsdp_matrix", {"freeze": (11,), "blocks": ("ReLU",)}, "model toy has 11 blocks, from 0 to 10"),
     ("fsdp_wrap", {"fsdp": "yours", "precision": "bf16"}, "precision is not for fsdp yours, which shards units"),
     ("fsdp_wrap", {"fsdp": "yours", "model": "moe"}, "model moe is not for fsdp yours"),
     ("fsdp_wrap", {"fsdp": "yours", "wrap": "none"}, "wrap none is not for fsdp yours"),
-    ("fsdp_wrap", {"fsdp": "yours", "use_orig_params": False}, "use_orig_params is an option of FSDP1"),
+    ("fsdp_matrix", {"use_orig_params": False}, "use_orig_params is an option of FSDP1"),
+    ("fsdp_matrix", {"fsdp": "yours"}, "fsdp = 'yours' is not one of 1, 2"),
     ("fsdp_wrap", {"forget": 1, "wrap": "layer"}, "forget 1 leaves out blocks, but wrap is 'layer': use wrap block"),
     ("two_dim", {"tp": 0}, "tp = 0 is not int ≥ 1"),
     ("two_dim", {"tp": -2}, "tp = -2 is not int ≥ 1"),
     ("two_dim", {"dim": 2**64}, f"dim = {2**64} is not int ≥ 1"),
     ("two_dim", {"dim": 10**5000}, "dim = <int, Exceeds the limit"),
     ("two_dim", {"dim": numpy.array([64])}, "dim = array([64]) is not int ≥ 1"),
-    ("fsdp_wrap", {"skip": numpy.array([1.5])}, "skip = array([1.5]) is not tuple[int ≥ 0, ...]"),
-    ("fsdp_wrap", {"skip": numpy.array([[1], [2]])}, "is not tuple[int ≥ 0, ...]. Allowed:"),
+    ("fsdp_matrix", {"skip": numpy.array([1.5])}, "skip = array([1.5]) is not tuple[int ≥ 0, ...]"),
+    ("fsdp_matrix", {"skip": numpy.array([[1], [2]])}, "is not tuple[int ≥ 0, ...]. Allowed:"),
 ]
 
 
@@ -98,7 +102,7 @@ def test_what_means_nothing_is_refused_before_a_launch(program, parameters, mess
         ("decoder", "--preset paper --tp 0", "tp = 0 is not int ≥ 1"),
         ("fsdp_wrap", "--steps -3 --check parity", "steps = -3 is not int ≥ 1"),
         (
-            "fsdp_wrap",
+            "fsdp_matrix",
             "--skip 0 99",
             "skip (0, 99) counts blocks that are not there: model toy has 9 blocks, from 0 to 8",
         ),

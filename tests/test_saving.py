@@ -18,7 +18,7 @@ STEPS = 3  # of a run with steps=1: one to warm up, one timed, one traced
 
 def losses(**how):
     """The mean loss over all ranks of each step in turn."""
-    frame = labkit.run("fsdp_wrap", **HOW | how).frame.query("kind == 'scalar' and name == 'loss'")
+    frame = labkit.run("fsdp_matrix", **HOW | how).frame.query("kind == 'scalar' and name == 'loss'")
     return frame.groupby("step").value.mean().to_list()
 
 
@@ -73,7 +73,7 @@ def test_checkpoints_are_gone_on_with_and_one_that_was_cut_off_is_not(tmp_path, 
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000002", "step_00000003"]
     cut_off = shutil.copytree(folder / "step_00000003", folder / ".step_00000004")
     (cut_off / ".metadata").unlink()
-    rest = labkit.run("fsdp_wrap", nproc=2, accumulate=2, checkpoints=str(folder), **HOW | {"steps": 1 + STEPS})
+    rest = labkit.run("fsdp_matrix", nproc=2, accumulate=2, checkpoints=str(folder), **HOW | {"steps": 1 + STEPS})
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000005", "step_00000006"]
     found = rest.frame.query("kind == 'scalar' and name == 'loss'").groupby("step").value.mean()
     assert found.index.to_list() == [2, 3, 4], "they count on"
@@ -111,7 +111,7 @@ def test_a_folder_of_checkpoints_that_not_all_ranks_share_is_refused(ranks, tmp_
 )
 def test_a_place_that_cannot_be_is_refused_before_a_launch(params, message):
     with pytest.raises(labkit.ParameterError, match=message):
-        labkit.run("fsdp_wrap", **params)
+        labkit.run("fsdp_matrix", **params)
 
 
 class Touch:

@@ -62,7 +62,7 @@ def whole_again():
     model, _ = stack("block")
     before = [p.clone() for p in MLPStack_like()]
     model(torch.randn(1, 8, 7)).square().mean().backward()
-    whole = model.whole()
+    whole = model.unshard_model()
     same = all(torch.equal(a, b) for a, b in zip(before, whole.parameters(), strict=True))
     return same, all(p.grad is not None and p.grad.shape == p.shape for p in whole.parameters())
 
@@ -128,7 +128,7 @@ def test_it_trains_as_one_device_and_holds_what_theory_says(ranks_asked):
 def test_a_riddle_is_drawn_by_its_seed():
     assert {random_block_index(seed, 9) for seed in range(100)} == set(range(9))
     forgotten = random_block_index(3, 9)
-    riddle, told = (labkit.run("fsdp_wrap", device="cpu", steps=1, **how) for how in ({"forget": 3}, {"skip": (forgotten,)}))
+    riddle, told = (labkit.run("fsdp_matrix", device="cpu", steps=1, **how) for how in ({"forget": 3}, {"skip": (forgotten,)}))
     for name in ("all_gather_count", "all_gather_bytes"):
         assert riddle.value(name) == told.value(name)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from fixture_notebooks import unused
+from fixture_notebooks import read_small_values, unused
 from fixture_server import wait_for_info
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(300)]
-SMALL = {"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}
+SMALL = read_small_values("00_ranks")
 
 
 @pytest.fixture(scope="module")

@@ -58,12 +58,12 @@ def panel(monkeypatch, tmp_path):
 PROGRAM = """
 import os, time
 from pathlib import Path
-from labkit.runs.records import Writer
+from labkit.runs.records import RecordWriter
 while not Path(__file__).with_name("go_on").exists():
     time.sleep(0.02)
 if Path(__file__).with_name("go_on").read_text() == "fail":
     raise KeyError("no such thing")
-writer = Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
+writer = RecordWriter(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
 writer.write("scalar", "loss", 0, value=1.0, unit="nats")
 """
 
@@ -99,7 +99,7 @@ def test_what_does_not_go_together_is_said_in_place_of_the_figure(panel):
 def test_a_run_is_laid_over_the_prediction_and_stays_with_its_values(panel, tmp_path):
     (tmp_path / "go_on").write_text("")
     assert panel._table.value.count("–") == 2
-    panel.begin()
+    panel.start_run()
     assert panel._run.disabled and not panel._cancel.disabled
     ends(panel)
     assert "measured" in panel._picture.value and "right" in panel._table.value
@@ -113,20 +113,20 @@ def test_a_run_is_laid_over_the_prediction_and_stays_with_its_values(panel, tmp_
 
 
 def test_cancel_ends_the_run_and_the_next_one_is_not_cancelled(panel, tmp_path):
-    panel.begin()
+    panel.start_run()
     panel._cancel.click()
     ends(panel)
     assert "cancelled: no process of the run is left" in panel._line.value
     panel._cancel.click()  # too late for any run
     (tmp_path / "go_on").write_text("")
-    panel.begin()
+    panel.start_run()
     ends(panel)
     assert "no more, measured" in panel._picture.value
 
 
 def test_a_run_that_fails_says_why(panel, tmp_path):
     (tmp_path / "go_on").write_text("fail")
-    panel.begin()
+    panel.start_run()
     ends(panel)
     assert "RankFailed" in panel._line.value and "no such thing" in unescape(panel._line.value)
     assert not panel._run.disabled

@@ -56,7 +56,7 @@ def held_against_ranks(explorer, moved, tolerance=0):
         rel = tolerance if name in explorer.tolerances else 0
         assert result.value(name) == pytest.approx(expected, rel=rel, abs=0), name
     assert explorer.result is result
-    png, _ = explorer.picture()
+    png, _ = explorer.render_figure()
     assert png.startswith(b"\x89PNG")
     return result
 

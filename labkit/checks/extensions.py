@@ -37,6 +37,7 @@ from labkit.checks.ranks.extensions import (
 )
 from labkit.tensors import EXTENSIONS, TwoTensor
 from labkit.theory import extensions as theory
+from labkit.torch_private import foreach_mul
 
 RANKS = 2
 REFILL_HINT = "autograd has saved this parameter: fill it with refill"
@@ -88,7 +89,7 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
         said = f"of two tensors {what}, {answer_name(answer)}"
         two = call_answer(answer, kind, a, b, in_words=said)
         if not isinstance(two, Tensor) or kind is not type(two):
-            hint = "torch.Tensor._make_wrapper_subclass(cls, …) makes the tensor to return."
+            hint = "Tensor._make_wrapper_subclass(cls, …) makes the tensor to return."
             raise WrongAnswer(f"{said} gave a {type(two).__name__}, not a tensor of class cls", hint=hint)
         for name, seen, right in (
             ("shape", tuple(two.shape), tuple(a.shape)),
@@ -126,7 +127,7 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
         ("torch.add(two, two, alpha=3)", lambda two: torch.add(two, two, alpha=3), "Pass the keyword arguments on."),
         ("two.chunk(3)", lambda two: two.chunk(3), "A result may be a list: tree_map goes through it."),
         ("torch.equal(two, two)", lambda two: torch.equal(two, two), "What is no tensor, such as True, stays."),
-        ("torch._foreach_mul([two, two], 2)", lambda two: torch._foreach_mul([two, two], 2),
+        ("_foreach_mul([two, two], 2)", lambda two: foreach_mul([two, two], 2),
          "Arguments may be lists of tensors: tree_map_only goes through them."),
         ("two.add_(1)", lambda two: two.clone().add_(1), "An operation in place changes both halves."),
     ]  # fmt: skip

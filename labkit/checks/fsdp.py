@@ -359,12 +359,12 @@ def memory_plan(answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers:
 
 @exercise
 def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
-    """Exercise 8: the index of the block that a run of fsdp_wrap, started with ``forget`` or ``skip``, did not wrap.
+    """Exercise 8: the index of the block that a run, started with ``forget`` or ``skip``, did not wrap.
 
     Raises:
         ValueError: the run skipped no block, or several.
     """
-    forgotten = tuple(result.params["skip"])
+    forgotten = tuple(result.params.get("skip", ()))
     entry, seed = catalog.MODELS[result.params["model"]], result.params.get("forget")
     if seed is not None:
         forgotten += (random_block_index(seed, sum(entry.class_counts[name] for name in entry.block_types)),)

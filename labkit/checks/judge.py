@@ -99,9 +99,9 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
     """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts, which are kept for the learner.
 
     Kept are those of answers whose name is an exercise's of the lab: a notebook also hands broken functions to a check,
-    to show what it says.
+    to show what it says. The lab is named as its module, or as the module's LAB where the module stands elsewhere.
     """
-    lab = check.__module__.rpartition(".")[2]
+    lab = check.__globals__.get("LAB", check.__module__.rpartition(".")[2])
 
     @functools.wraps(check)
     def judge_answer(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Verdict:

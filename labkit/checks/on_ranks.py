@@ -84,7 +84,7 @@ def _ranks_with_output(folder: Path, ranks: int) -> list[int]:
 
 
 def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
-    """Functions as ``given.unpack`` reads them.
+    """Functions as ``payload.unpack_payload`` reads them.
 
     Raises:
         Wrong: they use something that cannot leave this process.

@@ -25,29 +25,23 @@ from labkit import config
 from labkit.launcher import huge_pages, torchrun
 from labkit.launcher.warm_start import FORK, INT_STRUCT, MAX_PATH_BYTES, PAUSE, READY, RESUME
 from labkit.runs import private_files
-from labkit.runs.folder import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER
+from labkit.runs.folder import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER, ROOT
 from labkit.session.process_exit import reset_exit_handlers
+from labkit.torch_private import SLOW_MODULES
 
 MODULES_TO_PRELOAD = (
     "encodings.idna",
     "torch.distributed.run",
-    "torch.distributed._tools.mem_tracker",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.profiler",
-    "torch._inductor.compile_fx",
-    "torch._dynamo.compiled_autograd",
+    *SLOW_MODULES,
     "torch.utils.cpp_extension",
     "tyro",
     "labkit.rank",
-    "labkit.models.catalog",
-    "labkit.parity.spatial",
-    "labkit.parity.fsdp",
-    "labkit.parity.extensions",
-    "labkit.parity.ddp",
-    "labkit.parity.two_dim",
     "labkit.launcher.rendezvous_handlers",
 )
+"""What every run needs. What the programs of launch/ import is found in their text."""
 WATCH_PERIOD_S = 0.5
 
 
@@ -59,12 +53,22 @@ def main() -> None:
     for name in MODULES_TO_PRELOAD:
         pause_when_asked(control)
         importlib.import_module(name)
+    for name in list_program_modules():
+        pause_when_asked(control)
+        with contextlib.suppress(Exception):  # a broken module is the business of the ranks that import it
+            importlib.import_module(name)
     warm_up_parsers()
     sys.path[:] = path  # setuptools adds a folder of its own
     gc.collect()
     gc.freeze()  # a fork that collects garbage would copy the pages of all that was imported
     control.sendall(READY)
     serve_forks(control, os.getppid(), mark)
+
+
+def list_program_modules() -> list[str]:
+    """List the modules of torch and labkit that the programs of launch/ import at their top, each once."""
+    programs = sorted((ROOT / "launch").glob("[!_]*.py"))
+    return list(dict.fromkeys(name for path in programs for name in torchrun.list_imports(path)))
 
 
 def warm_up_parsers() -> None:

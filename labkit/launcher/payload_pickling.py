@@ -23,7 +23,7 @@ class PayloadError(ParameterError):
 
 
 def pack_payload(given: Mapping[str, Any]) -> bytes:
-    """Values and functions as ``given.unpack`` reads them.
+    """Values and functions as ``payload.unpack_payload`` reads them.
 
     Functions, classes and modules of the notebook travel by value, since a rank may not find their file, or run too
     much of it; those of installed packages by name.

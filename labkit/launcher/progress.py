@@ -87,7 +87,7 @@ class Display:
         """Show the state, and lines that ranks have printed since the last call."""
 
     def close(self, state: ProgressState, outcome: str) -> None:
-        """The run has ended: "ok", "failed", "timed out", "interrupted"."""
+        """The run has ended: "ok", "differs" (its check), "failed", "timed out", "interrupted"."""
 
 
 class TextDisplay(Display):

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -27,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from labkit import torch_private
 from labkit.launcher import network_namespace
 from labkit.launcher.process import MAX_MESSAGE_BYTES, ONE_HOST, SEVERAL_HOSTS
 
@@ -99,7 +99,7 @@ class MultiHostHandler(SingleRoundHandler):
         return SEVERAL_HOSTS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for what came of the meeting, see ``process.tell_meeting``."""
+        """Wait for what came of the meeting, see ``process.send_rendezvous_result``."""
         with self._told:
             word, doors, *_ = socket.recv_fds(self._told, MAX_MESSAGE_BYTES, 1)
         if not word:
@@ -124,13 +124,13 @@ def _make_tcp_store(address: str, port: int, listening: int | None = None) -> An
 
 def _call_after_ranks_start(serve: Callable[[], None]) -> None:
     """Let torchrun call this when it has started all ranks."""
-    start = SubprocessContext._start
+    start = torch_private.get("SubprocessContext._start")
 
-    def start_then_call(context: SubprocessContext) -> None:
+    def start_then_call(context: Any) -> None:
         start(context)
         serve()
 
-    SubprocessContext._start = start_then_call  # type: ignore[method-assign]
+    torch_private.replace("SubprocessContext._start", start_then_call)
 
 
 def _close_listener_in_fork(listening: int, inode: int) -> None:

@@ -27,6 +27,7 @@ from labkit.runs import private_files
 from labkit.runs.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
 from labkit.runs.records import FORMAT_VERSION
 from labkit.runs.result import RunResult, load
+from labkit.runs.verdict import finished_exit
 
 if TYPE_CHECKING:
     from labkit_cluster.hosts import Host, MultiHostTorchrun
@@ -67,7 +68,8 @@ def run(
         **params: parameters of the program, checked against its Config before anything starts.
 
     Returns:
-        The records and outputs of all ranks. Everything lies in ``result.folder``.
+        The records and outputs of all ranks. Everything lies in ``result.folder``. ``result.ok`` is False where a check
+        of the program found a difference.
 
     Raises:
         ParameterError: a bad argument; nothing was started.
@@ -79,6 +81,26 @@ def run(
     """
     plan = make_run_request(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params)
     return execute_request(plan, b"" if use is None else payload_pickling.pack_payload(use))
+
+
+def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> RunResult:
+    """Run a program's check, such as parity: does it compute what one device computes?
+
+    A difference is a result: ``result.ok`` is False, and ``result.verdict_text`` says what differs.
+
+    Args:
+        program: as for ``run``.
+        check: the value of the program's parameter ``check``.
+        **arguments: the other arguments of ``run``.
+
+    Raises:
+        LabError: the program ended without a verdict. Otherwise as ``run``.
+    """
+    result = run(program, check=check, **arguments)
+    if not result.verdict:
+        fix = "let it end its check with here.finish_check(compared=..., ok=...)"
+        raise LabError(f"{result.info['program']} with check={check!r} has given no verdict: {fix}")
+    return result
 
 
 def run_with_payload(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
@@ -191,7 +213,7 @@ def make_run_request(
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
-    places = _several().checked(hosts) if hosts is not None else []
+    places = _several().parse_hosts(hosts) if hosts is not None else []
     if network_namespace.is_namespace_requested() and places:
         raise ParameterError(f"{network_namespace.ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
     nproc *= max(1, len(places))
@@ -250,7 +272,7 @@ def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
         with fork_server_manager.server_for_run(False if plan.hosts else plan.warm) as parent:
             started = progress.state.start_time_s = time.monotonic()
             _run_ranks(plan, folder, progress, parent, info)
-        info["exit"] = "ok"
+        info["exit"] = finished_exit(folder)
     except BaseException as error:
         info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(LabError):  # what ended the run says more
@@ -338,7 +360,7 @@ def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> No
     """Complete run.json. Raises LabError where that cannot be written."""
     info = info | {"duration_s": round(time.monotonic() - started, 3)}
     with contextlib.suppress(RecordError):  # load tells it, with the name of the file
-        info["session"] = read_json(folder.session_json)
+        info |= {"session": read_json(folder.session_json), "verdict": read_json(folder.verdict_json)}
     try:
         write_json(folder.run_json, info)
     except OSError as error:

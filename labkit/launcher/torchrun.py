@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from labkit import torch_private
 from labkit.launcher import network_namespace, process, worker
 from labkit.runs.folder import (
     ENV_HOST_INDEX,
@@ -41,8 +42,6 @@ NOTEBOOK_POLL_PERIOD_S = 0.5
 SHUTDOWN_LIMIT_S = 2
 POLL_PERIOD_S, FORK_POLL_PERIOD_S = 0.05, 0.001
 WORKER_MODULE = "labkit.launcher.worker"
-MEMORY_TRACKER = "torch.distributed._tools.mem_tracker"
-"""What follows the memory of a model in its last step. It is imported late, and brings in the compiler."""
 
 
 def main() -> None:
@@ -131,24 +130,29 @@ def _import_for_ranks(arguments: list[str]) -> None:
     with contextlib.suppress(Exception):  # torchrun and the ranks say what is wrong
         program = arguments[arguments.index(WORKER_MODULE) + 1]
         spec = None if program.endswith(".py") else importlib.util.find_spec(program)
-        path = spec.origin if spec and spec.origin else program
-        names = list(_program_imports(ast.parse(Path(path).read_bytes())))
-        if any(name.startswith("labkit.models") for name in names):
-            names.append(MEMORY_TRACKER)
-        for name in names:
-            if name.startswith(("torch.", "labkit.")):
-                with contextlib.suppress(ModuleNotFoundError):  # a function of a module
-                    importlib.import_module(name)
+        for name in list_imports(Path(spec.origin if spec and spec.origin else program)):
+            with contextlib.suppress(ModuleNotFoundError):  # a function of a module
+                importlib.import_module(name)
 
 
-def _program_imports(program: ast.Module) -> Iterator[str]:
-    """The modules that a program imports at its top, and what may be modules of them."""
-    for statement in program.body:
+def list_imports(program: Path) -> list[str]:
+    """List the modules of torch and labkit that a program imports at its top, and what may be modules of them.
+
+    A program that hands ``track=`` to ``session.steps`` has its memory followed, so its list holds the tracker, too.
+
+    Raises:
+        OSError, SyntaxError: the program cannot be read.
+    """
+    tree = ast.parse(program.read_bytes())
+    names: list[str] = []
+    for statement in tree.body:
         if isinstance(statement, ast.Import):
-            yield from (each.name for each in statement.names)
+            names += (each.name for each in statement.names)
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            yield statement.module
-            yield from (f"{statement.module}.{each.name}" for each in statement.names)
+            names += (statement.module, *(f"{statement.module}.{each.name}" for each in statement.names))
+    if any(isinstance(node, ast.keyword) and node.arg == "track" for node in ast.walk(tree)):
+        names.append(torch_private.MEMORY_TRACKER_MODULE)
+    return [name for name in names if name.startswith(("torch.", "labkit."))]
 
 
 def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
@@ -165,14 +169,12 @@ def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
 
 def _limit_shutdown_time() -> None:
     """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not reach the end after a failure."""
-    from torch.distributed.elastic.multiprocessing import PContext
+    close = torch_private.get("PContext.close")
 
-    close = PContext.close
-
-    def close_with_limit(context: PContext, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_LIMIT_S) -> None:
+    def close_with_limit(context: Any, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_LIMIT_S) -> None:
         close(context, death_sig, min(timeout, SHUTDOWN_LIMIT_S))
 
-    PContext.close = close_with_limit  # type: ignore[assignment, method-assign]
+    torch_private.replace("PContext.close", close_with_limit)
 
 
 def _fork_ranks() -> None:
@@ -181,16 +183,14 @@ def _fork_ranks() -> None:
     torch has a public start_method="fork" (elastic_launch with a function), but its agent waits for every rank's return
     value: a rank that leaves with os._exit(0) hangs the run, and of several failures it reports one.
     """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
-
-    start_anew = SubprocessHandler._popen
+    start_anew = torch_private.get("SubprocessHandler._popen")
 
     def fork_rank(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
         if can_fork():
             return RankProcess(command[command.index(WORKER_MODULE) + 1 :], env)
         return start_anew(handler, command, env)
 
-    SubprocessHandler._popen = fork_rank  # type: ignore[assignment, method-assign]
+    torch_private.replace("SubprocessHandler._popen", fork_rank)
 
 
 class RankProcess:

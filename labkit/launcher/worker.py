@@ -180,10 +180,7 @@ def _drop_launcher_frames(frames: types.TracebackType | None) -> types.Traceback
 
     A module that runs the program in its turn hides its frames by a global ``__tracebackhide__``.
     """
-    while frames and (
-        frames.tb_frame.f_code.co_filename == __file__
-        or "__tracebackhide__" in frames.tb_frame.f_globals
-    ):
+    while frames and (frames.tb_frame.f_code.co_filename == __file__ or "__tracebackhide__" in frames.tb_frame.f_globals):
         frames = frames.tb_next
     return frames
 

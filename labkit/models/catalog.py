@@ -8,10 +8,25 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from labkit.models.protocol import LabModel
+
+ModelName = Literal[
+    "toy",
+    "hf_bert",
+    "hf_t5",
+    "transformer",
+    "nested",
+    "nonuniform",
+    "delay",
+    "moe",
+    "mlp_stack",
+    "double_linear",
+    "unused_linear",
+    "skip",
+]
 
 
 @dataclass(frozen=True)

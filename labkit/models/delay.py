@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from labkit import torch_private
 from labkit.models.nested import NestedWrappedModule
 from labkit.models.protocol import LabModel
+from labkit.torch_private import tree_leaves, tree_map_only
 
 _CALIBRATION_CYCLES = 20_000_000
 
@@ -22,10 +23,10 @@ _CALIBRATION_CYCLES = 20_000_000
 def _cycles_per_ms(device: torch.device) -> float:
     """Clock cycles of a GPU in a millisecond, measured with its own events."""
     with torch.cuda.device(device):
-        torch.cuda._sleep(_CALIBRATION_CYCLES)  # wakes the device up, and its clock
+        torch_private.sleep(_CALIBRATION_CYCLES)  # wakes the device up, and its clock
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        torch.cuda._sleep(_CALIBRATION_CYCLES)
+        torch_private.sleep(_CALIBRATION_CYCLES)
         end.record()
         end.synchronize()
         return _CALIBRATION_CYCLES / start.elapsed_time(end)
@@ -36,7 +37,7 @@ def pause_device(ms: float, device: torch.device) -> None:
     if ms <= 0:
         return
     if device.type == "cuda":
-        torch.cuda._sleep(int(ms * _cycles_per_ms(device)))  # PyTorch has no public kernel that only waits
+        torch_private.sleep(int(ms * _cycles_per_ms(device)))  # PyTorch has no public kernel that only waits
     else:
         time.sleep(ms / 1e3)
 

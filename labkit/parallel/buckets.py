@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.models.protocol import LabModel
+from labkit.torch_private import queue_callback
 
 BUCKET_BYTES = 25 * 2**20
 BucketRule = Callable[[list[int], int], list[list[int]]]
@@ -58,7 +59,7 @@ class GradientBuckets:
 
     def _count_gradient(self, index: int) -> None:
         if self._waiting == self._sizes:  # the first of a backward pass
-            torch.autograd.Variable._execution_engine.queue_callback(self._refuse_unused)  # as torch's own DDP does
+            queue_callback(self._refuse_unused)  # as torch's own DDP does
         self._waiting[index] -= 1
         if self._waiting[index] == 0:
             self._start_all_reduce(self.buckets[index])

@@ -14,18 +14,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from labkit import torch_private
+from labkit.torch_private import checkpoint_wrapper as wrapper
 
 BlockTypes = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are blocks: those whose class has one of these names, or those for which a function says so."""
 GEMM_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-OPS_TO_SAVE = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+OPS_TO_SAVE = tuple(
+    torch_private.get(f"{name}.default")
+    for name in (
+        "scaled_dot_product_flash_attention",
+        "scaled_dot_product_flash_attention_for_cpu",
+        "scaled_dot_product_efficient_attention",
+        "scaled_dot_product_cudnn_attention",
+        "reduce_scatter_tensor",
+    )
 )
 """What a selectively checkpointed block keeps each result of: attention, and what took communication."""
 

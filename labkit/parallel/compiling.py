@@ -48,6 +48,6 @@ def apply_compile(model: nn.Module, block_types: Collection[str] = (), *, induct
 
 def count_compiled_graphs() -> int:
     """How many graphs this process has compiled so far: none means that what was to be compiled runs as it is."""
-    from torch._dynamo.utils import counters  # half a second for each rank
+    from labkit.torch_private import counters  # half a second for each rank
 
     return int(counters["stats"]["unique_graphs"])

@@ -25,12 +25,13 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from labkit import torch_private
 from labkit.parallel.compiling import apply_compile
+from labkit.torch_private import replicate
 
 FuseMode = Literal["none", "coalesced", "concat"]
 DDPMode = Literal["ddp", "replicate", "compiled_ddp", "compiled", "yours"]
@@ -186,9 +187,8 @@ def fuse_all_reduces(
         bucket_mb: a bucket is closed once it holds so many MiB; the first one at 1 MiB, always.
         late_waits: wait where a gradient is first used, rather than right after it was sent.
     """
-    import torch._dynamo.trace_rules as rules
-    from torch._dynamo.utils import counters
-    from torch._inductor.fx_passes import ddp_fusion
+    from labkit.torch_private import counters, ddp_fusion  # bring in the compiler
+    from labkit.torch_private import trace_rules as rules
 
     passes: list[Any] = [ddp_fusion.schedule_comm_wait] if late_waits else []
     if mode != "none":
@@ -197,18 +197,18 @@ def fuse_all_reduces(
         passes.insert(0, lambda graph: fuse(graph, bucket_mb))
     settings = {"_fuse_ddp_communication": True, "_fuse_ddp_communication_passes": passes, "_fuse_ddp_bucket_size": 25}
     inlined = set(rules.LEGACY_MOD_INLINELIST)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         # reorder_for_locality is meant for inference, and takes a compiled backward pass for one
         with (
-            torch._dynamo.config.patch(optimize_ddp="python_reducer"),
-            torch._inductor.config.patch(settings | {"reorder_for_locality": False}),
+            torch_private.get("_dynamo:config").patch(optimize_ddp="python_reducer"),
+            torch_private.get("_inductor:config").patch(settings | {"reorder_for_locality": False}),
             mock.patch.dict(counters["inductor"]),
         ):
             counters["inductor"].pop("ddp_buckets", None)
             yield
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         rules.LEGACY_MOD_INLINELIST.intersection_update(inlined)
         rules.get_legacy_mod_inlinelist.cache_clear()
 
@@ -222,7 +222,7 @@ def compile_backward(*, inductor: bool = True) -> Iterator[None]:
     Args:
         inductor: write a program with inductor; else run the traced graph as it is, so that nothing is fused.
     """
-    from torch._dynamo import compiled_autograd
+    from labkit.torch_private import compiled_autograd
 
     def compile_graph(graph: Any) -> Any:
         return torch.compile(graph, fullgraph=True, dynamic=False, backend="inductor" if inductor else "eager")
@@ -233,14 +233,14 @@ def compile_backward(*, inductor: bool = True) -> Iterator[None]:
 
 def pop_bucket_count() -> int:
     """How many buckets inductor has made of the backward pass that it compiled since this was last asked."""
-    from torch._dynamo.utils import counters
+    from labkit.torch_private import counters
 
     return int(counters["inductor"].pop("ddp_buckets", 0))
 
 
 def count_traced_backwards() -> int:
     """How many backward passes compiled autograd has traced so far in this process."""
-    from torch._dynamo.utils import counters
+    from labkit.torch_private import counters
 
     return int(counters["compiled_autograd"]["captures"])
 
@@ -248,9 +248,10 @@ def count_traced_backwards() -> int:
 @contextlib.contextmanager
 def capture_generated_code() -> Iterator[list[str]]:
     """The programs that inductor writes in here, in order; those of a backward pass hold ``_c10d_functional``."""
-    from torch._inductor.graph import GraphLowering
+    from labkit.torch_private import GraphLowering
 
     programs: list[str] = []
-    always_written = torch._inductor.config.patch(fx_graph_cache=False)  # a program from the cache is not written again
+    # a program from the cache is not written again
+    always_written = torch_private.get("_inductor:config").patch(fx_graph_cache=False)
     with always_written, mock.patch.object(GraphLowering, "save_output_code", programs.append):
         yield programs

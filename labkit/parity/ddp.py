@@ -48,7 +48,7 @@ def compare_techniques(
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
     Compared are every step's output and gradients, and every parameter after the last. Each rank has its own samples,
-    ``batch`` in a batch; the chain has ``layers`` layers ``dim`` wide; ``how`` is passed on to ``ddp.applied``.
+    ``batch`` in a batch; the chain has ``layers`` layers ``dim`` wide; ``how`` is passed on to ``ddp.apply_technique``.
 
     Returns:
         What ``Here.verdict`` takes. ``sent_bytes``: what a rank hands to all-reduces in all steps, by technique.
@@ -145,7 +145,7 @@ def compare_buckets(
         for step in range(2):
             with BucketRecorder() as wire:
                 _output_and_loss(lab, model, step, mesh.get_local_rank())[1].backward()
-            rounds.append((ddp.pop_bucket_count(), programs[-1], wire.buckets(lab.named_parameters())))
+            rounds.append((ddp.pop_bucket_count(), programs[-1], wire.gradients_by_bucket(lab.named_parameters())))
     counts, written, sent = zip(*rounds, strict=True)
     listed = [inductor.find_buckets(program) for program in written]
     result: dict[str, Any] = {

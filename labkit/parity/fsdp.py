@@ -1,14 +1,17 @@
 """Does a sharded model train as one device does that plays all ranks?"""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from labkit.models.protocol import LabModel
 from labkit.parity.one_device import OneDevice
 from labkit.parity.training import FLOORS, LIMITS, Parity, TensorKind, count_leaves, count_tensors
+from labkit.session.meter import Step
+from labkit.torch_private import tree_map_only
 
 
 class StepOutcome(NamedTuple):
@@ -18,6 +21,38 @@ class StepOutcome(NamedTuple):
     output: Any
     """Of any structure."""
     inputs: tuple[Tensor, ...]
+
+
+def forward_backward(
+    step: Step,
+    lab: LabModel,
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    *,
+    keep: bool,
+    autocast: contextlib.AbstractContextManager[Any] | None = None,
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+) -> StepOutcome:
+    """Run a training step's forward and backward pass, each a span of the step.
+
+    Args:
+        step: of a session, which measures.
+        lab: knows the loss, and how to run backward from it.
+        model: to call; the lab's model, or what wraps it.
+        inputs: of the model.
+        keep: keep the output and the inputs, to compare them with one device's. What is measured
+            keeps neither, so that it holds no more memory than training needs.
+        autocast: around the forward pass.
+        scale: turns the loss into the one whose gradients are computed.
+    """
+    with step.span("forward"), autocast or contextlib.nullcontext():
+        output = model(*inputs)
+        loss = lab.get_loss(inputs, output)
+    kept = tree_map_only(Tensor, Tensor.detach, output) if keep else None
+    del output  # or it would fill memory during the backward pass
+    with step.span("backward"):
+        lab.run_backward(scale(loss))
+    return StepOutcome(loss.detach(), kept, inputs if keep else ())
 
 
 def compare_fsdp_training(

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from labkit.models.protocol import LabModel
 from labkit.parallel.checkpointing import plain_name
+from labkit.torch_private import keystr, tree_flatten_with_path, tree_leaves
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 TensorKind = Literal["gradient", "parameter", "buffer"]

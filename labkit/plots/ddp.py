@@ -32,7 +32,7 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
 
     Args:
         drawn: a run that kept its generated program as ``code`` and recorded its buckets; or buckets, from
-            ``inductor.buckets``.
+            ``inductor.find_buckets``.
         ax: where to draw.
 
     Raises:

@@ -16,33 +16,44 @@ MAX_STEPS_WITH_MARKERS = 30
 
 
 def comparison_table(
-    result: RunResult,
-    predicted: Mapping[str, float],
+    measured: RunResult | Mapping[str, float],
+    predicted: Mapping[str, float] | None = None,
     *,
     yours: Mapping[str, float | None] | None = None,
     tolerance: float = 0.0,
+    column: str = "measured",
 ) -> pandas.DataFrame:
     """Predicted beside measured, one row a value, with a verdict on each.
 
-    Predicted values come by the names that ``result.value`` takes. Measured ones may be off by ``tolerance``, as a part
+    Predicted values come by the names that ``measured`` has: ``result.value`` of a run, or a mapping. Measured ones may be off by ``tolerance``, as a part
     of predicted; 0 wants equality. With ``yours``, your own predictions come first, and the last columns say how far
-    yours and theory's are off; None, for a number that you have not committed to, is shown as –.
+    yours and theory's are off; None, for a number that you have not committed to, is shown as –. Without ``predicted``,
+    yours stand beside the measured ones alone. ``column`` names these where they come from elsewhere ("simulated").
+
+    Raises:
+        ValueError: there is nothing to compare with; yours has a name that the others have not.
     """
+    if predicted is None:
+        if yours is None:
+            raise ValueError("nothing to compare with what was measured: give predicted, yours, or both")
+        table = comparison_table(measured, dict.fromkeys(yours, 0.0), yours=yours, tolerance=tolerance, column=column)
+        return table.drop(columns=["theory", "theory is"])
+    values = {name: measured.value(name) if isinstance(measured, RunResult) else measured[name] for name in predicted}
     if yours is None:
-        rows = {name: _comparison_row(expected, result.value(name), tolerance) for name, expected in predicted.items()}
+        rows = {name: _comparison_row(expected, values[name], tolerance) for name, expected in predicted.items()}
         return pandas.DataFrame.from_dict(rows, orient="index")
     unknown = yours.keys() - predicted.keys()
     if unknown:
         raise ValueError(f"yours has {', '.join(sorted(unknown))}, which theory has not: {', '.join(predicted)}")
     lines = {}
     for name, expected in predicted.items():
-        mine, measured = yours.get(name), result.value(name)
+        mine, value = yours.get(name), values[name]
         lines[name] = {
             "yours": "–" if mine is None else _number_text(mine),
             "theory": _number_text(expected),
-            "measured": _number_text(measured),
-            "yours is": "–" if mine is None else relative_error_text(mine, measured, tolerance),
-            "theory is": relative_error_text(expected, measured, tolerance),
+            column: _number_text(value),
+            "yours is": "–" if mine is None else relative_error_text(mine, value, tolerance),
+            "theory is": relative_error_text(expected, value, tolerance),
         }
     return pandas.DataFrame.from_dict(lines, orient="index")
 
@@ -133,7 +144,7 @@ def memory_by_category(
 
 
 def peak_bytes_by_category(result: RunResult) -> dict[str, float]:
-    """The bytes of a run's peak by what they are used for, as ``style.MEMORY`` names it."""
+    """The bytes of a run's peak by what they are used for, as ``style.MEMORY_CATEGORIES`` names it."""
     known = result.summary()
     return {
         name: sum(result.value(f"peak_{part}_bytes") for part in parts if f"peak_{part}_bytes" in known)
@@ -150,8 +161,7 @@ def loss_curves(results: Mapping[str, RunResult], *, chance: float | None = None
     ax = style.make_axes(ax)
     dashes: Sequence[str] = ("-", "--", ":", "-.")
     for index, (label, result) in enumerate(results.items()):
-        found = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"]
-        losses = found.mean()[found.size() == found.size().max()]
+        losses = result.losses
         look: dict[str, Any] = {"color": style.RANK_COLOURS[index % 4], "linestyle": dashes[index % 4], "lw": 2}
         if len(losses) <= MAX_STEPS_WITH_MARKERS:  # each step is seen, also where lines lie on each other
             look |= {"marker": "osD^"[index % 4], "markersize": 10 - 2 * (index % 4), "fillstyle": "none"}

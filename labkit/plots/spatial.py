@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
-import pandas
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -355,20 +354,14 @@ def byte_bars(
     return ax
 
 
-def mean_loss_by_step(result: RunResult) -> pandas.Series:
-    """The loss of every timed step, by step: the mean over ranks."""
-    rows = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0")
-    return rows.groupby("step")["value"].mean()
-
-
 def loss_difference_curves(
     results: Mapping[str, RunResult], reference: RunResult, *, name: str = "one device", ax: Axes | None = None
 ) -> Axes:
     """How far each run's loss is from the reference's, whose ``name`` is given, as a part of it; from 1e-9 on."""
     ax = style.make_axes(ax)
-    expected = mean_loss_by_step(reference)
+    expected = reference.losses
     for index, (label, result) in enumerate(results.items()):
-        difference = ((mean_loss_by_step(result) - expected).abs() / expected).clip(lower=1e-9)
+        difference = ((result.losses - expected).abs() / expected).clip(lower=1e-9)
         look: dict[str, Any] = {"marker": "osD^"[index % 4], "markersize": 9 - 2 * index, "fillstyle": "none"}
         ax.plot(difference.index, difference, lw=1.2, color=style.RANK_COLOURS[index % 4], label=label, **look)
     ax.set(yscale="log", xlabel="training step", ylabel=f"relative difference\nfrom the loss of {name}")

@@ -4,6 +4,7 @@
 |-------------------|----------------------------|--------------------------------------------------------------------|
 | run.json          | the notebook's side        | program, parameters, versions, device, start, duration, exit       |
 | session.json      | rank 0's session           | device used, backend, cores, threads, torch version, note          |
+| verdict.json      | rank 0's session           | what its check compared and found, where there was one             |
 | rank_00003.jsonl  | each rank's session        | its measurements, see records.py                                   |
 | rank_00003.log    | each rank                  | all that it printed                                                |
 | rank_00003.pid    | each rank's worker         | its process id, once it can answer a request for its stack         |
@@ -80,6 +81,7 @@ class RunFolder:
         self.path = path
         self.run_json = path / "run.json"
         self.session_json = path / "session.json"
+        self.verdict_json = path / "verdict.json"
         self.job_json = path / "job.json"
         self.submitted_json = path / "submitted.json"
         self.cluster_log = path / "cluster.log"

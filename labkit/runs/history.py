@@ -30,6 +30,7 @@ import psutil
 from labkit.errors import LabError, ParameterError, RecordError
 from labkit.runs.folder import ENV_RUN_FOLDER, read_json, require_fields, runs_folder
 from labkit.runs.result import RUN_JSON_TYPES, RunFileNotFound, RunResult
+from labkit.runs.verdict import FINISHED_EXITS
 
 if TYPE_CHECKING:
     import pandas
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 RUN_NAME_PATTERN = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}(_\d+)?", re.DOTALL)
 """The name that a run's folder has from labkit."""
 RUNNING = "running"
-FINAL_EXITS = ("ok", "failed", "timed out", "interrupted", "cancelled")
+FINAL_EXITS = (*FINISHED_EXITS, "failed", "timed out", "interrupted", "cancelled")
 ABANDON_GRACE_S = 3600.0
 DAY_S = 86400.0
 SETTING_NAMES = ("program", "nproc", "device", "exit", "labkit", "python", "git_revision")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.errors import LabError, RecordError
 from labkit.runs import records
 from labkit.runs.folder import JSON_FIX, RunFolder, read_json, require_fields
+from labkit.runs.verdict import describe_error, describe_verdict
 from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
 MAX_RANKS = 1_000_000
 SIMULATION_TYPES = {"ranks": list, "ranks_per_host": int}
 """What it has to hold besides where ranks were simulated."""
+VERDICT_TYPES = {"ok": bool, "compared": object}
+"""What a verdict has to hold, where there was one."""
 SESSION_TYPES = {"device": str, "device_name": str, "cores": int, "torch": str}
 """What a session has to hold, where there was one."""
 
@@ -92,8 +95,27 @@ class RunResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every rank ended well."""
+        """Whether every rank ended well, and no check found a difference."""
         return self.info.get("exit") == "ok"
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        """What the program's check found, as rank 0 printed it: ok, compared, and more; {} where there was none."""
+        return dict(self.info.get("verdict", {}))
+
+    @property
+    def verdict_text(self) -> str:
+        """What the check compared and whether it agrees, in words; "" where there was none.
+
+        Errors are named by their order of magnitude, so that the text is the same on every machine.
+        """
+        return describe_verdict(self.verdict)
+
+    @cached_property
+    def losses(self) -> pandas.Series:
+        """The loss of every timed step, by step: the mean over ranks. A step that some rank did not record is left out."""
+        rows = self.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"]
+        return rows.mean()[rows.size() == rows.size().max()]
 
     @property
     def world_size(self) -> int:
@@ -200,15 +222,17 @@ class RunResult:
         return combined
 
     def __repr__(self) -> str:
-        return "\n".join([self._headline(), self.summary().round(3).to_string(), *self._warnings()])
+        return "\n".join([*self._headlines(), self.summary().round(3).to_string(), *self._warnings()])
 
     def _repr_html_(self) -> str:
         warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self._warnings())
-        return f"<p>{escape(self._headline())}</p>{self.summary().round(3).to_html()}{warnings}"
+        headlines = "".join(f"<p>{escape(line)}</p>" for line in self._headlines())
+        return f"{headlines}{self.summary().round(3).to_html()}{warnings}"
 
-    def _headline(self) -> str:
+    def _headlines(self) -> list[str]:
         state = "" if self.ok else f" [{self.info.get('exit')}]"
-        return f"{self.info['program']}{state}: {self.stamp}"
+        verdict = " · ".join(filter(None, [self.verdict_text, describe_error(self.verdict)]))
+        return [f"{self.info['program']}{state}: {self.stamp}", *([verdict] if verdict else [])]
 
     def _warnings(self) -> list[str]:
         cut = "the last line is cut off (the rank was killed while it wrote)"
@@ -274,6 +298,9 @@ def _read_run_info(folder: RunFolder) -> dict[str, Any]:
         require_fields(path, info["hardware"], {"name": str})
     if not 0 < info["nproc"] <= MAX_RANKS:
         raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MAX_RANKS}. {JSON_FIX}")
+    if info.get("verdict"):
+        require_fields(path, info, {"verdict": dict})
+        require_fields(path, info["verdict"], VERDICT_TYPES)
     if "session" in info:
         require_fields(path, info, {"session": dict})
     else:

@@ -163,9 +163,7 @@ class Meter:
             yield step
         timeline.write_profile(recording, self.writer, index)
 
-    def step_with_counts(
-        self, index: int, track: Sequence[Any], mesh: DeviceMesh | None
-    ) -> Iterator[Step]:
+    def step_with_counts(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
         """One step in which communication is counted and, for what is in ``track``, memory."""
         step = Step(index, False, self)
         tracker = make_memory_tracker(track) if track else None
@@ -179,9 +177,7 @@ class Meter:
                 self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
 
     @contextlib.contextmanager
-    def count_traffic(
-        self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
-    ) -> Iterator[None]:
+    def count_traffic(self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None) -> Iterator[None]:
         """Count the communication of the step inside, and write it down at its end.
 
         Args:
@@ -217,7 +213,7 @@ def let_gloo_free_tensors() -> Iterator[None]:
     That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
     the peak of memory would depend on it.
     """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor as InFlight  # what DTensor waits for
+    from labkit.torch_private import AsyncCollectiveTensor as InFlight  # what DTensor waits for
 
     # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
     with contextlib.ExitStack() as stack:
@@ -253,7 +249,7 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has nothing that is sharded by it
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
     if sharded is not None:
-        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+        from labkit.torch_private import FSDPMemTracker
 
         optimizer = next((each for each in track if isinstance(each, torch.optim.Optimizer)), None)
         tracker: Any = FSDPMemTracker(sharded, optimizer)
@@ -263,7 +259,7 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
         watch = tracker._fsdp_state_pre_forward
         tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(tracker, watch(unit, begin), unit)
         return tracker
-    from torch.distributed._tools.mem_tracker import MemTracker  # brings in the compiler: half a second for each rank
+    from labkit.torch_private import MemTracker  # brings in the compiler: half a second for each rank
 
     tracker = MemTracker()
     tracker.track_external(*track)

@@ -27,7 +27,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
-from labkit import requirements
+from labkit import requirements, torch_private
 from labkit.errors import ParameterError
 from labkit.runs.folder import (
     ENV_DEVICE,
@@ -91,7 +91,7 @@ class Session:
             return device_mesh.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
-        """In here, this rank may hold so many MiB more than it does now; see ``cap.memory_cap``."""
+        """In here, this rank may hold so many MiB more than it does now; see ``memory_cap.cap_memory``."""
         return cap_memory(mib, self.device)
 
     def record_scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
@@ -120,7 +120,10 @@ class Session:
             print(text, flush=True)
 
     def finish_check(self, **result: Any) -> None:
-        """End a check: record its numbers, print one JSON line on rank 0, leave with status 1 if a rank is not ok.
+        """End a check: record its verdict, print it as one JSON line on rank 0, and leave if a rank is not ok.
+
+        Under labkit.run the rank then leaves with status 0, since a difference is the result of the run and not its
+        failure; otherwise with status 1.
 
         Args:
             **result: ``ok``, and ``compared``, how many values were compared; a rank that has compared nothing is not
@@ -135,10 +138,12 @@ class Session:
         for name, value in result.items():
             if isinstance(value, int | float):
                 self.record_scalar(name, value)
+        if self._writer.folder and self.rank == 0:
+            write_json(RunFolder(self._writer.folder).verdict_json, result)
         self.print_on_rank_0(json.dumps(result))
         if not result["ok"]:
             dist.barrier()  # a rank that left earlier would have torchrun end rank 0 before it has printed
-            sys.exit(1)
+            sys.exit(0 if self._writer.folder else 1)
 
 
 @contextlib.contextmanager
@@ -177,7 +182,7 @@ def session() -> Iterator[Session]:
                 here.print_on_rank_0("\n".join(filter(None, tables)).rstrip("\n"))
     finally:
         writer.close()
-        _process_groups_to_keep_alive.extend(dist.distributed_c10d._world.pg_map)
+        _process_groups_to_keep_alive.extend(torch_private.world.pg_map)
         dist.destroy_process_group()
 
 

@@ -40,12 +40,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from labkit.runs import private_files
 from labkit.runs.records import RecordWriter
 from labkit.session.meter import patch_attribute
 from labkit.theory.overlap import uncovered_in_turn
+from labkit.torch_private import COMPILED_AUTOGRAD_MODULE, tree_leaves
 
 TraceEvent = dict[str, Any]
 CollectiveSpan = tuple[TraceEvent, str, TraceEvent | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
@@ -192,7 +192,7 @@ def _mark_gradients(tensors: Any, label: str) -> None:
 
     Not in a compiled backward pass: hooks are part of its graph, which would be compiled anew within the profiled step.
     """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    compiled_autograd = sys.modules.get(COMPILED_AUTOGRAD_MODULE)
     if getattr(compiled_autograd, "compiled_autograd_enabled", False):
         return
 

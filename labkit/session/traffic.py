@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from labkit import torch_private
+from labkit.torch_private import TorchDispatchMode, tree_leaves
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
 NON_TRAFFIC_OPS = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
@@ -50,7 +51,7 @@ def group_name_and_ranks(args: Sequence[Any]) -> tuple[str, list[int]]:
     Args:
         args: of the operation, its process group (c10d) or the group's name (functional collectives) among them.
     """
-    groups = {str(name): group for group, name in distributed_c10d._world.pg_names.items()}
+    groups = {str(name): group for group, name in torch_private.world.pg_names.items()}
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
             each = str(ProcessGroup.unbox(each).group_name)

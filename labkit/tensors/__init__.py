@@ -22,10 +22,10 @@ from labkit.tensors.quantisation import (
     gather_on_one_rank,
     make_quantised_extension,
 )
-from labkit.tensors.two_tensor import TwoTensor, convert_parameters, make_two_tensor, pad_rows, refill_parameter
+from labkit.tensors.two_tensor import TwoTensor, convert_parameters, make_two_tensor, pad_rows, refill
 
 __all__ = [
     "EXTENSIONS", "GatherErrors", "Extension", "TwoTensor", "convert_parameters", "rounding_errors", "extend_parameter", "extend_model",
     "gather_on_one_rank", "gather_errors", "gather_memory_bytes", "pad_rows", "plain_shards", "plain_tensors", "make_quantised_extension",
-    "refill_parameter", "refuse_leak", "make_two_tensor", "leak_bytes",
+    "refill", "refuse_leak", "make_two_tensor", "leak_bytes",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from labkit.tensors.two_tensor import pad_rows, refill_parameter
+from labkit.tensors.two_tensor import pad_rows, refill
 
 FLOAT8 = torch.float8_e4m3fn
 GROUP_SIZE = 32
@@ -108,7 +108,7 @@ class _GatherHooks:
             # FSDP2 frees the gathered tensors itself, and sizes the storage of what else is named by its elements
             return whole, () if shared else (whole,)
         if _storage_id(whole) != _storage_id(out):
-            refill_parameter(out, whole)
+            refill(out, whole)
         return None
 
     def _check_parameter(self, whole: Tensor, dtype: torch.dtype) -> None:

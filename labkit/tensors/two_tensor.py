@@ -25,8 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from labkit.torch_private import (
+    return_and_correct_aliasing,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    unsafe_preserve_version_counter,
+)
 
 _OVERWRITE_OPS = (torch.ops.aten.copy_.default,)  # change a tensor without reading what it held
 
@@ -138,7 +145,7 @@ class TwoTensor(Tensor):
             return whole, (whole.a, whole.b)
         for name, gathered, half in (("a", a, out.a), ("b", b, out.b)):
             if gathered.dtype != half.dtype:
-                refill_parameter(half, gathered)
+                refill(half, gathered)
             elif gathered.untyped_storage()._cdata != half.untyped_storage()._cdata:
                 raise ValueError(
                     f"the parameter's half {name} does not lie in the gathered tensor's memory and would keep its old "
@@ -183,14 +190,13 @@ def pad_rows(shard: Tensor, rows: int) -> Tensor:
     return functional.pad(shard, [0, 0] * (shard.ndim - 1) + [0, missing]) if missing else shard
 
 
-def refill_parameter(out: Tensor, gathered: Tensor) -> None:
+def refill(out: Tensor, gathered: Tensor) -> None:
     """Put the gathered rows, without padding, into an unsharded parameter that autograd may have saved.
 
     To autograd this is the value that it saved, back again, and no change: without the guard the backward pass
     refuses with "modified by an inplace operation".
     """
-    guard = torch.autograd._unsafe_preserve_version_counter(out)  # type: ignore[attr-defined]
-    with torch.no_grad(), guard:
+    with torch.no_grad(), unsafe_preserve_version_counter(out):
         out.copy_(gathered[: out.shape[0]])
 
 

@@ -41,7 +41,7 @@ def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[
         ValueError: not one placement for each axis, one of another form or of a dimension that is not there, no such
             rank.
 
-    Source: PyTorch, ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``.
+    Source: PyTorch, ``compute_local_shape_and_global_offset`` of DTensor.
     """
     if len(placements) != len(mesh):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis")
@@ -72,7 +72,7 @@ def full_tensor_collectives(
     hands a chunk as large as the first rank's; a Partial one takes an all-reduce of what there is by then; a
     replicated one takes nothing. Names are those of ``RunResult.value``; a collective that is not made has none.
 
-    Source: PyTorch, ``torch.distributed.tensor._redistribute``; held against runs in tests/test_widgets_spatial.py.
+    Source: PyTorch, how DTensor redistributes; held against runs in tests/test_widgets_spatial.py.
     """
     found: Counter[str] = Counter()
     for axis in reversed(range(len(mesh))):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 import labkit
-from labkit import plots
+from labkit.plots import ddp as plots
 from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory import ddp as theory

@@ -10,7 +10,7 @@ import numpy
 from matplotlib.figure import Figure
 
 import labkit
-from labkit import plots
+from labkit.plots import extensions as plots
 from labkit.runs.result import RunResult
 from labkit.theory import extensions as theory
 from labkit.widgets.explorer import Control, Explorer

@@ -8,8 +8,8 @@ import numpy
 from matplotlib.figure import Figure
 
 import labkit
-from labkit import plots
 from labkit.models import photo
+from labkit.plots import spatial as plots
 from labkit.runs.result import RunResult
 from labkit.theory import placements as theory
 from labkit.theory.sizes import readable_bytes

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 import labkit
-from labkit import plots
 from labkit.models import photo
+from labkit.plots import spatial as plots
 from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory import spatial as theory

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 import labkit
-from labkit import plots, requirements
+from labkit import requirements
 from labkit.plots import style
+from labkit.plots import two_dim as plots
 from labkit.runs.result import RunResult
 from labkit.theory import collectives
 from labkit.theory import two_dim as theory

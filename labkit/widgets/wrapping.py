@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 import labkit
-from labkit import plots
+from labkit.plots import fsdp as plots
 from labkit.runs.result import RunResult
 from labkit.theory import fsdp as theory
 from labkit.widgets.explorer import Control, Explorer

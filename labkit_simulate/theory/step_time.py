@@ -94,7 +94,7 @@ def collective_s(name: str, handed_bytes: float, group: Group, hosts: Hardware, 
     NCCL's src/graph/tuning.cc.
 
     Args:
-        name: such as "all_reduce", see ``collectives.ON_THE_WIRE``.
+        name: such as "all_reduce", see ``collectives.WIRE_FRACTIONS``.
         handed_bytes: of the tensor that a rank hands to the call.
         group: who takes part. Other groups of the same kind fill the hosts, and do the same at the same time.
         hosts: on what; for ranks that share cores ``Hardware.for_rank``.

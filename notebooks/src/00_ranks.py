@@ -42,7 +42,7 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the cell after them refuses values that cannot work. The
 # text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 50, "STEPS": 1, "REPEATS": 4}
 RANKS: int = 2  # ranks of the measured runs; the drawn ones have four
 DIM: int = 1000  # width of the network's four linear layers
 STEPS: int = 3  # timed training steps in a run
@@ -921,28 +921,14 @@ plots.comparison_table(ring_run, by_theory, yours=mine, tolerance=0.02)
 # *A real network trained with your all-reduce. What your ring handed to its sends is what section 6's formula gives for
 # the wire, here on two ranks.*
 #
-# **Is it right?** A loss that falls proves nothing. So `check="parity"` trains the same network on one device that goes
+# **Is it right?** A loss that falls proves nothing. So `labkit.check` trains the same network on one device that goes
 # through all ranks' samples. Over two steps it compares the output and all 8 gradients of each, and the 8 parameters at
 # the end: 26 tensors.
 
-
 # %%
-def parity(all_reduce) -> str:
-    """What the parity check found for training with this all-reduce, whether it holds or not."""
-    arguments = {"mode": "yours", "check": "parity", "nproc": RANKS, "dim": 64, "timeout_s": 60}
-    try:
-        result = labkit.run("ddp_compile", use={"data_parallel": averaging_with(all_reduce)}, **arguments)
-    except labkit.RankFailed as failure:  # the program ends with status 1 where parity does not hold
-        result = labkit.load(failure.log.parent)
-        if "compared" not in result.summary():
-            return f"not compared: {failure.exc_type}: {failure.message}"
-    except labkit.RunTimedOut:
-        return "not compared: the ranks waited for each other"
-    verdict = "all equal, to 1 part in 100,000" if result.ok else "they differ"
-    return f"{result.value('compared'):.0f} tensors compared with one device: {verdict}"
-
-
-parity(yours)
+PARITY = {"mode": "yours", "nproc": RANKS, "dim": 64, "timeout_s": 60}
+right = labkit.check("ddp_compile", use={"data_parallel": averaging_with(yours)}, **PARITY)
+print(right.verdict_text)
 
 # %% [markdown]
 # ## 10. Break it (core, 5 minutes)
@@ -967,7 +953,11 @@ def broken_ring(mine: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 # %%
-parity(broken_ring)
+try:
+    broken = labkit.check("ddp_compile", use={"data_parallel": averaging_with(broken_ring)}, **PARITY)
+    print(broken.verdict_text)
+except (labkit.RankFailed, labkit.RunTimedOut) as failure:  # ranks that raise, or wait for each other
+    print("not compared:", type(failure).__name__)
 
 # %% [markdown]
 # ### A test that cannot fail

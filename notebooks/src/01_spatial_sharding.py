@@ -39,7 +39,6 @@ from labkit.config import require
 from labkit.local_ranks import shards_by_rank
 from labkit.models import photo
 from labkit.parallel.halo import Strip, pad_with_halo
-from labkit.plots.spatial import mean_loss_by_step
 from labkit.theory import collectives, sizes, spatial
 
 doctor.show()
@@ -50,7 +49,7 @@ doctor.show()
 # The parameters of this notebook. The images and the network are small, so that each run takes seconds on two cores.
 # Change them if you like: the cell after them refuses values that cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"STEPS": 2, "BATCH": 4, "HEIGHT": 48, "WIDTH": 128}
 RANKS: int = 4  # ranks that share an image
 STEPS: int = 10  # timed training steps in each run
 BATCH: int = 6  # images in a step
@@ -621,22 +620,9 @@ function_verdict
 # The program calls a function `padded_strip` before each depthwise convolution, and lets a notebook replace it. Yours goes in
 # if it is right. If you have not written it, labkit's own runs in its place, and the cell says so.
 #
-# `check="parity"` gives the cut network and one device the same weights and the same images, does one step, and
+# `labkit.check` gives the cut network and one device the same weights and the same images, does one step, and
 # compares the outputs, all 28 gradients and all 28 updated weights: 57 tensors. It wants them equal to 1 part in
 # 100,000.
-
-
-# %%
-def parity(ranks: int, **parameters: object) -> str:
-    """What the parity check found, whether it holds or not."""
-    try:
-        result = labkit.run("convnext_spatial", nproc=ranks, check="parity", **parameters)
-    except labkit.RankFailed as failure:  # the program ends with status 1 where parity does not hold
-        result = labkit.load(failure.log.parent)
-    verdict = "all equal, to 1 part in 100,000" if result.ok else "they differ"
-    if result.value("max_rel_error") > 0.1:
-        verdict += " by more than 10 %"
-    return f"{result.value('compared'):.0f} tensors compared with one device: {verdict}"
 
 
 # %%
@@ -647,14 +633,14 @@ def padded_strip(strip: torch.Tensor, halo: int, rank: int, ranks: int) -> torch
 all_right = forward_verdict.ok and backward_verdict.ok and function_verdict.ok
 your_way = {"strategy": "yours", "use": {"padded_strip": padded_strip}} if all_right else {"strategy": "yours"}
 print("your HaloExchange" if all_right else "labkit's own, until 1.4 to 1.6 pass")
-parity(RANKS, **your_way)
+print(labkit.check("convnext_spatial", nproc=RANKS, **your_way).verdict_text)
 
 # %%
 yours_run = labkit.run("convnext_spatial", nproc=RANKS, **your_way, **SETUP)
 plots.comparison_table(yours_run, {name: predicted[name] for name in ("send_count", "send_bytes")})
 
 # %% tags=["claim"]
-apart = (mean_loss_by_step(yours_run) - mean_loss_by_step(local)).abs() / mean_loss_by_step(local)
+apart = (yours_run.losses - local.losses).abs() / local.losses
 claim("the same loss as labkit's own exchange at every step, to 1 part in 10,000", apart.max() < 1e-4)
 
 # %% [markdown]
@@ -717,11 +703,13 @@ broken = {
     name: labkit.run("convnext_spatial", nproc=RANKS, strategy="yours", use=use, **SETUP)
     for name, use in mutations.items()
 }
-said = {name: parity(RANKS, strategy="yours", use=use) for name, use in mutations.items()}
-print("\n".join(f"{name}: {verdict}" for name, verdict in said.items()))
+checked = {
+    name: labkit.check("convnext_spatial", nproc=RANKS, strategy="yours", use=use) for name, use in mutations.items()
+}
+print("\n".join(f"{name}: {each.verdict_text}" for name, each in checked.items()))
 seen = {
-    "loss_falls": sum(mean_loss_by_step(each).iloc[-1] < mean_loss_by_step(each).iloc[0] for each in broken.values()),
-    "parity_fails": sum("differ" in verdict for verdict in said.values()),
+    "loss_falls": sum(each.losses.iloc[-1] < each.losses.iloc[0] for each in broken.values()),
+    "parity_fails": sum(not each.ok for each in checked.values()),
 }
 pandas.DataFrame({"yours": mine, "measured": seen}).astype(object).fillna("–")
 
@@ -732,8 +720,8 @@ _ = plots.loss_difference_curves({"section 6": yours_run, **broken}, local, name
 
 # %% tags=["claim"]
 for name, each in broken.items():
-    claim(f"the loss of {name} falls", mean_loss_by_step(each).iloc[-1] < mean_loss_by_step(each).iloc[0])
-    far = ((mean_loss_by_step(each) - mean_loss_by_step(local)).abs() / mean_loss_by_step(local)).max()
+    claim(f"the loss of {name} falls", each.losses.iloc[-1] < each.losses.iloc[0])
+    far = ((each.losses - local.losses).abs() / local.losses).max()
     claim(f"{name} is further from the right loss than rounding", far > 100 * max(apart.max(), 1e-7))
     claim(f"{name} stays within half of the right loss", far < 0.5)
 
@@ -781,7 +769,8 @@ fooled_verdict
 
 # %%
 nothing_sent = sends_nothing if fooled_verdict.ok else swapped  # until you have written it
-parity(RANKS, strategy="yours", use={"exchange_halo": nothing_sent})
+fooled = labkit.check("convnext_spatial", nproc=RANKS, strategy="yours", use={"exchange_halo": nothing_sent})
+print(fooled.verdict_text)
 
 # %% [markdown]
 # ### A silent error in the wild (optional, 8 minutes)
@@ -847,16 +836,16 @@ beside = labkit.run("convnext_spatial", nproc=1, strategy="plain", **odd_batch)
 _ = plots.loss_curves({"one device": beside, f"staged: native_unguarded, {RANKS} ranks": native}, chance=math.log(10))
 
 # %% tags=["claim"]
-gap = (mean_loss_by_step(native) - mean_loss_by_step(beside)).abs() / mean_loss_by_step(beside)
+gap = (native.losses - beside.losses).abs() / beside.losses
 claim("the staged run's loss differs from one device's by more than 1 % somewhere", gap.max() > 0.01)
-claim("both begin above guessing", min(mean_loss_by_step(native).iloc[0], mean_loss_by_step(beside).iloc[0]) > math.log(10))
+claim("both begin above guessing", min(native.losses.iloc[0], beside.losses.iloc[0]) > math.log(10))
 claim(
     "the staged loss falls, and stays higher",
-    mean_loss_by_step(beside).iloc[-1] < mean_loss_by_step(native).iloc[-1] < mean_loss_by_step(native).iloc[0],
+    beside.losses.iloc[-1] < native.losses.iloc[-1] < native.losses.iloc[0],
 )
 
 # %%
-parity(2, strategy="native_unguarded", batch=3)
+print(labkit.check("convnext_spatial", nproc=2, strategy="native_unguarded", batch=3).verdict_text)
 
 # %% [markdown]
 # *Both trainings see the same images and start from the same weights, and both begin above guessing; not at the same
@@ -1064,8 +1053,8 @@ claim("the same addition costs more than three times as much on a DTensor", cost
 _ = plots.loss_difference_curves({name: run for name, run in runs.items() if run.world_size > 1}, runs["plain, 1 rank"])
 
 # %% tags=["claim"]
-reference = mean_loss_by_step(runs["plain, 1 rank"])
-worst = max(((mean_loss_by_step(run) - reference).abs() / reference).max() for run in runs.values())
+reference = runs["plain, 1 rank"].losses
+worst = max(((run.losses - reference).abs() / reference).max() for run in runs.values())
 claim("every loss equals one device's to 1 part in 10,000, at every step", worst < 1e-4)
 
 # %% [markdown]

@@ -22,7 +22,6 @@
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
-from collections.abc import Callable
 
 import pandas
 import torch
@@ -45,7 +44,7 @@ doctor.show()
 # with an inner width of 3, 4 and 3 times `DIM`. Each of the three is a *block*. Change the values if you like: the cell
 # after them refuses those that cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"DIM": 20, "BATCH": 4, "STEPS": 1}
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
 BATCH: int = 32  # sequences of a rank in a step, of 8 tokens each
@@ -139,7 +138,7 @@ def fits(wrap: str) -> str:
     """Whether a rank stays below the cap; on a system that knows no such cap, why not."""
     try:
         model = {"model": "toy", "hidden": 3000, "narrow": 16, "batch": 1, "steps": 1}
-        labkit.run("fsdp_wrap", nproc=4, wrap=wrap, memory_cap_mib=320, **model)
+        labkit.run("fsdp_matrix", nproc=4, wrap=wrap, memory_cap_mib=320, **model)
     except labkit.RankFailed as failure:
         return failure.exc_type
     return "trained"
@@ -527,27 +526,13 @@ verdict
 # Now your function shards the stack, on real ranks. `fsdp="yours"` calls it with every block. Until your function
 # passes, labkit's own stands in for it: `labkit/parallel/small_fsdp.py`, which you may read afterwards.
 #
-# `check="parity"` gives the same parameters and samples to one device. It compares the losses and outputs of all three
+# `labkit.check` gives the same parameters and samples to one device. It compares the losses and outputs of all three
 # steps, and after the last one 12 gradients and 12 parameters: 30 tensors.
 
 # %%
 working = small_fsdp if verdict.ok else shard_unit
-
-
-def parity(shard: Callable[[nn.Module], nn.Parameter]) -> str:
-    """What the parity check found, whether it holds or not."""
-    run = {"nproc": RANKS, "model": "mlp_stack", "fsdp": "yours", "steps": 3, "check": "parity"}
-    try:
-        result = labkit.run("fsdp_wrap", use={"small_fsdp": shard}, **run)
-    except labkit.RankFailed as failure:  # the program ends with status 1 where parity does not hold
-        result = labkit.load(failure.log.parent)
-    verdict = "all equal, to 1 part in 100,000" if result.ok else "they differ"
-    if result.value("max_rel_error") > 0.1:
-        verdict += " by more than 10 %"
-    return f"{result.value('compared'):.0f} tensors compared with one device: {verdict}"
-
-
-parity(working)
+PARITY = {"nproc": RANKS, "model": "mlp_stack", "fsdp": "yours", "steps": 3}
+print(labkit.check("fsdp_wrap", use={"small_fsdp": working}, **PARITY).verdict_text)
 
 # %% [markdown]
 # ### Exercise 5: predict the peak (••, 6 minutes)
@@ -644,11 +629,7 @@ except ValueError as problem:
 wrong = labkit.run("fsdp_wrap", fsdp="yours", use={"small_fsdp": broken}, **SETUP | {"batch": 1})
 
 # %%
-curves = {
-    name: result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"].mean()
-    for name, result in {"right": own, "broken": wrong}.items()
-}
-apart = (curves["broken"] / curves["right"] - 1).abs()
+apart = (wrong.losses / own.losses - 1).abs()
 print(f"the broken run's first loss differs by {apart.iloc[0]:.1%}, its last by {apart.iloc[-1]:.1%}")
 
 # %% [markdown]
@@ -699,7 +680,7 @@ checks.gradients_agree(gradients_agree)
 # The parity check of this kit does the same, for outputs and parameters as well. It uses SGD.
 
 # %%
-parity(broken)
+print(labkit.check("fsdp_wrap", use={"small_fsdp": broken}, **PARITY).verdict_text)
 
 # %% [markdown]
 # Now break something else in a copy of your function. Leave out `buffer.resize_(0)` in the forward hook: the numbers
@@ -1137,7 +1118,7 @@ claim("what a rank keeps is unchanged", bf16.value("end_parameter_bytes") == blo
 # block 0 must come through it.
 
 # %%
-frozen = labkit.run("fsdp_wrap", freeze=(1,), **SETUP)
+frozen = labkit.run("fsdp_matrix", freeze=(1,), **SETUP)
 predicted_frozen = theory.resident_bytes(layers, RANKS, frozen=("block 1",))
 predicted_frozen |= {"reduce_scatter_count": 2, "all_gather_count": 6}
 plots.comparison_table(frozen, predicted_frozen)
@@ -1155,7 +1136,7 @@ plots.comparison_table(frozen, predicted_frozen)
 # `data`.
 
 # %%
-hybrid = labkit.run("fsdp_wrap", wrap="block", hybrid=2, **SETUP | {"nproc": 4, "steps": 2})
+hybrid = labkit.run("fsdp_matrix", wrap="block", hybrid=2, **SETUP | {"nproc": 4, "steps": 2})
 plots.comparison_table(hybrid, theory.hybrid_collectives(layers, 2), yours={})
 
 # %% [markdown]
@@ -1224,20 +1205,14 @@ dist.destroy_process_group()
 
 
 # %%
-def losses(result: labkit.RunResult) -> list[float]:
-    """By step, the mean over the ranks."""
-    frame = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0")
-    return list(frame.groupby("step")["value"].mean())
-
-
 with tempfile.TemporaryDirectory() as folder:
-    before = labkit.run("fsdp_wrap", save=f"{folder}/state", **SETUP)
-    after = labkit.run("fsdp_wrap", load=f"{folder}/state", **SETUP | {"nproc": RANKS + 1, "steps": 1})
-lower = losses(after)[0] < losses(before)[0]
+    before = labkit.run("fsdp_matrix", save=f"{folder}/state", **SETUP)
+    after = labkit.run("fsdp_matrix", load=f"{folder}/state", **SETUP | {"nproc": RANKS + 1, "steps": 1})
+lower = after.losses[0] < before.losses[0]
 print(f"{RANKS} ranks saved, {RANKS + 1} went on; the loss goes on below where the first run began: {lower}")
 
 # %% tags=["claim"]
-claim("the loss goes on below where the first run began", losses(after)[0] < losses(before)[0])
+claim("the loss goes on below where the first run began", after.losses[0] < before.losses[0])
 
 # %% [markdown]
 # That is weak evidence: the third rank brings samples of its own, and a lost state of Adam would hardly show. Where the
@@ -1290,8 +1265,7 @@ checks.tied_unit(tied_unit)
 # device: the losses and outputs of three steps, then 68 gradients, 68 parameters and 5 buffers, 147 tensors in all.
 
 # %%
-tied = labkit.run("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", check="parity", steps=3)
-print(f"{tied.value('compared'):.0f} tensors compared with one device, equal to 1 part in 100,000: {tied.ok}")
+print(labkit.check("fsdp_wrap", nproc=RANKS, model="transformer", wrap="layer", steps=3).verdict_text)
 
 # %% [markdown]
 # ### Experts that must not be averaged (10 minutes)
@@ -1445,7 +1419,7 @@ summary
 #
 # ### What comes next
 #
-# - Train a real architecture: `labkit.run("fsdp_wrap", nproc=2, model="hf_bert", check="parity")`.
+# - Train a real architecture: `labkit.check("fsdp_wrap", nproc=2, model="hf_bert")`.
 # - Where does your own model's peak come from? Draw its units on paper first, then count.
 # - Lab 3 changes what the all-gathers carry: 8 bits instead of 32.
 

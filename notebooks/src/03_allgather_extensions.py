@@ -32,7 +32,7 @@ from labkit import doctor, local_ranks, plots, tensors, widgets
 from labkit.checks import extensions as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.tensors import EXTENSIONS, pad_rows, refill_parameter
+from labkit.tensors import EXTENSIONS, pad_rows, refill
 from labkit.theory import extensions as theory
 
 doctor.show()
@@ -43,7 +43,7 @@ doctor.show()
 # all without bias. These four are its units. Change the values if you like: the next cell refuses those that cannot
 # work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"BATCH": 8, "STEPS": 20}
 RANKS: int = 2  # ranks that share the parameters
 DIM: int = 128  # width of the network
 BATCH: int = 64  # tiles of a rank in a step
@@ -491,7 +491,7 @@ done = all(verdict.ok for verdict in (looks, twice, sends, becomes))
 working = TwoTensor if done else tensors.TwoTensor
 
 # %% [markdown]
-# Every parameter of a real network becomes such a tensor. `check="parity"` trains ten steps with Adam, with resharding and
+# Every parameter of a real network becomes such a tensor. `labkit.check` trains ten steps with Adam, with resharding and
 # without. Beside it, each rank trains a whole, plain copy of the network on its own samples and averages its gradients by
 # hand. Every loss, gradient and shard is held against that.
 #
@@ -500,33 +500,24 @@ working = TwoTensor if done else tensors.TwoTensor
 
 
 # %%
-def parity(kind: type) -> str:
-    """What the parity check found for this type of parameter, whether it holds or not."""
+def in_both_halves(kind: type) -> dict[str, object]:
+    """What ``use`` takes, for parameters of this type whose two halves are the weight."""
 
     def parameter(weight: torch.Tensor) -> torch.Tensor:
         return kind(weight, weight.clone())
 
-    run = {"nproc": 2, "extension": "your_type", "check": "parity", "steps": 10}
-    try:
-        result = labkit.run("allgather_extensions", use={"parameter": parameter}, **run)
-    except labkit.RankFailed as failure:  # the program ends with status 1 where parity does not hold
-        result = labkit.load(failure.log.parent)
-        if "compared" not in result.summary():
-            return f"not compared: {failure.exc_type}"
-    verdict = "not one of them differs" if result.value("max_rel_error") == 0 else "they differ"
-    if result.value("max_rel_error") > 0.01:
-        verdict += " by more than 1 %"
-    return f"{result.value('compared'):.0f} tensors compared with plain training: {verdict}"
+    return {"parameter": parameter}
 
 
-found = parity(working)
-found
+PARITY = {"nproc": 2, "extension": "your_type", "steps": 10}
+found = labkit.check("allgather_extensions", use=in_both_halves(working), **PARITY)
+print(found.verdict_text)
 
 # %% [markdown]
 # *Not small, but 0.*
 
 # %% tags=["claim"]
-claim("the difference is 0", "not one of them differs" in found)
+claim("the difference is 0", found.value("max_rel_error") == 0)
 
 # %% [markdown]
 # Now it trains the network of this notebook. Commit: what does a rank hand to the all-gathers of one step, and how many of
@@ -584,8 +575,10 @@ class Remembering(working):
     fsdp_pre_all_gather = remembering
 
 
-caught = parity(Remembering)
-caught
+try:
+    print(labkit.check("allgather_extensions", use=in_both_halves(Remembering), **PARITY).verdict_text)
+except labkit.RankFailed as failure:  # the hook raises, or returns nothing yet
+    print("not compared:", failure.exc_type)
 
 # %% [markdown]
 # Parity catches it, from the second step on: the optimizer updates the shards, and the units compute with stale parameters.
@@ -606,8 +599,8 @@ class OnlyA(working):
     fsdp_pre_all_gather = only_a
 
 
-missed = parity(OnlyA)
-missed
+missed = labkit.check("allgather_extensions", use=in_both_halves(OnlyA), **PARITY)
+print(missed.verdict_text)
 
 # %% [markdown]
 # *Parity passes.* Its two halves are equal, so a test with them cannot see which one travelled. A test of something that
@@ -615,7 +608,7 @@ missed
 # verdict is red, as it should be.
 
 # %% tags=["claim"]
-claim("parity passes where one half is never sent", "not one of them differs" in missed)
+claim("parity passes where one half is never sent", missed.ok)
 
 # %%
 checks.pre_all_gather(only_a)
@@ -701,7 +694,7 @@ def leaky(all_gather_outputs, metadata, param_dtype, *, out=None):
     whole = (numbers.float() * scales).to(param_dtype)
     if out is None:
         return whole, (numbers, scales)
-    refill_parameter(out, whole)
+    refill(out, whole)
 
 
 # %%
@@ -734,7 +727,7 @@ def mended(all_gather_outputs, metadata, param_dtype, *, out=None):
     whole = (numbers.float() * scales).to(param_dtype)
     if out is None:
         return whole, (whole,)  # FSDP frees the gathered tensors anyway
-    refill_parameter(out, whole)
+    refill(out, whole)
     ### END SOLUTION
 
 
@@ -935,12 +928,6 @@ for name in NAMES:
 
 
 # %% tags=["nbval-ignore-output"]
-def losses(result: labkit.RunResult) -> pandas.Series:
-    """By step, the mean over the ranks."""
-    frame = result.frame.query("kind == 'scalar' and name == 'loss' and step >= 0")
-    return frame.groupby("step")["value"].mean()
-
-
 _ = plots.loss_difference_curves({name: runs[name] for name in NAMES}, plain, name="plain FSDP")
 
 # %% [markdown]
@@ -954,7 +941,7 @@ _ = plots.loss_difference_curves({name: runs[name] for name in NAMES}, plain, na
 # %% tags=["claim"]
 changes = {name: abs(runs[name].value("loss_change")) for name in NAMES}
 claim("float8 changes the loss most", changes["float8"] == max(changes.values()))
-apart = {name: (losses(runs[name]) / losses(plain) - 1).abs() for name in NAMES}
+apart = {name: (runs[name].losses / plain.losses - 1).abs() for name in NAMES}
 claim("all begin within 0.1 %", all(each.iloc[0] < 1e-3 for each in apart.values()))
 claim("and end more than ten times further apart", all(e.iloc[-10:].mean() > 10 * e.iloc[0] for e in apart.values()))
 means = [each.mean() for each in apart.values()]
@@ -965,7 +952,7 @@ claim("on average they are within a factor of 2 of each other", max(means) < 2 *
 
 # %%
 for name, percent in (("bf16", 2), ("float8", 10), ("int8", 10)):
-    off = abs(losses(runs[name])[-10:].mean() / losses(plain)[-10:].mean() - 1)
+    off = abs(runs[name].losses[-10:].mean() / plain.losses[-10:].mean() - 1)
     print(f"{name}: the last ten losses are within {percent} % of plain FSDP's: {off <= percent / 100}")
 
 # %% [markdown]
@@ -1251,8 +1238,8 @@ def cast_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None
         whole = type(self)(a.to(param_dtype), b.to(param_dtype))
         return whole, (whole.a, whole.b)
     if a.dtype != param_dtype:
-        refill_parameter(out.a, a)
-        refill_parameter(out.b, b)
+        refill(out.a, a)
+        refill(out.b, b)
     ### END SOLUTION
 
 
@@ -1274,8 +1261,8 @@ def cast_double(weight: torch.Tensor) -> torch.Tensor:
     return Casting(weight, weight.clone())
 
 
-meta = {"nproc": 2, "extension": "your_type", "check": "meta", "steps": 5}
-built = labkit.run("allgather_extensions", use={"parameter": cast_double}, **meta)
+meta = {"nproc": 2, "extension": "your_type", "steps": 5}
+built = labkit.check("allgather_extensions", check="meta", use={"parameter": cast_double}, **meta)
 print(f"{built.value('trained'):.0f} of {built.value('parameters'):.0f} parameters trained in bfloat16: {built.ok}")
 
 # %% [markdown]
@@ -1466,7 +1453,7 @@ pandas.concat(tables)
 #
 # ### What comes next
 #
-# - All extensions at once: `labkit.run("allgather_extensions", nproc=2, check="wire")`.
+# - All extensions at once: `labkit.check("allgather_extensions", check="wire", nproc=2)`.
 # - Train with your 4 bits: `extension="yours"`, `use={"encode": encode_4bit, "decode": decode_4bit}`. What does the loss say?
 # - Lab 4 puts many small messages into few large ones.
 

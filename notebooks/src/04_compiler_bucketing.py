@@ -24,7 +24,6 @@
 # %% tags=["nbval-ignore-output"]
 import statistics
 import time
-from collections.abc import Callable
 
 import pandas
 import torch
@@ -52,7 +51,7 @@ doctor.show()
 # is a *deep* one, too: 100 linear layers of 64 × 64. Change the values if you like: the next cell refuses those that
 # cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"BUCKET_MB": 0.5, "STEPS": 1}
 RANKS: int = 2  # ranks that share the samples
 DIM: int = 1000  # width of the wide network's layers
 BUCKET_MB: float = 5.0  # size at which a bucket of the wide network is sent, in MiB
@@ -503,24 +502,14 @@ verdict
 # ### Use it
 #
 # Now your function trains the deep network, on real ranks. Until it passes, labkit's own stands in for it:
-# `labkit/parallel/small_ddp.py`, which you may read afterwards. `check="parity"` gives the same parameters and samples
+# `labkit/parallel/small_ddp.py`, which you may read afterwards. `labkit.check` gives the same parameters and samples
 # to one device. It compares the output and all 200 gradients of two steps, and the 200 parameters after them: 602
 # tensors.
 
 # %%
 working = small_ddp if verdict.ok else labkits_ddp
-
-
-def parity(data_parallel: Callable[[nn.Module, int], None]) -> labkit.RunResult:
-    """What the parity check found, whether it holds or not."""
-    run = {"nproc": RANKS, "dim": 64, "layers": 100, "bucket_mb": 0.1, "mode": "yours", "check": "parity"}
-    try:
-        return labkit.run("ddp_compile", use={"data_parallel": data_parallel}, **run)
-    except labkit.RankFailed as failure:  # the program ends with status 1 where parity does not hold
-        return labkit.load(failure.log.parent)
-
-
-right = parity(working)
+PARITY = {"nproc": RANKS, "dim": 64, "layers": 100, "bucket_mb": 0.1, "mode": "yours"}
+right = labkit.check("ddp_compile", use={"data_parallel": working}, **PARITY)
 print(f"{right.value('compared'):.0f} tensors, equal to 1 part in a million: {right.value('max_rel_error') <= 1e-6}")
 
 # %% tags=["claim"]
@@ -661,8 +650,8 @@ f"the same gradients on all ranks: {torch.equal(largest, model.weight.grad)}"
 # wrong bucket on all ranks. Ranks must be held against something that is none of them: one device with all samples.
 
 # %%
-wrong = parity(broken)
-print(f"equal to one device: {wrong.ok}; off by more than 10 %: {wrong.value('max_rel_error') > 0.1}")
+wrong = labkit.check("ddp_compile", use={"data_parallel": broken}, **PARITY)
+print(wrong.verdict_text)
 
 # %% tags=["claim"]
 claim("parity finds the missing division", not wrong.ok)
@@ -1266,8 +1255,7 @@ _ = plots.communication_exposure({"reducer": eager, "compiled": coalesced})
 # of the four trainings.
 
 # %%
-checked = labkit.run("ddp_compile", check="parity", nproc=RANKS, dim=64, case="cpu_no_sync")
-print(f"{checked.value('compared'):.0f} tensors, all equal to one device's to 1 part in 100,000: {checked.ok}")
+print(labkit.check("ddp_compile", nproc=RANKS, dim=64, case="cpu_no_sync").verdict_text)
 
 # %% [markdown]
 # A communication hook has a price here: inductor fuses an all-reduce only if its result is the gradient itself. With a

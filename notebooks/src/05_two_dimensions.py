@@ -44,7 +44,6 @@ from labkit.config import require
 from labkit.parallel import small_tensor_parallel as ours
 from labkit.parallel.tensor_parallel import PlainParameters
 from labkit.plots.collectives import fastest_all_reduce_times
-from labkit.plots.spatial import mean_loss_by_step
 from labkit.theory import fsdp
 from labkit.theory import two_dim as theory
 from labkit.theory.collectives import AlphaBeta, collective_wire_bytes, fit_alpha_beta
@@ -57,7 +56,7 @@ doctor.show()
 # `DIM` numbers. A linear layer treats every token alike. Change the values if you like: the next cell refuses those
 # that cannot work. The text speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"DIM": 16, "BATCH": 8}
 RANKS: int = 4  # ranks of the mesh
 DIM: int = 64  # width of the network
 BATCH: int = 48  # samples of all ranks together in a step, of 8 tokens each
@@ -573,34 +572,20 @@ row_verdict
 # Now your layers train the stack, on four real ranks. `layers="yours"` puts them in the place of each pair's layers, in
 # the groups along `tp`; FSDP shards them along `data`. A layer that has not passed is replaced by labkit's.
 #
-# `check="parity"` gives the same parameters and samples to one device. In three steps it compares the output, every
+# `labkit.check` gives the same parameters and samples to one device. In three steps it compares the output, every
 # gradient and every updated parameter: one output and 12 of each, 75 tensors.
 
 # %%
 verdicts = {"column_parallel": column_verdict, "row_parallel": row_verdict}
 layers = {"column_parallel": ColumnParallel, "row_parallel": RowParallel}
 working = {name: layer for name, layer in layers.items() if verdicts[name].ok}
-
-
-def parity(use: dict[str, object]) -> str:
-    """What the parity check found, whether it holds or not."""
-    how = {"layers": "yours", "check": "parity", "compile": False, "steps": 3, "timeout_s": 60}
-    try:
-        result = labkit.run("two_dim", nproc=RANKS, tp=2, use=use or None, **how)
-    except labkit.RankFailed as failure:  # the program ends with status 1 where parity does not hold
-        result = labkit.load(failure.log.parent)
-        if "compared" not in result.summary():
-            return f"not compared: {failure.exc_type}: {failure.message}"
-    verdict = "all equal, to 1 part in 100,000" if result.ok else "they differ"
-    return f"{result.value('compared'):.0f} tensors compared with one device: {verdict}"
-
-
 print("yours:", ", ".join(working) or "none yet, labkit's in their place")
-right = parity(working)
-right
+PARITY = {"nproc": RANKS, "tp": 2, "layers": "yours", "compile": False, "steps": 3, "timeout_s": 60}
+right = labkit.check("two_dim", use=working or None, **PARITY)
+print(right.verdict_text)
 
 # %% tags=["claim"]
-claim("all 75 are equal", right == "75 tensors compared with one device: all equal, to 1 part in 100,000")
+claim("all 75 are equal", right.ok and right.value("compared") == 75)
 
 # %% [markdown]
 # And what do your layers send? Commit: how many all-reduces along `tp` in a step of the three MLPs, and how many bytes
@@ -664,12 +649,12 @@ def first_loss(result: labkit.RunResult) -> float:
 
 
 broken = {"forgetful": {"column_parallel": Forgetful}, "bias on each rank": {"row_parallel": BiasOnEachRank}}
-said = {name: parity(use) for name, use in broken.items()}
-print("\n".join(f"{name}: {verdict}" for name, verdict in said.items()))
+checked = {name: labkit.check("two_dim", use=use, **PARITY) for name, use in broken.items()}
+print("\n".join(f"{name}: {each.verdict_text}" for name, each in checked.items()))
 runs = {name: labkit.run("two_dim", tp=2, layers="yours", use=use, **SETUP) for name, use in broken.items()}
 seen = {
     "loss_right": sum(abs(first_loss(run) / first_loss(square) - 1) < 1e-5 for run in runs.values()),
-    "parity_fails": sum("differ" in verdict for verdict in said.values()),
+    "parity_fails": sum(not each.ok for each in checked.values()),
 }
 guesses = {name: "–" if number is None else f"{number:g}" for name, number in mine.items()}
 pandas.DataFrame.from_dict({"yours": guesses, "measured": seen}).T
@@ -696,7 +681,7 @@ class Broken(ours.ColumnParallel):
 
 
 # %%
-parity({"column_parallel": Broken})
+print(labkit.check("two_dim", use={"column_parallel": Broken}, **PARITY).verdict_text)
 
 # %% [markdown]
 # ### A test that cannot fail
@@ -1353,7 +1338,7 @@ mine = commit(percent=0)
 long = SETUP | {"tp": 2, "steps": 10}
 pairwise = labkit.run("two_dim", **long)
 doubled = labkit.run("two_dim", use={"tensor_parallel_plan": lambda model: broken_plan()}, **long)
-apart = 100 * (mean_loss_by_step(doubled) / mean_loss_by_step(pairwise) - 1).abs()
+apart = 100 * (doubled.losses / pairwise.losses - 1).abs()
 said = mine["percent"]
 print(f"after ten steps by {apart.iloc[-1]:.1g} %; yours: {'–' if said is None else format(said, 'g')} %")
 
@@ -1559,7 +1544,7 @@ pandas.concat(tables)
 #
 # ### What comes next
 #
-# - Compile it: `labkit.run("two_dim", nproc=4, plan="ddp_tp", check="parity")`. It needs a C++ compiler.
+# - Compile it: `labkit.check("two_dim", nproc=4, plan="ddp_tp")`. It needs a C++ compiler.
 # - For a model of your own: draw which tensors are whole, cut or partial between two layers. Then write the plan.
 # - Lab 6 plays one rank of a thousand. Lab 7 lets runs break, and finds out why.
 

@@ -33,8 +33,6 @@ import labkit
 from labkit import doctor, plots
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.plots import style
-from labkit.plots.runs import relative_error_text
 from labkit.theory.collectives import AlphaBeta
 from labkit_simulate import checks
 from labkit_simulate import plots as simulate_plots
@@ -53,7 +51,7 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
 # speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"RANKS": 64, "SEQUENCE": 512, "PRICE": 1.5}
 RANKS: int = 1024  # GPUs of the simulated cluster, in hosts of 8; a power of two
 SEQUENCE: int = 2048  # tokens of a sample
 PRICE: float = 2.0  # dollars for a GPU and hour: staged, ask for yours
@@ -74,17 +72,6 @@ require("PRICE", PRICE, float, above=0, because="the plots divide by it")
 
 GB = 1e9
 GPUS = get_hardware("h100-8x")
-
-
-def beside(mine, expected, name="theory", tolerance=0.01):
-    """Your numbers beside others, and how far yours are off."""
-    rows = {}
-    for key, value in expected.items():
-        yours = mine.get(key)
-        given = ["–", "–"] if yours is None else [style.short_number_text(yours), relative_error_text(yours, value, tolerance)]
-        rows[key] = [given[0], style.short_number_text(value), given[1]]
-    return pandas.DataFrame.from_dict(rows, orient="index", columns=["yours", name, "yours is"])
-
 
 # %% [markdown]
 # ## 1. Why
@@ -107,7 +94,7 @@ mine = commit(state_gb=6.74 * 16, gpus=math.ceil(6.74 * 16 / 80), dollars=1024 *
 # %%
 PARAMETERS = 6_738_415_616
 expected = {"state_gb": 16 * PARAMETERS / GB, "gpus": math.ceil(16 * PARAMETERS / 80e9), "dollars": 1024 * 24 * PRICE}
-beside(mine, expected)
+plots.comparison_table(expected, yours=mine, tolerance=0.01, column="theory")
 
 # %% [markdown]
 # Two GPUs would hold the state. No one trains it on two: activations need room as well, and a gathered layer, and
@@ -215,7 +202,7 @@ counted[counted.any(axis=1)].map("{:,}".format)
 # %%
 shrinks = counted.loc["peak_parameter_bytes", "2 real"] / counted.loc["peak_parameter_bytes", f"{RANKS} simulated"]
 off_bytes = counted.loc["peak_total_bytes", "2 simulated"] - counted.loc["peak_total_bytes", "2 real"]
-beside(mine, {"off_bytes": off_bytes, "shrinks": shrinks}, "measured")
+plots.comparison_table({"off_bytes": off_bytes, "shrinks": shrinks}, yours=mine, tolerance=0.01)
 
 # %% tags=["claim"]
 claim("every number of the first two columns is equal", counted["2 real"].equals(counted["2 simulated"]))
@@ -268,7 +255,7 @@ kept_all, recomputed = (labkit.simulate("decoder", checkpointing=what, **half) f
 
 # %%
 peaks = {"none_gb": kept_all.value("peak_total_bytes") / GB, "full_gb": recomputed.value("peak_total_bytes") / GB}
-beside(mine, peaks, "simulated", 0.1)
+plots.comparison_table(peaks, yours=mine, tolerance=0.1, column="simulated")
 
 # %% [markdown]
 # By what it is for:
@@ -394,7 +381,7 @@ reserve_bytes = memory_fit(recomputed).overhead_bytes
 predict = fewest_hosts if verdict.ok else theory.fewest_hosts
 by_function = predict(STATE_70B, own_bytes, GPUS.memory_bytes - reserve_bytes)
 print(f"of its own a rank holds {own_bytes / GB:.1f} GB")
-beside(mine, {"hosts": by_function}, "by the function")
+plots.comparison_table({"hosts": by_function}, yours=mine, tolerance=0.01, column="by the function")
 
 # %%
 more = eight_blocks.value("gpu_reserved_bytes") - simulated  # what the allocator takes beside tensors
@@ -476,7 +463,7 @@ moved = 3 * 2 * 4096**2
 product = Operator("mm", flops=2 * 4096**3, moved_bytes=moved, dtype="bfloat16")
 total = Operator("add", moved_bytes=moved, dtype="bfloat16")
 times_us = {"product_us": operator_s(product, GPUS) * 1e6, "sum_us": operator_s(total, GPUS) * 1e6}
-beside(mine, times_us, "reckoned", 0.05)
+plots.comparison_table(times_us, yours=mine, tolerance=0.05, column="reckoned")
 
 # %% tags=["claim"]
 claim("the sum takes a tenth of the time", 0.08 < times_us["sum_us"] / times_us["product_us"] < 0.12)
@@ -548,7 +535,7 @@ whole = {
     for hosts in (1, 128)
 }
 expected = {"one_host_ms": whole[1], "many_hosts_ms": whole[128], "latency_ms": 1e3 * theory.ring_s(0, 128, 8, *LINKS)}
-beside(mine, expected, "reckoned", 0.05)
+plots.comparison_table(expected, yours=mine, tolerance=0.05, column="reckoned")
 
 # %% [markdown]
 # *On 128 hosts a gather takes seven times as long, and most of that is latency.* The bytes take a quarter longer, 1.0
@@ -753,7 +740,8 @@ ways = {
     "FSDP × TP, seq": matrices.load_simulation(1),
 }
 times_ms = {name: 1e3 * estimate_rank_step(result, GPUS).time.step_s for name, result in ways.items()}
-beside(mine, {"hsdp_ms": times_ms["HSDP"], "fsdp_tp_ms": times_ms["FSDP × TP"]}, "reckoned", 0.1)
+two_ways = {"hsdp_ms": times_ms["HSDP"], "fsdp_tp_ms": times_ms["FSDP × TP"]}
+plots.comparison_table(two_ways, yours=mine, tolerance=0.1, column="reckoned")
 
 # %%
 parts_s = {
@@ -938,7 +926,8 @@ _ = simulate_plots.throughput_per_gpu(each, note=NOTE)
 
 # %%
 ends = [points[RANKS] for points in each.values()]
-beside(mine, {"weak_percent": 100 * ends[0], "strong_percent": 100 * ends[1]}, "reckoned", 0.1)
+percents = {"weak_percent": 100 * ends[0], "strong_percent": 100 * ends[1]}
+plots.comparison_table(percents, yours=mine, tolerance=0.1, column="reckoned")
 
 # %% [markdown]
 # *At 1024 GPUs each does about half of what it does at first, by this model.* (The last points of both lines are the
@@ -1084,7 +1073,7 @@ _ = simulate_plots.estimate_accuracy(
 # %%
 ratios = [predicted[name] / measured[name] for name in published if name not in fitted]
 worst = max(max(ratio, 1 / ratio) for ratio in ratios)
-beside(mine, {"worst_factor": worst}, "reckoned")
+plots.comparison_table({"worst_factor": worst}, yours=mine, tolerance=0.01, column="reckoned")
 
 # %% [markdown]
 # *All eight are within six percent.* That is better than such a model deserves. What do these rows hold? Make the

@@ -25,7 +25,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pandas
 import torch
@@ -46,7 +46,7 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
 # speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"RANKS": 3, "DIM": 20}
 RANKS: int = 2  # ranks of the measured program; the cells say their own numbers
 DIM: int = 64  # width of its four linear layers
 
@@ -58,21 +58,6 @@ require("DIM", DIM, at_least=4, because="a layer needs a width")
 def given(answer: object) -> object:
     """An answer, and – for none."""
     return "–" if answer is None else answer
-
-
-def beside(
-    mine: Mapping[str, float | None], by_theory: Mapping[str, float], measured: Mapping[str, float], tolerance=0.05
-):
-    """Your numbers, theory's and measured ones, and how far each is off."""
-    rows = {}
-    for name, expected in by_theory.items():
-        yours, found = mine.get(name), measured[name]
-        numbers = ["–" if yours is None else f"{yours:,.4g}", f"{expected:,.4g}", f"{found:,.4g}"]
-        errors = ["–" if yours is None else off(yours, found, tolerance), off(expected, found, tolerance)]
-        rows[name] = [*numbers, *errors]
-    return pandas.DataFrame.from_dict(
-        rows, orient="index", columns=["yours", "theory", "measured", "yours is", "theory is"]
-    )
 
 
 # %% [markdown]
@@ -364,7 +349,7 @@ mine = commit(gloo_s=1800)
 # %%
 from torch.distributed.constants import default_pg_timeout
 
-beside(mine, {"gloo_s": 30 * 60}, {"gloo_s": default_pg_timeout.total_seconds()})
+plots.comparison_table({"gloo_s": default_pg_timeout.total_seconds()}, {"gloo_s": 30 * 60}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
 # NCCL waits 10 minutes. With a `timeout` of your own in `init_process_group`, a hang becomes an error. But the error
@@ -529,7 +514,7 @@ claim("with another shape rank 0 went on, as if all were well", of["OFF another_
 claim("the third is silent in both modes", of["OFF another_order"] == of["DETAIL another_order"] == ["", ""])
 
 # %%
-beside(mine, {"a_on_rank_0": 101}, {"a_on_rank_0": disagreed.ranks[0].reported["a"]})
+plots.comparison_table({"a_on_rank_0": disagreed.ranks[0].reported["a"]}, {"a_on_rank_0": 101}, yours=mine)
 
 # %% [markdown]
 # *Rank 0's `a` met rank 1's `b`.* With equal shapes neither gloo nor DETAIL can notice, and the numbers are wrong. Where
@@ -735,7 +720,7 @@ claim("the lines are those of the cell", flight.ranks[0].reported["lines"] == [[
 # ### It changes nothing
 #
 # A recorder must not change what it records. So let the course's program train with it. `launch/ddp_compile.py` takes
-# your averaging in place of its own, and `check="parity"` trains the same network on one device. Over two steps it
+# your averaging in place of its own, and `labkit.check` trains the same network on one device. Over two steps it
 # compares outputs, gradients and parameters. PyTorch calls `average` whenever a gradient is complete (lab 0).
 
 
@@ -756,22 +741,9 @@ def recorded_average(gradient: torch.Tensor) -> None:
     gradient /= dist.get_world_size()
 
 
-def parity(average: Callable[[torch.Tensor], None]) -> str:
-    """What the parity check found for training with this averaging, whether it holds or not."""
-    arguments = {"mode": "yours", "check": "parity", "nproc": RANKS, "dim": DIM, "timeout_s": 30}
-    try:
-        result = labkit.run("ddp_compile", use={"data_parallel": averaging_with(average)}, **arguments)
-    except labkit.RankFailed as failure:  # the program ends with status 1 where parity does not hold
-        result = labkit.load(failure.log.parent)
-        if "compared" not in result.summary():
-            return f"not compared: {failure.exc_type}: {failure.message}"
-    except labkit.RunTimedOut:
-        return "not compared: the ranks waited for each other"
-    verdict = "all equal, to 1 part in 100,000" if result.ok else "they differ"
-    return f"{result.value('compared'):.0f} tensors compared with one device: {verdict}"
-
-
-parity(recorded_average)
+PARITY = {"mode": "yours", "nproc": RANKS, "dim": DIM, "timeout_s": 30}
+right = labkit.check("ddp_compile", use={"data_parallel": averaging_with(recorded_average)}, **PARITY)
+print(right.verdict_text)
 
 # %% [markdown]
 # ## 7. A rank that is slow
@@ -922,7 +894,8 @@ claim("each rank waits for a smaller part of its time than rank 0 did", max(wait
 
 # %% tags=["nbval-ignore-output"]
 by_theory = {"step_ms": max(work_of(in_a_row)), "even_step_ms": sum(work_ms) / 4}
-beside(mine, by_theory, {"step_ms": step_ms(slow), "even_step_ms": step_ms(even)}, tolerance=0.15)
+steps_ms = {"step_ms": step_ms(slow), "even_step_ms": step_ms(even)}
+plots.comparison_table(steps_ms, by_theory, yours=mine, tolerance=0.15)
 
 # %% [markdown]
 # Of each run the fastest step counts. Theory leaves out the all-reduce, and the time that a rank needs to wake up; so
@@ -990,7 +963,8 @@ by_theory = {
     "kept_mb": (LAYERS + 2) * ROWS[1] * WIDTH * 4 / 1e6,
     "kept_in_a_piece_mb": (LAYERS + 2) * ROWS[1] / 8 * WIDTH * 4 / 1e6,
 }
-beside(mine, by_theory, {"kept_mb": kept_mb(ROWS[1]), "kept_in_a_piece_mb": kept_mb(ROWS[1] // 8)})
+kept = {"kept_mb": kept_mb(ROWS[1]), "kept_in_a_piece_mb": kept_mb(ROWS[1] // 8)}
+plots.comparison_table(kept, by_theory, yours=mine, tolerance=0.05)
 
 # %% [markdown]
 # The cap is 64 MiB, 67 MB, for what is allocated after the inputs: nine outputs of 8.4 MB, 75 MB, are too many. The
@@ -1211,7 +1185,8 @@ claim(
 )
 
 # %%
-beside(mine, {"factor": 2}, {"factor": round(found["wrong scaling"]["factors"][0], 3)})
+scaling = round(found["wrong scaling"]["factors"][0], 3)
+plots.comparison_table({"factor": scaling}, {"factor": 2}, yours=mine, tolerance=0.05)
 
 # %% [markdown]
 # One warning for question 2: Adam divides each gradient by its own running size. So a factor in all gradients hardly
@@ -1283,7 +1258,8 @@ def broken_average(gradient: torch.Tensor) -> None:
 
 
 # %%
-parity(broken_average)
+wrong = labkit.check("ddp_compile", use={"data_parallel": averaging_with(broken_average)}, **PARITY)
+print(wrong.verdict_text)
 
 # %% [markdown]
 # ## 10. A run that differs from yesterday's
@@ -1557,7 +1533,8 @@ claim("DETAIL makes it slower", cost_ms["DETAIL"] > cost_ms["plain"])
 claim("the recorder takes less than a tenth of a message", alone_us < 0.1 * cost_ms["plain"] / 8 * 1e3)
 
 # %% tags=["nbval-ignore-output"]
-beside(mine, {"detail_factor": 1 + 3}, {"detail_factor": cost_ms["DETAIL"] / cost_ms["plain"]}, tolerance=0.5)
+factor = cost_ms["DETAIL"] / cost_ms["plain"]
+plots.comparison_table({"detail_factor": factor}, {"detail_factor": 1 + 3}, yours=mine, tolerance=0.5)
 
 # %% [markdown]
 # When does an aid pay? It makes every hour of the run longer by a part c. It saves time once in each failure: from h

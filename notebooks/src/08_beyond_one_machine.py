@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +44,6 @@ from labkit import doctor, plots
 from labkit.checks.commit import claim, commit
 from labkit.config import require
 from labkit.errors import HostLost, NotAllHosts
-from labkit.plots.runs import relative_error_text
 from labkit.runs import history
 from labkit.runs.folder import ROOT
 from labkit.theory import fsdp as fsdp_theory
@@ -57,26 +56,13 @@ doctor.show()
 # The parameters of this notebook. Change them if you like: the next cell refuses values that cannot work. The text
 # speaks of the values below.
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small={"DIM": 32}
 RANKS: int = 2  # ranks of each of the two hosts
 DIM: int = 64  # width of the network
 
 # %%
 require("RANKS", RANKS, at_least=2, because="parallelism inside a host needs two ranks there")
 require("DIM", DIM, at_least=4, multiple_of=2 * RANKS, because="every rank holds equally many rows")
-
-
-def beside(mine: Mapping[str, float | None], by_theory: Mapping[str, float], measured: Mapping[str, float]):
-    """Your numbers, theory's and counted ones, and how far each is off."""
-    rows = {}
-    for name, expected in by_theory.items():
-        yours, found = mine.get(name), measured[name]
-        numbers = ["–" if yours is None else f"{yours:,.0f}", f"{expected:,.0f}", f"{found:,.0f}"]
-        errors = ["–" if yours is None else relative_error_text(yours, found, 0.01), relative_error_text(expected, found, 0.01)]
-        rows[name] = [*numbers, *errors]
-    columns = ["yours", "theory", "counted", "yours is", "theory is"]
-    return pandas.DataFrame.from_dict(rows, orient="index", columns=columns)
-
 
 # %% [markdown]
 # Now two hosts, alpha and beta. They are **staged**: both are parts of this machine. As root on Linux each is a network
@@ -419,7 +405,7 @@ mine = commit(fsdp_bytes=3 * 3 / 4 * 331_008, hsdp_bytes=331_008)
 # %% tags=["nbval-ignore-output"]
 how = {"model": "mlp_stack", "dim": DIM, "device": "cpu"}
 flat = labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, steps=2, timeline=True, **how)
-hybrid = labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, steps=2, timeline=True, hybrid=RANKS, **how)
+hybrid = labkit.run("fsdp_matrix", nproc=RANKS, hosts=hosts, steps=2, timeline=True, hybrid=RANKS, **how)
 
 # %%
 predict = (
@@ -435,7 +421,7 @@ measured = {
     "fsdp_bytes": flat.value("all_gather_wire_bytes") + flat.value("reduce_scatter_wire_bytes"),
     "hsdp_bytes": RANKS * hybrid.value("all_reduce_wire_bytes"),
 }
-beside(mine, by_theory, measured)
+plots.comparison_table(measured, by_theory, yours=mine, tolerance=0.01, column="counted")
 
 # %% [markdown]
 # *The counted bytes are those of theory, and with HSDP less than half as many bytes leave a host.* And which calls are
@@ -588,7 +574,7 @@ claim(
 # %% tags=["nbval-ignore-output"]
 checkpoints = place / "checkpoints"
 how |= {"steps": 12}
-unbroken = labkit.run("fsdp_wrap", nproc=2 * RANKS, **how)  # to compare with: as many ranks, and one host
+unbroken = labkit.run("fsdp_matrix", nproc=2 * RANKS, **how)  # to compare with: as many ranks, and one host
 
 
 def when(condition: Callable[[], bool], act: Callable[[], None]) -> None:
@@ -604,11 +590,11 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> None:
 
 when((checkpoints / "step_00000004" / ".metadata").exists, lambda: hosts.kill_host("beta"))
 try:
-    labkit.run("fsdp_wrap", nproc=RANKS, hosts=hosts, checkpoints=str(checkpoints), **how)
+    labkit.run("fsdp_matrix", nproc=RANKS, hosts=hosts, checkpoints=str(checkpoints), **how)
 except HostLost as error:
     told = f"{error}"
 print(told)
-killed = labkit.load(history.find_runs(program="fsdp_wrap", limit=1)[0].folder)
+killed = labkit.load(history.find_runs(program="fsdp_matrix", limit=1)[0].folder)
 
 # %% [markdown]
 # *The run fails, and the message names beta.* What both hosts had recorded is brought here while they run. Of beta, up
@@ -653,7 +639,7 @@ newest = max(checkpoints.glob("step_*/.metadata")).parent
 shutil.copytree(checkpoints, place / "cut_off")
 (place / "cut_off" / newest.name / ".metadata").unlink()
 try:
-    labkit.run("fsdp_wrap", nproc=2, load=str(place / "cut_off" / newest.name), **(how | {"steps": 1}))
+    labkit.run("fsdp_matrix", nproc=2, load=str(place / "cut_off" / newest.name), **(how | {"steps": 1}))
     refused = ""
 except labkit.RankFailed as error:
     refused = next((line for line in error.message.splitlines() if ".metadata" in line), "")
@@ -679,21 +665,13 @@ claim("the one before it is whole", not verdict.ok or newest_complete(place / "c
 
 # %% tags=["nbval-ignore-output"]
 fewer = {"nproc": 1, "accumulate": RANKS, "checkpoints": str(checkpoints)}
-resumed = labkit.run("fsdp_wrap", hosts=hosts, **fewer, **how)
+resumed = labkit.run("fsdp_matrix", hosts=hosts, **fewer, **how)
 _ = plots.loss_curves({"never interrupted": unbroken, "beta lost": killed, "resumed on fewer ranks": resumed})
 
-
 # %%
-def losses(run: labkit.RunResult) -> dict[int, float]:
-    """The mean loss over all ranks by step, of the steps that all ranks have recorded."""
-    found = run.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step").value
-    return found.mean()[found.size() == run.world_size].to_dict()
-
-
-joined = losses(killed) | losses(resumed)
-right = losses(unbroken)
-apart = {step: abs(loss / right[step] - 1) for step, loss in joined.items()}
-begins, ends = min(losses(resumed)), max(losses(resumed))
+right = unbroken.losses
+apart = {step: abs(loss / right[step] - 1) for run in (killed, resumed) for step, loss in run.losses.items()}
+begins, ends = resumed.losses.index.min(), resumed.losses.index.max()
 print(f"resumed with step {begins}, to step {ends}; the largest relative difference is {max(apart.values()):.1e}")
 
 # %% [markdown]
@@ -704,7 +682,7 @@ print(f"resumed with step {begins}, to step {ends}; the largest relative differe
 
 # %% tags=["claim"]
 saved = int(newest.name.removeprefix("step_")) - 1  # so many steps, beside the one to warm up
-claim("the resumed run takes over where the newest save was", begins == saved >= 3 and ends == max(right))
+claim("the resumed run takes over where the newest save was", begins == saved >= 3 and ends == right.index.max())
 claim("its losses are those of the run that was never interrupted", max(apart.values()) < 1e-5)
 
 # %% [markdown]

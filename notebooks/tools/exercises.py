@@ -51,8 +51,8 @@ def mark(notebook: Notebook, lab: str, placeholder: str) -> None:
             about = {"exercise": answer, "number": exercise.number, "title": exercise.title}
             cell.metadata.labkit = nbformat.from_dict(about)
             exercise = None
-    if module := _checks(notebook):
-        notebook.metadata.labkit = nbformat.from_dict({"lab": module})
+    if key := _lab_key(notebook):
+        notebook.metadata.labkit = nbformat.from_dict({"lab": key})
 
 
 def _read_heading(text: str, lab: str) -> Exercise | None:
@@ -87,14 +87,11 @@ def _judged(source: str, answers: list[str]) -> str:
     return ""
 
 
-def _checks(notebook: Notebook) -> str:
-    """The module of labkit.checks that the notebook calls ``checks``: the lab's name in every folder."""
-    found = re.findall(r"^from labkit\.checks import (\w+) as checks$", _all_code(notebook), flags=re.MULTILINE)
-    return found[0] if found else ""
-
-
-def _all_code(notebook: Notebook) -> str:
-    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+def _lab_key(notebook: Notebook) -> str:
+    """The lab's name in every folder, as its last cell says it: ``so_far("fsdp")``; "" without one."""
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    found = re.findall(r'^so_far\("(\w+)"\)$', code, flags=re.MULTILINE)
+    return found[-1] if found else ""
 
 
 def _parse(source: str) -> list[ast.stmt]:

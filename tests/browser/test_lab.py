@@ -16,10 +16,10 @@ import os
 import time
 from pathlib import Path
 
-from labkit.runs.records import Writer
+from labkit.runs.records import RecordWriter
 
 gate = Path(__file__).with_name("go_on")
-writer = Writer(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
+writer = RecordWriter(Path(os.environ["LABKIT_RUN_FOLDER"]), int(os.environ["RANK"]))
 writer.write("scalar", "planned_steps", -1, value=4, unit="steps")
 for step in range(4):
     while step == 2 and not gate.exists():

@@ -244,7 +244,7 @@ def test_nothing_is_left_on_any_host_when_the_notebooks_process_is_interrupted_o
 def test_a_host_that_hears_no_more_of_the_notebooks_process_ends_its_part(noted):
     """As where its machine was switched off, and no end of the connection was ever seen."""
     path, pids = noted
-    agent = "import labkit_cluster.host_agent as node; node.SILENT_S = 2; node.main()"
+    agent = "import labkit_cluster.host_agent as node; host_agent.NOTEBOOK_SILENCE_LIMIT_S = 2; node.main()"
     guest = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
     request = {"target": str(MISBEHAVE), "arguments": [f"--pids={path}"], "nproc": 1, "device": "cpu", "name": "run"}
     request |= {"working_folder": "/", "given": "", "versions": labkit_versions(), "sum": "", "environment": {}}

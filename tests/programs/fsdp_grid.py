@@ -9,7 +9,7 @@ from unittest import mock
 
 from labkit import instrument, rank
 from labkit.models.catalog import MODELS
-from launch import fsdp_wrap
+from launch import fsdp_matrix
 
 
 @dataclass
@@ -53,7 +53,7 @@ OWN = {
 
 
 def cells(fsdp):
-    """Parameters of fsdp_wrap: model x checkpointing x mixed precision x offload (FSDP2), other wraps, all options."""
+    """Parameters of fsdp_matrix: model x checkpointing x mixed precision x offload (FSDP2), other wraps, all options."""
     names = ("model", "checkpointing", "precision", "offload")
     choices = (MODELS, (False, True), ("fp32", "bf16"), (False, True) if fsdp == 2 else (False,))
     grid = [{"wrap": "block"} | dict(zip(names, values, strict=True)) for values in itertools.product(*choices)]
@@ -100,10 +100,10 @@ def main(config):
         for cell in [*cells(config.fsdp)[:: config.every], *controls(config.fsdp)]:
             wrong = cell.pop("wrong", False)
             with (
-                mock.patch.object(here, "verdict") as verdict,
+                mock.patch.object(here, "finish_check") as verdict,
                 wrong_reductions() if wrong else contextlib.nullcontext(),
             ):
-                fsdp_wrap.run_session(fsdp_wrap.Config(check="parity", steps=2, **cell), here)
+                fsdp_matrix.run_session(fsdp_matrix.Config(check="parity", steps=2, **cell), here)
             here.print_on_rank_0(json.dumps(cell | {"wrong": wrong} | verdict.call_args.kwargs))
 
 

@@ -10,4 +10,5 @@ if __name__ == "__main__":
         "labkit.rank",
         "labkit.launcher.rendezvous_handlers",
     )
+    fork_server.list_program_modules = list
     fork_server.main()

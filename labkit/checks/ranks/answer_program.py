@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ class Config:
     """Where the answers lie, and where each rank leaves what it sends home."""
     digest: str = ""
     """The SHA-256 of the file with the answers; nothing else is unpickled."""
-    lab: Literal["collectives", "spatial", "fsdp", "extensions", "ddp", "two_dim", "failures"] = "spatial"
-    """The module beside this one whose ``feed`` calls the answers."""
+    lab: str = ""
+    """The module beside this one whose ``feed`` calls the answers, such as "fsdp"."""
     setup: str = "{}"
     """Arguments by name for that function, as JSON."""
 
@@ -53,7 +53,7 @@ def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, 
     """
     try:
         answers = unpack_payload(folder / ANSWERS_FILE, digest).values()
-        values = plain_cpu_copy(importlib.import_module(f"labkit.checks.ranks.{lab}").feed(*answers, **setup))
+        values = plain_cpu_copy(importlib.import_module(f"labkit.checks.ranks.{lab}").run_answer(*answers, **setup))
     except SystemExit:
         raise WrongAnswer(f"rank {dist.get_rank()} {EARLY_EXIT_TEXT}") from None
     path, ranks = output_path(folder, dist.get_rank()), range(dist.get_world_size())

@@ -19,6 +19,7 @@ from labkit.checks.judge import WrongAnswer, answer_name
 from labkit.models.protocol import random_normal
 from labkit.session.traffic import CommunicationCounter
 from labkit.tensors import Extension, TwoTensor
+from labkit.torch_private import unsafe_preserve_version_counter
 
 Hook = Callable[..., Any]
 STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
@@ -134,7 +135,7 @@ def check_hook(hook: Hook, kind: type[Tensor]) -> Hook:
             check_first_call(answer, gathered, dtype, kind)
             return answer
         if not storage_pointers([out]) & storage_pointers(gathered):  # just allocated again: the old values may happen to lie there
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
+            with torch.no_grad(), unsafe_preserve_version_counter(out):
                 for plain in tensors.plain_tensors(out):
                     plain.fill_(torch.nan)
         return hook(gathered, metadata, dtype, out=out)

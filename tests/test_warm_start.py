@@ -300,7 +300,7 @@ IN_A_KERNEL = """
     for number in range(3):
         print(labkit.run({program!r}, device="cpu").info["warm"])
         if number == 0:
-            print(warm_start.keeper._parent.process.pid)
+            print(warm_start.fork_server_manager._parent.process.pid)
     time.sleep({sleep})
 """
 

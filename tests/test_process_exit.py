@@ -59,7 +59,7 @@ def test_a_rank_begins_as_under_a_bare_torchrun(leftovers):
 
 FORKS = """
 import atexit, os, sys, weakref
-from labkit.session.process_exit import begin_anew, leave
+from labkit.session.process_exit import reset_exit_handlers, exit_process
 
 class Held:
     pass
@@ -69,14 +69,14 @@ atexit.register(print, "exit function")
 weakref.finalize(held, print, "finalizer")
 file.write("once ")
 if (child := os.fork()) == 0:
-    begin_anew()
+    reset_exit_handlers()
     atexit.register(print, "of the child")
     own = open("own", "w")
     own.write("text of the child")
-    leave(3 + 256)
+    exit_process(3 + 256)
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print("of the parent, after status", status, flush=True)
-leave(0)
+exit_process(0)
 """
 
 

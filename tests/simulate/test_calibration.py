@@ -116,7 +116,7 @@ def test_operators_are_counted_on_tensors_without_content():
 
 
 def test_the_benchmark_counts_a_models_step(monkeypatch):
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "calibrate.py"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "calibrate.py"
     spec = importlib.util.spec_from_file_location("calibrate", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "calibrate", module)

@@ -101,7 +101,7 @@ def train(here, steps=3):
             loss = model(torch.ones(2, 4)).square().sum()
         loss.backward()
         dist.all_reduce(model.weight.grad)
-        step.scalar("loss", loss)
+        step.record_scalar("loss", loss)
 
 
 def test_a_program_alone_prints_its_table_last(capsys):
@@ -144,7 +144,7 @@ def test_a_rank_stays_on_its_share_of_the_cores(monkeypatch, cores, ranks, index
     chosen = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, wanted: chosen.append(wanted), raising=False)
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK=str(index))
-    SESSION.stay_on_own_cores(cores)
+    SESSION.pin_to_own_cores(cores)
     assert chosen == ([own] if own else []), "with fewer cores than ranks the scheduler decides"
 
 
@@ -245,7 +245,7 @@ class Config:
 def test_start_reads_the_command_line_and_leaves_with_status_0(monkeypatch):
     called = []
     monkeypatch.setattr(sys, "argv", ["program", "--width", "6"])
-    monkeypatch.setattr(SESSION, "leave", called.append)  # which would run the exit functions of this process
+    monkeypatch.setattr(SESSION, "exit_process", called.append)  # which would run the exit functions of this process
     rank.run_main(called.append, Config)
     assert called == [Config(width=6), 0]
 
@@ -256,7 +256,7 @@ def test_an_error_of_the_program_passes_through_start_to_labkits_worker(monkeypa
 
     monkeypatch.setattr(sys, "argv", ["program"])
     monkeypatch.setenv("LABKIT_RUN_FOLDER", "anywhere")
-    monkeypatch.setattr(SESSION, "leave", lambda status: pytest.fail("the error was swallowed"))
+    monkeypatch.setattr(SESSION, "exit_process", lambda status: pytest.fail("the error was swallowed"))
     with pytest.raises(ValueError, match="widths differ"):
         rank.run_main(fail, Config)
 

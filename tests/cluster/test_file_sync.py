@@ -20,9 +20,9 @@ def home(tmp_path):
 
 def bring(growth, arrivals, at_end=False):
     """Bring what is new; which parts that were, by name and place."""
-    parts = list(growth.new(at_end))
+    parts = list(growth.read_changes(at_end))
     for name, place, part in parts:
-        arrivals.put(name, place, part)
+        arrivals.write_chunk(name, place, part)
     return [(name, place, len(part)) for name, place, part in parts if part]
 
 

@@ -57,9 +57,9 @@ def test_a_model_that_one_rank_cannot_hold_fits_where_it_is_sharded():
         "memory_cap_mib": 320,
     }
     with pytest.raises(labkit.RankFailed, match="more than its cap of 320 MiB was needed") as caught:
-        labkit.run("fsdp_wrap", nproc=2, **how | {"wrap": "none"})
+        labkit.run("fsdp_matrix", nproc=2, **how | {"wrap": "none"})
     assert caught.value.exc_type == "MemoryCapExceeded"
-    assert labkit.run("fsdp_wrap", nproc=4, **how).ok, "torch 2.11 gathers more than later ones: two would not do"
+    assert labkit.run("fsdp_matrix", nproc=4, **how).ok, "torch 2.11 gathers more than later ones: two would not do"
 
 
 @pytest.mark.long

@@ -52,7 +52,7 @@ def main(config):
             optimizer.step()
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)
 """
 
 
@@ -73,7 +73,7 @@ def test_every_row_is_what_simulate_says_and_nothing_is_simulated_twice(found):
     accepted = rows["candidate"].nunique()
     assert len(rows) == 2 * accepted == 2 * runs == 8
     for row in (rows.iloc[0], rows[rows["hardware"] == "a100-8x"].iloc[-1]):
-        result = labkit.simulate("decoder", hardware=row["hardware"], **plan.arguments(row["candidate"]), warm=True)
+        result = labkit.simulate("decoder", hardware=row["hardware"], **plan.simulate_arguments(row["candidate"]), warm=True)
         assert row["peak_bytes"] == result.value("peak_total_bytes")
         assert row["reserved_bytes"] == result.value("gpu_reserved_bytes")
         for name in ("step_s", "compute_s", "exposed_s"):
@@ -193,7 +193,7 @@ def main(config):
             optimizer.step()
 
 if __name__ == "__main__":
-    rank.start(main, Config)
+    rank.run_main(main, Config)
 """
 
 
@@ -311,7 +311,7 @@ def test_the_command_line_plans(capsys):
 
 def asked_in_the_docs():
     """The questions of docs/simulation.md, and their calls."""
-    text = (Path(__file__).parents[1] / "docs" / "simulation.md").read_text().partition("### What people ask")[2]
+    text = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text().partition("### What people ask")[2]
     rows = re.findall(r"^\| (.*\?.*) \| `(.*)` \|$", text.partition("\n## ")[0], re.MULTILINE)
     return {question: call.replace(r"\|", "|") for question, call in rows}
 

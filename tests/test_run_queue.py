@@ -72,7 +72,7 @@ def test_memory_and_gpus_are_shared_out_too(place, monkeypatch):
 
 def test_a_place_of_a_process_that_was_killed_is_free(place):
     code = (
-        "import sys, time; from pathlib import Path; from labkit.launcher.run_queue import Need, Ticket;"
+        "import sys, time; from pathlib import Path; from labkit.launcher.run_queue import ResourceNeeds, Ticket;"
         "ticket = Ticket(Path(sys.argv[1]), 1, Need(4, 0, False));"
         "print(ticket.runs_before(), flush=True); time.sleep(600)"
     )

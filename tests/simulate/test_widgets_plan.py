@@ -54,7 +54,7 @@ def test_it_says_what_the_plan_says():
     assert cheapest["step_s"] > fastest["step_s"] and cheapest["dollars_per_step"] < fastest["dollars_per_step"]
 
 
-@pytest.mark.long  # the largest plan; test_plan.py compares smaller ones
+@pytest.mark.long  # the largest plan; test_planner.py compares smaller ones
 def test_the_plan_that_it_begins_with_is_what_simulate_says():
     plan = CandidateExplorer().plan
     number = next(number for number, each in enumerate(plan.candidates) if not each.reason)

@@ -22,13 +22,13 @@ from labkit_simulate.run_simulation import make_simulation_request
 from labkit_simulate.theory.hardware import get_hardware
 from labkit_simulate.theory.step_time import COMPUTE_STREAM, Group, collective_s
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
 H100 = get_hardware("h100-8x")
 STACK = {"model": "mlp_stack", "dim": 2048, "batch": 2048, "precision": "bf16", "steps": 1}
 LABS = {
     "fsdp": ("fsdp_wrap", STACK),
-    "hybrid": ("fsdp_wrap", STACK | {"hybrid": 8}),
+    "hybrid": ("fsdp_matrix", STACK | {"hybrid": 8}),
     "two_dim": ("two_dim", {"seq": True, "checkpointing": True, "steps": 1, "dim": 512, "batch": 64}),
     "spatial": ("convnext_spatial", {"steps": 1, "width": 2048}),
     "ddp": (DDP, {"bucket_mb": 0.5}),

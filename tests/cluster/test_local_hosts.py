@@ -18,8 +18,8 @@ needs_root = pytest.mark.skipif(not can_make_namespaces(), reason="network names
 pytestmark = [pytest.mark.calm, pytest.mark.xdist_group("hosts")]
 CRASHES = """
 import os, signal, subprocess, sys
-from labkit_cluster.local_hosts import hosts_on_this_machine
-with hosts_on_this_machine(2) as hosts:
+from labkit_cluster.local_hosts import start_local_hosts
+with start_local_hosts(2) as hosts:
     sleep = [*hosts[1].command, "env", "-u", "LABKIT_HOST_ON_THIS_MACHINE", "sleep", "600"]
     left = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print(hosts[1].command[3], left.pid, flush=True)

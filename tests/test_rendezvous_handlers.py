@@ -14,7 +14,7 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 before = threads()
-alone = rendezvous_handlers.OneHost("a run")
+alone = rendezvous_handlers.SingleHostHandler("a run")
 info = alone.next_rendezvous()
 info.store.set("of torchrun's own", "1")
 print(threads() - before, info.bootstrap_store_info.master_port == alone.port)

@@ -12,7 +12,7 @@ from labkit_simulate.memory_fit import memory_fit
 from labkit_simulate.run_simulation import make_simulation_request
 from labkit_simulate.theory.allocator import OUTSIDE_ALLOCATOR_BYTES
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 PLAIN, DDP = PROGRAMS / "plain_training.py", PROGRAMS / "ddp_training.py"
 FOR_GPUS = PROGRAMS / "gpu_training.py"
 
@@ -23,7 +23,7 @@ LABS = {
     "two_dim": ("two_dim", {"seq": True, "checkpointing": True, "steps": 1}),
 }
 MORE = {
-    "hybrid": ("fsdp_wrap", {"hybrid": 2, "steps": 2}),
+    "hybrid": ("fsdp_matrix", {"hybrid": 2, "steps": 2}),
     "replicated": ("fsdp_wrap", {"wrap": "none", "steps": 2}),
     "data x space": ("convnext_spatial", {"mesh": "2x2", "steps": 2}),
     "decoder": ("decoder", {"precision": "bf16", "checkpointing": "selective", "steps": 2}),
@@ -34,7 +34,7 @@ MORE = {
     "ddp": (DDP, {"bucket_mb": 0.5}),
     "ddp, gradients in buckets": (DDP, {"views": True}),
     "ddp, unused parameters": (DDP, {"unused": True}),
-    "two batches a step": ("fsdp_wrap", {"accumulate": 2, "scaler": True, "steps": 1}),
+    "two batches a step": ("fsdp_matrix", {"accumulate": 2, "scaler": True, "steps": 1}),
 }
 OWN = ("resident_bytes", "gpu_allocated_bytes", "gpu_reserved_bytes")
 """What the process of a rank held, which is no business of a simulation, and what it would take of a GPU."""
@@ -69,7 +69,7 @@ def test_so_they_are_on_other_meshes(case):
 
 
 def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
-    result = labkit.simulate("fsdp_wrap", world_size=1024, rank=[0, 1023], hybrid=8, model="mlp_stack", dim=1024, steps=2)
+    result = labkit.simulate("fsdp_matrix", world_size=1024, rank=[0, 1023], hybrid=8, model="mlp_stack", dim=1024, steps=2)
     assert result.ok and result.is_simulated and (result.world_size, result.active_ranks) == (1024, [0, 1023])
     assert result.stamp.startswith("simulated · 1024 ranks on 128 hosts")
     assert result.stamp.splitlines()[0] in repr(result)
@@ -87,7 +87,7 @@ def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
 @pytest.mark.parametrize(
     ("program", "how", "message"),
     [
-        ("fsdp_wrap", {"world_size": 6, "hybrid": 4}, "6 ranks cannot be cut into groups of hybrid = 4"),
+        ("fsdp_matrix", {"world_size": 6, "hybrid": 4}, "6 ranks cannot be cut into groups of hybrid = 4"),
         ("two_dim", {"world_size": 1000, "tp": 16}, "1000 ranks cannot be cut into lines of tp = 16"),
         ("decoder", {"world_size": 16, "tp": 4, "hybrid": 8}, "16 ranks are 4 lines of tp = 4, which cannot be cut"),
         ("convnext_spatial", {"world_size": 1024}, "1024"),

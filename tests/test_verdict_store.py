@@ -16,7 +16,7 @@ from labkit.course import lab_catalog, verdict_store
 from labkit.course.verdict_store import ExerciseProgress, read_verdicts, so_far
 from labkit.errors import LabError, ParameterError
 
-KERNEL = "from labkit.course.verdict_store import note, so_far; note('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
+KERNEL = "from labkit.course.verdict_store import store_verdict, so_far; store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_last_cell_says_what_is_open_with_earlier_sessions(kept):
 def in_kernel(folder, verdict):
     """A check says so in a process of their own that starts in a folder, as a kernel does."""
     command = [sys.executable, "-c", KERNEL.format(verdict)]
-    root = str(verdict_store.catalog.ROOT)
+    root = str(verdict_store.lab_catalog.ROOT)
     plain = {name: value for name, value in os.environ.items() if name != verdict_store.ENV_VERDICTS}
     done = subprocess.run(command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -120,14 +120,14 @@ def test_only_a_kernel_in_a_folder_of_copies_writes_there(tmp_path):
 AT_ONCE = """
 import sys, time
 from pathlib import Path
-from labkit.course.verdict_store import note, so_far
+from labkit.course.verdict_store import store_verdict, so_far
 
 so_far("fsdp")
 Path(sys.argv[1] + ".ready").touch()
 while not Path("go").exists():
     time.sleep(0.001)
 for _ in range(50):
-    note("fsdp", sys.argv[1], "wrong")
+    store_verdict("fsdp", sys.argv[1], "wrong")
 """
 
 
