@@ -18,7 +18,6 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | parity                                          | does a distributed step equal one device's?                |
 | launcher                                        | outside the ranks: start them, watch them, stop them       |
 | cluster                                         | the same runs on other hosts: Slurm, Kubernetes            |
-| simulate                                        | one rank of many, without the others and without numbers   |
 | doctor                                          | what this machine can do                                   |
 | plots                                           | results to figures                                         |
 | course                                          | a learner's copies, verdicts and progress                  |

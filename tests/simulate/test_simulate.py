@@ -190,6 +190,7 @@ def test_a_program_that_reads_a_number_is_told_its_line(program, monkeypatch):
         assert f"{PLAIN}:{line} reads a number" in failed.value.message
         assert failed.value.message.splitlines()[0].endswith('print("loss", loss.item())')
         assert "site-packages" not in failed.value.traceback
+        assert "run_rank.py" not in failed.value.traceback, "a learner's own frames come first"
 
 
 def test_a_compiled_program_is_refused_by_name():
