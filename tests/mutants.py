@@ -164,7 +164,7 @@ MUTANTS = [
     Mutant(
         "S2 model_iter_fn",
         "the output is not what the loss was computed from",
-        "launch/fsdp_matrix.py",
+        "labkit/parity/fsdp.py",
         "tree_map_only(Tensor, Tensor.detach, output)",
         "tree_map_only(Tensor, lambda each: 1.01 * each.detach(), output)",
         GRID,
@@ -613,8 +613,8 @@ MUTANTS = [
         "S6 precision and scaler",
         "autocast is off",
         "launch/fsdp_matrix.py",
-        'enabled=config.precision == "autocast"',
-        "enabled=False",
+        'enabled = config.precision == "autocast"',
+        "enabled = False",
         GRID,
     ),
     Mutant(
@@ -661,7 +661,7 @@ MUTANTS = [
         "S6 input gradient and memory cap",
         "the input gets no gradient",
         "launch/fsdp_matrix.py",
-        "            inputs = with_gradients(inputs)\n",
+        "            inputs = require_gradients(inputs)\n",
         "            pass\n",
         GRID,
     ),
