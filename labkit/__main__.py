@@ -148,9 +148,7 @@ def program_commands() -> dict[str, type[ProgramCommand]]:
     return commands
 
 
-def parse_run_command(
-    program: str, words: Sequence[str], name: str = "run"
-) -> tuple[ProgramCommand, dict[str, Any]]:
+def parse_run_command(program: str, words: Sequence[str], name: str = "run") -> tuple[ProgramCommand, dict[str, Any]]:
     """Read the options of the command called ``name`` and those of the program, by its Config.
 
     The parameters are those that differ from the defaults, each with its values in a tuple where the

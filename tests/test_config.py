@@ -226,6 +226,57 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(config_class):
     assert "PRESETS" not in str(caught.value)
 
 
+@pytest.fixture
+def extended(tmp_path):
+    """The Config of a program that another one extends, and of the other."""
+    source = """
+    from dataclasses import dataclass
+    @dataclass
+    class Config:
+        width: int = 4
+        'Pixels.'
+        depth: int = 1
+        def validate(self, world_size):
+            if self.width > 8:
+                raise ValueError("too wide")
+    """
+    more = """
+    from dataclasses import dataclass
+    import torch
+    from launch.plain import Config as PlainConfig, main
+    @dataclass
+    class Config(PlainConfig):
+        depth: int = 2
+        hybrid: int = 0
+        'Groups.'
+        def validate(self, world_size):
+            super().validate(world_size)
+    """
+    for name, text in {"plain": source, "more": more}.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    return [config.read_config(tmp_path / f"{name}.py") for name in ("plain", "more")]
+
+
+def test_a_config_can_extend_that_of_a_program_beside_it(extended):
+    _, more = extended
+    assert vars(config.build_config(more, {"width": 5, "hybrid": 2}, 2)) == {"width": 5, "depth": 2, "hybrid": 2}
+    shown = config.describe_fields(more)
+    assert "width: int = 4  # Pixels." in shown and "hybrid: int = 0  # Groups." in shown
+    with pytest.raises(ParameterError, match="too wide"):
+        config.build_config(more, {"width": 9}, 2)
+
+
+def test_a_parameter_of_a_program_beside_this_one_is_refused_with_the_name_of_that(extended):
+    plain, more = extended
+    message = r"no parameter is called 'hybrid'\. It is a parameter of more\. Allowed:\n  width"
+    with pytest.raises(ParameterError, match=message):
+        config.build_config(plain, {"hybrid": 2})
+    for words in (["--hybrid", "2"], ["--hybrid=2"], ["--no-hybrid"]):
+        with pytest.raises(ParameterError, match=message):
+            config.parse_argv(plain, words)
+    assert config.parse_argv(more, ["--hybrid", "2"]).hybrid == 2
+
+
 def test_the_programs_own_check(config_class):
     with pytest.raises(ParameterError, match="3 ranks cannot share width 512"):
         config.build_config(config_class, {}, world_size=3)

@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy
 import pytest
@@ -139,6 +139,15 @@ def test_every_number_of_a_program_has_limits(program):
     config_class = config.read_config(find_program(program)[0])
     types = [line.partition(" = ")[0] for line in config.describe_fields(config_class).splitlines()]
     assert [each for each in types if re.search(r": .*\b(int|float)\b(?! [≥>])", each)] == []
+
+
+def test_lab_2s_program_stays_short_and_names_the_program_with_the_other_options():
+    plain, matrix = (config.read_config(find_program(name)[0]) for name in ("fsdp_wrap", "fsdp_matrix"))
+    known, more = ({field.name for field in fields(each)} for each in (plain, matrix))
+    assert len(known) <= 18 and known < more, "a new option of FSDP belongs to fsdp_matrix"
+    for name in more - known:
+        with pytest.raises(labkit.ParameterError, match=rf"called '{name}'.* It is .* of fsdp_matrix[ .]"):
+            config.build_config(plain, {name: 1})
 
 
 def test_the_photo_takes_as_many_classes_as_its_config_says():

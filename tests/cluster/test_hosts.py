@@ -113,9 +113,11 @@ UNIT = "MLP"
 
 @pytest.mark.parametrize("hybrid", long_but([None], [None, 2]))
 def test_two_hosts_of_two_ranks_equal_one_of_four(hosts, hybrid):
-    how = LAB_2 | {"hybrid": hybrid, "steps": 1, "timeline": True, "wrap": "yours", "use": {"is_unit": is_unit}}
-    here = labkit.run("fsdp_wrap", nproc=4, **how)
-    there = labkit.run("fsdp_wrap", nproc=2, hosts=hosts[:2], **how)
+    how = LAB_2 | {"steps": 1, "timeline": True}
+    how |= {"hybrid": hybrid} if hybrid else {"wrap": "yours", "use": {"is_unit": is_unit}}
+    program = "fsdp_matrix" if hybrid else "fsdp_wrap"
+    here = labkit.run(program, nproc=4, **how)
+    there = labkit.run(program, nproc=2, hosts=hosts[:2], **how)
     assert losses(there) == pytest.approx(losses(here), rel=1e-6) and len(losses(there)) == 3
     sent = [name for name in here.summary() if name.endswith(("_count", "_bytes")) and "resident" not in name]
     assert {name: there.value(name) for name in sent} == {name: here.value(name) for name in sent}
@@ -149,15 +151,15 @@ class AtStep(Display):
 
 def test_training_goes_on_where_a_killed_host_left_it_on_another_number_of_ranks(hosts, tmp_path, monkeypatch):
     how = LAB_2 | {"steps": 12}
-    unbroken = losses(labkit.run("fsdp_wrap", nproc=4, **how))
+    unbroken = losses(labkit.run("fsdp_matrix", nproc=4, **how))
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "killed"))
     how["checkpoints"] = str(tmp_path / "checkpoints")
     with use_display(AtStep(2, partial(hosts.kill, "beta"))), pytest.raises(HostLost, match=r"^beta was lost: its part"):
-        labkit.run("fsdp_wrap", nproc=2, hosts=hosts[:2], **how)
+        labkit.run("fsdp_matrix", nproc=2, hosts=hosts[:2], **how)
     (folder,) = (tmp_path / "killed").iterdir()
     killed = labkit.load(folder)
     assert killed.info["exit"] == "failed" and 0 <= max(losses(killed)) < 11
-    resumed = labkit.run("fsdp_wrap", nproc=1, hosts=hosts[:2], accumulate=2, **how)
+    resumed = labkit.run("fsdp_matrix", nproc=1, hosts=hosts[:2], accumulate=2, **how)
     assert min(losses(resumed)) > 0, "it began anew"
     joined = losses(killed) | losses(resumed)
     assert joined == pytest.approx({step: unbroken[step] for step in joined}, rel=1e-5) and max(joined) == max(unbroken)

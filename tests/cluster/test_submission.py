@@ -34,7 +34,7 @@ def no_commands(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         ({"stpes": 3}, "fsdp_wrap: no parameter is called 'stpes'; did you mean 'steps'"),
-        ({"hybrid": 3}, "4 ranks cannot be cut into groups of hybrid = 3"),
+        ({"hybrid": 3}, "fsdp_wrap: no parameter is called 'hybrid'. It is a parameter of"),
         ({"nodes": 0}, "nodes = 0 is not a number of nodes"),
         ({"nproc": 0}, "nproc = 0 is not a number of ranks"),
         ({"timeout_s": float("inf")}, "timeout_s = inf: a cluster wants to know a limit"),
