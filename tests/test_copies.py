@@ -7,6 +7,7 @@ import os
 import random
 import re
 import subprocess
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -18,6 +19,7 @@ from labkit.errors import LabError, ParameterError
 from labkit.runs.folder import workspace_folder
 from notebooks.tools import source
 
+VERSION_0_1_0 = Path(__file__).parent / "data" / "copies_0.1.0"
 BEFORE = """\
 # %% [markdown]
 # # A lab
@@ -382,3 +384,42 @@ def test_without_jupyterlab_the_command_says_what_to_install(course, tmp_path, m
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["lab", "2", "--folder", str(tmp_path / "my")]) == 1
     assert "pip install 'labkit[notebook]'" in capsys.readouterr().err
+
+
+def old_copies(mine):
+    """Copies as a learner of version 0.1.0 has them: some answers, and a cell of their own at the end. By lab, both."""
+    pristine = mine / ".labkit" / "pristine"
+    pristine.mkdir(parents=True)
+    answers = json.loads((VERSION_0_1_0 / "answers.json").read_text())
+    for lab, written in answers.items():
+        base = VERSION_0_1_0 / f"{lab}.ipynb"
+        (pristine / base.name).write_bytes(base.read_bytes())
+        notebook = nbformat.read(base, as_version=4)
+        notebook.cells.append(nbformat.v4.new_code_cell("", id="own"))
+        for cell, text in written.items():
+            (place,) = (each for each in notebook.cells if each.id == cell)
+            place.source = text
+        nbformat.write(notebook, mine / base.name)
+    return answers
+
+
+def test_copies_of_version_0_1_0_take_todays_labs_and_keep_what_was_written(repository, tmp_path, monkeypatch, capsys):
+    today, mine = tmp_path / "notebooks", tmp_path / "my"
+    today.mkdir()
+    sources = {path.stem: source.learner_notebook(path) for path in (repository / "notebooks" / "src").glob("*.py")}
+    for name, notebook in sources.items():
+        (today / f"{name}.ipynb").write_text(source.as_text(notebook))
+    monkeypatch.setattr(lab_catalog, "NOTEBOOK_FOLDER", today)
+    lab_catalog._load_labs.cache_clear()
+    try:
+        answers = old_copies(mine)
+        assert main(["update", "--folder", str(mine)]) == 0
+    finally:
+        lab_catalog._load_labs.cache_clear()
+    said = capsys.readouterr().out
+    for lab, written in answers.items():
+        assert f"{lab}: " in said and f"{lab}: nothing new" not in said
+        cells = texts(nbformat.read(mine / f"{lab}.ipynb", as_version=4))
+        assert set(written.values()) <= set(cells)
+        prose = [cell.source for cell in sources[lab].cells if cell.cell_type == "markdown"]
+        assert set(prose) <= set(cells)

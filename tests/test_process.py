@@ -208,6 +208,28 @@ def test_processes_are_found_by_the_folder_in_their_environment(tmp_path):
             each.wait()
 
 
+class Dying:
+    """A process that was killed and is no longer found by its environment, but takes a while to end."""
+
+    pid, statuses = 7, ["running", "disk-sleep", "zombie", "zombie"]
+
+    def is_running(self):
+        return True
+
+    def kill(self):
+        pass
+
+    def status(self):
+        return self.statuses.pop(0)
+
+
+def test_a_killed_process_is_waited_for_until_it_has_ended(tmp_path, monkeypatch):
+    found, dying = iter([[Dying()]]), Dying.statuses
+    monkeypatch.setattr(process, "find_run_processes", lambda *run: next(found, []))
+    assert process.kill_run_processes(tmp_path) == []
+    assert dying == ["zombie"]
+
+
 def test_of_hosts_that_share_a_machine_one_is_stopped_alone(tmp_path):
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     first, second = (subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01")

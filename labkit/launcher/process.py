@@ -167,20 +167,29 @@ def _is_in_run(environment: Mapping[str, str], folder: Path, node: str | None) -
 
 
 def kill_run_processes(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[int]:
-    """Kill every process of the run, again until none is left, and touch no other; those of one host, given ``node``.
+    """Kill every process of the run, again until all have ended, and touch no other; those of one host, given ``node``.
 
     Returns:
         The ids of those that are still there after five seconds: the system cannot end one that waits for a device.
     """
-    give_up = time.monotonic() + STOP_LIMIT_S
-    while alive := find_run_processes(folder, torchrun_pid, node):
+    give_up, killed = time.monotonic() + STOP_LIMIT_S, set[psutil.Process]()
+    while alive := {*find_run_processes(folder, torchrun_pid, node), *filter(_is_alive, killed)}:
         if time.monotonic() > give_up:
             return sorted(process.pid for process in alive)
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()  # psutil compares the start time first: a process id that was reused is safe
+        # One that is dying loses its environment, by which it is found, some time before it has ended.
+        killed |= alive
         time.sleep(0.02)
     return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def read_stack(folder: RunFolder, rank: int) -> str:
