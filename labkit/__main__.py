@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
 import tyro
 
@@ -137,7 +137,9 @@ def _dispatch_command(words: list[str]) -> int:
         "runs": list_runs,
     }
     done: Any = tyro.extras.subcommand_cli_from_dict(commands | COMMANDS, prog=PROG, args=words)
-    return execute_command(done, {}) if isinstance(done, tuple(kinds.values())) else done
+    if isinstance(done, tuple(kinds.values())):
+        return execute_command(cast(ProgramCommand, done), {})
+    return cast(int, done)
 
 
 def program_commands() -> dict[str, type[ProgramCommand]]:
