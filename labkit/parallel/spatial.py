@@ -40,7 +40,6 @@ from labkit.parallel.halo import (
     spatial_mean,
 )
 from labkit.theory import sizes
-from labkit.torch_private import FakeTensor
 
 Strategy = Literal["native", "native_unguarded", "dtensor", "local"]
 
