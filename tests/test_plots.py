@@ -178,6 +178,18 @@ def test_how_far_off_is_said_of_any_number(predicted, measured, said):
     assert relative_error_text(predicted, measured) == said
 
 
+def test_a_table_takes_what_was_measured_as_a_mapping_and_yours_alone():
+    measured, yours = {"a": 2.0, "b": 8}, {"a": 1, "b": None}
+    table = plots.comparison_table(measured, {"a": 2, "b": 4}, yours=yours)
+    assert list(table["measured"]) == ["2", "8"] and list(table["theory is"]) == ["right", "2 × too small"]
+    assert list(plots.comparison_table(measured, {"b": 4})["verdict"]) == ["differs"]
+    alone = plots.comparison_table(measured, yours=yours, column="simulated")
+    assert list(alone.columns) == ["yours", "simulated", "yours is"]
+    assert alone.loc["a"].tolist() == ["1", "2", "2 × too small"] and alone.loc["b"].tolist() == ["–", "8", "–"]
+    with pytest.raises(ValueError, match="nothing to compare with .*: give predicted, yours, or both"):
+        plots.comparison_table(measured)
+
+
 def test_a_prediction_of_zero_is_compared_as_well():
     result = run(2)
     result.lines.append(line("memory", "peak_buffer", 3, bytes=0))

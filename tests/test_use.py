@@ -51,15 +51,14 @@ def losses(result):
     return list(frame[(frame["name"] == "loss") & (frame["rank"] == 0)]["value"])
 
 
-def parity(program, nproc=2, **arguments):
-    labkit.run(program, nproc=nproc, device="cpu", check="parity", **arguments)
+def parity(program, **arguments):
+    result = labkit.check(program, device="cpu", **arguments)
+    assert result.ok, result.verdict_text
 
 
 def fails_parity(program, **arguments):
-    with pytest.raises(RankFailed) as caught:
-        parity(program, **arguments)
-    assert caught.value.exc_type in ("SystemExit", "exit status 1"), caught.value
-    assert '"ok": false' in caught.value.log.parent.joinpath("rank_00000.log").read_text()
+    result = labkit.check(program, device="cpu", **arguments)
+    assert not result.ok and "differ" in result.verdict_text, result
 
 
 SPATIAL = {"nproc": 4, "strategy": "yours"}
@@ -191,7 +190,7 @@ def two_tensor(**changed):
 
 def test_the_learners_two_tensor_trains_exactly_as_plain_parameters_do():
     use = two_tensor()
-    run = labkit.run("allgather_extensions", device="cpu", check="parity", extension="your_type", steps=10, use=use)
+    run = labkit.check("allgather_extensions", device="cpu", extension="your_type", steps=10, use=use)
     assert (run.value("compared"), run.value("max_rel_error")) == (400, 0)
     yours, ours = (
         labkit.run("allgather_extensions", device="cpu", **how)

@@ -25,8 +25,8 @@ def comparison_table(
 ) -> pandas.DataFrame:
     """Predicted beside measured, one row a value, with a verdict on each.
 
-    Predicted values come by the names that ``measured`` has: ``result.value`` of a run, or a mapping. Measured ones may be off by ``tolerance``, as a part
-    of predicted; 0 wants equality. With ``yours``, your own predictions come first, and the last columns say how far
+    Predicted values come by the names that ``measured`` has: those of ``result.value`` for a run, the keys of a
+    mapping. Measured ones may be off by ``tolerance``, as a part of predicted; 0 wants equality. With ``yours``, your own predictions come first, and the last columns say how far
     yours and theory's are off; None, for a number that you have not committed to, is shown as –. Without ``predicted``,
     yours stand beside the measured ones alone. ``column`` names these where they come from elsewhere ("simulated").
 
