@@ -236,7 +236,7 @@ def test_an_empty_answer_is_not_attempted(check, body, answer):
     ],
 )
 def test_bytes_of_an_uneven_shard(body, reason, answer):
-    assert reason in judge("gather_bytes", answer("uneven_bytes", body))
+    assert reason in judge("gather_bytes", answer("gather_bytes", body))
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_a_disk_that_the_records_fill(small_disk, tmp_path):
 def test_a_second_process_may_not_write_into_a_runs_records(tmp_path):
     code = (
         "import sys; from pathlib import Path; from labkit.runs.records import RecordWriter\n"
-        "writer = Writer(Path(sys.argv[1]), 0)\nprint('holds', flush=True)\nsys.stdin.read()"
+        "writer = RecordWriter(Path(sys.argv[1]), 0)\nprint('holds', flush=True)\nsys.stdin.read()"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

@@ -1208,11 +1208,11 @@ dist.destroy_process_group()
 with tempfile.TemporaryDirectory() as folder:
     before = labkit.run("fsdp_matrix", save=f"{folder}/state", **SETUP)
     after = labkit.run("fsdp_matrix", load=f"{folder}/state", **SETUP | {"nproc": RANKS + 1, "steps": 1})
-lower = after.losses[0] < before.losses[0]
+lower = after.losses.iloc[0] < before.losses.iloc[0]
 print(f"{RANKS} ranks saved, {RANKS + 1} went on; the loss goes on below where the first run began: {lower}")
 
 # %% tags=["claim"]
-claim("the loss goes on below where the first run began", after.losses[0] < before.losses[0])
+claim("the loss goes on below where the first run began", after.losses.iloc[0] < before.losses.iloc[0])
 
 # %% [markdown]
 # That is weak evidence: the third rank brings samples of its own, and a lost state of Adam would hardly show. Where the
