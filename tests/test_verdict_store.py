@@ -16,6 +16,7 @@ from labkit.course import lab_catalog, verdict_store
 from labkit.course.verdict_store import ExerciseProgress, read_verdicts, so_far
 from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError, ParameterError
+from labkit_simulate import checks as simulation_checks
 
 KERNEL = "from labkit.course.verdict_store import store_verdict, so_far; store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
 
@@ -64,6 +65,14 @@ def test_a_broken_function_that_the_notebook_shows_to_a_check_is_no_try(kept):
 
     assert fsdp.all_gathers(forgetful).state == "wrong"
     assert not kept.exists()
+
+
+def test_a_verdict_of_a_lab_whose_checks_stand_in_a_package_of_their_own_counts_for_that_lab(kept):
+    def fewest_hosts(shared_bytes, own_bytes, budget_bytes):
+        return 7
+
+    assert simulation_checks.fewest_hosts(fewest_hosts).state == "wrong"
+    assert read_verdicts(kept)["simulation"]["fewest_hosts"].state == "wrong"
 
 
 class Odd:
