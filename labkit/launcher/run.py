@@ -272,7 +272,7 @@ def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
         with fork_server_manager.server_for_run(False if plan.hosts else plan.warm) as parent:
             started = progress.state.start_time_s = time.monotonic()
             _run_ranks(plan, folder, progress, parent, info)
-        info["exit"] = "ok"
+        info["exit"] = finished_exit(folder)
     except BaseException as error:
         info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(LabError):  # what ended the run says more
