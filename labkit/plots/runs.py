@@ -26,9 +26,10 @@ def comparison_table(
     """Predicted beside measured, one row a value, with a verdict on each.
 
     Predicted values come by the names that ``measured`` has: those of ``result.value`` for a run, the keys of a
-    mapping. Measured ones may be off by ``tolerance``, as a part of predicted; 0 wants equality. With ``yours``, your own predictions come first, and the last columns say how far
-    yours and theory's are off; None, for a number that you have not committed to, is shown as –. Without ``predicted``,
-    yours stand beside the measured ones alone. ``column`` names these where they come from elsewhere ("simulated").
+    mapping. Measured ones may be off by ``tolerance``, as a part of predicted; 0 wants equality. With ``yours``,
+    your own predictions come first, and the last columns say how far yours and theory's are off; None, for a number
+    that you have not committed to, is shown as –. Without ``predicted``, yours stand beside the measured ones alone.
+    ``column`` names these where they come from elsewhere ("simulated").
 
     Raises:
         ValueError: there is nothing to compare with; yours has a name that the others have not.
