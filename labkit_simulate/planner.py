@@ -125,7 +125,7 @@ def run_search(
         while whole and (places := candidates_to_simulate_whole(found, whole)):
             simulate_candidates(found, [(place, 0, accepted[place]) for place in places], machines)
     except KeyboardInterrupt:
-        kept = f"labkit.Plan.load({str(found.folder)!r})"
+        kept = f"labkit.SearchResult.load({str(found.folder)!r})"
         raise KeyboardInterrupt(f"interrupted; what was simulated is kept: {kept}") from None
     return replace(found)  # its table is made anew
 
