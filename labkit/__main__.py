@@ -131,15 +131,14 @@ def _dispatch_command(words: list[str]) -> int:
     if words[:1] == ["runs"]:
         return run_history_command(words[1:])
     commands: dict[str, Callable[..., Any]] = {
-        **kinds,
+        "run": RunCommand,
         "show": show_run_summary,
         "doctor": print_diagnosis,
         "runs": list_runs,
     }
-    done: Any = tyro.extras.subcommand_cli_from_dict(commands | COMMANDS, prog=PROG, args=words)
-    if isinstance(done, tuple(kinds.values())):
-        return execute_command(cast(ProgramCommand, done), {})
-    return cast(int, done)
+    every = commands | kinds | COMMANDS
+    done: Any = tyro.extras.subcommand_cli_from_dict(every, prog=PROG, args=words)
+    return done if isinstance(done, int) else execute_command(done, {})
 
 
 def program_commands() -> dict[str, type[ProgramCommand]]:
