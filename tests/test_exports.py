@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from importlib import metadata
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys,
     assert main(["export", "--name", "Ada B. / Lovelace", "--folder", str(tmp_path)]) == 0
     assert "wrote labkit-Ada_B____Lovelace.json" in capsys.readouterr().out
     found = exports.read_export(tmp_path / "labkit-Ada_B____Lovelace.json")
-    assert (found.name, found.labkit) == ("Ada B. / Lovelace", "0.1.0")
+    assert (found.name, found.labkit) == ("Ada B. / Lovelace", metadata.version("labkit"))
     assert found.verdicts == {"fsdp": {"zero_bytes": PASSED}}
     assert main(["export", "mine.json", "--folder", str(tmp_path)]) == 0, "without a terminal: the account's name"
     assert exports.read_export(tmp_path / "mine.json").name
