@@ -133,7 +133,9 @@ def run(job: Job, ranks: int, device: str, limit_s: float) -> dict[str, Any]:
     if job.checks:
         names = ("compared", "max_rel_error")
         return row | {name: values[name] for name in names if name in values}
-    steps = {name: round(value, 4) for name, value in values.items() if name in ("step_ms", "forward_ms", "backward_ms")}
+    steps = {
+        name: round(value, 4) for name, value in values.items() if name in ("step_ms", "forward_ms", "backward_ms")
+    }
     memory = {f"{name}_bytes": values[f"{name}_bytes"] for name in MEMORY if f"{name}_bytes" in values}
     return row | steps | memory | {"theory": job.theory}
 
@@ -163,7 +165,9 @@ def draw(rows: list[dict[str, Any]], path: Path, stamp: str) -> None:
     import matplotlib.pyplot as plt
 
     measured = [row for row in rows if "step_ms" in row]
-    labels = [f"{row['lab']}\n{row['params'].get('mode', row['params'].get('strategy', ''))}".strip() for row in measured]
+    labels = [
+        f"{row['lab']}\n{row['params'].get('mode', row['params'].get('strategy', ''))}".strip() for row in measured
+    ]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     bars = left.bar(labels, [row["step_ms"] for row in measured], color="#4477AA")
     left.bar_label(bars, fmt="%.1f")

@@ -3,11 +3,11 @@
     python benchmarks/soak.py                   # 200 runs, ten rounds of twenty: some minutes on two cores
     python benchmarks/soak.py --rounds 1        # a round of each kind
 
-A round has warm and cold runs and runs on two hosts (those of labkit_cluster.local_hosts), and faults among them: a rank that
-raises, one that is killed, ranks that wait for each other, a host that dies. Each good run trains the same network and
-must end with the losses of the first; each fault must be told by its own error and rank. After each run none of its
-processes may be left. Prints a line a round, and last one JSON object: open files and resident memory of this process
-and the warm parent after the first round and after the last.
+A round has warm and cold runs and runs on two hosts (those of labkit_cluster.local_hosts), and faults among them: a
+rank that raises, one that is killed, ranks that wait for each other, a host that dies. Each good run trains the same
+network and must end with the losses of the first; each fault must be told by its own error and rank. After each run
+none of its processes may be left. Prints a line a round, and last one JSON object: open files and resident memory of
+this process and the warm parent after the first round and after the last.
 """
 
 from __future__ import annotations

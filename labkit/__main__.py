@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import tyro
 
@@ -164,7 +164,9 @@ def parse_run_command(program: str, words: Sequence[str], name: str = "run") -> 
     config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
-        command, unknown = tyro.cli(kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True)
+        command, unknown = tyro.cli(
+            kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True
+        )
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
@@ -247,7 +249,9 @@ def compare_runs(runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.con
     return 0
 
 
-def prune_runs(keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False) -> int:
+def prune_runs(
+    keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False
+) -> int:
     """Remove old runs, after asking. What is no run of labkit's, or may still go on, stays.
 
     Args:
@@ -262,7 +266,8 @@ def prune_runs(keep: int | None = None, older_than: float | None = None, program
         return 0
     size = readable_bytes(history.total_bytes(old))
     print(
-        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in {runs_folder()}; the newest of them are above"
+        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in {runs_folder()}; "
+        "the newest of them are above"
     )
     if not yes and not _confirm_removal():
         print("nothing was removed")

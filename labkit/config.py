@@ -114,7 +114,9 @@ def _argument_signature(arguments: ast.arguments) -> inspect.Signature:
         inspect.Parameter.POSITIONAL_OR_KEYWORD: arguments.args,
         inspect.Parameter.KEYWORD_ONLY: arguments.kwonlyargs,
     }
-    return inspect.Signature([inspect.Parameter(each.arg, kind) for kind, each_one in kinds.items() for each in each_one])
+    return inspect.Signature(
+        [inspect.Parameter(each.arg, kind) for kind, each_one in kinds.items() for each in each_one]
+    )
 
 
 def read_config(program: Path) -> type[Any] | None:
@@ -130,7 +132,9 @@ def read_config(program: Path) -> type[Any] | None:
     definition = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"), None)
     if definition is None:
         return None
-    with _raise_parameter_errors(str(program), definition.lineno, "class Config", "fields need plain defaults that cannot fail"):
+    with _raise_parameter_errors(
+        str(program), definition.lineno, "class Config", "fields need plain defaults that cannot fail"
+    ):
         config_class = _execute_config_class(program, tree.body[: tree.body.index(definition)], definition)
     for field in definition.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
@@ -150,7 +154,9 @@ def _parse_program(program: Path) -> ast.Module:
         raise ParameterError(f"{program}: not valid Python: {error or type(error).__name__}") from None
 
 
-def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None) -> ConfigType:
+def build_config(
+    config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None
+) -> ConfigType:
     """A Config with these parameters, over the preset's values, over the defaults.
 
     Args:
@@ -422,7 +428,9 @@ def _refuse_unsafe_arguments(name: str, items: Sequence[str]) -> None:
                 raise ParameterError(f"{name} = {_short_repr(item)}: a command line cannot hold so long a text: {most}")
         except UnicodeEncodeError as error:
             character = repr(item[error.start])
-            raise ParameterError(f"{name} = {_short_repr(item)}: a command line cannot hold the character {character}") from None
+            raise ParameterError(
+                f"{name} = {_short_repr(item)}: a command line cannot hold the character {character}"
+            ) from None
 
 
 def _safe_part(node: ast.stmt) -> ast.stmt | None:
@@ -491,7 +499,9 @@ def _check_field(config_class: type[Any], name: str, place: str) -> None:
     if field is None:
         return
     if _default_value(field) is dataclasses.MISSING:
-        raise ParameterError(f"{place}: no default for {name}; every field needs one, so that the program runs without arguments")
+        raise ParameterError(
+            f"{place}: no default for {name}; every field needs one, so that the program runs without arguments"
+        )
     if not _is_allowed(field.type):
         raise ParameterError(
             f"{place}: field {name} is {_type_name(field.type)}; a field is int, float, bool, str, Literal, a tuple of "
@@ -521,7 +531,9 @@ def _own_field_docs(config_class: Any) -> dict[str, str]:
     if "field_docs" not in vars(config_class):
         config_class.field_docs = {}
         with contextlib.suppress(OSError, TypeError, SyntaxError):
-            config_class.field_docs = _docs_below_fields(ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0])
+            config_class.field_docs = _docs_below_fields(
+                ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
+            )
     return dict(config_class.field_docs)
 
 

@@ -158,7 +158,9 @@ class JobAgent:
         give_up = time.monotonic() + HOST_EXIT_TIMEOUT_S
         ends = {0: status}
         for index in range(1, self.guest.hosts):
-            ends[index] = self._wait_for_message(f"end_{index}", give_up - time.monotonic()).get("status", EXIT_HOST_LOST)
+            ends[index] = self._wait_for_message(f"end_{index}", give_up - time.monotonic()).get(
+                "status", EXIT_HOST_LOST
+            )
         lost = [self._board.get(f"host_{index}")["name"] for index, end in ends.items() if end == EXIT_HOST_LOST]
         if EXIT_TIMED_OUT in ends.values():
             raise failure.timeout_failure(self._folder, self._job["timeout_s"], self._job["hosts"] * self._job["nproc"])

@@ -55,7 +55,9 @@ def main() -> None:
         serve_request(request, sys.stdin.buffer, sys.stdout.buffer)
 
 
-def run_host(folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox, end: threading.Event) -> int:
+def run_host(
+    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox, end: threading.Event
+) -> int:
     """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit status.
 
     Raises:
@@ -99,12 +101,18 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
         home.send_message({"failed": f"{guest.name}: {type(error).__name__}: {error}"})
     if home.wants_stacks:
         own, stacks = request["nproc"], process.collect_stacks(folder, range(guest.hosts * request["nproc"]))
-        home.send_message({"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}})
-        home.end_now_event.wait(END_ORDER_TIMEOUT_S)  # a rank that ended would end those of other hosts before they have answered
+        home.send_message(
+            {"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}}
+        )
+        home.end_now_event.wait(
+            END_ORDER_TIMEOUT_S
+        )  # a rank that ended would end those of other hosts before they have answered
     immortal = process.kill_run_processes(folder.path)
     home.send_remaining_files()
     if immortal:
-        home.send_message({"problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"})
+        home.send_message(
+            {"problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"}
+        )
     home.send_message({"end": status})
     _remove_host_folder(folder)
     os._exit(0)

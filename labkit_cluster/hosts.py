@@ -75,7 +75,10 @@ class Host:
         """
         last = (said.strip().splitlines() or [""])[-1]
         if self.command is None and status == 255:
-            return f"{self.name} cannot be reached by ssh any more, or never could ({last}): mend `{self._ssh_test_command}`"
+            return (
+                f"{self.name} cannot be reached by ssh any more, or never could ({last}): "
+                f"mend `{self._ssh_test_command}`"
+            )
         if "Unknown option: -P" in said:
             return f"{self.name} has a Python before 3.11 as {self._python_path}: give Host({self.name!r}, python='…')"
         if status in (126, 127):
@@ -146,7 +149,9 @@ class MultiHostBackend:
             "given": self._folder.payload.read_bytes().hex() if self._folder.payload.exists() else "",
             "versions": labkit_versions(),
             "sum": files_digest(program) if program.suffix == ".py" else "",
-            "environment": {name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIXES_TO_FORWARD)},
+            "environment": {
+                name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIXES_TO_FORWARD)
+            },
         }
         for index, (host, agent) in enumerate(self._agents.items()):
             guest = RendezvousMember(index, len(names), host.name, token, host.address, names)
@@ -193,7 +198,9 @@ class MultiHostBackend:
         for host in self._hosts_without_status():
             raise HostLost(host.loss_reason(*self._agents[host].exit_status_and_stderr()))
         if any(agent.unreachable_peers for agent in agents):
-            raise HostLost(_link_loss_text({host.name: agent.unreachable_peers for host, agent in self._agents.items()}))
+            raise HostLost(
+                _link_loss_text({host.name: agent.unreachable_peers for host, agent in self._agents.items()})
+            )
         for host, agent in self._agents.items():
             if agent.status and agent.status < 0:
                 name = signal.Signals(-agent.status).name

@@ -133,7 +133,9 @@ def _create_namespaces(names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         host = _namespace_name(name)
         _run_ip_command("netns", "add", host)
-        _run_ip_command("-n", host, "link", "add", "name", HOST_INTERFACE, "type", "veth", "peer", "name", name, "netns", switch)
+        _run_ip_command(
+            "-n", host, "link", "add", "name", HOST_INTERFACE, "type", "veth", "peer", "name", name, "netns", switch
+        )
         _run_ip_command("-n", host, "address", "add", f"{_host_address(index)}/24", "dev", HOST_INTERFACE)
         _run_ip_command("-n", switch, "link", "set", name, "master", SWITCH_NAME, "up")
         for each in ("lo", HOST_INTERFACE):

@@ -28,7 +28,14 @@ from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.theory.sizes import even_share
-from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, LLAMA_3_70B, TINY_DECODER, DecoderShape
+from labkit_simulate.theory.transformer import (
+    LLAMA_2_7B,
+    LLAMA_2_13B,
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    TINY_DECODER,
+    DecoderShape,
+)
 
 SHAPES = {
     "tiny": (TINY_DECODER, 16),
@@ -135,7 +142,9 @@ def main(config: Config) -> None:
         dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
         lines = here.world_size // config.tp
         one_device = parity.OneDevice(lambda index: build_model(config, here.device), lines, dtype, here.device)
-        here.finish_check(**compare_fsdp_training(one_device, model, trained, rank=tp_line_index(config, here), steps=steps))
+        here.finish_check(
+            **compare_fsdp_training(one_device, model, trained, rank=tp_line_index(config, here), steps=steps)
+        )
 
 
 def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:

@@ -120,7 +120,8 @@ FILES = {
                 if first != sum_of_ranks(2):
                     raise WrongAnswer(f"rank {index} returned {first:g}")
 
-            judge_on_ranks("echo", answer, judge=judge_rank, ranks=2, timeout_s=60, waiting="do both ranks call it?", size=3)
+            judge_on_ranks("echo", answer, judge=judge_rank, ranks=2, timeout_s=60, \
+waiting="do both ranks call it?", size=3)
             return passing_verdict("2 ranks agree")
     ''',
     "labkit/checks/ranks/echo.py": '''
@@ -270,7 +271,9 @@ def test_the_lab_is_built_and_its_program_and_its_check_run_on_real_ranks(checko
 def test_the_tests_of_all_labs_take_the_lab_in(checkout):
     modules = ["tests/test_exercises.py", "tests/test_notebooks.py", "tests/test_echo.py"]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *modules, "-k"]
-    status, said = run_python(checkout, *command, "90.1 or (90_echo and (range or values) and not unsolved) or three_ranks")
+    status, said = run_python(
+        checkout, *command, "90.1 or (90_echo and (range or values) and not unsolved) or three_ranks"
+    )
     assert status == 0, said
     assert re.search(r"^7 passed", said, flags=re.MULTILINE), said
 

@@ -44,8 +44,8 @@ def main(config):
 if __name__ == "__main__":
     rank.run_main(main, Config)
 """
-FOUND = {"check": "parity", "compared": 5, "expected": 5, "max_rel_error": 0.034, "limit": 1e-5, "worst": "gradient fc1",
-         "gradients_alive": True, "ok": False}  # fmt: skip
+FOUND = {"check": "parity", "compared": 5, "expected": 5, "max_rel_error": 0.034, "limit": 1e-5, "worst":
+         "gradient fc1", "gradients_alive": True, "ok": False}  # fmt: skip
 
 
 @pytest.fixture
@@ -121,7 +121,10 @@ def test_the_command_line_and_a_bare_launch_leave_with_status_1(program):
         ({}, "5 tensors compared with one device: they differ, most in gradient fc1, by more than 1 %"),
         ({"max_rel_error": math.nan}, "they differ, most in gradient fc1, by nan"),
         ({"max_rel_error": math.inf}, "they differ, most in gradient fc1, by inf"),
-        ({"reference": "plain training", "ok": True, "limit": 0.0}, "5 tensors compared with plain training: all equal"),
+        (
+            {"reference": "plain training", "ok": True, "limit": 0.0},
+            "5 tensors compared with plain training: all equal",
+        ),
         ({"max_rel_error": 0.0, "expected": 9}, "5 tensors compared with one device: 9 were to be compared"),
         ({"max_rel_error": 0.0, "gradients_alive": False}, "a gradient of the reference is zero or missing"),
     ],

@@ -245,9 +245,12 @@ def test_a_run_that_forgot_nothing_has_no_forgotten_block(answer, planned):
 
 def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forgetful):
     whole, partial = checks.every_block_wrapped(planned, 3), checks.every_block_wrapped(forgetful, 9)
-    assert repr(whole) == ("passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block")
+    assert repr(whole) == (
+        "passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block"
+    )
     assert repr(partial) == (
-        "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9. One block stayed with the root."
+        "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9. "
+        "One block stayed with the root."
     )
     assert checks.every_block_wrapped(planned, 5).hint == "2 blocks stayed with the root."
     assert checks.every_block_wrapped(planned, 2).hint == "More than the blocks was wrapped."
@@ -395,7 +398,9 @@ def test_an_answer_on_two_ranks_is_judged_by_what_it_does(name, answer):
 
 def test_the_right_answer_passes_on_ranks(answer):
     verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
-    assert repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
+    assert (
+        repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
+    )
 
 
 @pytest.mark.parametrize("name", long_but(["first_missing", "one_more"], UNEQUAL))

@@ -331,7 +331,9 @@ def test_jupyterlab_gets_the_copies_alone_and_no_settings_of_the_user_change(tmp
     page = json.loads((ours / "labconfig" / "page_config.json").read_text())
     assert page == {"disabledExtensions": {jupyter.ANNOUNCEMENTS_PLUGIN: True}}
     words = jupyter.jupyter_command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--port=9",))
-    assert f"--ServerApp.root_dir={tmp_path / 'my'}" in words and "--LabApp.default_url=/lab/tree/00_ranks.ipynb" in words
+    assert (
+        f"--ServerApp.root_dir={tmp_path / 'my'}" in words and "--LabApp.default_url=/lab/tree/00_ranks.ipynb" in words
+    )
     assert "--no-browser" in words and words[-1] == "--port=9"
     assert "--ServerApp.ip=127.0.0.1" in words
     words = jupyter.jupyter_command(tmp_path / "my", "00_ranks.ipynb", browser=False, more=("--ip=0.0.0.0",))

@@ -92,7 +92,9 @@ def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
 
 
 def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys, monkeypatch):
-    (tmp_path / "progress.json").write_text(json.dumps(verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": PASSED}})))
+    (tmp_path / "progress.json").write_text(
+        json.dumps(verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": PASSED}}))
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--name", "Ada B. / Lovelace", "--folder", str(tmp_path)]) == 0
     assert "wrote labkit-Ada_B____Lovelace.json" in capsys.readouterr().out

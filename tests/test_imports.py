@@ -53,7 +53,9 @@ print("imported", len({names!r}))
 
 def test_what_is_imported_before_ranks_are_forked_is_read_from_the_program(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import os\nimport torch.nn\nfrom labkit.theory import sizes\n\ndef main():\n    import labkit.parity\n")
+    program.write_text(
+        "import os\nimport torch.nn\nfrom labkit.theory import sizes\n\ndef main():\n    import labkit.parity\n"
+    )
     names = ["torch.nn", "labkit.theory", "labkit.theory.sizes"]
     assert torchrun.list_imports(program) == names
     program.write_text(program.read_text() + "    here.steps(3, track=[model])\n")
@@ -62,5 +64,10 @@ def test_what_is_imported_before_ranks_are_forked_is_read_from_the_program(tmp_p
 
 def test_the_fork_server_imports_what_the_programs_of_launch_import():
     names = fork_server.list_program_modules()
-    assert {"labkit.models.catalog", "labkit.parity.spatial", "labkit.parity.two_dim", torch_private.MEMORY_TRACKER_MODULE} <= set(names)
+    assert {
+        "labkit.models.catalog",
+        "labkit.parity.spatial",
+        "labkit.parity.two_dim",
+        torch_private.MEMORY_TRACKER_MODULE,
+    } <= set(names)
     assert len(names) == len(set(names))

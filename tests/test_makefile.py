@@ -59,7 +59,9 @@ def test_with_a_driver_the_ordinary_index_is_asked_alone(installed, tmp_path):
 
 def test_another_torch_changes_no_other_pin(installed, tmp_path, repository):
     installed("TORCH=2.11.0")
-    ours, theirs = (set((folder / "constraints.txt").read_text().splitlines()) for folder in (repository, tmp_path / ".venv"))
+    ours, theirs = (
+        set((folder / "constraints.txt").read_text().splitlines()) for folder in (repository, tmp_path / ".venv")
+    )
     assert theirs - ours == {"torch==2.11.0", "setuptools>=77,<82"}, "which torch limits above, and labkit below"
     assert {line.split("==")[0] for line in ours - theirs} == {"torch", "setuptools"}
 

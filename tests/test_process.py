@@ -105,7 +105,9 @@ def test_a_hanging_run_times_out_with_the_stacks_of_every_rank(pids, time_flies)
     """Rank 1 comes to its end, but a thread of it does not; rank 0 waits for it."""
     time_flies(5)
     with pytest.raises(RunTimedOut) as caught:
-        labkit.run(MISBEHAVE, how="stay", group=True, deaf=True, bare=True, orphan=True, pids=str(pids.path), timeout_s=300)
+        labkit.run(
+            MISBEHAVE, how="stay", group=True, deaf=True, bare=True, orphan=True, pids=str(pids.path), timeout_s=300
+        )
     late = caught.value
     assert late.timeout_s == 300
     assert "in wait_for_godot" in late.stacks[1]
@@ -232,7 +234,9 @@ def test_a_killed_process_is_waited_for_until_it_has_ended(tmp_path, monkeypatch
 
 def test_of_hosts_that_share_a_machine_one_is_stopped_alone(tmp_path):
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    first, second = (subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01")
+    first, second = (
+        subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01"
+    )
     try:
         wait_for(lambda: len(process.find_run_processes(tmp_path)) == 2)
         process.kill_run_processes(tmp_path, node="1")

@@ -108,7 +108,9 @@ def test_an_unknown_value_lists_the_known_ones(folder):
     with pytest.raises(KeyError) as caught:
         labkit.load(folder).value("forward")
     known = "all_reduce_bytes, all_reduce_count, forward_ms, loss, peak_bytes, planned_steps, setup_ms"
-    assert str(caught.value) == (f"this run has no value 'forward'; it has: {known}, tp/all_reduce_bytes, tp/all_reduce_count")
+    assert str(caught.value) == (
+        f"this run has no value 'forward'; it has: {known}, tp/all_reduce_bytes, tp/all_reduce_count"
+    )
     assert isinstance(caught.value, labkit.LabError)
 
 

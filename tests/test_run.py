@@ -122,7 +122,9 @@ def test_a_runs_folder_of_nobody(monkeypatch):
 def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
     monkeypatch.setattr(process, "start_torchrun", lambda *arguments: pytest.fail("a run was started"))
     (small_disk / "other").write_bytes(bytes(1024 * 1024 - 4096))
-    with pytest.raises(LabError, match=f"the disk of {small_disk} is full: delete old runs or other files, or set LABKIT"):
+    with pytest.raises(
+        LabError, match=f"the disk of {small_disk} is full: delete old runs or other files, or set LABKIT"
+    ):
         labkit.run(RECORDS)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
@@ -131,7 +133,9 @@ def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
 def test_a_disk_that_the_output_fills(small_disk, tmp_path):
     program = tmp_path / "wordy.py"
     program.write_text("while True:\n    print(1000 * 'word ')\n")
-    with pytest.raises(LabError, match=f"the disk of {small_disk}/.* is full: delete old runs or other files") as caught:
+    with pytest.raises(
+        LabError, match=f"the disk of {small_disk}/.* is full: delete old runs or other files"
+    ) as caught:
         labkit.run(program, timeout_s=60)
     assert not isinstance(caught.value, RunTimedOut)
 
@@ -151,7 +155,9 @@ def test_a_program_that_deletes_the_folder_of_its_run(tmp_path):
     program = tmp_path / "deletes.py"
     program.write_text(DELETES_ITS_FOLDER)
     begun = time.monotonic()
-    with pytest.raises(LabError, match="was deleted during the run, so its results are lost: delete a run's folder only"):
+    with pytest.raises(
+        LabError, match="was deleted during the run, so its results are lost: delete a run's folder only"
+    ):
         labkit.run(program, timeout_s=100)
     assert time.monotonic() - begun < 30
 

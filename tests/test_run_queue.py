@@ -151,7 +151,9 @@ def test_a_stopped_process_keeps_nobody_waiting_and_a_fork_no_place(place):
     assert first.count_runs_ahead() == 0
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        stopped.path = stopped.path.rename(stopped.path.with_name(stopped.path.name.replace(str(os.getpid()), str(sleeper.pid))))
+        stopped.path = stopped.path.rename(
+            stopped.path.with_name(stopped.path.name.replace(str(os.getpid()), str(sleeper.pid)))
+        )
         first.release()
         assert mine.count_runs_ahead() == 1
         sleeper.send_signal(signal.SIGSTOP)

@@ -328,7 +328,11 @@ UNPICKLERS = r"(\w*pickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)|\
 def test_nothing_is_unpickled_that_another_user_could_have_written():
     found = {(file, name) for file, name, _ in calls() if re.fullmatch(UNPICKLERS, name)}
     assert {("labkit/session/payload.py", "pickle.load")} <= found <= UNPICKLED.keys()
-    loads = [(file, getattr(named.get("weights_only"), "value", None)) for file, name, named in calls() if name == "torch.load"]
+    loads = [
+        (file, getattr(named.get("weights_only"), "value", None))
+        for file, name, named in calls()
+        if name == "torch.load"
+    ]
     assert len(loads) >= 5 and {said for _, said in loads} == {True}, loads
     assert [file for file, name, _ in calls() if name in ("np.load", "numpy.load")] == []
     ours = [(name, named) for file, name, named in calls() if not file.startswith("notebooks")]

@@ -168,7 +168,9 @@ def test_every_rank_sends_and_receives_what_theory_says(results, name):
     assert len(table) == setting["nproc"]
     for rank, row in table.iterrows():
         neighbours = (rank % space > 0) + (rank % space < space - 1)
-        expected = spatial.spatial_send_bytes(stages=stages, batch=batch, neighbours=neighbours, tensor_dim=setting["tensor_dim"])
+        expected = spatial.spatial_send_bytes(
+            stages=stages, batch=batch, neighbours=neighbours, tensor_dim=setting["tensor_dim"]
+        )
         assert (row["send_count"], row["send_bytes"]) == (2 * neighbours * sum(setting["depths"]), expected)
         assert (row["recv_count"], row["recv_bytes"]) == (row["send_count"], row["send_bytes"])
 

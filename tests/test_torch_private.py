@@ -122,8 +122,6 @@ def test_every_name_that_is_taken_from_the_table_is_in_it_once():
 
 
 def test_the_table_is_read_without_torch():
-    code = (
-        "import sys, labkit.torch_private as t\nprint(len(t.PRIVATE_NAMES), 'torch' in sys.modules)"
-    )
+    code = "import sys, labkit.torch_private as t\nprint(len(t.PRIVATE_NAMES), 'torch' in sys.modules)"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert seen.stdout.split() == [str(len(PRIVATE_NAMES)), "False"], seen.stderr

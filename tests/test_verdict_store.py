@@ -18,7 +18,10 @@ from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError, ParameterError
 from labkit_simulate import checks as simulation_checks
 
-KERNEL = "from labkit.course.verdict_store import store_verdict, so_far; store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
+KERNEL = (
+    "from labkit.course.verdict_store import store_verdict, so_far; "
+    "store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
+)
 
 
 @pytest.fixture
@@ -91,13 +94,17 @@ def test_whatever_is_handed_to_a_check_gives_a_verdict(kept):
 def test_the_last_cell_says_what_is_open_with_earlier_sessions(kept):
     kept.write_text(
         json.dumps(
-            verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": ExerciseProgress("wrong", "2026-01-01", 2, "2026-01-01")}})
+            verdict_store.verdicts_to_json(
+                {"fsdp": {"zero_bytes": ExerciseProgress("wrong", "2026-01-01", 2, "2026-01-01")}}
+            )
         )
     )
     fsdp.all_gathers(all_gathers)
     standing = so_far("fsdp")
     assert repr(standing).startswith("2 of 11 passed, these are open: 2.3 bytes on the wire; 2.4 shard one unit; ")
-    assert standing._repr_html_().startswith("<p><b>2 of 11 passed</b>, these are open:</p><ul><li>2.3 bytes on the wire")
+    assert standing._repr_html_().startswith(
+        "<p><b>2 of 11 passed</b>, these are open:</p><ul><li>2.3 bytes on the wire"
+    )
     everything = {each.name: "passed" for each in standing.lab.exercises}
     assert repr(verdict_store.LabProgress(standing.lab, everything)) == "11 of 11 passed"
     with pytest.raises(ParameterError, match="no lab is called 'fsd'"):
@@ -109,7 +116,9 @@ def in_kernel(folder, verdict):
     command = [sys.executable, "-c", KERNEL.format(verdict)]
     root = str(verdict_store.lab_catalog.ROOT)
     plain = {name: value for name, value in os.environ.items() if name != ENV_VERDICTS}
-    done = subprocess.run(command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -196,7 +205,9 @@ def test_where_nbgrader_grades_a_check_raises_unless_it_passes(kept, monkeypatch
 
 
 def test_progress_prints_labs_and_exercises(tmp_path, capsys):
-    known = {"fsdp": {"zero_bytes": ExerciseProgress("passed", "x", 1, "x"), "wire_bytes": ExerciseProgress("wrong", "x", 1)}}
+    known = {
+        "fsdp": {"zero_bytes": ExerciseProgress("passed", "x", 1, "x"), "wire_bytes": ExerciseProgress("wrong", "x", 1)}
+    }
     (tmp_path / "progress.json").write_text(json.dumps(verdict_store.verdicts_to_json(known)))
     assert main(["progress", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()

@@ -155,7 +155,9 @@ def test_a_parent_imports_nothing_beside_a_cold_run():
 def test_a_parent_that_has_imported_everything_is_told_of_a_cold_run_too(monkeypatch):
     labkit.run(PROGRAMS / "small.py", device="cpu")
     said, say = [], warm_start.fork_server_manager._parent.send_command
-    monkeypatch.setattr(warm_start.fork_server_manager._parent, "send_command", lambda word: [said.append(word), say(word)])
+    monkeypatch.setattr(
+        warm_start.fork_server_manager._parent, "send_command", lambda word: [said.append(word), say(word)]
+    )
     labkit.run(PROGRAMS / "small.py", device="cpu", warm=False)
     assert said == [warm_start.PAUSE, warm_start.RESUME]
 

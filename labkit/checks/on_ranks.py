@@ -99,7 +99,9 @@ def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
         raise WrongAnswer(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
 
 
-def _failure_reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]) -> str:
+def _failure_reason(
+    failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]
+) -> str:
     """What made a rank fail: its own error, or another rank that was no longer there."""
     if failure.exc_type == WrongAnswer.__name__:
         return failure.message

@@ -53,7 +53,11 @@ def jupyter_command(folder: Path, notebook: str, *, browser: bool, more: tuple[s
         *([] if browser else ["--no-browser"]),
         # Whatever a person's settings say, it listens to this machine alone, unless asked for more here. It wants its
         # token, which stands in a file that is this person's alone, and on no command line.
-        *([] if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more} else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]),
+        *(
+            []
+            if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more}
+            else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]
+        ),
         *(["--allow-root"] if os.geteuid() == 0 else []),  # in a container one is root
         *more,
     ]

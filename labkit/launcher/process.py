@@ -105,7 +105,9 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
         ENV_CLOCK_AHEAD_S,
     }  # the first needs a notebook, the others are of an outer run
     inherited = {
-        name: value for name, value in os.environ.items() if name not in outer and not name.startswith(TORCHRUN_ENV_PREFIX)
+        name: value
+        for name, value in os.environ.items()
+        if name not in outer and not name.startswith(TORCHRUN_ENV_PREFIX)
     }
     loopback = loopback_interface()
     return inherited | {

@@ -249,9 +249,13 @@ def choose_display() -> Display:
     wanted = os.environ.get(ENV_PROGRESS) or ("notebook" if in_kernel() else "text")
     displays = {"off": Display, "text": TextDisplay, "notebook": NotebookDisplay}
     if wanted not in displays:
-        raise ParameterError(f"{ENV_PROGRESS}={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose")
+        raise ParameterError(
+            f"{ENV_PROGRESS}={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose"
+        )
     if wanted == "notebook" and not in_kernel():
-        raise ParameterError("LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off")
+        raise ParameterError(
+            "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off"
+        )
     return displays[wanted]()
 
 

@@ -75,7 +75,9 @@ def run(
         HostLost: a host was lost, or cannot be reached.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = make_run_request(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params)
+    plan = make_run_request(
+        program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params
+    )
     return execute_request(plan, b"" if use is None else payload_pickling.pack_payload(use))
 
 
@@ -132,7 +134,9 @@ def argument_combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str,
         raise ParameterError(f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out")
     for name, each in over.items():
         if isinstance(each, str) or not isinstance(each, Iterable):
-            raise ParameterError(f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out")
+            raise ParameterError(
+                f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out"
+            )
     values = [list(each) for each in over.values()]
     return [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
 
@@ -210,7 +214,9 @@ def make_run_request(
         payload_pickling.validate_replacements(use, config.read_replaceable(path), path.stem)
     sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
     resolved = resolve_params(path, params, nproc)
-    return RunRequest(path.stem, str(path), target, *resolved, nproc, device, timeout_s, choose_warm_start(warm), sources, places)
+    return RunRequest(
+        path.stem, str(path), target, *resolved, nproc, device, timeout_s, choose_warm_start(warm), sources, places
+    )
 
 
 def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
@@ -230,7 +236,9 @@ def execute_request(plan: RunRequest, given: bytes) -> RunResult:
 
     def show_queue_position(before: int) -> None:
         runs = "1 run" if before == 1 else f"{before} runs"
-        display.show_wait_reason(f"{plan.program}: waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)")
+        display.show_wait_reason(
+            f"{plan.program}: waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)"
+        )
 
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(plan)
@@ -311,7 +319,9 @@ def resolve_params(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[d
     config_class = config.read_config(path)
     if config_class is None:
         if params:
-            raise ParameterError(f"{path.stem} has no class Config, so it takes no parameters: omit {', '.join(params)}")
+            raise ParameterError(
+                f"{path.stem} has no class Config, so it takes no parameters: omit {', '.join(params)}"
+            )
         return {}, []
     try:
         made = config.build_config(config_class, params, nproc)

@@ -191,7 +191,9 @@ class ForkServerManager:
         if wait and not self._parent:
             self._parent = ForkServer()
         try:
-            return self._parent if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0) else None
+            return (
+                self._parent if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0) else None
+            )
         except ForkServerGone:
             self._retire_server()
             return None

@@ -74,7 +74,9 @@ def _run_to_exit_status(error_file: Path, rank: int) -> int:
     except BaseException as error:
         error.__traceback__ = _drop_launcher_frames(error.__traceback__)
         if exit_status(error):
-            _write_error_file(error_file, rank, error)  # before it is printed: torchrun may end this rank between the two
+            _write_error_file(
+                error_file, rank, error
+            )  # before it is printed: torchrun may end this rank between the two
         return print_error_and_status(error)
     return 0
 
@@ -155,7 +157,8 @@ def _unload_shadowed_modules(folder: Path) -> None:
 def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
     content = {
         "rank": rank,
-        "time": time.time() + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),  # of several hosts: by the clock of the first
+        "time": time.time()
+        + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),  # of several hosts: by the clock of the first
         "exc_type": type(error).__name__,
         "message": shorten(f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)),
         "traceback": shorten("".join(traceback.format_exception(error))),
@@ -177,7 +180,9 @@ def _drop_launcher_frames(frames: types.TracebackType | None) -> types.Traceback
 
     A module that runs the program in its turn hides its frames by a global ``__tracebackhide__``.
     """
-    while frames and (frames.tb_frame.f_code.co_filename == __file__ or "__tracebackhide__" in frames.tb_frame.f_globals):
+    while frames and (
+        frames.tb_frame.f_code.co_filename == __file__ or "__tracebackhide__" in frames.tb_frame.f_globals
+    ):
         frames = frames.tb_next
     return frames
 

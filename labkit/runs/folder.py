@@ -186,7 +186,9 @@ def runs_folder() -> Path:
     """
     chosen = os.path.expanduser(os.environ.get(ENV_RUNS_FOLDER, ""))
     if chosen.startswith("~"):
-        raise LabError(f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs")
+        raise LabError(
+            f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs"
+        )
     if chosen:
         return Path(chosen).resolve()
     return workspace_folder() / "runs"
@@ -200,7 +202,8 @@ def workspace_folder() -> Path:
         return ROOT
     here = Path.cwd()
     return next(
-        (folder.parent for folder in (here, *here.parents) if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)), here
+        (folder.parent for folder in (here, *here.parents) if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)),
+        here,
     )
 
 

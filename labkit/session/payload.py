@@ -66,7 +66,9 @@ def load_payload() -> dict[str, Any]:
 
 @functools.cache
 def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
-    """What ``payload_pickling.pack_payload`` packed. It may import whatever the notebook can, and its tracebacks show its lines.
+    """What ``payload_pickling.pack_payload`` packed.
+
+    It may import whatever the notebook can, and its tracebacks show its lines.
 
     Args:
         path: the file, which another user may have put in the place of the notebook's.

@@ -46,7 +46,9 @@ def can_show_widgets() -> bool:
     """
     said = os.environ.get(ENV_WIDGETS)
     if said not in (None, "", "0", "1"):
-        raise ParameterError(f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose")
+        raise ParameterError(
+            f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose"
+        )
     return said == "1" if said else in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
 
 
@@ -206,7 +208,9 @@ class _Panel:
         import ipywidgets
 
         self._explorer = explorer
-        self._knobs = {name: _control_widget(control, explorer.chosen[name]) for name, control in explorer.controls.items()}
+        self._knobs = {
+            name: _control_widget(control, explorer.chosen[name]) for name, control in explorer.controls.items()
+        }
         for knob in self._knobs.values():
             knob.observe(self._on_control_change, "value")
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))

@@ -593,7 +593,9 @@ own = labkit.run("fsdp_wrap", fsdp="yours", use={"small_fsdp": working}, **SETUP
 shares = [-(-unit // 4 // RANKS) for unit in UNITS]
 small = theory.step_collectives(layers, RANKS) | {"end_parameter_bytes": 4 * sum(shares)}
 small |= {"all_gather_bytes": 2 * 4 * sum(shares), "reduce_scatter_bytes": RANKS * 4 * sum(shares)}
-plots.comparison_table(own, small | {"peak_total_bytes": theory.small_fsdp_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05)
+plots.comparison_table(
+    own, small | {"peak_total_bytes": theory.small_fsdp_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05
+)
 
 # %% [markdown]
 # *The counts and bytes are those of* `fully_shard`*. Between the steps a rank holds only its share of the parameters.

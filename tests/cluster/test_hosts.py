@@ -154,7 +154,10 @@ def test_training_goes_on_where_a_killed_host_left_it_on_another_number_of_ranks
     unbroken = losses(labkit.run("fsdp_matrix", nproc=4, **how))
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "killed"))
     how["checkpoints"] = str(tmp_path / "checkpoints")
-    with use_display(AtStep(2, partial(hosts.kill, "beta"))), pytest.raises(HostLost, match=r"^beta was lost: its part"):
+    with (
+        use_display(AtStep(2, partial(hosts.kill, "beta"))),
+        pytest.raises(HostLost, match=r"^beta was lost: its part"),
+    ):
         labkit.run("fsdp_matrix", nproc=2, hosts=hosts[:2], **how)
     (folder,) = (tmp_path / "killed").iterdir()
     killed = labkit.load(folder)

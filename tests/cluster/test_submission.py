@@ -66,7 +66,9 @@ def test_an_option_is_a_word_for_sbatch(options):
 
 
 def test_the_folder_of_a_run_that_was_not_submitted_is_no_job(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no submitted\.json: give the folder of a run from labkit\.submit"):
+    with pytest.raises(
+        FileNotFoundError, match=r"holds no submitted\.json: give the folder of a run from labkit\.submit"
+    ):
         labkit_cluster.load_job(tmp_path)
 
 

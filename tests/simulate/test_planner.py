@@ -74,7 +74,9 @@ def test_every_row_is_what_simulate_says_and_nothing_is_simulated_twice(found):
     accepted = rows["candidate"].nunique()
     assert len(rows) == 2 * accepted == 2 * runs == 8
     for row in (rows.iloc[0], rows[rows["hardware"] == "a100-8x"].iloc[-1]):
-        result = labkit.simulate("decoder", hardware=row["hardware"], **plan.simulate_arguments(row["candidate"]), warm=True)
+        result = labkit.simulate(
+            "decoder", hardware=row["hardware"], **plan.simulate_arguments(row["candidate"]), warm=True
+        )
         assert row["peak_bytes"] == result.value("peak_total_bytes")
         assert row["reserved_bytes"] == result.value("gpu_reserved_bytes")
         for name in ("step_s", "compute_s", "exposed_s"):
@@ -106,7 +108,9 @@ def test_a_plan_is_read_from_its_folder_and_asked_under_another_budget(found):
     plan, _ = found
     again = labkit.SearchResult.load(plan.folder)
     assert again.frame.equals(plan.frame) and repr(again) == repr(plan)
-    least, most = (plan.fitting_rows["reserved_bytes"] + sum(OUTSIDE_ALLOCATOR_BYTES.values())).agg(["min", "max"]) / 2**30
+    least, most = (plan.fitting_rows["reserved_bytes"] + sum(OUTSIDE_ALLOCATOR_BYTES.values())).agg(
+        ["min", "max"]
+    ) / 2**30
     assert len(again.with_limits(budget_gib=most).fitting_rows) == len(plan.fitting_rows)
     assert len(again.with_limits(budget_gib=(least + most) / 2).fitting_rows) < len(plan.fitting_rows)
     nothing = again.with_limits(budget_gib=0.5)
