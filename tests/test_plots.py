@@ -171,7 +171,7 @@ def test_a_table_takes_what_was_measured_as_a_mapping_and_yours_alone():
     alone = plots.comparison_table(measured, yours=yours, column="simulated")
     assert list(alone.columns) == ["yours", "simulated", "yours is"]
     assert alone.loc["a"].tolist() == ["1", "2", "2 × too small"] and alone.loc["b"].tolist() == ["–", "8", "–"]
-    with pytest.raises(ValueError, match="nothing to compare with .*: give predicted, yours, or both"):
+    with pytest.raises(ValueError, match=r"nothing to compare with .*: give predicted, yours, or both"):
         plots.comparison_table(measured)
 
 
