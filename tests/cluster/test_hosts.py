@@ -155,7 +155,7 @@ def test_training_goes_on_where_a_killed_host_left_it_on_another_number_of_ranks
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "killed"))
     how["checkpoints"] = str(tmp_path / "checkpoints")
     with (
-        use_display(AtStep(2, partial(hosts.kill, "beta"))),
+        use_display(AtStep(2, partial(hosts.kill_host, "beta"))),
         pytest.raises(HostLost, match=r"^beta was lost: its part"),
     ):
         labkit.run("fsdp_matrix", nproc=2, hosts=hosts[:2], **how)
@@ -250,7 +250,7 @@ def test_nothing_is_left_on_any_host_when_the_notebooks_process_is_interrupted_o
 def test_a_host_that_hears_no_more_of_the_notebooks_process_ends_its_part(noted):
     """As where its machine was switched off, and no end of the connection was ever seen."""
     path, pids = noted
-    agent = "import labkit_cluster.host_agent as node; host_agent.NOTEBOOK_SILENCE_LIMIT_S = 2; node.main()"
+    agent = "from labkit_cluster import host_agent; host_agent.NOTEBOOK_SILENCE_LIMIT_S = 2; host_agent.main()"
     guest = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
     request = {"target": str(MISBEHAVE), "arguments": [f"--pids={path}"], "nproc": 1, "device": "cpu", "name": "run"}
     request |= {"working_folder": "/", "given": "", "versions": labkit_versions(), "sum": "", "environment": {}}
@@ -335,7 +335,7 @@ FAILURES = [
     ("beta", an_old_python, HostLost, "beta has a Python before 3.11 as .*: give Host.'beta', python='…'."),
     ("beta", another_torch, NotAllHosts, f"alpha has torch .* and beta has 9.9: {AGAIN}"),
     ("beta", another_labkit, NotAllHosts, f"the notebook has labkit .* and beta has .*: {AGAIN}"),
-    ("beta", no_labkit, HostLost, "labkit cannot start on beta .*No module named 'labkit'.*: install there what"),
+    ("beta", no_labkit, HostLost, "labkit cannot start on beta .*No module named 'labkit.*: install there what"),
     ("beta", no_python, HostLost, "beta has no Python at /nowhere/python .*: give Host.'beta', python='…'."),
     ("beta", dies_at_once, HostLost, "beta was lost: its part of the run ended with 'out of memory'. Is it up"),
     ("beta", without_the_program, NotAllHosts, "beta has no .*misbehave.py: copy it there, or keep it in a folder"),

@@ -68,7 +68,7 @@ class KillsAtStart(Display):
 
     def show(self, state, lines):
         if state.started_ranks == state.nproc:
-            self._hosts.kill("beta")
+            self._hosts.kill_host("beta")
 
 
 def test_without_root_hosts_are_processes_that_meet_on_loopback(monkeypatch):
