@@ -130,7 +130,7 @@ claim("in stage 3 it holds 14 GB", totals[3] == 14e9)
 # %% [markdown]
 # Small enough for this machine: a model of 18 million parameters, 290 MB with gradients and Adam. Both runs below have
 # a cap: a rank that allocates more than 320 MiB, that is 336 MB, is ended. Besides the 290 MB, a step needs room to
-# work in.
+# work in. The program `fsdp_matrix` is this lab's `fsdp_wrap` with more options, the cap among them.
 
 
 # %%
