@@ -147,10 +147,10 @@ def test_the_best_of_deep_models_are_whole_and_the_table_says_which_are_not(deep
     count = sum(bool(each.continued_from) for each in some.candidates)
     assert f"{count} of 4 continued from 4 and 6 blocks, reserved memory estimated" in repr(some)
     assert re.findall(r"continued$|whole$", repr(some), re.MULTILINE)[0] == "whole"
-    assert some.result(some.best["candidate"]).value("peak_total_bytes") == some.best["peak_bytes"]
+    assert some.load_simulation(some.best["candidate"]).value("peak_total_bytes") == some.best["peak_bytes"]
     line = next(place for place, each in enumerate(some.candidates) if each.continued_from)
     with pytest.raises(labkit.ParameterError, match=rf"continued from \[4, 6\] blocks, simulate it .*\({line}\)"):
-        some.result(line)
+        some.load_simulation(line)
     assert labkit.SearchResult.load(some.folder).frame.equals(some.frame)
 
 
