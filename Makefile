@@ -54,7 +54,7 @@ define run-parts
 endef
 
 check: lint ## what to run before each commit, 90 s: style, types, layers, and all tests that start no process
-	@$(RUN) pytest -q -p tests.fixture_quick $(TWO_FILES) -m "not calm and not long" --timeout 10
+	@$(RUN) pytest -q -p tests.fixture_quick $(TWO_FILES) -m "not browser and not calm and not long" --timeout 10
 
 test: export LABKIT_TEST := $(if $(ALL),all)
 test: $(INSTALLED) ## all kinds of tests in 12 minutes; ALL=1 adds every notebook and what else is marked long, as CI does
