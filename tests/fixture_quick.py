@@ -16,6 +16,9 @@ from typing import NoReturn
 
 import pytest
 
+REASON = "starts a process: make test runs it"
+_has_started = threading.Event()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def skip_when_a_process_starts() -> Iterator[None]:
@@ -29,8 +32,21 @@ def skip_when_a_process_starts() -> Iterator[None]:
 
 
 def leave_out(*arguments: object, **options: object) -> NoReturn:
-    """Skip the test that runs. What pytest raises is no Exception, so code under test does not handle it."""
+    """Skip the test that runs. What pytest raises is no Exception, so most code under test does not handle it."""
+    _has_started.set()
     if threading.current_thread() is not threading.main_thread():  # where the test waits for this thread
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
         raise SystemExit
-    pytest.skip("starts a process: make test runs it")
+    pytest.skip(REASON)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip a test whose code, such as IPython's, has taken the skip for an error of a cell."""
+    _has_started.clear()
+    try:
+        yield
+    except BaseException:
+        if _has_started.is_set():
+            pytest.skip(REASON)
+        raise

@@ -104,10 +104,16 @@ def test_every_part_runs_and_the_failed_ones_are_named_last(repository, tmp_path
 def test_a_quick_run_leaves_out_what_starts_a_process_and_stops_what_hangs(repository, tmp_path):
     lines = ["import subprocess, threading, time", "def test_one(): subprocess.run(['true'])"]
     lines += ["def test_two(): threading.Thread(target=test_one).start(); time.sleep(9)", "def test_three(): pass"]
-    (tmp_path / "test_quick.py").write_text("\n".join([*lines, "def test_four(): time.sleep(9)"]))
+    lines += [
+        "def test_four(): time.sleep(9)",
+        "def test_five():",
+        "    try: test_one()",
+        "    except BaseException: 1 / 0",
+    ]
+    (tmp_path / "test_quick.py").write_text("\n".join(lines))
     command = [sys.executable, "-m", "pytest", "-p", "tests.fixture_quick", "--timeout", "2", str(tmp_path)]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
-    assert "1 failed, 1 passed, 2 skipped" in done.stdout
+    assert "1 failed, 1 passed, 3 skipped" in done.stdout
 
 
 @pytest.mark.parametrize(("mark", "variable"), [("calm", "CALM"), ("alone", "ALONE")])
