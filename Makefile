@@ -12,7 +12,7 @@ VENV_PYTHON := $(VENV)/bin/python
 RUN := $(VENV_PYTHON) -m
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab update reset progress notebooks doctor test compat lint clean
+.PHONY: help run lab update reset progress notebooks doctor check test compat compat-here lint clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -39,12 +39,25 @@ notebooks: $(INSTALLED) ## write the learner's and the solved notebooks again fr
 doctor: $(INSTALLED) ## what this machine can do, and what to mend
 	@$(RUN) labkit doctor
 
-# ALL=1 adds what is marked long: every notebook, all cases of what is costly, an environment with nbgrader.
+# Tests run in three parts, because some disturb each other. A failed part does not keep the next from running. The marks
+# are explained in pyproject.toml; CALM and ALONE spare pytest the reading of files that hold none of the part's tests.
 CLUSTER := slurmctld slurmd slurm-client munge openssh-server iproute2
 CALM := tests/browser tests/cluster tests/test_notebooks.py tests/test_process.py tests/test_warm_start.py
 ALONE := tests/browser tests/test_fsdp.py tests/test_timeline.py tests/test_use.py tests/test_widgets*.py
+TWO_FILES := -n 2 --dist loadfile --no-loadscope-reorder
+define run-parts
+	@failed=; \
+	$(RUN) pytest $(TWO_FILES) -m "not calm and not alone$(1)" || failed="$$failed, side by side"; \
+	$(RUN) pytest -n 2 --dist loadgroup -m "calm$(1)" $(CALM) || failed="$$failed, calm"; \
+	$(RUN) pytest -m "alone$(1)" $(ALONE) || failed="$$failed, alone"; \
+	[ -z "$$failed" ] || { echo "Parts of the tests that failed: $${failed#, }. The others passed." >&2; exit 1; }
+endef
+
+check: lint ## what to run before each commit, 90 s: style, types, layers, and all tests that start no process
+	@$(RUN) pytest -q -p tests.fixture_quick $(TWO_FILES) -m "not browser and not calm and not long" --timeout 10
+
 test: export LABKIT_TEST := $(if $(ALL),all)
-test: $(INSTALLED) ## all kinds of checks in 12 minutes; ALL=1 adds every notebook and what else takes long, as CI does
+test: $(INSTALLED) ## all kinds of tests in 12 minutes; ALL=1 adds every notebook and what else is marked long, as CI does
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } </dev/null \
 		|| echo "No Chromium could be installed: the browser tests will be skipped." >&2
@@ -54,9 +67,7 @@ test: $(INSTALLED) ## all kinds of checks in 12 minutes; ALL=1 adds every notebo
 		|| echo "Not all could be installed of $(CLUSTER): tests of hosts and jobs will be skipped." >&2
 	@[ -z "$(ALL)" ] || $(MAKE) --no-print-directory $(VENV)/grade/.installed \
 		|| echo "No nbgrader could be installed: its tests will be skipped." >&2
-	@$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not calm and not alone"
-	@$(RUN) pytest -n 2 --dist loadgroup -m calm $(CALM)
-	@$(RUN) pytest -m alone $(ALONE)
+	$(call run-parts)
 
 compat: ## all tests but those in a browser under another torch: make compat TORCH=2.11.0
 	@test "$(origin TORCH)" != file || { echo "Say under which torch: make compat TORCH=2.11.0" >&2; exit 2; }
@@ -65,9 +76,7 @@ compat: ## all tests but those in a browser under another torch: make compat TOR
 compat-here: export LABKIT_TEST := $(if $(ALL),all)
 compat-here: $(INSTALLED)
 	@$(RUN) labkit doctor
-	@$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not calm and not alone"
-	@$(RUN) pytest -n 2 --dist loadgroup -m "calm and not browser" $(CALM)
-	@$(RUN) pytest -m "alone and not browser" $(ALONE)
+	$(call run-parts, and not browser)
 
 lint: $(INSTALLED) ## style, types and layers
 	@$(RUN) ruff check

@@ -4,9 +4,9 @@
     python benchmarks/calibrate.py --rounds 5       # on a machine that does other work as well
 
 Fully sharded training of two models, each in two sizes, on one and two ranks, gives latency, bandwidths, compute rate
-and what an operator costs (``labkit_simulate.theory.calibration``). Sizes in between and beyond are then predicted and measured.
-Runs take turns within each round; of each, the quickest round's median step counts, because other work only adds to it.
-Prints each case, and last one JSON object.
+and what an operator costs (``labkit_simulate.theory.calibration``). Sizes in between and beyond are then
+predicted and measured. Runs take turns within each round; of each, the quickest round's median step counts, because
+other work only adds to it. Prints each case, and last one JSON object.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import labkit
 from labkit import requirements
+from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUNS_FOLDER
 from labkit.models import catalog
 from labkit_simulate.operators import OperatorCounter
-from labkit_simulate.theory.calibration import CalibrationRun, CollectiveCalls, fit_hardware, relative_errors, step_estimate_s
+from labkit_simulate.theory.calibration import (
+    CalibrationRun,
+    CollectiveCalls,
+    fit_hardware,
+    relative_errors,
+    step_estimate_s,
+)
 from labkit_simulate.theory.step_time import Operator
 
 LIMIT = 0.25
@@ -90,9 +97,9 @@ def quickest(which: list[tuple[str, Sizes, int]], options: Options) -> list[Cali
 
 
 def main(options: Options) -> None:
-    os.environ |= {"LABKIT_PROGRESS": "off", "LABKIT_QUEUE": "0"}
+    os.environ |= {ENV_PROGRESS: "off", ENV_QUEUE: "0"}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["LABKIT_RUNS"] = folder
+        os.environ[ENV_RUNS_FOLDER] = folder
         fitted, held = cases(FITTED, options.models), cases(HELD_OUT, options.models)
         runs = quickest(fitted + held, options)
     known, unknown = runs[: len(fitted)], runs[len(fitted) :]

@@ -23,6 +23,8 @@ from typing import Any
 import psutil
 import tyro
 
+from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUNS_FOLDER
+
 PROGRAM = Path(__file__).resolve().parents[1] / "tests" / "programs" / "small.py"
 CLEARLY_EARLIER_S = 0.5
 RUN = """
@@ -73,10 +75,10 @@ def memory_of_all() -> int:
 
 
 def main(options: Options) -> None:
-    os.environ["LABKIT_PROGRESS"] = "off"
-    os.environ.pop("LABKIT_QUEUE", None)
+    os.environ[ENV_PROGRESS] = "off"
+    os.environ.pop(ENV_QUEUE, None)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"LABKIT_RUNS": folder, "XDG_RUNTIME_DIR": folder}
+        os.environ |= {ENV_RUNS_FOLDER: folder, "XDG_RUNTIME_DIR": folder}
         begun, peak = time.monotonic(), 0
         crowd = [start(number) for number in range(options.processes)]
         while any(each.poll() is None for each in crowd) and time.monotonic() - begun < options.timeout_s:

@@ -22,6 +22,7 @@ from typing import Any
 import tyro
 
 import labkit
+from labkit.environment import ENV_PROGRESS, ENV_RUNS_FOLDER
 
 SUSPECT = "ddp"
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,12 +77,12 @@ def repeat(name: str, count: int, timeout_s: float) -> Endings:
 
 
 def main(options: Options) -> None:
-    os.environ["LABKIT_PROGRESS"] = "off"
+    os.environ[ENV_PROGRESS] = "off"
     print("run           runs  hung  failed  median s")
     rows = []
     for name in options.programs:
         with tempfile.TemporaryDirectory() as folder:
-            os.environ["LABKIT_RUNS"] = folder
+            os.environ[ENV_RUNS_FOLDER] = folder
             row = repeat(name, options.count if name == SUSPECT else options.others, options.timeout_s)
         print(f"{row.name:<12}  {row.runs:4}  {row.hung:4}  {row.failed:6}  {row.median_s:8.2f}", flush=True)
         rows.append(row)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import tyro
 
 import labkit
+from labkit.environment import ENV_PROGRESS, ENV_RUNS_FOLDER
 from labkit.models import catalog
 from labkit.theory import fsdp, sizes, spatial, two_dim
 
@@ -132,7 +133,9 @@ def run(job: Job, ranks: int, device: str, limit_s: float) -> dict[str, Any]:
     if job.checks:
         names = ("compared", "max_rel_error")
         return row | {name: values[name] for name in names if name in values}
-    steps = {name: round(value, 4) for name, value in values.items() if name in ("step_ms", "forward_ms", "backward_ms")}
+    steps = {
+        name: round(value, 4) for name, value in values.items() if name in ("step_ms", "forward_ms", "backward_ms")
+    }
     memory = {f"{name}_bytes": values[f"{name}_bytes"] for name in MEMORY if f"{name}_bytes" in values}
     return row | steps | memory | {"theory": job.theory}
 
@@ -162,7 +165,9 @@ def draw(rows: list[dict[str, Any]], path: Path, stamp: str) -> None:
     import matplotlib.pyplot as plt
 
     measured = [row for row in rows if "step_ms" in row]
-    labels = [f"{row['lab']}\n{row['params'].get('mode', row['params'].get('strategy', ''))}".strip() for row in measured]
+    labels = [
+        f"{row['lab']}\n{row['params'].get('mode', row['params'].get('strategy', ''))}".strip() for row in measured
+    ]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     bars = left.bar(labels, [row["step_ms"] for row in measured], color="#4477AA")
     left.bar_label(bars, fmt="%.1f")
@@ -180,7 +185,7 @@ def draw(rows: list[dict[str, Any]], path: Path, stamp: str) -> None:
 
 
 def main(options: Options) -> None:
-    os.environ |= {"LABKIT_PROGRESS": "off"}
+    os.environ |= {ENV_PROGRESS: "off"}
     import torch
 
     gpus = torch.cuda.device_count()
@@ -191,7 +196,7 @@ def main(options: Options) -> None:
     device_name = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
     begun, rows = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as runs:
-        os.environ["LABKIT_RUNS"] = runs
+        os.environ[ENV_RUNS_FOLDER] = runs
         for job in jobs(options.preset, ranks):
             rows.append(run(job, ranks, options.device, options.limit_s - (time.perf_counter() - begun)))
             print(table(rows[-1:]), flush=True)

@@ -34,6 +34,7 @@ import tyro
 
 import labkit
 from labkit import requirements
+from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUNS_FOLDER
 
 PROGRAM = Path(__file__).resolve().parents[1] / "tests" / "programs" / "small.py"
 RANKS = 2
@@ -256,12 +257,12 @@ def draw(taken: dict[str, list[float]], path: Path) -> None:
 
 
 def main(options: Options) -> None:
-    os.environ |= {"LABKIT_PROGRESS": "off", "LABKIT_QUEUE": "0"}
+    os.environ |= {ENV_PROGRESS: "off", ENV_QUEUE: "0"}
     missing = [name for name in options.ways if name in OPTIONAL and importlib.util.find_spec(name) is None]
     for name in missing:
         print(f"{name} is not installed and left out: pip install {name}")
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["LABKIT_RUNS"] = folder
+        os.environ[ENV_RUNS_FOLDER] = folder
         taken = measure([name for name in options.ways if name not in missing], options.rounds)
         result = report(taken)
         if options.breakdown:

@@ -2,9 +2,9 @@
 
     python benchmarks/published.py
 
-Rows are those of ``labkit_simulate.theory.reference_results``, each with its configuration; the first of each kind of hardware gave the
-share of the peak that matrix products reach, the others are predicted. Nothing runs. Prints a table, and last one JSON
-object: the largest factor between predicted and published, of speed and of memory.
+Rows are those of ``labkit_simulate.theory.reference_results``, each with its configuration; the first of each
+kind of hardware gave the share of the peak that matrix products reach, the others are predicted. Nothing runs. Prints a
+table, and last one JSON object: the largest factor between predicted and published, of speed and of memory.
 """
 
 import json

@@ -3,11 +3,11 @@
     python benchmarks/soak.py                   # 200 runs, ten rounds of twenty: some minutes on two cores
     python benchmarks/soak.py --rounds 1        # a round of each kind
 
-A round has warm and cold runs and runs on two hosts (those of labkit_cluster.local_hosts), and faults among them: a rank that
-raises, one that is killed, ranks that wait for each other, a host that dies. Each good run trains the same network and
-must end with the losses of the first; each fault must be told by its own error and rank. After each run none of its
-processes may be left. Prints a line a round, and last one JSON object: open files and resident memory of this process
-and the warm parent after the first round and after the last.
+A round has warm and cold runs and runs on two hosts (those of labkit_cluster.local_hosts), and faults among them: a
+rank that raises, one that is killed, ranks that wait for each other, a host that dies. Each good run trains the same
+network and must end with the losses of the first; each fault must be told by its own error and rank. After each run
+none of its processes may be left. Prints a line a round, and last one JSON object: open files and resident memory of
+this process and the warm parent after the first round and after the last.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import psutil
 import tyro
 
 import labkit
+from labkit.environment import ENV_PROGRESS, ENV_RUN_FOLDER, ENV_RUNS_FOLDER
 from labkit.errors import HostLost, LabError, RankFailed, RunTimedOut
-from labkit.runs.folder import ENV_RUN_FOLDER
 from labkit_cluster.local_hosts import LocalHosts, start_local_hosts
 
 MISBEHAVE = Path(__file__).resolve().parents[1] / "tests" / "programs" / "misbehave.py"
@@ -130,13 +130,13 @@ def weigh() -> dict[str, float]:
 
 
 def main(options: Options) -> None:
-    os.environ["LABKIT_PROGRESS"] = "off"
+    os.environ[ENV_PROGRESS] = "off"
     seen: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
     orphans, weights, begun = 0, [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder, start_local_hosts(2) as hosts:
         runs = Path(folder)
-        os.environ["LABKIT_RUNS"] = folder
+        os.environ[ENV_RUNS_FOLDER] = folder
         right = train(nproc=4, warm=True)
         for number in range(options.rounds):
             for name, went_well in cases(hosts, runs, right):

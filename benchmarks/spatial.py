@@ -21,6 +21,7 @@ from typing import Any
 
 import labkit
 from labkit import requirements
+from labkit.environment import ENV_PROGRESS
 
 STRATEGIES = ("bound", "local", "dtensor", "native")
 HALVES = Path(__file__).with_name("programs") / "halves.py"
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=STRATEGIES, help="beside plain; by default all")
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each")
     options = parser.parse_args()
-    os.environ.setdefault("LABKIT_PROGRESS", "off")
+    os.environ.setdefault(ENV_PROGRESS, "off")
     problem = requirements.native_convolution_problem()
     strategies = [name for name in options.only or STRATEGIES if name != "native" or not problem]
     step_ms: dict[str, list[float]] = {name: [] for name in ("plain", *strategies)}

@@ -8,7 +8,7 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | folder or module                                | what it is for                                             |
 |-------------------------------------------------|------------------------------------------------------------|
 | theory, models, tensors, inductor, instrument,  | plain things that know nothing of ranks and runs           |
-| local_ranks, requirements, ending, errors       |                                                            |
+| local_ranks, requirements, environment, errors  |                                                            |
 | torch_private                                   | torch's private names, each with its reason                |
 | config, folder, records, result                 | the bridge between ranks and notebook                      |
 | operators                                       | what a program runs, counted on tensors without content    |
@@ -18,7 +18,6 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 | parity                                          | does a distributed step equal one device's?                |
 | launcher                                        | outside the ranks: start them, watch them, stop them       |
 | cluster                                         | the same runs on other hosts: Slurm, Kubernetes            |
-| simulate                                        | one rank of many, without the others and without numbers   |
 | doctor                                          | what this machine can do                                   |
 | plots                                           | results to figures                                         |
 | course                                          | a learner's copies, verdicts and progress                  |
@@ -49,11 +48,11 @@ __all__ = [
     "LabError",
     "NotAllHosts",
     "ParameterError",
-    "SearchResult",
     "RankFailed",
     "RecordError",
     "RunResult",
     "RunTimedOut",
+    "SearchResult",
     "check",
     "load",
     "plan",

@@ -28,12 +28,13 @@ Exit status:
     130   interrupted with Ctrl-C; the ranks are gone
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import tyro
 
@@ -46,6 +47,27 @@ from labkit.launcher.run import find_program
 from labkit.runs import history
 from labkit.runs.folder import runs_folder
 from labkit.theory.sizes import readable_bytes
+
+
+class ProgramCommand(Protocol):
+    """A command that takes a program and its parameters; a dataclass, whose fields are its options.
+
+    Attributes:
+        program: a name in launch/, or the path of a Python file.
+        about: what --help says of it, with ``{program}`` in it.
+        takes_lists: whether each parameter of the program takes several values.
+    """
+
+    program: str
+    about: ClassVar[str]
+    takes_lists: ClassVar[bool]
+
+    def execute(self, **arguments: Any) -> int:
+        """Do it, with the options and the program's parameters; print what came of it.
+
+        Returns:
+            The exit status.
+        """
 
 
 @dataclass
@@ -64,64 +86,22 @@ class RunCommand:
     timeout_s: float = 300
     """Seconds after which the run is stopped."""
 
+    about: ClassVar[str] = "Launch {program} and show its summary."
+    takes_lists: ClassVar[bool] = False
 
-@dataclass
-class SimulateCommand:
-    """Simulate one rank of many, or several, and show its summary: memory and communication, no values.
-
-    With a hardware its step's time is reckoned; no time is measured.
-
-    ``simulate PROGRAM --help`` lists the parameters of a program.
-    """
-
-    program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROGRAM")]
-    """A name in launch/, or the path of a Python file."""
-    world_size: int = 8
-    """Number of ranks among which the program finds itself."""
-    rank: tuple[int, ...] | Literal["different", "all"] = (0,)
-    """Those that are simulated; different: those that differ from each other, by what the program says."""
-    hardware: str | None = None
-    """Kind of host for which the step's time is reckoned, such as h100-8x."""
-    ranks_per_host: int | None = None
-    """GPUs of a host; by default those of the hardware, or 8."""
-    timeout_s: float = 600
-    """Seconds after which the simulation is stopped."""
-
-
-@dataclass
-class PlanCommand:
-    """Simulate all combinations of some values, and show those that fit, the fastest first.
-
-    ``plan PROGRAM --help`` lists the parameters of a program; each takes one value or several.
-    """
-
-    program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROGRAM")]
-    """A name in launch/, or the path of a Python file."""
-    world_size: tuple[int, ...] = (64,)
-    """Numbers of ranks."""
-    hardware: tuple[str, ...] = ("h100-8x",)
-    """Kinds of hosts."""
-    budget_gib: float | None = None
-    """What a rank may take of its device, in GiB; by default all that it has."""
-    dollars_per_hour: float | None = None
-    """What a device costs in an hour."""
-    samples: int | None = None
-    """Of all ranks in a step; by default one for each of the most ranks."""
-    limit: int = 100
-    """More candidates than that are refused."""
-    timeout_s: float = 600
-    """Seconds after which one simulation is stopped."""
-    whole: int | None = 3
-    """How many of the best are simulated whole; the others may be continued from a few blocks. None: all."""
+    def execute(self, **arguments: Any) -> int:
+        """Launch the program and print its summary; 1 where a check is not ok."""
+        result = labkit.run(**arguments)
+        print(result.summary().to_string())
+        if result.verdict_text:
+            print(result.verdict_text)
+        print(f"recorded in {result.folder}")
+        return 0 if result.ok else 1
 
 
 PROG = "python -m labkit"
-LaunchCommand = RunCommand | SimulateCommand | PlanCommand
-COMMAND_VERBS: dict[type[LaunchCommand], str] = {
-    RunCommand: "Launch",
-    SimulateCommand: "Simulate",
-    PlanCommand: "Simulate candidates of",
-}
+MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
+"""Modules of the packages beside the core; COMMANDS of each are ProgramCommands, by name."""
 PRUNE_PREVIEW_ROWS = 10  # of the runs that are to be removed
 
 
@@ -146,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch_command(words: list[str]) -> int:
-    kinds: dict[str, type[LaunchCommand]] = {"run": RunCommand, "simulate": SimulateCommand, "plan": PlanCommand}
+    kinds = program_commands()
     if words[:1] and words[0] in kinds and words[1:] and not words[1].startswith("-"):
-        return execute_command(*parse_run_command(words[1], words[2:], kinds[words[0]]))
+        return execute_command(*parse_run_command(words[1], words[2:], words[0]))
     if words[:1] == ["runs"]:
         return run_history_command(words[1:])
     commands: dict[str, Callable[..., Any]] = {
@@ -157,65 +137,62 @@ def _dispatch_command(words: list[str]) -> int:
         "doctor": print_diagnosis,
         "runs": list_runs,
     }
-    every = commands | {"simulate": SimulateCommand, "plan": PlanCommand} | COMMANDS
-    done = tyro.extras.subcommand_cli_from_dict(every, prog=PROG, args=words)
-    return execute_command(done, {}) if isinstance(done, LaunchCommand) else done
+    every = commands | kinds | COMMANDS
+    done: Any = tyro.extras.subcommand_cli_from_dict(every, prog=PROG, args=words)
+    return done if isinstance(done, int) else execute_command(done, {})
 
 
-def parse_run_command(
-    program: str, words: Sequence[str], kind: type[LaunchCommand] = RunCommand
-) -> tuple[LaunchCommand, dict[str, Any]]:
-    """Read the options of ``run``, ``simulate`` or ``plan`` and those of the program, by its Config.
+def program_commands() -> dict[str, type[ProgramCommand]]:
+    """The commands that take a program, by name: run, and those of the packages beside the core."""
+    commands: dict[str, type[ProgramCommand]] = {"run": RunCommand}
+    for name in MODULES_WITH_COMMANDS:
+        commands |= importlib.import_module(name).COMMANDS
+    return commands
 
-    The parameters are those that differ; for ``plan``, those that are given, each with its values in a list.
+
+def parse_run_command(program: str, words: Sequence[str], name: str = "run") -> tuple[ProgramCommand, dict[str, Any]]:
+    """Read the options of the command called ``name`` and those of the program, by its Config.
+
+    The parameters are those that differ from the defaults, each with its values in a tuple where the
+    command takes lists.
 
     Raises:
         ParameterError: there is no such program, or its Config cannot be read.
     """
     path, _ = find_program(program)
-    prog = f"{PROG} {kind.__name__.lower().removesuffix('command')}"
+    kind: Any = program_commands()[name]
+    prog = f"{PROG} {name}"
     config_class = config.read_config(path)
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
-        command, unknown = tyro.cli(kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True)
+        command, unknown = tyro.cli(
+            kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True
+        )
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
     options = cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
-    if kind is PlanCommand:
+    if kind.takes_lists:
         options = cli_list_dataclass(options)
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
     combined = make_dataclass(
-        kind.__name__,
+        kind.__name__.removesuffix("Command"),
         [
             ("program", tyro.conf.Suppress[str], field(default=program)),
             ("parameters", Annotated[options, tyro.conf.OmitArgPrefixes, its_own], field(default_factory=options)),
         ],
         bases=(kind,),
     )
-    about = f"{COMMAND_VERBS[kind]} {program} and show {'those that fit' if kind is PlanCommand else 'its summary'}."
+    about = kind.about.format(program=program)
     command = tyro.cli(combined, prog=f"{prog} {program}", description=about, args=words)
     defaults, values = vars(options()), vars(command.parameters)
     return command, {name: value for name, value in values.items() if value != defaults[name]}
 
 
-def execute_command(command: LaunchCommand, parameters: dict[str, Any]) -> int:
-    """Launch or simulate the program, print its summary; or the table of a plan."""
-    kind = next(each for each in COMMAND_VERBS if isinstance(command, each))
-    how = {each.name: getattr(command, each.name) for each in fields(kind)}
-    program = how.pop("program")
-    if isinstance(command, PlanCommand):
-        lists = {name: list(each) for name, each in (how | parameters).items() if isinstance(each, tuple) and each}
-        found = labkit.plan(program, **(how | lists))
-        print(f"{found}\nrecorded in {found.folder}")
-        return 0
-    start = labkit.run if isinstance(command, RunCommand) else labkit.simulate
-    result = start(program, **how, **parameters)
-    print(result.summary().to_string())
-    if result.verdict_text:
-        print(result.verdict_text)
-    print(f"recorded in {result.folder}")
-    return 0 if result.ok else 1
+def execute_command(command: ProgramCommand, parameters: dict[str, Any]) -> int:
+    """Do what the command says with the program's parameters; returns the exit status."""
+    kind: Any = next(each for each in program_commands().values() if isinstance(command, each))
+    return command.execute(**{each.name: getattr(command, each.name) for each in fields(kind)}, **parameters)
 
 
 def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:
@@ -273,7 +250,9 @@ def compare_runs(runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.con
     return 0
 
 
-def prune_runs(keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False) -> int:
+def prune_runs(
+    keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False
+) -> int:
     """Remove old runs, after asking. What is no run of labkit's, or may still go on, stays.
 
     Args:
@@ -288,7 +267,8 @@ def prune_runs(keep: int | None = None, older_than: float | None = None, program
         return 0
     size = readable_bytes(history.total_bytes(old))
     print(
-        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in {runs_folder()}; the newest of them are above"
+        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in {runs_folder()}; "
+        "the newest of them are above"
     )
     if not yes and not _confirm_removal():
         print("nothing was removed")

@@ -154,7 +154,9 @@ def check_compiler() -> Finding:
     """A C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
         return Finding("FAIL", "C++ compiler", seen, requirements.COMPILER_FIX, "lab 4 (torch.compile)")
-    answer = subprocess.run([requirements.compiler_name(), "--version"], capture_output=True, text=True, timeout=30, check=False)
+    answer = subprocess.run(
+        [requirements.compiler_name(), "--version"], capture_output=True, text=True, timeout=30, check=False
+    )
     return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [requirements.compiler_name()])[0])
 
 

@@ -35,7 +35,9 @@ from labkit import torch_private
 Function = Callable[..., Any]
 
 
-def reduce_scatter_with_assert(original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any) -> Any:
+def reduce_scatter_with_assert(
+    original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any
+) -> Any:
     """Check the output buffer of a reduce-scatter, then run it. For ``patch_reduce_scatter``, with functools.partial.
 
     Args:

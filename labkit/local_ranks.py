@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, distribute_tensor
 
 
-def shards_by_rank(tensor: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> dict[int, numpy.ndarray]:
+def shards_by_rank(
+    tensor: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> dict[int, numpy.ndarray]:
     """What each rank of a mesh holds of a tensor.
 
     Args:
@@ -26,7 +28,9 @@ def shards_by_rank(tensor: torch.Tensor, mesh_shape: Sequence[int], placements: 
     from labkit.torch_private import LocalTensor, LocalTensorMode
 
     if dist.is_initialized():
-        raise RuntimeError("this process is in a process group already: call shards_by_rank from a notebook, not a rank")
+        raise RuntimeError(
+            "this process is in a process group already: call shards_by_rank from a notebook, not a rank"
+        )
     ranks = int(numpy.prod(mesh_shape))
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:

@@ -1,15 +1,17 @@
-"""Name every private part of torch that labkit, its simulator and its programs use, and every function they replace.
+"""Name the private parts of torch that labkit uses, and the functions of torch that it replaces.
 
-A release of torch may move any of these without notice. So each stands here once, with the reason and with what is lost
-without it; tests/test_torch_private.py fails by name on a torch that lacks one, and `python -m labkit doctor` lists it.
+A release of torch may move any of them without notice. So each stands here once, with the reason
+and with what is lost without it, for the core, the simulator and the programs alike.
+tests/test_torch_private.py fails by name on a torch that lacks one, and `python -m labkit doctor`
+lists what is missing.
 
-    from labkit.torch_private import MemTracker, tree_leaves    # found in torch now, and no sooner
-    torch_private.world.pg_names                                # found anew each time: torch may replace it
-    torch_private.replace("PContext.close", close)              # replaced for the rest of the process
+    from labkit.torch_private import MemTracker, tree_leaves   # found in torch now, and no sooner
+    torch_private.world.pg_names                 # found anew each time: torch may replace it
+    torch_private.replace("PContext.close", close)             # for the rest of the process
 
-A part is asked for by the last part of its path, or by as much of the end as tells it from others, such as
-``PContext.close``. A leading underscore may be left out. Attributes of torch's objects are listed here, and used where
-the object is. Importing this module does not import torch.
+The end of a path names a part, as far as it tells that part from the others. A leading underscore
+may be left out. Attributes of torch's objects are listed here, and used where the object is.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -58,12 +60,13 @@ class PrivateName(NamedTuple):
             if isinstance(error, ImportError) and error.name == "torch":
                 raise
             raise RuntimeError(
-                f"torch {version('torch')} has no {self.path}: it is private and has moved; labkit knows torch "
-                f"{', '.join(self.seen)}: install one of them. Lost without it: {self.lost}"
+                f"torch {version('torch')} has no {self.path}: it is private and has moved; "
+                f"labkit knows torch {', '.join(self.seen)}: install one of them. "
+                f"Lost without it: {self.lost}"
             ) from error
 
     def is_there(self) -> bool:
-        """Whether this torch has it: the name, or an attribute that the class sets on its objects."""
+        """Whether this torch has it, as a name or as an attribute that objects of its class get."""
         try:
             self.resolve()
         except RuntimeError:
@@ -95,7 +98,7 @@ def __getattr__(name: str) -> Any:
 
 
 def replace(name: str, new: Any) -> None:
-    """Let ``new`` stand in the place of a function, class or method of torch, for the rest of the process."""
+    """Put ``new`` in place of a function, class or method of torch, for the rest of the process."""
     entry = _find_entry(name)
     entry.resolve()  # refuse to add what this torch does not call
     module, _, attribute = entry.path.partition(":")
@@ -104,7 +107,7 @@ def replace(name: str, new: Any) -> None:
 
 
 def wrap(name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a function or method of torch by what ``wrapper`` makes of it, for the rest of the process."""
+    """Replace a function of torch by ``wrapper(original)``, for the rest of the process."""
     replace(name, wrapper(get(name)))
 
 
@@ -130,7 +133,7 @@ def _entries(room: str, lost: str, reasons: Mapping[str, str]) -> Iterator[Priva
 
 
 MEMORY_TRACKER_MODULE = "torch.distributed._tools.mem_tracker"
-"""Follows the memory of a model in its last step. Importing it brings in the compiler, which takes half a second."""
+"""Follows the memory of a step. Importing it imports the compiler, which takes half a second."""
 COMPILED_AUTOGRAD_MODULE = "torch._dynamo.compiled_autograd"
 SLOW_MODULES = (MEMORY_TRACKER_MODULE, "torch._inductor.compile_fx", COMPILED_AUTOGRAD_MODULE)
 """Modules that a warm process imports once for all its ranks."""
@@ -164,8 +167,10 @@ SESSION = (
         "every run that measures its traffic, and a clean end of every session",
         {
             "torch.distributed.distributed_c10d:_world": "all process groups of this process",
-            "torch.distributed.distributed_c10d:_world.pg_map": "groups that must outlive the end of a session",
-            "torch.distributed.distributed_c10d:_world.pg_names": "the group of a collective, which is named in it",
+            "torch.distributed.distributed_c10d:_world.pg_map":
+                "groups that must outlive the end of a session",
+            "torch.distributed.distributed_c10d:_world.pg_names":
+                "the group of a collective, which is named in it",
             "torch:ScriptObject._type": "tells a process group among the arguments of a collective",
             f"{_DISPATCH}:TorchDispatchMode": "sees every operator and collective",
             f"{_PYTREE}:tree_leaves": "the tensors in nested arguments",
@@ -183,19 +188,26 @@ SESSION = (
             _MEM_TRACKER: "follows every tensor of a step",
             f"{_MEM_TRACKER}._mod_tracker": "which module is at work",
             f"{_MEM_TRACKER}._pre_fw_hook": "replaced: a model may run several times in one step",
-            "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker": "knows the categories of FSDP2",
+            "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker":
+                "knows the categories of FSDP2",
             "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._fsdp_state_pre_forward":
                 "replaced: a model may run several times in one step",
-            "torch.distributed._functional_collectives:AsyncCollectiveTensor": "DTensor waits for its collectives by it",
-            "torch.distributed._functional_collectives:AsyncCollectiveTensor.wait": "replaced in a traced step: gloo lets go",
-            "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait": "likewise",
+            "torch.distributed._functional_collectives:AsyncCollectiveTensor":
+                "DTensor waits for its collectives by it",
+            "torch.distributed._functional_collectives:AsyncCollectiveTensor.wait":
+                "replaced in a traced step: gloo lets go",
+            "torch.distributed._functional_collectives:AsyncCollectiveTensor.trigger_wait":
+                "likewise",
             "torch.distributed:Work.wait": "likewise",
         },
     ),
     *_entries(
         "session",
         "time lines of compiled programs",
-        {f"{COMPILED_AUTOGRAD_MODULE}:compiled_autograd_enabled": "hooks would be compiled into the backward pass"},
+        {
+            f"{COMPILED_AUTOGRAD_MODULE}:compiled_autograd_enabled":
+                "hooks would be compiled into the backward pass",
+        },
     ),
 )  # fmt: skip
 
@@ -204,10 +216,12 @@ TECHNIQUE = (
         "technique",
         "activation checkpointing: labs 2 and 5",
         {
-            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "checkpoints a block and keeps its names",
+            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper":
+                "checkpoints a block and keeps its names",
             "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper._checkpoint_wrapped_module":
                 "the block inside",
-            "torch:ops.aten._scaled_dot_product_flash_attention.default": "its result is kept, not computed again",
+            "torch:ops.aten._scaled_dot_product_flash_attention.default":
+                "its result is kept, not computed again",
             "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default": "likewise",
             "torch:ops.aten._scaled_dot_product_efficient_attention.default": "likewise",
             "torch:ops.aten._scaled_dot_product_cudnn_attention.default": "likewise",
@@ -219,11 +233,15 @@ TECHNIQUE = (
         "FSDP's prefetching, its flat parameters and its gathered memory: labs 2 and 3",
         {
             "torch.distributed.fsdp:FSDPModule._set_unshard_async_op": "gloo gathers ahead",
-            "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "the parameters that a unit gathers",
+            "torch.distributed.fsdp:FSDPModule._get_fsdp_state":
+                "the parameters that a unit gathers",
             f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_group": "likewise",
-            "torch.distributed.fsdp:FullyShardedDataParallel._use_orig_params": "whether FSDP1 keeps parameters apart",
-            "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2": "FSDP1's hybrid sharding, parameters kept",
-            f"{_PARAM_GROUP}:FSDPParamGroup": "its methods are watched or replaced in tests, see labkit.instrument",
+            "torch.distributed.fsdp:FullyShardedDataParallel._use_orig_params":
+                "whether FSDP1 keeps parameters apart",
+            "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2":
+                "FSDP1's hybrid sharding, parameters kept",
+            f"{_PARAM_GROUP}:FSDPParamGroup":
+                "its methods are watched or replaced in tests, see labkit.instrument",
             f"{_PARAM_GROUP}:FSDPParamGroup.unshard": "likewise",
             f"{_PARAM_GROUP}:FSDPParamGroup.reshard": "likewise",
             f"{_PARAM_GROUP}:FSDPParamGroup.post_backward": "likewise",
@@ -235,19 +253,16 @@ TECHNIQUE = (
         "technique",
         "tensor subclasses and hooks of FSDP's all-gather: lab 3",
         {
-            "torch.distributed.tensor:DTensor._local_tensor": "FSDP2 asks this object, and no view of it, for hooks",
+            "torch.distributed.tensor:DTensor._local_tensor":
+                "FSDP2 asks this object, and no view of it, for hooks",
             "torch:Tensor._make_wrapper_subclass": "makes a tensor that holds others",
             f"{_DISPATCH}:return_and_correct_aliasing": "gives views of such a tensor their memory",
-            "torch.autograd:_unsafe_preserve_version_counter": "refills a parameter that autograd has saved",
+            "torch.autograd:_unsafe_preserve_version_counter":
+                "refills a parameter that autograd has saved",
             "torch:UntypedStorage._cdata": "tells memory apart where it has no address",
             "torch:ops.aten.add_.Tensor._schema": "which arguments an operator writes to",
             "torch:_foreach_mul": "an operator on lists, with which an exercise is judged",
         },
-    ),
-    *_entries(
-        "technique",
-        "models that run simulated as well: lab 6",
-        {"torch._subclasses:FakeTensor": "tells that a tensor has no value to be read"},
     ),
     *_entries(
         "technique",
@@ -262,8 +277,10 @@ TECHNIQUE = (
         "technique",
         "gradient buckets: labs 1 and 4",
         {
-            "torch.autograd:Variable._execution_engine.queue_callback": "acts at the end of a backward pass, as DDP does",
-            "torch.distributed._composable.replicate:replicate": "DDP without a wrapper: labs 4 and 5",
+            "torch.autograd:Variable._execution_engine.queue_callback":
+                "acts at the end of a backward pass, as DDP does",
+            "torch.distributed._composable.replicate:replicate":
+                "DDP without a wrapper: labs 4 and 5",
         },
     ),
     *_entries(
@@ -309,16 +326,46 @@ COMPILER = _entries(
 
 DEVICE_FUNCTIONS = {
     "cuda": (
-        *("synchronize", "empty_cache", "ipc_collect", "init", "set_per_process_memory_fraction", "set_stream"),
-        *("reset_accumulated_memory_stats", "Event", "Stream", "set_device", "current_device", "device", "stream"),
-        *("current_stream", "default_stream", "memory_allocated", "memory_reserved", "max_memory_allocated"),
-        *("max_memory_reserved", "reset_peak_memory_stats", "reset_max_memory_allocated", "is_bf16_supported"),
-        *("get_device_name", "get_device_capability"),
+        "synchronize",
+        "empty_cache",
+        "ipc_collect",
+        "init",
+        "set_per_process_memory_fraction",
+        "set_stream",
+        "reset_accumulated_memory_stats",
+        "Event",
+        "Stream",
+        "set_device",
+        "current_device",
+        "device",
+        "stream",
+        "current_stream",
+        "default_stream",
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "reset_peak_memory_stats",
+        "reset_max_memory_allocated",
+        "is_bf16_supported",
+        "get_device_name",
+        "get_device_capability",
     ),
     "accelerator": (
-        *("synchronize", "empty_cache", "empty_host_cache", "set_stream", "reset_accumulated_memory_stats"),
-        *("set_device_index", "current_device_index", "device_index", "current_stream", "memory_allocated"),
-        *("memory_reserved", "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"),
+        "synchronize",
+        "empty_cache",
+        "empty_host_cache",
+        "set_stream",
+        "reset_accumulated_memory_stats",
+        "set_device_index",
+        "current_device_index",
+        "device_index",
+        "current_stream",
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "reset_peak_memory_stats",
         "get_device_capability",
     ),
 }
@@ -342,7 +389,7 @@ MESH_FACTORIES = tuple(
         f"{_FSDP}._fsdp_init",
     )
 )
-"""Where a program, or FSDP2 where the program gives no mesh, finds torch's function that makes one."""
+"""Where a program, or FSDP2 without a mesh, finds torch's function that makes one."""
 
 _SEEN_SINCE_2_12 = {"torch:accelerator.empty_host_cache": SEEN[1:]}
 _DEVICE_PATHS = [f"torch:{module}.{name}" for module, names in DEVICE_FUNCTIONS.items() for name in names]
@@ -354,12 +401,15 @@ SIMULATOR = _entries(
     {
         # what makes a rank a simulated one
         "torch._subclasses.fake_tensor:FakeTensorMode": "tensors have shapes and no memory",
-        "torch._subclasses.fake_tensor:unset_fake_temporarily": "tensors have values, where torch needs them",
+        "torch._subclasses.fake_tensor:FakeTensor": "tells such a tensor",
+        "torch._subclasses.fake_tensor:unset_fake_temporarily":
+            "tensors have values, where torch needs them",
         "torch._subclasses.fake_tensor:DataDependentOutputException": "a program has read a value",
         "torch._subclasses.fake_tensor:DynamicOutputShapeException": "likewise",
         "torch.testing._internal.distributed.fake_pg:FakeStore": "a process group of one process",
         "torch._C._distributed_c10d:FakeWork": "what its collectives return",
-        "torch._C._distributed_c10d:FakeWork.wait": "replaced while a step is recorded: a wait is an event",
+        "torch._C._distributed_c10d:FakeWork.wait":
+            "replaced while a step is recorded: a wait is an event",
         "torch.distributed._tools.fake_collectives": "lets collectives take tensors without memory",
         "torch:_C._current_graph_task_id": "whether a backward pass is running",
         # torch.distributed
@@ -372,17 +422,20 @@ SIMULATOR = _entries(
             "replaced: whatever its backend, a group sends nothing",
         ),
         **dict.fromkeys(
-            ("torch.distributed:new_group", "torch.distributed.distributed_c10d:new_group"), "replaced: likewise"
+            ("torch.distributed:new_group", "torch.distributed.distributed_c10d:new_group"),
+            "replaced: likewise",
         ),
-        **dict.fromkeys(MESH_FACTORIES, "replaced: a mesh is made of ranks, which are values in tensors"),
-        "torch.distributed.device_mesh:DeviceMesh.__init__": "replaced: likewise; it takes the CPU for a GPU",
+        **dict.fromkeys(MESH_FACTORIES, "replaced: a mesh is made of ranks, values in tensors"),
+        "torch.distributed.device_mesh:DeviceMesh.__init__":
+            "replaced: likewise; it takes the CPU for a GPU",
         "torch.distributed:is_nccl_available": "replaced: yes, to programs",
         "torch.distributed:Reducer": "replaced: DDP's C++ works on memory",
         "torch.distributed:Logger": "replaced: likewise",
         "torch.distributed:_verify_params_across_processes": "replaced: it compares values",
         "torch.distributed:_register_comm_hook": "replaced: a hook of DDP cannot be simulated",
         "torch.distributed:_register_builtin_comm_hook": "replaced: likewise",
-        "torch.distributed:_compute_bucket_assignment_by_size": "DDP's buckets in the order of the first backward pass",
+        "torch.distributed:_compute_bucket_assignment_by_size":
+            "DDP's buckets in the order of the first backward pass",
         "torch.nn.parallel:DistributedDataParallel.__init__": "replaced: it takes no GPU",
         # FSDP2 and DTensor
         f"{_FSDP}._fsdp_param:_chunk_with_empty": "replaced: cuts only the chunk that is used",
@@ -405,14 +458,18 @@ SIMULATOR = _entries(
         f"{_MOD_TRACKER}._known_modules": "the models of a program that knows nothing of labkit",
         "torch.distributed._tools.common_utils:get_untyped_storages": "the memory behind a tensor",
         # values that are not there
-        "torch.nn.init:_no_grad_trunc_normal_": "replaced: it draws until all values are within bounds",
+        "torch.nn.init:_no_grad_trunc_normal_":
+            "replaced: it draws until all values are within bounds",
         "torch.utils:swap_tensors": "replaced: torch refuses it for tensors that a mode remembers",
         "torch:compile": "replaced: refused, since it needs values",
         "torch:save": "replaced: there is nothing to save",
         "torch.multiprocessing:spawn": "replaced: of the ranks that it would start one is there",
         **{
             f"torch.utils.data:{name}.__iter__": "replaced: an order is made of values"
-            for name in ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler")
+            for name in (
+                *("RandomSampler", "SubsetRandomSampler"),
+                *("WeightedRandomSampler", "DistributedSampler"),
+            )
         },
         "torch.utils.data.dataloader:DataLoader.__init__": "replaced: samples stay in the process",
         "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__": "replaced: it draws a seed",
@@ -424,17 +481,21 @@ SIMULATOR = _entries(
         f"{_AMP_SCALER}._init_scale": "the scale at first",
         f"{_AMP_SCALER}._init_growth_tracker": "likewise",
         f"{_AMP_SCALER}._growth_tracker": "likewise",
-        "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler._amp_update_scale_cpu_": "replaced: likewise",
+        "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler._amp_update_scale_cpu_":
+            "replaced: likewise",
         # GPUs that are not there
         "torch:_C._nn._parse_to": "replaced: model.to takes the CPU for a GPU",
         "torch.amp:autocast.__init__": "replaced: likewise",
         f"{_AMP_SCALER}.__init__": "replaced: likewise",
         "torch.utils._device:DeviceContext.__init__": "replaced: likewise",
         **dict.fromkeys(_DEVICE_PATHS, "replaced: a simulated rank has a GPU"),
-        **dict.fromkeys((f"torch:{name}" for name in DEVICE_QUESTIONS), "replaced: likewise, for programs alone"),
+        **dict.fromkeys(
+            (f"torch:{name}" for name in DEVICE_QUESTIONS), "replaced: likewise, for programs alone"
+        ),
     },
 )  # fmt: skip
 
 PRIVATE_NAMES = tuple(
-    each._replace(seen=_SEEN_SINCE_2_12.get(each.path, SEEN)) for each in (*LAUNCHER, *SESSION, *TECHNIQUE, *COMPILER, *SIMULATOR)
+    each._replace(seen=_SEEN_SINCE_2_12.get(each.path, SEEN))
+    for each in (*LAUNCHER, *SESSION, *TECHNIQUE, *COMPILER, *SIMULATOR)
 )

@@ -9,7 +9,6 @@ result is whole although no notebook may be watching any more.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any, NoReturn
 
 from labkit.errors import HostLost, NotAllHosts, RunTimedOut
 from labkit.launcher import failure, process
-from labkit.launcher.run import FAILURE_GRACE_S, exit_label, timestamp_now, write_run_end
+from labkit.launcher.backend import EXIT_FAILED, watch_ranks
+from labkit.launcher.run import exit_label, timestamp_now, write_run_end
 from labkit.runs.folder import RunFolder, read_json, write_json
 from labkit.runs.verdict import finished_exit
-from labkit_cluster import host_agent
 from labkit_cluster.host_rendezvous import JOIN_TIMEOUT_S, POLL_PERIOD_S, FolderMailbox, RendezvousMember
+from labkit_cluster.host_torchrun import start_and_rendezvous
 from labkit_cluster.listeners import Heartbeats
 
 FAILURE_POLL_PERIOD_S = 0.5
@@ -30,7 +30,7 @@ STACKS_GRACE_S = 2.0
 """How long a host out of time leaves its ranks alone, until the others, with clocks of their own, have their stacks."""
 HOST_EXIT_TIMEOUT_S = 8.0
 """How long host 0 waits for the others to say how they ended; one that says nothing is lost."""
-EXIT_FAILED, EXIT_NO_RENDEZVOUS, EXIT_HOST_LOST, EXIT_TIMED_OUT = 1, 3, 75, 124
+EXIT_NO_RENDEZVOUS, EXIT_HOST_LOST, EXIT_TIMED_OUT = 3, 75, 124
 """Exit statuses. With "host lost" in run.json, the job's template asks for another attempt."""
 ATTEMPT_FILE_PATTERNS = ("rank_*", "session.json", "verdict.json", "exit*.json", "torchrun*", "meeting_*")
 """What an attempt leaves in the folder."""
@@ -106,7 +106,7 @@ class JobAgent:
     def _run_this_host(self) -> int:
         """Meet the others, run torchrun, tell how it ended; returns its status, or OUT_OF_TIME."""
         self._refuse_missing_program()
-        running, company = host_agent.start_and_rendezvous(self._folder, self._job, self.guest, self._board)
+        running, company = start_and_rendezvous(self._folder, self._job, self.guest, self._board)
         try:
             with contextlib.closing(company):
                 status = self._watch_torchrun(running, company)
@@ -127,30 +127,40 @@ class JobAgent:
             raise NotAllHosts(missing)
 
     def _watch_torchrun(self, running: process.TorchrunProcess, company: Heartbeats) -> int:
-        """Wait for torchrun's end, for the limit, or for a failure elsewhere that it does not notice."""
-        limit = time.monotonic() + self._job["timeout_s"]
-        look_at, failed_at = 0.0, 0.0
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return running.wait(POLL_PERIOD_S)
-            now = time.monotonic()
-            if now > limit:
-                process.collect_stacks(self._folder, range(self._job["hosts"] * self._job["nproc"]), self.guest.name)
-                time.sleep(STACKS_GRACE_S)
-                return EXIT_TIMED_OUT
-            is_alone = bool(company.unreachable_peers())
-            if not failed_at and (is_alone or now > look_at):
-                look_at = now + FAILURE_POLL_PERIOD_S
-                failed_at = now if is_alone or failure.read_rank_errors(self._folder) or self._board.get("stop") else 0.0
-            if failed_at and now - failed_at > FAILURE_GRACE_S:
-                return EXIT_FAILED
+        """Wait for torchrun's end, the limit, or a failure elsewhere that it does not notice."""
+        look_at = 0.0
+
+        def has_failed() -> bool:
+            nonlocal look_at
+            if company.unreachable_peers():
+                return True
+            if time.monotonic() < look_at:
+                return False
+            look_at = time.monotonic() + FAILURE_POLL_PERIOD_S
+            return bool(failure.read_rank_errors(self._folder) or self._board.get("stop"))
+
+        def collect_stacks() -> int:
+            ranks = range(self._job["hosts"] * self._job["nproc"])
+            process.collect_stacks(self._folder, ranks, self.guest.name)
+            time.sleep(STACKS_GRACE_S)
+            return EXIT_TIMED_OUT
+
+        return watch_ranks(
+            running.wait,
+            has_failed,
+            poll_period_s=POLL_PERIOD_S,
+            timeout_s=self._job["timeout_s"],
+            on_timeout=collect_stacks,
+        )
 
     def _raise_run_failure(self, status: int) -> None:
         """Raise the run's failure, if it has failed on any host."""
         give_up = time.monotonic() + HOST_EXIT_TIMEOUT_S
         ends = {0: status}
         for index in range(1, self.guest.hosts):
-            ends[index] = self._wait_for_message(f"end_{index}", give_up - time.monotonic()).get("status", EXIT_HOST_LOST)
+            ends[index] = self._wait_for_message(f"end_{index}", give_up - time.monotonic()).get(
+                "status", EXIT_HOST_LOST
+            )
         lost = [self._board.get(f"host_{index}")["name"] for index, end in ends.items() if end == EXIT_HOST_LOST]
         if EXIT_TIMED_OUT in ends.values():
             raise failure.timeout_failure(self._folder, self._job["timeout_s"], self._job["hosts"] * self._job["nproc"])

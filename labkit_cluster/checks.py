@@ -22,7 +22,9 @@ def place_of(answer: Callable[..., Any]) -> Verdict:
         if found is None or (tuple(found) if isinstance(found, list | tuple) else found) != right:
             said = f"{asked} gave {value_text(found)}"
             if isinstance(found, list | tuple) and tuple(found) == right[::-1]:
-                raise WrongAnswer(f"{said}: the local rank first", expected=f"expected {right}", hint="The host comes first.")
+                raise WrongAnswer(
+                    f"{said}: the local rank first", expected=f"expected {right}", hint="The host comes first."
+                )
             raise WrongAnswer(said, expected=f"expected {right}", hint="Ranks 0 to nproc - 1 are on host 0. Count on.")
     return passing_verdict("6 ranks placed")
 
@@ -82,7 +84,9 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
             hint = "As text, 'step_9' comes after 'step_10'. Compare numbers: int(path.name.split('_')[1])."
             raise WrongAnswer("it gave step_9, and step_10 is newer", expected="expected step_10", hint=hint)
         if name == "step_10" or name == ".metadata":
-            raise WrongAnswer(f"it gave {value_text(found)}", expected="expected the path of the folder step_10, inside folder")
+            raise WrongAnswer(
+                f"it gave {value_text(found)}", expected="expected the path of the folder step_10, inside folder"
+            )
         raise WrongAnswer(f"it gave {value_text(found)}", expected="expected the folder step_10")
 
 
@@ -98,7 +102,9 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
         if abs(found - right) <= TOLERANCE * right:
             continue
         least, lost = (
-            (theory.checkpoint_overhead_share(each, save_s, between_s) for each in (right, found)) if found > 0 else (0, 0)
+            (theory.checkpoint_overhead_share(each, save_s, between_s) for each in (right, found))
+            if found > 0
+            else (0, 0)
         )
         likely = {
             (save_s * between_s) ** 0.5: "A failure costs half an interval on average, not a whole one.",

@@ -68,7 +68,9 @@ def run_cluster_command(*words: str, given: str = "", environment: Mapping[str, 
         where = "work on a machine that has the cluster's own commands, such as its login node"
         raise LabError(f"this machine has no {words[0]}: {where}; labkit.run needs no cluster")
     try:
-        done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environment)
+        done = subprocess.run(
+            words, input=given, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise LabError(f"{words[0]} has not answered for {COMMAND_TIMEOUT_S} s: is the cluster up?") from None
     if done.returncode:

@@ -11,8 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,19 +21,18 @@ from typing import Any, BinaryIO, NoReturn
 
 from labkit.errors import HostLost, NotAllHosts
 from labkit.launcher import process
+from labkit.launcher.backend import watch_ranks
 from labkit.runs.folder import RunFolder, write_json
 from labkit_cluster.file_sync import FileChanges
 from labkit_cluster.host_rendezvous import (
     Mailbox,
     RendezvousMember,
     files_digest,
-    join_rendezvous,
     labkit_versions,
     refuse_version_mismatch,
 )
-from labkit_cluster.listeners import Heartbeats
+from labkit_cluster.host_torchrun import start_and_rendezvous
 
-POLL_PERIOD_S = 0.1
 FILE_SYNC_PERIOD_S = 0.2
 END_ORDER_TIMEOUT_S = 5.0
 """So long the ranks of a run that is to end are kept where they are, once their stacks were told."""
@@ -58,7 +55,9 @@ def main() -> None:
         serve_request(request, sys.stdin.buffer, sys.stdout.buffer)
 
 
-def run_host(folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox, end: threading.Event) -> int:
+def run_host(
+    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox, end: threading.Event
+) -> int:
     """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit status.
 
     Raises:
@@ -66,25 +65,14 @@ def run_host(folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMem
         LinesLost: some that were met do not answer any more.
     """
     running, company = start_and_rendezvous(folder, request, guest, board)
+
+    def has_ended() -> bool:
+        if lost := company.unreachable_peers():
+            raise PeersLost(lost)
+        return end.is_set()
+
     with contextlib.closing(company):
-        while not end.is_set():
-            if lost := company.unreachable_peers():
-                raise PeersLost(lost)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return running.wait(POLL_PERIOD_S)
-    return 1
-
-
-def start_and_rendezvous(
-    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox
-) -> tuple[subprocess.Popen[bytes], Heartbeats]:
-    """Start torchrun, and meet the other hosts while it imports torch; returns both. Raises NotAllHosts."""
-    teller, told = socket.socketpair()
-    with teller:
-        running = process.start_torchrun_among_hosts(folder, request, guest, told)
-        meeting = join_rendezvous(guest, board)
-        process.send_rendezvous_result(teller, guest, meeting)
-    return running, meeting.heartbeats
+        return watch_ranks(running.wait, has_ended, grace_s=0)
 
 
 def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -> NoReturn:
@@ -114,12 +102,18 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
         home.send_message({"failed": f"{guest.name}: {type(error).__name__}: {error}"})
     if home.wants_stacks:
         own, stacks = request["nproc"], process.collect_stacks(folder, range(guest.hosts * request["nproc"]))
-        home.send_message({"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}})
-        home.end_now_event.wait(END_ORDER_TIMEOUT_S)  # a rank that ended would end those of other hosts before they have answered
+        home.send_message(
+            {"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}}
+        )
+        home.end_now_event.wait(
+            END_ORDER_TIMEOUT_S
+        )  # a rank that ended would end those of other hosts before they have answered
     immortal = process.kill_run_processes(folder.path)
     home.send_remaining_files()
     if immortal:
-        home.send_message({"problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"})
+        home.send_message(
+            {"problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"}
+        )
     home.send_message({"end": status})
     _remove_host_folder(folder)
     os._exit(0)

@@ -108,7 +108,9 @@ class RendezvousResult:
         for name, found in psutil.net_if_addrs().items():
             if any(each.address == self.local_address for each in found):
                 return name
-        raise NotAllHosts(f"no network interface of this host holds its own address {self.local_address}: did it just change?")
+        raise NotAllHosts(
+            f"no network interface of this host holds its own address {self.local_address}: did it just change?"
+        )
 
 
 def join_rendezvous(guest: RendezvousMember, board: Mailbox) -> RendezvousResult:
@@ -128,7 +130,12 @@ def join_rendezvous(guest: RendezvousMember, board: Mailbox) -> RendezvousResult
 
 def _exchange_addresses(guest: RendezvousMember, board: Mailbox, doors: Listeners) -> RendezvousResult:
     give_up = time.monotonic() + JOIN_TIMEOUT_S
-    card = {"name": guest.name, "doors": doors.ports, "versions": host_versions(), "cores": len(requirements.usable_cores())}
+    card = {
+        "name": guest.name,
+        "doors": doors.ports,
+        "versions": host_versions(),
+        "cores": len(requirements.usable_cores()),
+    }
     board.put(f"host_{guest.index}", card | {"machine": _machine_id(), "network": _network_namespace_id()})
     cards = _wait_for_all(guest, board, "host", give_up)
     names = [each["name"] for each in cards]
@@ -153,7 +160,9 @@ def _exchange_addresses(guest: RendezvousMember, board: Mailbox, doors: Listener
 
 def _wait_for_all(guest: RendezvousMember, board: Mailbox, kind: str, give_up: float) -> list[dict[str, Any]]:
     """The words of this kind from all hosts, once they are there."""
-    return [_wait_for_message(board, f"{kind}_{index}", _member_name(guest, index), give_up) for index in range(guest.hosts)]
+    return [
+        _wait_for_message(board, f"{kind}_{index}", _member_name(guest, index), give_up) for index in range(guest.hosts)
+    ]
 
 
 def _member_name(guest: RendezvousMember, index: int) -> str:
@@ -168,7 +177,8 @@ def _wait_for_message(board: Mailbox, name: str, whom: str, give_up: float) -> d
             return found
         time.sleep(POLL_PERIOD_S)
     raise NotAllHosts(
-        f"{whom} did not come within {JOIN_TIMEOUT_S:g} s, and no rank was started: is it up, or still starting? Then run again"
+        f"{whom} did not come within {JOIN_TIMEOUT_S:g} s, and no rank was started: "
+        "is it up, or still starting? Then run again"
     )
 
 
@@ -190,7 +200,9 @@ def _probe_summary(knocks: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
     return told | {"done": True}
 
 
-def choose_addresses(names: Sequence[str], cards: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+def choose_addresses(
+    names: Sequence[str], cards: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """One address of each host, which every other one has reached: all hosts come to the same.
 
     Args:
@@ -251,7 +263,9 @@ def _usable_addresses(guest: RendezvousMember) -> list[str]:
     usable = [address for address in own if address in resolved]
     if not usable:
         given = guest.address if guest.address in resolved else f"{guest.address} ({', '.join(sorted(resolved))})"
-        raise NotAllHosts(f"the address {given} of {guest.name} is not its own, so nobody would find it there: {advice}")
+        raise NotAllHosts(
+            f"the address {given} of {guest.name} is not its own, so nobody would find it there: {advice}"
+        )
     return usable
 
 

@@ -20,13 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.environment import ENV_SSH
 from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError
 from labkit.runs.folder import ROOT, RunFolder
 from labkit_cluster.agent_link import AgentLink
 from labkit_cluster.host_rendezvous import RendezvousMember, files_digest, labkit_versions
 
-ENV_SSH = "LABKIT_SSH"
-"""Environment variable: the ssh command, such as ``ssh -F my_config``; by default ``ssh``."""
 ENV_PREFIXES_TO_FORWARD = ("NCCL_", "GLOO_", "TORCH_")
 """How the names of environment variables begin that other hosts get, too."""
 SSH_TIMEOUT_S = 10
@@ -76,7 +75,10 @@ class Host:
         """
         last = (said.strip().splitlines() or [""])[-1]
         if self.command is None and status == 255:
-            return f"{self.name} cannot be reached by ssh any more, or never could ({last}): mend `{self._ssh_test_command}`"
+            return (
+                f"{self.name} cannot be reached by ssh any more, or never could ({last}): "
+                f"mend `{self._ssh_test_command}`"
+            )
         if "Unknown option: -P" in said:
             return f"{self.name} has a Python before 3.11 as {self._python_path}: give Host({self.name!r}, python='…')"
         if status in (126, 127):
@@ -113,8 +115,8 @@ def parse_hosts(hosts: Any) -> list[Host]:
     return found
 
 
-class MultiHostTorchrun:
-    """The torchruns of several hosts.
+class MultiHostBackend:
+    """The torchruns of several hosts, as one ``Backend``.
 
     Args:
         folder: of the run, here.
@@ -131,6 +133,11 @@ class MultiHostTorchrun:
         }
         self._failed_at, self._has_ended = math.inf, False
 
+    @property
+    def is_warm(self) -> bool:
+        """False: torchrun starts as a new Python on each host."""
+        return False
+
     def start(self) -> None:
         """Start an agent on each host; returns at once."""
         token, names = secrets.token_hex(16), [host.name for host in self._agents]
@@ -142,7 +149,9 @@ class MultiHostTorchrun:
             "given": self._folder.payload.read_bytes().hex() if self._folder.payload.exists() else "",
             "versions": labkit_versions(),
             "sum": files_digest(program) if program.suffix == ".py" else "",
-            "environment": {name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIXES_TO_FORWARD)},
+            "environment": {
+                name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIXES_TO_FORWARD)
+            },
         }
         for index, (host, agent) in enumerate(self._agents.items()):
             guest = RendezvousMember(index, len(names), host.name, token, host.address, names)
@@ -154,17 +163,18 @@ class MultiHostTorchrun:
         for agent in self._agents.values():
             agent.send_message(word)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit status once all hosts have ended. Raises subprocess.TimeoutExpired after ``timeout`` seconds.
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit status once all hosts have ended.
 
         Where one has failed, the others have a moment to end by themselves: one of them may know the cause.
 
         Raises:
+            subprocess.TimeoutExpired: some had not ended after ``timeout_s`` seconds.
             NotAllHosts: they did not find each other.
             HostLost: one was lost.
             LabError: a file of theirs cannot be written here.
         """
-        agents, give_up = self._agents.values(), math.inf if timeout is None else time.monotonic() + timeout
+        agents, give_up = self._agents.values(), time.monotonic() + timeout_s
         with self._change:
             while True:
                 self._raise_failure()
@@ -176,7 +186,7 @@ class MultiHostTorchrun:
                 if now > self._failed_at + PEER_END_TIMEOUT_S:
                     self.end_ranks()
                 if now > give_up:
-                    raise subprocess.TimeoutExpired("torchrun", timeout or 0)
+                    raise subprocess.TimeoutExpired("torchrun", timeout_s)
                 self._change.wait(min(give_up - now, PEER_END_TIMEOUT_S))
 
     def _raise_failure(self) -> None:
@@ -188,7 +198,9 @@ class MultiHostTorchrun:
         for host in self._hosts_without_status():
             raise HostLost(host.loss_reason(*self._agents[host].exit_status_and_stderr()))
         if any(agent.unreachable_peers for agent in agents):
-            raise HostLost(_link_loss_text({host.name: agent.unreachable_peers for host, agent in self._agents.items()}))
+            raise HostLost(
+                _link_loss_text({host.name: agent.unreachable_peers for host, agent in self._agents.items()})
+            )
         for host, agent in self._agents.items():
             if agent.status and agent.status < 0:
                 name = signal.Signals(-agent.status).name
@@ -199,13 +211,14 @@ class MultiHostTorchrun:
     def _hosts_without_status(self) -> list[Host]:
         return [host for host, agent in self._agents.items() if agent.is_closed and agent.status is None]
 
-    def collect_stacks(self) -> dict[int, str]:
-        """Where every rank is at this moment, for those whose hosts answer. Ranks stay where they are until ``end``."""
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of these ranks, which stay where they are until ``end_ranks``."""
         agents = self._agents.values()
         self._broadcast_message({"end": "stacks"})
         with self._change:
             self._change.wait_for(lambda: all(agent.stacks or agent.has_ended for agent in agents), END_TIMEOUT_S)
-        return {rank: stack for agent in agents for rank, stack in agent.stacks.items()}
+        answers = {rank: stack for agent in agents for rank, stack in agent.stacks.items()}
+        return dict.fromkeys(ranks, "(its host does not answer)") | answers
 
     def end_ranks(self) -> None:
         """Let every host stop its ranks and bring what is left of its files."""
@@ -213,8 +226,8 @@ class MultiHostTorchrun:
             self._has_ended = True
             self._broadcast_message({"end": "now"})
 
-    def close(self) -> None:
-        """End all that is left, here and there."""
+    def stop(self) -> list[int]:
+        """End all that is left, here and there; a host itself reports a process that does not die."""
         self.end_ranks()
         agents = self._agents.values()
         with self._change:
@@ -223,6 +236,7 @@ class MultiHostTorchrun:
             agent.close_stdin()
         for agent in agents:
             agent.close()
+        return []
 
 
 def _link_loss_text(lost: Mapping[str, Sequence[str]]) -> str:

@@ -183,7 +183,9 @@ def load_job(folder: str | Path) -> Job:
     """
     files = RunFolder(Path(folder).resolve())
     if not files.submitted_json.exists():
-        raise RunFileNotFound(f"{files.path} holds no {files.submitted_json.name}: give the folder of a run from labkit.submit")
+        raise RunFileNotFound(
+            f"{files.path} holds no {files.submitted_json.name}: give the folder of a run from labkit.submit"
+        )
     handed_over = read_json(files.submitted_json)
     require_fields(files.submitted_json, handed_over, SUBMISSION_TYPES)
     settings = {name: tuple(each) if isinstance(each, list) else each for name, each in handed_over["settings"].items()}

@@ -84,7 +84,11 @@ class Kubernetes:
     def query_status(self, identity: str) -> JobStatus:
         """As the conditions of the TrainJob tell it."""
         answer = self._run_kubectl("get", TRAINJOB_KIND, identity, "--output=json", "--ignore-not-found")
-        return train_job_status(json.loads(answer).get("status", {})) if answer else JobStatus("unknown", "it is not there")
+        return (
+            train_job_status(json.loads(answer).get("status", {}))
+            if answer
+            else JobStatus("unknown", "it is not there")
+        )
 
     def cancel(self, identity: str) -> None:
         self._run_kubectl("delete", TRAINJOB_KIND, identity, "--ignore-not-found")

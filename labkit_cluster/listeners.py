@@ -190,7 +190,9 @@ class Heartbeats:
             self._send_to_all(HEARTBEAT_BYTE)
             self._missed = {name: missed + 1 for name, missed in self._missed.items()}
         gone = [name for name in list(self._lines) if not self._receive_heartbeat(name)]
-        silent = [name for name, missed in self._missed.items() if missed >= HEARTBEAT_MISS_LIMIT]  # and in another second more
+        silent = [
+            name for name, missed in self._missed.items() if missed >= HEARTBEAT_MISS_LIMIT
+        ]  # and in another second more
         return gone or (silent if any(self._missed[name] > HEARTBEAT_MISS_LIMIT for name in silent) else [])
 
     def _receive_heartbeat(self, name: str) -> bool:

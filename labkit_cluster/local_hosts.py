@@ -21,6 +21,7 @@ from typing import overload
 
 import psutil
 
+from labkit.environment import ENV_LOCAL_HOST
 from labkit.errors import LabError, ParameterError
 from labkit.launcher.process import loopback_interface
 from labkit_cluster.host_rendezvous import LOOPBACK
@@ -28,8 +29,6 @@ from labkit_cluster.hosts import Host
 
 HOST_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 NAMESPACE_KIND, PROCESS_KIND = "network namespaces joined by a bridge", "processes that meet on loopback"
-ENV_LOCAL_HOST = "LABKIT_HOST_ON_THIS_MACHINE"
-"""Environment variable of all that runs on such a host: whose it is, and which one."""
 NAMESPACE_PREFIX = "labkit-"
 SWITCH_NAME = "switch"
 HOST_INTERFACE = "eth0"
@@ -134,7 +133,9 @@ def _create_namespaces(names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         host = _namespace_name(name)
         _run_ip_command("netns", "add", host)
-        _run_ip_command("-n", host, "link", "add", "name", HOST_INTERFACE, "type", "veth", "peer", "name", name, "netns", switch)
+        _run_ip_command(
+            "-n", host, "link", "add", "name", HOST_INTERFACE, "type", "veth", "peer", "name", name, "netns", switch
+        )
         _run_ip_command("-n", host, "address", "add", f"{_host_address(index)}/24", "dev", HOST_INTERFACE)
         _run_ip_command("-n", switch, "link", "set", name, "master", SWITCH_NAME, "up")
         for each in ("lo", HOST_INTERFACE):

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from labkit.environment import ENV_RUN_FOLDER
 from labkit.errors import ParameterError
-from labkit.runs.folder import ENV_RUN_FOLDER, ROOT, RunFolder
+from labkit.runs.folder import ROOT, RunFolder
 from labkit_cluster.cluster_command import TEMPLATES, ClusterCommandError, JobRequest, JobStatus, run_cluster_command
 
 BATCH_SCRIPT = TEMPLATES / "slurm.sh"
@@ -60,7 +61,12 @@ class Slurm:
         if array:
             stem = first.removesuffix("_0")
             output = f"{_escape_output_path(stem)}_%a"
-        words = [*_sbatch_options(request), *array, f"--output={output}/{folders[0].cluster_log.name}", *self._user_options()]
+        words = [
+            *_sbatch_options(request),
+            *array,
+            f"--output={output}/{folders[0].cluster_log.name}",
+            *self._user_options(),
+        ]
         answer = _run_slurm_command("sbatch", "--parsable", *words, str(BATCH_SCRIPT), sys.executable, stem)
         identity = answer.partition(";")[0]
         return [f"{identity}_{index}" for index in range(len(folders))] if array else [identity]

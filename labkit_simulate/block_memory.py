@@ -93,8 +93,15 @@ def block_memory_table(result: RunResult, rank: int | None = None) -> pandas.Dat
         most = max(curve.bytes_by_change[start:end])
         row[f"{phase}_peak"] = max(row.get(f"{phase}_peak", 0), most)
         if phase == "forward" and block != ROOT_BLOCK:
-            row["forward_kept"] = row.get("forward_kept", 0) + curve.bytes_by_change[end - 1] - curve.bytes_by_change[start - 1]
+            row["forward_kept"] = (
+                row.get("forward_kept", 0) + curve.bytes_by_change[end - 1] - curve.bytes_by_change[start - 1]
+            )
     order = [block for block in dict.fromkeys(mark[2] for mark in curve.marks) if block in table]
     columns = sorted({category for _, category, _ in curve.at_peak})
     frame = pandas.DataFrame.from_dict(table, orient="index").rename_axis("block")
-    return frame.loc[list(dict.fromkeys([*order, *table]))].reindex(columns=[*columns, *SUMMARY_COLUMNS]).fillna(0).astype(int)
+    return (
+        frame.loc[list(dict.fromkeys([*order, *table]))]
+        .reindex(columns=[*columns, *SUMMARY_COLUMNS])
+        .fillna(0)
+        .astype(int)
+    )

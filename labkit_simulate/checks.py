@@ -36,7 +36,9 @@ def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
             raise WrongAnswer(said, expected="expected None: no number of hosts is enough", hint=hint)
         if not isinstance(found, int | float) or isinstance(found, bool):
             raise WrongAnswer(said, expected=f"expected {right}", hint="Give a number of hosts.")
-        raise WrongAnswer(said, expected=f"expected {right}", hint=_fewest_hosts_hint(found, right, shared, own, budget))
+        raise WrongAnswer(
+            said, expected=f"expected {right}", hint=_fewest_hosts_hint(found, right, shared, own, budget)
+        )
     return passing_verdict("4 cases agree, one of them without an answer")
 
 
@@ -155,7 +157,9 @@ def efficiencies(answer: Callable[..., Any]) -> Verdict:
         }
         hint = next((text for values, text in likely.items() if _is_series_close(found, values)), "")
         said = ", ".join(f"{value:g}" for value in found)
-        raise WrongAnswer(f"{asked} gave {said}", expected=f"expected {', '.join(f'{each:g}' for each in right)}", hint=hint)
+        raise WrongAnswer(
+            f"{asked} gave {said}", expected=f"expected {', '.join(f'{each:g}' for each in right)}", hint=hint
+        )
     return passing_verdict("3 series agree")
 
 

@@ -3,8 +3,9 @@
     reckon(result, "h100-8x").time.step_s
     reckon(result, hardware("h100-8x", matmul_share=0.6)).model_flops_share
 
-What the rank did, in order, lies with the run (``result.ranks[0].kept("events")``, see labkit_simulate/event_recorder.py), and
-says nothing of hardware: so one simulation is reckoned for as many kinds of hosts as one likes.
+What the rank did, in order, lies with the run (``result.ranks[0].kept("events")``, see
+labkit_simulate/event_recorder.py), and says nothing of hardware: so one simulation is reckoned for as many kinds of
+hosts as one likes.
 """
 
 import json

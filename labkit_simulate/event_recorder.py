@@ -170,7 +170,12 @@ class EventRecorder(CommunicationCounter):
             collective_inputs(namespace, name, args), participant_ranks(name, args, ranks), strict=True
         ):
             size = sum(each.numel() * each.element_size() for each in tree_leaves(given) if isinstance(each, Tensor))
-            event = {"call": label, "of": self._unit_for_collective(label, own), "bytes": size, "group": self._group_index(peers)}
+            event = {
+                "call": label,
+                "of": self._unit_for_collective(label, own),
+                "bytes": size,
+                "group": self._group_index(peers),
+            }
             event |= {"axis": self._axes.get(group, ""), "early": bool(own) and label == "all_gather"}
             if sums and label == "all_reduce":  # hybrid sharding: after the sum within a group that from group to group
                 event["after"] = self._sums[-1:]

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from labkit import requirements, torch_private
-from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, rank_of_process, write_json
+from labkit.environment import ENV_RUN_FOLDER
+from labkit.runs.folder import RunFolder, rank_of_process, write_json
 from labkit.runs.records import RecordWriter
 from labkit.session.meter import allow_second_forward, bytes_by_category, write_traffic
 from labkit.torch_private import MESH_FACTORIES, MemTracker

@@ -47,7 +47,9 @@ def extrapolate_candidate(small: Mapping[int, Candidate]) -> Candidate:
         return few if few.reason else more
 
     def extrapolate_value(low: float, high: float) -> float:
-        return high + (high - low) * (more.blocks - SMALL_BLOCK_COUNTS[1]) / (SMALL_BLOCK_COUNTS[1] - SMALL_BLOCK_COUNTS[0])
+        return high + (high - low) * (more.blocks - SMALL_BLOCK_COUNTS[1]) / (
+            SMALL_BLOCK_COUNTS[1] - SMALL_BLOCK_COUNTS[0]
+        )
 
     sizes = {name: round(extrapolate_value(few.sizes[name], more.sizes[name])) for name in ("peak", "ahead")}
     sizes["reserved"] = round(sizes["peak"] * more.sizes["reserved"] / more.sizes["peak"])
@@ -56,14 +58,19 @@ def extrapolate_candidate(small: Mapping[int, Candidate]) -> Candidate:
     if not is_same_moment(few.peak_in, more.peak_in):
         return replace(
             known,
-            note=f"the peak of {SMALL_BLOCK_COUNTS[0]} blocks is in {few.peak_in}, of {SMALL_BLOCK_COUNTS[1]} in {more.peak_in}",
+            note=(
+                f"the peak of {SMALL_BLOCK_COUNTS[0]} blocks is in {few.peak_in}, "
+                f"of {SMALL_BLOCK_COUNTS[1]} in {more.peak_in}"
+            ),
         )
     numbers = map(int, NUMBER_PATTERN.findall(few.peak_in))
     peak_in = NUMBER_PATTERN.sub(lambda found: f"{extrapolate_value(next(numbers), int(found[0])):.0f}", more.peak_in)
     return replace(known, peak_in=peak_in)
 
 
-def extrapolate_times(few: dict[str, float], more: dict[str, float], line: Callable[[float, float], float]) -> dict[str, float]:
+def extrapolate_times(
+    few: dict[str, float], more: dict[str, float], line: Callable[[float, float], float]
+) -> dict[str, float]:
     """What is reckoned for a kind of hosts: times are on a line, and so are the model's operations, which give MFU."""
     times = {name: line(few[name], more[name]) for name in ("step_s", "compute_s", "exposed_s")}
     mfu = line(few["mfu"] * few["step_s"], more["mfu"] * more["step_s"]) / times["step_s"]
@@ -72,7 +79,10 @@ def extrapolate_times(few: dict[str, float], more: dict[str, float], line: Calla
 
 def is_same_moment(few: str, more: str) -> bool:
     """Whether two peaks are in the same block, counted from the first or the last."""
-    apart = [int(high) - int(low) for low, high in zip(NUMBER_PATTERN.findall(few), NUMBER_PATTERN.findall(more), strict=False)]
+    apart = [
+        int(high) - int(low)
+        for low, high in zip(NUMBER_PATTERN.findall(few), NUMBER_PATTERN.findall(more), strict=False)
+    ]
     return NUMBER_PATTERN.split(few) == NUMBER_PATTERN.split(more) and set(apart) <= {
         0,
         SMALL_BLOCK_COUNTS[1] - SMALL_BLOCK_COUNTS[0],

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 GROUP_COLUMNS = ["collective", "axis", "ranks", "hosts", "link"]
 
 
-def link_traffic_table(result: RunResult, hosts: str | Hardware | None = None, rank: int | None = None) -> pandas.DataFrame:
+def link_traffic_table(
+    result: RunResult, hosts: str | Hardware | None = None, rank: int | None = None
+) -> pandas.DataFrame:
     """A table of a simulated rank's step: a row for the collectives or messages of a kind, along an axis of the mesh.
 
     ``link`` is the slowest that they cross, "inside a host" or "between hosts". ``handed_bytes`` are those of the
@@ -48,5 +50,12 @@ def link_traffic_table(result: RunResult, hosts: str | Hardware | None = None, r
         row |= {"wire_bytes": wire, "between_hosts_bytes": wire * min(1.0, group.hosts / group.ranks) * crosses}
         row |= {"seconds": collective_s(call["call"], call["bytes"], group, machine)} if machine else {}
         rows.append(row)
-    columns = [*GROUP_COLUMNS, "calls", "handed_bytes", "wire_bytes", "between_hosts_bytes", *(["seconds"] if machine else [])]
+    columns = [
+        *GROUP_COLUMNS,
+        "calls",
+        "handed_bytes",
+        "wire_bytes",
+        "between_hosts_bytes",
+        *(["seconds"] if machine else []),
+    ]
     return pandas.DataFrame(rows, columns=columns).groupby(GROUP_COLUMNS, sort=False, as_index=False).sum()

@@ -38,7 +38,10 @@ class MemoryFit:
 
     def __str__(self) -> str:
         ahead = f"{readable_bytes(self.prefetch_bytes)} gathered ahead, " if self.prefetch_bytes else ""
-        sum_ = f"{readable_bytes(self.allocator_bytes)} reserved for tensors, {ahead}{readable_bytes(self.overhead_bytes)} for all else"
+        sum_ = (
+            f"{readable_bytes(self.allocator_bytes)} reserved for tensors, "
+            f"{ahead}{readable_bytes(self.overhead_bytes)} for all else"
+        )
         rest = f"{readable_bytes(abs(self.margin_bytes))} {'are left' if self else 'are missing'}"
         return f"{'fits' if self else 'does not fit'} in {readable_bytes(self.budget_bytes)}: {sum_}, {rest}"
 
@@ -70,4 +73,6 @@ def _rank_prefetch_bytes(result: RunResult, rank: int) -> int:
     if peak_phase_and_block(result, rank)[0] != "forward":
         return 0
     done = read_events(result, rank)
-    return max((call["bytes"] * len(done.groups[call["group"]]) for call in done.collective_calls if call["early"]), default=0)
+    return max(
+        (call["bytes"] * len(done.groups[call["group"]]) for call in done.collective_calls if call["early"]), default=0
+    )

@@ -109,7 +109,12 @@ def operator_memory_bytes(func: Any, given: list[tuple[Any, Any]], result: Any) 
     changed = [(argument, value) for argument, value in given if argument.alias_info and argument.alias_info.is_write]
     unread = [value for argument, value in changed if argument.is_out or name in OVERWRITE_OPS]
     written = [value for _, value in changed]
-    return _tensor_bytes([value for _, value in given]) - _tensor_bytes(unread) + _tensor_bytes(written) + _tensor_bytes(fresh)
+    return (
+        _tensor_bytes([value for _, value in given])
+        - _tensor_bytes(unread)
+        + _tensor_bytes(written)
+        + _tensor_bytes(fresh)
+    )
 
 
 def _match_returns(result: Any, returns: list[Any]) -> list[tuple[Any, Any]]:

@@ -247,7 +247,9 @@ def wrap_parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which reads the arguments of ``to``."""
 
     def parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
-        return parse(*map(cpu_for_gpu_or_index, args), **{name: cpu_for_gpu_or_index(value) for name, value in kwargs.items()})
+        return parse(
+            *map(cpu_for_gpu_or_index, args), **{name: cpu_for_gpu_or_index(value) for name, value in kwargs.items()}
+        )
 
     return parse_for_cpu
 

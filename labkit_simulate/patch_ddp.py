@@ -125,7 +125,9 @@ class PlaceholderReducer(NullLogger):
             self._used.zero_()
             self._missing = [set() for _ in self._buckets]
         if any(self._missing):
-            raise LabError("some parameters got no gradient, so DDP would wait: set find_unused_parameters, or freeze them")
+            raise LabError(
+                "some parameters got no gradient, so DDP would wait: set find_unused_parameters, or freeze them"
+            )
         self._send_full_buckets()
         for work in self._works:
             work.wait()

@@ -82,7 +82,9 @@ def plan(
         KeyboardInterrupt: an interrupt; the message says where the results so far are kept.
     """
     if whole is not None:
-        whole = require_positive("whole", whole, int, "not a number of candidates: give an int of at least 1, or None for all")
+        whole = require_positive(
+            "whole", whole, int, "not a number of candidates: give an int of at least 1, or None for all"
+        )
     machines = [resolve_hardware(each) for each in as_list(hardware)]
     config_class = config.read_config(find_program(program)[0])
     to_try = getattr(config_class, "CANDIDATES", {}) | {"world_size": world_size} | params
@@ -110,7 +112,10 @@ def check_candidate_count(values: Mapping[str, Sequence[Any]], count: int, limit
 
 
 def run_search(
-    found: SearchResult, simulations: Sequence[SimulationRequest | None], machines: Sequence[Hardware], whole: int | None
+    found: SearchResult,
+    simulations: Sequence[SimulationRequest | None],
+    machines: Sequence[Hardware],
+    whole: int | None,
 ) -> SearchResult:
     """Simulate what was accepted, and keep what is known in a folder after each of them."""
     accepted = {place: simulation for place, simulation in enumerate(simulations) if simulation}
@@ -125,7 +130,7 @@ def run_search(
         while whole and (places := candidates_to_simulate_whole(found, whole)):
             simulate_candidates(found, [(place, 0, accepted[place]) for place in places], machines)
     except KeyboardInterrupt:
-        kept = f"labkit.Plan.load({str(found.folder)!r})"
+        kept = f"labkit.SearchResult.load({str(found.folder)!r})"
         raise KeyboardInterrupt(f"interrupted; what was simulated is kept: {kept}") from None
     return replace(found)  # its table is made anew
 
@@ -248,7 +253,9 @@ def largest_fitting_value(
 
     def can_fit(steps: int) -> bool:
         how: dict[str, Any] = params | {parameter: steps * step}
-        return bool(memory_fit(simulate(program, world_size=world_size, hardware=machine, warm=True, **how), budget_gib))
+        return bool(
+            memory_fit(simulate(program, world_size=world_size, hardware=machine, warm=True, **how), budget_gib)
+        )
 
     low, high = 0, 1
     while high * step <= at_most and can_fit(high):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from labkit import torch_private
+from labkit.environment import ENV_SIMULATION
 from labkit.errors import LabError, ParameterError
 from labkit.launcher.worker import run_program
 from labkit.runs.folder import ROOT
@@ -38,7 +39,6 @@ from labkit.torch_private import (
     wrap,
 )
 from labkit_simulate import patch_cuda, patch_fsdp
-from labkit_simulate.artifacts import ENV_SIMULATION
 from labkit_simulate.external_program import is_labkit_program, record_external_program
 from labkit_simulate.meter import SimulationMeter
 from labkit_simulate.patch_ddp import patch_reducer

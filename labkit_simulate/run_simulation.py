@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from labkit import config, program_source
+from labkit.environment import ENV_PROCESS_RANKS, ENV_SIMULATION
 from labkit.errors import ParameterError
 from labkit.launcher import payload_pickling
 from labkit.launcher.run import RunRequest, execute_request, find_program, require_positive, resolve_params
 from labkit.launcher.warm_start import choose_warm_start
-from labkit.runs.folder import ENV_PROCESS_RANKS
 from labkit.runs.result import MAX_RANKS, RunResult, load
 from labkit_simulate import estimate
-from labkit_simulate.artifacts import ENV_SIMULATION
 from labkit_simulate.theory.hardware import Hardware
 
 RANK_MODULE = "labkit_simulate.run_rank"
@@ -51,8 +50,8 @@ def simulate(
         rank: the one that is simulated, or several: each is a process. "different" takes those that differ from each
             other: which, says ``Config.different_ranks(world_size)`` of the program, else the first, the one in the
             middle and the last. "all" takes all of up to 64.
-        hardware: kind of host by its name in ``labkit_simulate.theory.hardware``, such as "h100-8x", or a ``Hardware``: then
-            ``reckoned_step_s`` and others are values of the result, and its time line is that of the step there.
+        hardware: kind of host by its name in ``labkit_simulate.theory.hardware``, such as "h100-8x", or a ``Hardware``:
+            then ``reckoned_step_s`` and others are values of the result, and its time line is that of the step there.
             ``labkit_simulate.estimate.reckon`` does it for other hardware, without simulating again.
         ranks_per_host: GPUs of a host: what crosses from host to host is counted as of a run on several hosts. By
             default those of the hardware, or 8.
@@ -128,7 +127,9 @@ def make_simulation_request(
     kind = None if hardware is None else estimate.resolve_hardware(hardware)
     if ranks_per_host is None:
         ranks_per_host = kind.devices if kind else DEFAULT_GPUS_PER_HOST
-    ranks_per_host = require_positive("ranks_per_host", ranks_per_host, int, "not a number of GPUs: give an int of at least 1")
+    ranks_per_host = require_positive(
+        "ranks_per_host", ranks_per_host, int, "not a number of GPUs: give an int of at least 1"
+    )
     timeout_s = require_positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
     if world_size > MAX_RANKS:
         raise ParameterError(f"world_size = {world_size} is too many: {MAX_RANKS} ranks are the limit")
@@ -140,7 +141,9 @@ def make_simulation_request(
     sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
     resolved = resolve_params(path, params, world_size)
     ranks = select_ranks(rank, world_size, path, resolved[0])
-    common = RunRequest(path.stem, str(path), target, *resolved, world_size, "cpu", timeout_s, choose_warm_start(warm), sources, [])
+    common = RunRequest(
+        path.stem, str(path), target, *resolved, world_size, "cpu", timeout_s, choose_warm_start(warm), sources, []
+    )
     return SimulationRequest(**vars(common), ranks=ranks, hardware=kind, ranks_per_host=ranks_per_host)
 
 

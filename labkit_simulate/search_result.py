@@ -55,7 +55,8 @@ class Candidate:
         tokens: of a sample; None where that is not known.
         reason: why there are no numbers; "" where there are.
         folder: of its simulation.
-        sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead", see ``memory_fit.MemoryFit``.
+        sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead", see
+            ``memory_fit.MemoryFit``.
         peak_in: the phase and the block of the model that were at work when most was held.
         times: by the name of the hardware, what was reckoned for it.
         continued_from: the numbers of blocks of the simulations that its numbers continue, and "reserved" is estimated
@@ -137,12 +138,16 @@ class SearchResult:
         named |= {"whole": not candidate.continued_from, "note": candidate.note or None}
         if candidate.reason:
             return [named | {"fits": False, "reason": candidate.reason}]
-        return [named | {"hardware": name} | self._row_values(candidate, times) for name, times in candidate.times.items()]
+        return [
+            named | {"hardware": name} | self._row_values(candidate, times) for name, times in candidate.times.items()
+        ]
 
     def _row_values(self, candidate: Candidate, times: Mapping[str, float]) -> dict[str, Any]:
         """What a row says of a candidate that was simulated."""
         sizes = candidate.sizes
-        held = memory_fit_from_bytes(sizes["reserved"], self.budget_gib or times["memory_bytes"] / GIB, sizes.get("ahead", 0))
+        held = memory_fit_from_bytes(
+            sizes["reserved"], self.budget_gib or times["memory_bytes"] / GIB, sizes.get("ahead", 0)
+        )
         step_s = times["step_s"]
         tokens = math.prod((candidate.samples, candidate.tokens)) if candidate.samples and candidate.tokens else None
         device_s = step_s * candidate.world_size
@@ -164,7 +169,9 @@ class SearchResult:
             "compute_s": times["compute_s"],
             "device_s": device_s,
             "samples": candidate.samples,
-            "reason": "" if held else f"{readable_bytes(-held.margin_bytes, base=1024)} of memory are missing{estimated}",
+            "reason": ""
+            if held
+            else f"{readable_bytes(-held.margin_bytes, base=1024)} of memory are missing{estimated}",
         }
 
     @property

@@ -18,7 +18,9 @@ POLL_PERIOD_S = 0.2
 SimulationOutcome = RunResult | LabError | ValueError
 
 
-def simulate_many(asked: Sequence[SimulationRequest], title: str, ended: Callable[[int, SimulationOutcome], str]) -> None:
+def simulate_many(
+    asked: Sequence[SimulationRequest], title: str, ended: Callable[[int, SimulationOutcome], str]
+) -> None:
     """Simulate all of them, in order; one that fails does not end the others.
 
     An interrupt ends those that go on, and is passed on. What had ended before was told.

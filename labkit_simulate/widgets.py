@@ -89,7 +89,11 @@ class CandidateExplorer(Explorer):
         budget = chosen["budget_gib"] * memory_fit.GIB
         candidate_scatter(rows, budget, marks=self._marker_column(), words=words, chosen=row["candidate"], ax=ax)
         ax.set_xlim(right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / memory_fit.GIB)
-        cost = f", {style.short_number_text(1e3 * row['dollars_per_step'])} dollars for 1,000 steps" if chosen["price"] else ""
+        cost = (
+            f", {style.short_number_text(1e3 * row['dollars_per_step'])} dollars for 1,000 steps"
+            if chosen["price"]
+            else ""
+        )
         return (
             f"{len(fitting)} of {len(rows)} fit in {chosen['budget_gib']} GiB; the {PLACE_LABELS[chosen['place']]} "
             f"({self._candidate_text(row, chosen)}) takes {style.duration_text(row['step_s'])} a step{cost}, with "
@@ -98,7 +102,9 @@ class CandidateExplorer(Explorer):
 
     def launch(self, **chosen: Any) -> RunResult:
         row = self.current_row(**chosen)
-        return labkit.simulate(self.plan.program, hardware=row["hardware"], **self.plan.simulate_arguments(row["candidate"]))
+        return labkit.simulate(
+            self.plan.program, hardware=row["hardware"], **self.plan.simulate_arguments(row["candidate"])
+        )
 
     def _marker_column(self) -> str:
         return "checkpointing" if "checkpointing" in self.plan.varied else next(iter(self.plan.varied), "world_size")

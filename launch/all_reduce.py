@@ -62,7 +62,9 @@ def main(config: Config) -> None:
     with rank.session() as here:
         zeros = partial(torch.zeros, device=here.device)  # so that adding up over and over changes nothing
         single = {f"message_{size}": [zeros(size // FLOAT32_BYTES)] for size in config.message_bytes}
-        cut = {f"pieces_{count}": list(zeros(config.total_bytes // FLOAT32_BYTES).chunk(count)) for count in config.pieces}
+        cut = {
+            f"pieces_{count}": list(zeros(config.total_bytes // FLOAT32_BYTES).chunk(count)) for count in config.pieces
+        }
         if config.check == "parity":
             check_sums(here, single | cut)
         else:

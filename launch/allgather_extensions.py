@@ -47,7 +47,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Config:
     """What is sent, and what is looked at."""
 
-    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"] = "two_tensor"
+    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"] = (
+        "two_tensor"
+    )
     """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this type, what encode of
     use= makes of them, or what the type sends that parameter of use= gives it."""
     scales: Literal["", "shard", "row", "group"] = ""
@@ -81,7 +83,9 @@ class Config:
         if self.compile:
             requirements.refuse_without_compiler()
         if self.scales and self.extension not in SCALE_GRANULARITY:
-            raise ValueError(f"extension {self.extension} has no scales to choose: take {' or '.join(SCALE_GRANULARITY)}")
+            raise ValueError(
+                f"extension {self.extension} has no scales to choose: take {' or '.join(SCALE_GRANULARITY)}"
+            )
         if self.weights and not Path(self.weights).is_file():
             raise ValueError(f"weights {self.weights!r} is no file: give what torch.save wrote")
         if self.check == "parity" and self.extension in ("bf16", "float8", "int8", "int4"):
@@ -140,7 +144,9 @@ def main(config: Config) -> None:
             here.finish_check(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
         else:
             compare = {"parity": parity.compare_extension_training, "meta": parity.train_from_meta_device}[config.check]
-            here.finish_check(**compare(mesh, here.device, resolve_extension(config.extension, config.scales), config.steps))
+            here.finish_check(
+                **compare(mesh, here.device, resolve_extension(config.extension, config.scales), config.steps)
+            )
 
 
 def build_sharded_network(config: Config, here: rank.Session, mesh: DeviceMesh, extension: str) -> nn.Sequential:
@@ -151,7 +157,9 @@ def build_sharded_network(config: Config, here: rank.Session, mesh: DeviceMesh, 
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
     reshard = config.reshard_after_forward
     scales = config.scales if extension == config.extension else ""
-    return apply_extension(model, mesh, resolve_extension(extension, scales), reshard_after_forward=reshard, mp_policy=policy)
+    return apply_extension(
+        model, mesh, resolve_extension(extension, scales), reshard_after_forward=reshard, mp_policy=policy
+    )
 
 
 def build_whole_network(config: Config, device: torch.device) -> nn.Sequential:

@@ -134,7 +134,9 @@ def main(config: Config) -> None:
     with rank.session() as here, here.cap_memory(config.memory_cap_mib):
         mesh = here.mesh(**sizes.parse_mesh_axes(config.mesh, here.world_size))
         model = build_model(config, here.device)
-        images, labels = photo.image_batch(config.data, config.batch, config.height, config.width, config.num_classes, config.seed)
+        images, labels = photo.image_batch(
+            config.data, config.batch, config.height, config.width, config.num_classes, config.seed
+        )
         batch = whole = images.to(here.device), labels.to(here.device)  # [N, 3, H, W], [N], equal on all ranks
         reference = parity.seed_and_copy(model, config.seed) if config.check == "parity" else model
         if config.strategy != "plain":

@@ -97,7 +97,9 @@ def bounded_buckets(sizes: list[int], limit: int) -> list[list[int]]:
 def data_parallel(model: nn.Module, bucket_bytes: int) -> None:
     """Let every backward pass leave the mean over all ranks in each parameter's ``grad``. The model is equal on all."""
     device = next(model.parameters()).device.type
-    GradientBuckets(model.parameters(), init_device_mesh(device, (dist.get_world_size(),)), bucket_bytes, bounded_buckets)
+    GradientBuckets(
+        model.parameters(), init_device_mesh(device, (dist.get_world_size(),)), bucket_bytes, bounded_buckets
+    )
 
 
 def apply_answer(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.Module:
@@ -192,7 +194,9 @@ def skip_all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
     return future
 
 
-def forward_backward(config: Config, here: rank.Session, lab: LinearChain, model: Any, index: int, step: Step) -> Tensor:
+def forward_backward(
+    config: Config, here: rank.Session, lab: LinearChain, model: Any, index: int, step: Step
+) -> Tensor:
     """Forward and backward pass of each batch of a step; the last loss."""
     batches = ddp.DDP_CASES[config.case].batches
     for batch, synced in enumerate(batches):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -26,9 +26,16 @@ from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import Precision, apply_fsdp
 from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit.parallel.units import Units
-from labkit.parity.fsdp import StepOutcome, compare_fsdp_training
+from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.theory.sizes import even_share
-from labkit_simulate.theory.transformer import LLAMA_2_7B, LLAMA_2_13B, LLAMA_3_8B, LLAMA_3_70B, TINY_DECODER, DecoderShape
+from labkit_simulate.theory.transformer import (
+    LLAMA_2_7B,
+    LLAMA_2_13B,
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    TINY_DECODER,
+    DecoderShape,
+)
 
 SHAPES = {
     "tiny": (TINY_DECODER, 16),
@@ -135,7 +142,9 @@ def main(config: Config) -> None:
         dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
         lines = here.world_size // config.tp
         one_device = parity.OneDevice(lambda index: build_model(config, here.device), lines, dtype, here.device)
-        here.finish_check(**compare_fsdp_training(one_device, model, trained, rank=tp_line_index(config, here), steps=steps))
+        here.finish_check(
+            **compare_fsdp_training(one_device, model, trained, rank=tp_line_index(config, here), steps=steps)
+        )
 
 
 def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
@@ -190,18 +199,13 @@ def train(
         inputs = parity.draw_samples(lab, here.device, index, tp_line_index(config, here))
         optimizer.zero_grad()
         with loss_parallel() if config.tp > 1 else contextlib.nullcontext():
-            with step.span("forward"):
-                output = model(*inputs)
-                loss: Tensor | DTensor = lab.get_loss(inputs, output)
-            # what is measured holds no more than training needs
-            kept = output.detach() if config.check == "parity" else None
-            del output
-            with step.span("backward"):
-                loss.backward()
+            keep = config.check == "parity"
+            outcome = forward_backward(step, lab, model, inputs, keep=keep)
         with step.span("optimizer"):
             optimizer.step()
+        loss = outcome.loss
         step.record_scalar("loss", loss.to_local() if isinstance(loss, DTensor) else loss)
-        trained.append(StepOutcome(loss.detach(), kept, inputs))
+        trained.append(outcome)
     return trained
 
 

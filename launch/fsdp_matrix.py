@@ -180,7 +180,8 @@ class Config(WrapConfig):
         return [
             (
                 self.input_grad and (not takes_numbers or self.scaler),
-                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use another model, or no scaler",
+                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: "
+                "use another model, or no scaler",
             ),
             (
                 self.compile_only and not self.compile,

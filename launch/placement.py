@@ -57,7 +57,9 @@ def main(config: Config) -> None:
         mine = torch.from_numpy(photo.brightness_term(picture, piece.term, piece.terms)).to(here.device)
         placements = [PLACEMENT_BY_NAME[name] for name in config.placements]
         cut = [Replicate() if placement.is_partial() else placement for placement in placements]
-        local = distribute_tensor(mine, mesh, cut, src_data_rank=None).to_local()  # all ranks have the photo: no message
+        local = distribute_tensor(
+            mine, mesh, cut, src_data_rank=None
+        ).to_local()  # all ranks have the photo: no message
         placed = DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
         if config.check == "parity":
             wrong = int((placed.full_tensor() != whole).sum())

@@ -139,7 +139,9 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPSt
     return model(config.dim, batch=config.batch // mesh["data"].size()).to(device)
 
 
-def parallelize_model(config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False) -> nn.Module:
+def parallelize_model(
+    config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False
+) -> nn.Module:
     """The model on the mesh. DDP's all-reduces are compiled with the model, so there the compiler comes last."""
     if isinstance(lab, LinearChain):
         model = apply_plain_tensor_parallel(lab, mesh)

@@ -11,7 +11,9 @@ from labkit.runs.folder import RunFolder, read_json, write_json
 PROGRAM = Path(__file__).parent / "programs" / "cells.py"
 
 
-def run_cells(program: str, nproc: int, cells: Sequence[Mapping[str, Any]], timeout_s: float = 110) -> list[labkit.RunResult]:
+def run_cells(
+    program: str, nproc: int, cells: Sequence[Mapping[str, Any]], timeout_s: float = 110
+) -> list[labkit.RunResult]:
     """What ``labkit.run(program, nproc=nproc, device="cpu", **cell)`` gives for each cell.
 
     A check whose verdict is not ok raises nothing here: its result has the value ok = 0.

@@ -224,7 +224,9 @@ def answer_of(rank: int, count: int, rendezvous: Path, module: str, name: str, a
 def failed(error: BaseException) -> Answer:
     """The answer of a rank whose body raised this."""
     frames = error.__traceback__ and error.__traceback__.tb_next  # the first is this file's
-    return Answer(ok=False, text="".join(traceback.format_exception(error.with_traceback(frames))), moment=time.monotonic())
+    return Answer(
+        ok=False, text="".join(traceback.format_exception(error.with_traceback(frames))), moment=time.monotonic()
+    )
 
 
 def refuse_unless_importable(body: Callable[..., Any]) -> None:
@@ -241,7 +243,9 @@ def refuse_unless_importable(body: Callable[..., Any]) -> None:
         )
 
 
-def raise_first_failure(answers: dict[int, Answer], ranks: Sequence[int], limit_s: float, stack: Callable[[int], str]) -> None:
+def raise_first_failure(
+    answers: dict[int, Answer], ranks: Sequence[int], limit_s: float, stack: Callable[[int], str]
+) -> None:
     """Raises RankFailure for the rank that failed first, or else for one that has not ended."""
     __tracebackhide__ = True
     failures = {rank: answer for rank, answer in answers.items() if not answer.ok}

@@ -98,7 +98,13 @@ def wire(runs):
 def test_the_bytes_on_the_wire_are_those_of_theory(wire):
     dim = 128
     expected = {name: theory.step_gather_bytes(shapes_of(dim), 2, name) for name in theory.EXTENSION_BYTES}
-    assert wire == {"check": "wire", "compared": len(theory.EXTENSION_BYTES), **expected, "theory": expected, "ok": True}
+    assert wire == {
+        "check": "wire",
+        "compared": len(theory.EXTENSION_BYTES),
+        **expected,
+        "theory": expected,
+        "ok": True,
+    }
 
 
 def shapes_of(dim):
@@ -159,7 +165,9 @@ def loss_limits(limits):
     ends = {"fp32": 0.5} | {name: 0.5 * (1 + part) for name, part in limits.items()}
     # a rank's own losses: high before the end, and apart from each other, so that only their mean is right
     apart = 0.1 * (2 * dist.get_rank() - 1)
-    verdict = parity.compare_final_losses(mesh, lambda name: [torch.tensor(9.0)] + [torch.tensor(ends[name] + apart)] * 10)
+    verdict = parity.compare_final_losses(
+        mesh, lambda name: [torch.tensor(9.0)] + [torch.tensor(ends[name] + apart)] * 10
+    )
     return verdict["ok"], verdict["fp32"]
 
 

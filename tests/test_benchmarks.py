@@ -94,5 +94,8 @@ def test_the_benchmark_of_a_plan_keeps_what_the_explorer_begins_with(bench, tmp_
     bench("plan").main(["--layers", "1", "--world-size", "8", "--checkpointing", "full", "--keep", str(tmp_path)])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     kept = labkit.SearchResult.load(tmp_path)
-    assert said["simulated"] == len(kept.fitting_rows) / len(kept.hardware_names) == 5 and said["of_forty_s"] > said["took_s"] > 0
+    assert (
+        said["simulated"] == len(kept.fitting_rows) / len(kept.hardware_names) == 5
+        and said["of_forty_s"] > said["took_s"] > 0
+    )
     assert not any(candidate.folder for candidate in kept.candidates), "no paths of this machine"

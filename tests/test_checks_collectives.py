@@ -68,7 +68,9 @@ def test_another_right_way_passes(name, answer_to):
 
 
 def test_ranks_that_all_receive_first_are_stopped_and_told_why(answer_to):
-    body = "arrived = torch.empty_like(mine)\ndist.recv(arrived, (rank - 1) % ranks)\ndist.send(mine, (rank + 1) % ranks)"
+    body = (
+        "arrived = torch.empty_like(mine)\ndist.recv(arrived, (rank - 1) % ranks)\ndist.send(mine, (rank + 1) % ranks)"
+    )
     verdict = checks.shift(answer_to("def shift(mine, rank, ranks):", body, IMPORTS), timeout_s=5)
     assert verdict.state == "wrong"
     assert "the ranks waited for each other" in repr(verdict)

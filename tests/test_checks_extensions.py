@@ -8,7 +8,7 @@ from labkit.checks import extensions as checks
 IMPORTS = "import torch\nfrom labkit.tensors import TwoTensor, refill\n\n\n"
 HOOK = "def hook(all_gather_outputs, metadata, param_dtype, *, out=None):"
 HEADS = {
-    "uneven_bytes": "def bytes_of(rows: int, columns: int, ranks: int, bytes_per_number: int) -> int:",
+    "gather_bytes": "def bytes_of(rows: int, columns: int, ranks: int, bytes_per_number: int) -> int:",
     "post_all_gather": HOOK.replace("(", "(self, ", 1),
     "cast_all_gather": HOOK.replace("(", "(self, ", 1),
     "mended": HOOK,
@@ -213,7 +213,7 @@ def test_what_is_wrong_on_the_ranks_becomes_the_verdict(answer):
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("body", ["...  # your code here", "pass", '"""Not yet."""'])
-@pytest.mark.parametrize("check", ["uneven_bytes", "post_all_gather", "mended", "bf16_gather", "eight_bit_gather"])
+@pytest.mark.parametrize("check", ["gather_bytes", "post_all_gather", "mended", "bf16_gather", "eight_bit_gather"])
 def test_an_empty_answer_is_not_attempted(check, body, answer):
     if check in HEADS:
         assert judge(check, answer(check, body)) == "not attempted"
@@ -236,7 +236,7 @@ def test_an_empty_answer_is_not_attempted(check, body, answer):
     ],
 )
 def test_bytes_of_an_uneven_shard(body, reason, answer):
-    assert reason in judge("uneven_bytes", answer("uneven_bytes", body))
+    assert reason in judge("gather_bytes", answer("gather_bytes", body))
 
 
 @pytest.mark.parametrize(

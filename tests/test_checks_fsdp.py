@@ -17,7 +17,7 @@ HEADS = {
     "zero_bytes": "def rank_bytes(parameters: int, ranks: int, stage: int) -> float:",
     "all_gathers": "def gathers(units: int, reshard_after_forward: bool, root_has_parameters: bool) -> int:",
     "memory_plan": "def plan() -> dict:",
-    "forgotten_block": "def forgotten() -> int:",
+    "missing_block": "def forgotten() -> int:",
     "tied_unit": "def unit_of(model: nn.Module, block: nn.Module) -> list[nn.Module]:",
     "expert_gradients": "def average_gradients(model: nn.Module, experts: set[nn.Parameter], ranks: int) -> None:",
 }
@@ -62,7 +62,7 @@ def forgetful():
 
 
 def judge(check, given, result=None):
-    arguments = {"memory_plan": (1, 1), "forgotten_block": (result,)}
+    arguments = {"memory_plan": (1, 1), "missing_block": (result,)}
     return getattr(checks, check)(given, *arguments.get(check, ()))
 
 
@@ -225,7 +225,7 @@ def test_a_plan_that_does_not_run_to_its_end_is_wrong(error, said, answer, monke
     ],
 )  # fmt: skip
 def test_the_forgotten_block_is_that_of_the_run(body, expected, answer, forgetful):
-    assert repr(checks.missing_block(answer("forgotten_block", body), forgetful)).startswith(expected)
+    assert repr(checks.missing_block(answer("missing_block", body), forgetful)).startswith(expected)
 
 
 def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
@@ -240,14 +240,17 @@ def test_the_bytes_of_a_run_tell_the_forgotten_block(forgetful):
 
 def test_a_run_that_forgot_nothing_has_no_forgotten_block(answer, planned):
     with pytest.raises(ValueError, match=r"skip = \(\): this check takes a run that forgot one block"):
-        checks.missing_block(answer("forgotten_block", "return 1"), planned)
+        checks.missing_block(answer("missing_block", "return 1"), planned)
 
 
 def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forgetful):
     whole, partial = checks.every_block_wrapped(planned, 3), checks.every_block_wrapped(forgetful, 9)
-    assert repr(whole) == ("passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block")
+    assert repr(whole) == (
+        "passed: units beside the root: 3 (6 all-gathers less 3 reduce-scatters), one for each block"
+    )
     assert repr(partial) == (
-        "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9. One block stayed with the root."
+        "wrong: units beside the root: 8 (17 all-gathers less 9 reduce-scatters), expected 9. "
+        "One block stayed with the root."
     )
     assert checks.every_block_wrapped(planned, 5).hint == "2 blocks stayed with the root."
     assert checks.every_block_wrapped(planned, 2).hint == "More than the blocks was wrapped."
@@ -395,7 +398,9 @@ def test_an_answer_on_two_ranks_is_judged_by_what_it_does(name, answer):
 
 def test_the_right_answer_passes_on_ranks(answer):
     verdict = checks.expert_gradients(answer("expert_gradients", ANSWERS["right"][0]))
-    assert repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
+    assert (
+        repr(verdict) == "passed: as asked on 2 ranks: shared gradients are the mean, the experts' their own, divided"
+    )
 
 
 @pytest.mark.parametrize("name", long_but(["first_missing", "one_more"], UNEQUAL))

@@ -1,6 +1,7 @@
 """labkit.checks.judge: whatever an answer is and does, its check ends in a verdict."""
 
 import functools
+import itertools
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -66,29 +67,30 @@ def judge_check(tmp_path, nothing_starts):
     return judged
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("exit()", "raised SystemExit"),
-        ("sys.exit(3)", "raised SystemExit: 3"),
-        ("raise SystemExit", "raised SystemExit"),
-        ("raise GeneratorExit", "raised GeneratorExit"),
-        ("class Silent(Exception):\n    def __str__(self):\n        1 / 0\nraise Silent", "raised Silent"),
-    ],
-)
-@pytest.mark.parametrize(("check", "more"), IN_THE_NOTEBOOK, ids=lambda each: getattr(each, "__name__", ""))
-def test_an_answer_that_would_end_the_kernel_is_wrong(check, more, body, said, judge_check, answer_to):
+LEAVING = [
+    ("exit()", "raised SystemExit"),
+    ("sys.exit(3)", "raised SystemExit: 3"),
+    ("raise SystemExit", "raised SystemExit"),
+    ("raise GeneratorExit", "raised GeneratorExit"),
+    ("class Silent(Exception):\n    def __str__(self):\n        1 / 0\nraise Silent", "raised Silent"),
+]
+
+
+def each_check_with(cases):
+    """Every check once, each with the next of the cases, so that every case comes, too."""
+    pairs = zip(IN_THE_NOTEBOOK, itertools.cycle(cases), strict=False)
+    return [pytest.param(*asked, case, id=asked[0].__name__) for asked, case in pairs]
+
+
+@pytest.mark.parametrize(("check", "more", "leaving"), each_check_with(LEAVING))
+def test_an_answer_that_would_end_the_kernel_is_wrong(check, more, leaving, judge_check, answer_to):
+    body, said = leaving
     verdict = judge_check(check, more, answer_to("def leave(*args, **kwargs):", body, IMPORTS))
     assert verdict.state == "wrong"
     assert "leave" in verdict.detail and said in verdict.detail
 
 
-@pytest.mark.parametrize(("check", "more"), IN_THE_NOTEBOOK, ids=lambda each: getattr(each, "__name__", ""))
-@pytest.mark.parametrize(
-    "value",
-    ODD,
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize(("check", "more", "value"), each_check_with(ODD))
 def test_whatever_an_answer_gives_there_is_a_verdict(check, more, value, judge_check):
     verdict = judge_check(check, more, lambda *args, **kwargs: value)
     assert verdict.state == "wrong"

@@ -264,7 +264,7 @@ def test_the_stacks_of_a_run_without_an_end_say_why(line, inner, said, answer_to
         ("(this rank had not started its program yet)", False),
         ('Current thread 0x1 (most recent call first):\n  File "/torch/__init__.py", line 3 in <module>\n', False),
         ("(this rank had ended already)", True),
-        ('Thread 0x1 (most recent call first):\n  File "/answer_program.py", line 3 in feed_and_send\n', True),
+        ('Thread 0x1 (most recent call first):\n  File "/answer_program.py", line 3 in save_answer_output\n', True),
     ],
 )
 def test_an_answer_on_a_machine_that_is_too_busy_is_not_called_wrong(stack, judged, answer_to, monkeypatch):

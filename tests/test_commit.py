@@ -2,7 +2,8 @@
 
 import pytest
 
-from labkit.checks.commit import ENV_STRICT_CLAIMS, claim, commit
+from labkit.checks.commit import claim, commit
+from labkit.environment import ENV_STRICT_CLAIMS
 
 
 def empty(rows):

@@ -106,8 +106,8 @@ def test_a_program_without_config(tmp_path):
         ("class Config:\n    width: int = 1", "must be a @dataclass"),
         (
             "from dataclasses import dataclass\n@dataclass\nclass Config:\n    kind: str = later\nlater = ''",
-            "program.py:4: class Config: NameError: name 'later' is not defined; it is read without running the program: "
-            "it may use what the program's top level imports, assigns or defines above it",
+            "program.py:4: class Config: NameError: name 'later' is not defined; it is read without running the "
+            "program: it may use what the program's top level imports, assigns or defines above it",
         ),
         (
             "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: Missing = 1",
@@ -234,6 +234,57 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(config_class):
         config.build_config(config_class, {"widht": 3})
     assert "  dims: tuple[int, ...] = (32, 64)" in str(caught.value)
     assert "PRESETS" not in str(caught.value)
+
+
+@pytest.fixture
+def extended(tmp_path):
+    """The Config of a program that another one extends, and of the other."""
+    source = """
+    from dataclasses import dataclass
+    @dataclass
+    class Config:
+        width: int = 4
+        'Pixels.'
+        depth: int = 1
+        def validate(self, world_size):
+            if self.width > 8:
+                raise ValueError("too wide")
+    """
+    more = """
+    from dataclasses import dataclass
+    import torch
+    from launch.plain import Config as PlainConfig, main
+    @dataclass
+    class Config(PlainConfig):
+        depth: int = 2
+        hybrid: int = 0
+        'Groups.'
+        def validate(self, world_size):
+            super().validate(world_size)
+    """
+    for name, text in {"plain": source, "more": more}.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    return [config.read_config(tmp_path / f"{name}.py") for name in ("plain", "more")]
+
+
+def test_a_config_can_extend_that_of_a_program_beside_it(extended):
+    _, more = extended
+    assert vars(config.build_config(more, {"width": 5, "hybrid": 2}, 2)) == {"width": 5, "depth": 2, "hybrid": 2}
+    shown = config.describe_fields(more)
+    assert "width: int = 4  # Pixels." in shown and "hybrid: int = 0  # Groups." in shown
+    with pytest.raises(ParameterError, match="too wide"):
+        config.build_config(more, {"width": 9}, 2)
+
+
+def test_a_parameter_of_a_program_beside_this_one_is_refused_with_the_name_of_that(extended):
+    plain, more = extended
+    message = r"no parameter is called 'hybrid'\. It is a parameter of more\. Allowed:\n  width"
+    with pytest.raises(ParameterError, match=message):
+        config.build_config(plain, {"hybrid": 2})
+    for words in (["--hybrid", "2"], ["--hybrid=2"], ["--no-hybrid"]):
+        with pytest.raises(ParameterError, match=message):
+            config.parse_argv(plain, words)
+    assert config.parse_argv(more, ["--hybrid", "2"]).hybrid == 2
 
 
 def test_the_programs_own_check(config_class):
@@ -490,7 +541,8 @@ def test_a_preset_on_the_command_line(config_class, argv):
 def run_command_line(tmp_path, *argv):
     path = tmp_path / "shown.py"
     path.write_text(
-        "import sys\nfrom dataclasses import dataclass\nfrom labkit.command_line import parse_argv\nfrom labkit.config import PositiveInt\n\n"
+        "import sys\nfrom dataclasses import dataclass\nfrom labkit.command_line import parse_argv\n"
+        "from labkit.config import PositiveInt\n\n"
         "@dataclass\nclass Config:\n"
         '    width: PositiveInt = 512\n    """Image width in pixels."""\n'
         "    rows: tuple[int, ...] = ()\nprint(parse_argv(Config, sys.argv[1:]).width)\n"

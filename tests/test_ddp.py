@@ -145,7 +145,10 @@ def test_gradients_become_ready_as_theory_says():
 def compiled_wire(fuse, late_waits, case):
     """What a compiled step sends, how often it was counted, and its program."""
     case = ddp.DDP_CASES[case]
-    lab, how = parity.build_chain(DIM, case, CPU, batch=1), {"fuse": fuse, "bucket_mb": BUCKET_MB, "late_waits": late_waits}
+    lab, how = (
+        parity.build_chain(DIM, case, CPU, batch=1),
+        {"fuse": fuse, "bucket_mb": BUCKET_MB, "late_waits": late_waits},
+    )
     with ddp.apply_technique(lab, mesh(), "compiled", case, **how) as (model, programs):
         seen, counted = watch(lab, model, 0), ddp.pop_bucket_count()
         assert ddp.pop_bucket_count() == 0, "asked twice"

@@ -154,7 +154,7 @@ def test_delays_change_no_value():
 
 def test_the_mixture_pauses_after_its_shared_part_and_its_expert(monkeypatch):
     noted = []
-    monkeypatch.setattr("labkit.models.moe.pause", lambda ms, device: noted.append(ms))
+    monkeypatch.setattr("labkit.models.moe.pause_device", lambda ms, device: noted.append(ms))
     model = MixtureOfExperts(delay_before_free_ms=4)
     model(*model.get_input(CPU))
     assert noted == [4, 4]

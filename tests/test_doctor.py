@@ -23,7 +23,9 @@ def test_every_finding_of_this_machine_is_complete():
 
 def test_command_line_gives_text_and_json():
     text = subprocess.run([sys.executable, "-m", "labkit", "doctor"], capture_output=True, text=True, timeout=100)
-    data = subprocess.run([sys.executable, "-m", "labkit", "doctor", "--json"], capture_output=True, text=True, timeout=100)
+    data = subprocess.run(
+        [sys.executable, "-m", "labkit", "doctor", "--json"], capture_output=True, text=True, timeout=100
+    )
     assert f"PyTorch: {torch.__version__}" in text.stdout, text
     assert [line[:1] for line in text.stdout.splitlines()[:2]] == ["[", "["]
     report = json.loads(data.stdout)

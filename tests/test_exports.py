@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from importlib import metadata
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps(content | {"labkit": "=2"}))
     found, problems = exports.newest_exports([tmp_path / "a.json", tmp_path / "b.json"])
     assert not problems
-    frame = exports.progress_frame(exports)
+    frame = exports.progress_frame(found)
     exports.write_csv(frame, tmp_path / "table.csv")
     exports.write_html(frame, tmp_path / "table.html")
     assert [row["name"][:2] for row in csv.DictReader((tmp_path / "table.csv").open())] == ["<s", "'="]
@@ -91,12 +92,14 @@ def test_a_learners_text_is_neither_computed_nor_executed(tmp_path):
 
 
 def test_export_writes_one_file_with_name_version_and_verdicts(tmp_path, capsys, monkeypatch):
-    (tmp_path / "progress.json").write_text(json.dumps(verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": PASSED}})))
+    (tmp_path / "progress.json").write_text(
+        json.dumps(verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": PASSED}}))
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["export", "--name", "Ada B. / Lovelace", "--folder", str(tmp_path)]) == 0
     assert "wrote labkit-Ada_B____Lovelace.json" in capsys.readouterr().out
     found = exports.read_export(tmp_path / "labkit-Ada_B____Lovelace.json")
-    assert (found.name, found.labkit) == ("Ada B. / Lovelace", "0.1.0")
+    assert (found.name, found.labkit) == ("Ada B. / Lovelace", metadata.version("labkit"))
     assert found.verdicts == {"fsdp": {"zero_bytes": PASSED}}
     assert main(["export", "mine.json", "--folder", str(tmp_path)]) == 0, "without a terminal: the account's name"
     assert exports.read_export(tmp_path / "mine.json").name

@@ -308,13 +308,15 @@ def test_a_disk_that_the_records_fill(small_disk, tmp_path):
 def test_a_second_process_may_not_write_into_a_runs_records(tmp_path):
     code = (
         "import sys; from pathlib import Path; from labkit.runs.records import RecordWriter\n"
-        "writer = Writer(Path(sys.argv[1]), 0)\nprint('holds', flush=True)\nsys.stdin.read()"
+        "writer = RecordWriter(Path(sys.argv[1]), 0)\nprint('holds', flush=True)\nsys.stdin.read()"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "holds\n"
         fix = "give each run a folder of its own, or unset LABKIT_RUN_FOLDER"
-        with pytest.raises(RecordError, match=f"^{record_path(tmp_path, 0)}: another process is writing records here: {fix}"):
+        with pytest.raises(
+            RecordError, match=f"^{record_path(tmp_path, 0)}: another process is writing records here: {fix}"
+        ):
             RecordWriter(tmp_path, 0)
         RecordWriter(tmp_path, 1).close()
         other.kill()

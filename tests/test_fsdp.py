@@ -1,4 +1,6 @@
-"""labkit.parallel.fsdp, launch/fsdp_wrap and fsdp_matrix: equal to one device in every cell, and exactly what theory says."""
+"""labkit.parallel.fsdp, launch/fsdp_wrap and fsdp_matrix: equal to one device in every cell, and exactly
+what theory says.
+"""
 
 import itertools
 import json
@@ -46,7 +48,9 @@ GRADIENTS = {
 LIMITS = {"fp32": 1e-5, "bf16": 2e-2, "autocast": 2e-2, "fp16": 2e-3, "pure_fp16": 2e-3}
 
 
-@pytest.fixture(scope="module", params=[*(pytest.param((fsdp, 1), marks=pytest.mark.long) for fsdp in (1, 2)), (2, 5)], ids=str)
+@pytest.fixture(
+    scope="module", params=[*(pytest.param((fsdp, 1), marks=pytest.mark.long) for fsdp in (1, 2)), (2, 5)], ids=str
+)
 def verdicts(request):
     """The FSDP version, one in how many cells was run, and what the parity check said of each."""
     fsdp, every = request.param

@@ -91,7 +91,10 @@ def gathers_before(events, *wanted):
 
 def test_fsdp1_gathers_ahead_in_the_backward_pass_as_it_is_told(timelines):
     computes, reduces = ("compute", "layers.2", "backward"), ("communication", "layers.2", "reduce_scatter")
-    seen = {name: [gathers_before(timelines[name], *event) for event in (computes, reduces)] for name in ("pre", "post", "none")}
+    seen = {
+        name: [gathers_before(timelines[name], *event) for event in (computes, reduces)]
+        for name in ("pre", "post", "none")
+    }
     assert seen["pre"] == [2, 2], "its own and the next unit's, before it computes"
     assert seen["post"] == [1, 2], "the next unit's once it has computed"
     assert seen["none"] == [1, 1], "the next unit's when that needs it"
@@ -151,7 +154,9 @@ def test_policies_choose_units_from_the_inside_out():
     assert {names[module] for module in units.large_modules(model, 80)} == {"net.1.0.0", "net.1.1", "net"}
     assert units.large_modules(model, 1000) == ()
     tied = catalog.create_model("hf_bert", seed=0)
-    assert "model.bert" not in {name for name, module in tied.named_modules() if module in units.modules_with_parameters(tied)}
+    assert "model.bert" not in {
+        name for name, module in tied.named_modules() if module in units.modules_with_parameters(tied)
+    }
 
 
 def test_a_module_can_be_marked_where_it_is_written():
@@ -178,7 +183,9 @@ def average_without_the_second_layer():
 
 def test_averaging_says_which_parameters_the_model_does_not_use(ranks):
     for said in ranks(2)(average_without_the_second_layer):
-        assert said.startswith("the backward pass gave no gradient to parameters of shape (4,), (4, 4), so their bucket")
+        assert said.startswith(
+            "the backward pass gave no gradient to parameters of shape (4,), (4, 4), so their bucket"
+        )
 
 
 MOMENTS = {

@@ -126,7 +126,9 @@ def process_of():
 
 
 def test_a_run_that_wrote_no_end_is_broken_off_once_its_limit_has_passed(place, process_of):
-    within, beyond, alive = (recorded(place, number, days=days, exit="running") for number, days in enumerate([0, 3, 3]))
+    within, beyond, alive = (
+        recorded(place, number, days=days, exit="running") for number, days in enumerate([0, 3, 3])
+    )
     tomorrow = recorded(place, 7, days=-1, exit="running")
     endless = recorded(place, 8, exit="running", timeout_s=float("inf"))
     process_of(alive)

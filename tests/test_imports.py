@@ -4,6 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from labkit import torch_private
+from labkit.launcher import fork_server, torchrun
+
 PUBLIC = "__init__"
 JUPYTER = ("IPython", "ipywidgets", "ipykernel", "jupyter_client", "jupyterlab", "nbformat", "papermill", "nbval")
 PACKAGE = Path(__file__).resolve().parents[1] / "labkit"
@@ -46,3 +49,25 @@ print("imported", len({names!r}))
     answer = fresh(code)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip().endswith(f"imported {len(names)}")
+
+
+def test_what_is_imported_before_ranks_are_forked_is_read_from_the_program(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nimport torch.nn\nfrom labkit.theory import sizes\n\ndef main():\n    import labkit.parity\n"
+    )
+    names = ["torch.nn", "labkit.theory", "labkit.theory.sizes"]
+    assert torchrun.list_imports(program) == names
+    program.write_text(program.read_text() + "    here.steps(3, track=[model])\n")
+    assert torchrun.list_imports(program) == [*names, torch_private.MEMORY_TRACKER_MODULE]
+
+
+def test_the_fork_server_imports_what_the_programs_of_launch_import():
+    names = fork_server.list_program_modules()
+    assert {
+        "labkit.models.catalog",
+        "labkit.parity.spatial",
+        "labkit.parity.two_dim",
+        torch_private.MEMORY_TRACKER_MODULE,
+    } <= set(names)
+    assert len(names) == len(set(names))

@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 import torch
+from fixture_messages import words
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -93,7 +94,7 @@ def test_names_of_the_notebook_reach_the_ranks_when_they_are_listed_and_modules_
     assert cell("--use batch,twice", "twice(batch) + [m.pi > 3]") == "ranks 0–1: [1, 2, 1, 2, True]\n"
     with pytest.raises(labkit.RankFailed) as caught:
         cell("", "len(batch)")
-    assert "batch is a name of the notebook: hand it to the ranks with --use batch" in str(caught.value)
+    assert re.search(words("batch … notebook … --use batch"), str(caught.value))
 
 
 def test_the_result_is_bound_and_values_come_home(cell, shell):
@@ -113,7 +114,7 @@ def test_the_result_is_bound_and_values_come_home(cell, shell):
 
 
 def test_what_cannot_be_sent_home_is_refused(cell):
-    with pytest.raises(labkit.RankFailed, match=r"give\(x=...\): a function cannot be sent home"):
+    with pytest.raises(labkit.RankFailed, match=words("(x=...) … function")):
         cell("", "from labkit import rank\nrank.give(x=lambda: 1)")
 
 
@@ -222,7 +223,7 @@ def test_a_cell_may_change_its_environment_and_hold_any_line_end(cell):
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("code", ["return 1", "await something()", "break"])
 def test_nothing_starts_with_what_cannot_be_compiled(cell, code):
-    with pytest.raises(labkit.ParameterError, match=r"SyntaxError: .*Nothing was started"):
+    with pytest.raises(labkit.ParameterError, match=words("SyntaxError: … Nothing was started")):
         cell("", code)
 
 
@@ -237,24 +238,24 @@ def test_nothing_starts_with_a_syntax_error(cell, shell):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ("-n 0", labkit.ParameterError, "nproc = 0 is not a number of ranks"),
+        ("-n 0", labkit.ParameterError, "nproc = 0"),
         ("--timeout -1", labkit.ParameterError, "timeout_s = -1"),
-        ("--device tpu", labkit.ParameterError, "'tpu' is none of"),
-        ("--use nobody", UsageError, "--use nobody: the notebook has no such name"),
-        ("--name 3x", UsageError, "--name 3x is no name"),
-        ("--name class", UsageError, "--name class is no name"),
-        ("--nodes 3", UsageError, "unrecognized arguments: --nodes 3"),
+        ("--device tpu", labkit.ParameterError, "'tpu' … cpu"),
+        ("--use nobody", UsageError, "--use nobody … name"),
+        ("--name 3x", UsageError, "--name 3x"),
+        ("--name class", UsageError, "--name class"),
+        ("--nodes 3", UsageError, "--nodes 3"),
     ],
 )
 def test_wrong_options_are_refused_before_a_start(cell, options, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=words(message)):
         cell(options, "1")
 
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_what_cannot_leave_the_notebook_is_named(cell, shell):
     shell.run_cell("import threading\nlock = threading.Lock()")
-    with pytest.raises(labkit.ParameterError, match=r"^lock cannot be sent to the ranks"):
+    with pytest.raises(labkit.ParameterError, match=words("lock … ranks")):
         cell("--use lock", "lock")
 
 

@@ -23,7 +23,9 @@ def test_what_fits_is_allocated_and_what_does_not_is_refused():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with cap_memory(300, CPU):
         assert held(200).sum() == 0
-    refused = pytest.raises(MemoryCapExceeded, match=r"more than its cap of 100 MiB was needed .*: shard over more ranks")
+    refused = pytest.raises(
+        MemoryCapExceeded, match=r"more than its cap of 100 MiB was needed .*: shard over more ranks"
+    )
     with refused, cap_memory(100, CPU):
         held(200)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -1,4 +1,6 @@
-"""labkit.session.meter and labkit.session.traffic: what is counted, what is timed, and what is left to the traced step."""
+"""labkit.session.meter and labkit.session.traffic: what is counted, what is timed, and what is left to
+the traced step.
+"""
 
 import time
 from functools import partial

@@ -188,7 +188,9 @@ def test_nested_has_blocks_inside_blocks():
 def test_of_the_frozen_model_the_last_layer_alone_needs_gradients_and_shares_its_block():
     model = NonUniformReqGradNWM()
     assert widths(model) == [(8, 4), (4, 16), (16, 16), (16, 4), (4, 8)]
-    assert {name for name, module in model.named_modules() if isinstance(module, NestedBlock)} == {*("net.1", "net.1.0", "net.2")}
+    assert {name for name, module in model.named_modules() if isinstance(module, NestedBlock)} == {
+        *("net.1", "net.1.0", "net.2")
+    }
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trained == ["net.2.1.weight", "net.2.1.bias"]
 

@@ -56,7 +56,9 @@ def released(nbgrader, repository):
     end = [cell.id for cell in notebook.cells].index(LAST) + 1
     first = [cell.id for cell in notebook.cells if cell.cell_type == "code"][:3]
     cells = [
-        cell for cell in notebook.cells[:end] if cell.cell_type == "markdown" or "nbgrader" in cell.metadata or cell.id in first
+        cell
+        for cell in notebook.cells[:end]
+        if cell.cell_type == "markdown" or "nbgrader" in cell.metadata or cell.id in first
     ]
     notebook.cells = cells
     (nbgrader.folder / "source" / "lab2").mkdir(parents=True)

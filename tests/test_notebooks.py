@@ -21,7 +21,7 @@ from fixture_notebooks import read_small_values, unused
 
 import labkit
 from labkit import doctor
-from labkit.checks.commit import ENV_STRICT_CLAIMS
+from labkit.environment import ENV_STRICT_CLAIMS
 from notebooks.tools.build import FOLDER, MAX_BYTES, stale
 from notebooks.tools.run import summary
 from notebooks.tools.source import BEGIN, find_labs, learner_notebook
@@ -212,7 +212,9 @@ def test_each_parameter_is_held_to_its_range_by_the_first_cell_that_uses_it(lab,
 
 
 def values_outside(value, kind, rule):
-    """Values that break a rule of ``require``: one for each limit, the last of which may be broken by this rule alone."""
+    """Values that break a rule of ``require``: one for each limit, the last of which may be broken by this
+    rule alone.
+    """
     yield "four"
     if "above" in rule:
         yield kind(rule["above"])
@@ -225,8 +227,12 @@ def values_outside(value, kind, rule):
 @pytest.mark.notebook
 def test_papermill_shows_the_refusal_and_nothing_was_launched(tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "runs"))
-    with pytest.raises(papermill.PapermillExecutionError, match="ParameterError: RANKS = 1, but must be int ≥ 2: one rank"):
-        papermill.execute_notebook(lab_of("02_fsdp_wrapping").learner, tmp_path / "done.ipynb", {"RANKS": 1}, progress_bar=False)
+    with pytest.raises(
+        papermill.PapermillExecutionError, match="ParameterError: RANKS = 1, but must be int ≥ 2: one rank"
+    ):
+        papermill.execute_notebook(
+            lab_of("02_fsdp_wrapping").learner, tmp_path / "done.ipynb", {"RANKS": 1}, progress_bar=False
+        )
     assert not any((tmp_path / "runs").iterdir())  # the folder itself is made by the doctor
 
 

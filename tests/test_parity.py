@@ -207,7 +207,9 @@ def test_a_model_that_trains_as_one_device_is_ok():
 
 
 def test_losses_of_no_step_are_an_error():
-    with pytest.raises(ValueError, match="no loss, so nothing was trained that could be compared: train 1 step or more"):
+    with pytest.raises(
+        ValueError, match="no loss, so nothing was trained that could be compared: train 1 step or more"
+    ):
         compare_fsdp_training(*trained(0), rank=0, steps=0)
 
 
@@ -244,12 +246,16 @@ def test_frozen_parameters_are_compared_without_gradients():
 
 
 def test_every_batch_has_a_seed_of_its_own():
-    seeds = {parity.sample_seed(step, rank, batch, 3) for step in (0, 1, 9998) for rank in (0, 1, 3332) for batch in range(3)}
+    seeds = {
+        parity.sample_seed(step, rank, batch, 3) for step in (0, 1, 9998) for rank in (0, 1, 3332) for batch in range(3)
+    }
     assert len(seeds) == 27
 
 
 def test_one_rank_with_four_batches_has_the_samples_of_four_ranks():
-    assert [parity.sample_seed(5, 0, batch, 4) for batch in range(4)] == [parity.sample_seed(5, rank) for rank in range(4)]
+    assert [parity.sample_seed(5, 0, batch, 4) for batch in range(4)] == [
+        parity.sample_seed(5, rank) for rank in range(4)
+    ]
 
 
 def test_gradients_of_several_batches_add_up():

@@ -151,11 +151,15 @@ def texts_of(ax):
 
 
 def test_table_holds_predicted_against_measured():
-    table = plots.comparison_table(run(2), {"send_bytes": 1536, "send_count": 5, "peak_activation_bytes": 8.2e6}, tolerance=0.03)
+    table = plots.comparison_table(
+        run(2), {"send_bytes": 1536, "send_count": 5, "peak_activation_bytes": 8.2e6}, tolerance=0.03
+    )
     assert list(table.columns) == ["predicted", "measured", "ratio", "verdict"]
     assert list(table["verdict"]) == ["equal", "differs", "within 3%"]
     assert list(table["ratio"]) == [1, 0.8, 0.9756]
-    assert list(plots.comparison_table(run(2), {"send_count": 4.0001})["verdict"]) == ["differs"], "0 tolerance wants equality"
+    assert list(plots.comparison_table(run(2), {"send_count": 4.0001})["verdict"]) == ["differs"], (
+        "0 tolerance wants equality"
+    )
 
 
 def test_ones_own_predictions_come_first_and_are_off_by_a_factor():
@@ -176,6 +180,18 @@ def test_ones_own_predictions_come_first_and_are_off_by_a_factor():
 )
 def test_how_far_off_is_said_of_any_number(predicted, measured, said):
     assert relative_error_text(predicted, measured) == said
+
+
+def test_a_table_takes_what_was_measured_as_a_mapping_and_yours_alone():
+    measured, yours = {"a": 2.0, "b": 8}, {"a": 1, "b": None}
+    table = plots.comparison_table(measured, {"a": 2, "b": 4}, yours=yours)
+    assert list(table["measured"]) == ["2", "8"] and list(table["theory is"]) == ["right", "2 × too small"]
+    assert list(plots.comparison_table(measured, {"b": 4})["verdict"]) == ["differs"]
+    alone = plots.comparison_table(measured, yours=yours, column="simulated")
+    assert list(alone.columns) == ["yours", "simulated", "yours is"]
+    assert alone.loc["a"].tolist() == ["1", "2", "2 × too small"] and alone.loc["b"].tolist() == ["–", "8", "–"]
+    with pytest.raises(ValueError, match=r"nothing to compare with .*: give predicted, yours, or both"):
+        plots.comparison_table(measured)
 
 
 def test_a_prediction_of_zero_is_compared_as_well():
@@ -211,7 +227,9 @@ def bars_at(ax, middle):
 def test_memory_stacks_categories_and_marks_the_prediction_with_a_dashed_line():
     ax = plots.memory_by_category({"one": run(1), "two": run(2, factor=0.5)}, predicted={"one": 8e6, "two": 4.1e6})
     names = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert names == [*("activations", "parameters", "optimizer state", "gradients", "temporary", "activations, predicted")]
+    assert names == [
+        *("activations", "parameters", "optimizer state", "gradients", "temporary", "activations, predicted")
+    ]
     assert ax.get_ylabel() == "peak memory of a rank, MB"
     assert [bar.get_height() for bar in bars_at(ax, 0)] == pytest.approx([8, 4, 2, 1, 3])
     assert [bar.get_height() for bar in bars_at(ax, 1)] == pytest.approx([4, 2, 1, 0.5, 1.5])
@@ -295,7 +313,9 @@ def test_halos_come_from_the_neighbours_that_there_are(rank, sources):
     ax = plots.halo_diagram(numpy.zeros((20, 40, 3), numpy.uint8), ranks=4, halo=2, rank=rank)
     texts = texts_of(ax)
     assert [text for text in texts if text.startswith("rank")] == [f"rank {index}" for index in range(4)]
-    assert [text for text in texts if text.startswith("halo")] == [f"halo: 2 columns\nfrom rank {one}" for one in sources]
+    assert [text for text in texts if text.startswith("halo")] == [
+        f"halo: 2 columns\nfrom rank {one}" for one in sources
+    ]
     frames = [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_width() == 2]
     above = [frame for frame in frames if frame.get_y() == 0]
     assert [frame.get_x() for frame in above] == [10 * (rank + 1) if one > rank else 10 * rank - 2 for one in sources]

@@ -46,7 +46,9 @@ def run(folder, travelled=TRAVELLED, code=CODE):
 
 def boxes(ax):
     """Row, start and end of each rectangle."""
-    return [(round(box.get_y() + box.get_height() / 2), box.get_x(), box.get_x() + box.get_width()) for box in ax.patches]
+    return [
+        (round(box.get_y() + box.get_height() / 2), box.get_x(), box.get_x() + box.get_width()) for box in ax.patches
+    ]
 
 
 def order_of(ax):
@@ -62,7 +64,8 @@ def texts(ax):
 def test_gradients_of_a_bucket_stand_side_by_side_as_wide_as_their_bytes(tmp_path):
     ax = plots.bucket_schedule(run(tmp_path))
     assert [box for box in boxes(ax) if box[0] == 1] == [
-        pytest.approx((1, start, end)) for start, end in ((0, 0.008), (0.008, 16.008), (16.008, 16.016), (16.016, 32.016))
+        pytest.approx((1, start, end))
+        for start, end in ((0, 0.008), (0.008, 16.008), (16.008, 16.016), (16.016, 32.016))
     ]
     assert len(ax.patches) == len(TRAVELLED)
     labels = [tick.get_text() for tick in ax.get_yticklabels()]
@@ -205,7 +208,9 @@ def test_arithmetic_stands_still_while_the_core_sends():
 
 
 def test_bars_by_size_are_arithmetic_and_what_is_exposed_and_the_chosen_one_is_bold():
-    ax = plots.backward_time_by_bucket_size({"small": (0.005, 0.010), "large": (0.005, 0.001)}, "large", measured_s=0.007)
+    ax = plots.backward_time_by_bucket_size(
+        {"small": (0.005, 0.010), "large": (0.005, 0.001)}, "large", measured_s=0.007
+    )
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([5, 5, 10, 1])
     assert texts(ax) == ["15", "6"]
     assert [label.get_weight() for label in ax.get_yticklabels()] == ["normal", "bold"]

@@ -133,7 +133,10 @@ def run(sent, error, held=0, gather=(0.0, 0.0)):
     scalars = {"weight_error": error, "weight_rms_error": error / 2, "held_bytes": held}
     scalars |= dict(zip(("gather_ms", "hooks_ms"), gather, strict=True))
     lines = [common | {"step": 3, "kind": "comm", "name": "all_gather", "axis": "", "count": 2, "bytes": sent}]
-    lines += [common | {"step": -1, "kind": "scalar", "name": name, "value": value, "unit": ""} for name, value in scalars.items()]
+    lines += [
+        common | {"step": -1, "kind": "scalar", "name": name, "value": value, "unit": ""}
+        for name, value in scalars.items()
+    ]
     info = {"program": "made up", "nproc": 1, "exit": "ok", "params": {}, "session": SESSION}
     return RunResult(Path("nowhere"), info, lines, [])
 
@@ -183,7 +186,9 @@ def test_bars_of_time_and_memory_say_their_sums_and_what_was_predicted():
 
 def test_lines_of_predicted_times_cross_where_the_coding_takes_what_the_bytes_save():
     ways = {"float32": (4e6, 0.0), "int8": (1e6, 0.003)}
-    ax = plots.gather_time_by_bandwidth(ways, machines={"here": 1e9}, measured={"int8": (1e9, 0.005)}, results=RUNS.values())
+    ax = plots.gather_time_by_bandwidth(
+        ways, machines={"here": 1e9}, measured={"int8": (1e9, 0.005)}, results=RUNS.values()
+    )
     plain, coded = dashed(ax)
     assert (plain.get_xdata() == coded.get_xdata()).all()
     cheaper = plain.get_ydata() < coded.get_ydata()

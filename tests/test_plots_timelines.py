@@ -146,7 +146,9 @@ def test_an_all_gather_too_short_for_its_name_has_it_above():
 
 
 def test_a_name_that_would_meet_the_one_before_goes_below():
-    bars = [("communication", "all_gather", f"layers.{each}", start, 0.1) for each, start in ((7, 30), (8, 30.5), (9, 60))]
+    bars = [
+        ("communication", "all_gather", f"layers.{each}", start, 0.1) for each, start in ((7, 30), (8, 30.5), (9, 60))
+    ]
     labels = {text.get_text(): text for text in figures.timeline(run(1, bars)).texts}
     assert [labels[name].get_va() for name in "789"] == ["bottom", "top", "bottom"]
     assert labels["8"].get_position()[1] > labels["7"].get_position()[1], "the axis points down"

@@ -49,7 +49,9 @@ def test_traffic_is_stacked_by_axis_predicted_beside_measured():
     tp, data = AXIS_COLOURS["tp"], AXIS_COLOURS["data"]
     ax = plots.traffic_by_axis({"a": {"tp": 2e6, "data": 1e6}}, {"a": {"tp": 3e6}, "b": {"data": 4e6}}, results=[RUN])
     assert heights(ax) == [(tp, True, 2.0), (data, True, 1.0), (tp, False, 3.0), (data, False, 4.0)]
-    bottoms = {bar.get_y() for bar in ax.patches if to_hex(bar.get_facecolor()).upper() == data and bar.get_height() == 1}
+    bottoms = {
+        bar.get_y() for bar in ax.patches if to_hex(bar.get_facecolor()).upper() == data and bar.get_height() == 1
+    }
     assert bottoms == {2.0}, "on top of what goes along tp"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["a", "b"]
     assert ax.get_ylabel() == "on the wire from a rank in a step, MB"
@@ -75,7 +77,9 @@ def test_each_rank_of_a_mesh_keeps_its_own_piece_of_both_weights(data, tp):
     for outline, own in zip(whole, dark, strict=True):
         part = own.get_width() * own.get_height() / (outline.get_width() * outline.get_height())
         assert part == pytest.approx(1 / (data * tp))
-    corners = {(round(own.get_x() - out.get_x(), 6), round(own.get_y() - out.get_y(), 6)) for out, own in pieces(whole, dark)}
+    corners = {
+        (round(own.get_x() - out.get_x(), 6), round(own.get_y() - out.get_y(), 6)) for out, own in pieces(whole, dark)
+    }
     assert len(corners) == data * tp, "no two ranks keep the same rows of the first weight"
 
 

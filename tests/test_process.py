@@ -19,7 +19,7 @@ from fixture_processes import is_alive, wait_for
 
 import labkit
 from labkit.errors import RankFailed, RunTimedOut
-from labkit.launcher import process, torchrun
+from labkit.launcher import backend, process, torchrun
 
 MISBEHAVE = Path(__file__).parent / "programs" / "misbehave.py"
 LIMIT_S = 5.0
@@ -80,7 +80,7 @@ def time_flies(monkeypatch, pids):
             noted = len(pids.read()) >= count and time.time() - pids.path.stat().st_mtime > 0.5
             return time.monotonic() + 3600 * noted
 
-        monkeypatch.setattr(sys.modules["labkit.launcher.run"], "time", types.SimpleNamespace(monotonic=monotonic))
+        monkeypatch.setattr(backend, "time", types.SimpleNamespace(monotonic=monotonic))
 
     return when
 
@@ -105,7 +105,9 @@ def test_a_hanging_run_times_out_with_the_stacks_of_every_rank(pids, time_flies)
     """Rank 1 comes to its end, but a thread of it does not; rank 0 waits for it."""
     time_flies(5)
     with pytest.raises(RunTimedOut) as caught:
-        labkit.run(MISBEHAVE, how="stay", group=True, deaf=True, bare=True, orphan=True, pids=str(pids.path), timeout_s=300)
+        labkit.run(
+            MISBEHAVE, how="stay", group=True, deaf=True, bare=True, orphan=True, pids=str(pids.path), timeout_s=300
+        )
     late = caught.value
     assert late.timeout_s == 300
     assert "in wait_for_godot" in late.stacks[1]
@@ -208,9 +210,33 @@ def test_processes_are_found_by_the_folder_in_their_environment(tmp_path):
             each.wait()
 
 
+class Dying:
+    """A process that was killed and is no longer found by its environment, but takes a while to end."""
+
+    pid, statuses = 7, ["running", "disk-sleep", "zombie", "zombie"]
+
+    def is_running(self):
+        return True
+
+    def kill(self):
+        pass
+
+    def status(self):
+        return self.statuses.pop(0)
+
+
+def test_a_killed_process_is_waited_for_until_it_has_ended(tmp_path, monkeypatch):
+    found, dying = iter([[Dying()]]), Dying.statuses
+    monkeypatch.setattr(process, "find_run_processes", lambda *run: next(found, []))
+    assert process.kill_run_processes(tmp_path) == []
+    assert dying == ["zombie"]
+
+
 def test_of_hosts_that_share_a_machine_one_is_stopped_alone(tmp_path):
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    first, second = (subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01")
+    first, second = (
+        subprocess.Popen(sleep, env={"LABKIT_RUN_FOLDER": str(tmp_path), "LABKIT_NODE": node}) for node in "01"
+    )
     try:
         wait_for(lambda: len(process.find_run_processes(tmp_path)) == 2)
         process.kill_run_processes(tmp_path, node="1")

@@ -36,7 +36,9 @@ def contents_of(folder):
 def test_a_rank_does_at_its_end_what_it_does_under_a_bare_torchrun(leftovers):
     bare, ours, torchrun, failed = leftovers
     assert ours.keys() == bare.keys()
-    assert {name for name in ours if ours[name] != bare[name]} <= {f"{r}_{w}" for r in range(3) for w in ("pid", "random")}
+    assert {name for name in ours if ours[name] != bare[name]} <= {
+        f"{r}_{w}" for r in range(3) for w in ("pid", "random")
+    }
     for rank in range(3):  # it ends, it ends through rank.start, it raises
         assert ours[f"{rank}_left_open"] == f"text of rank {rank}\n".encode()
         assert ours[f"{rank}_left_open_binary"] == b"bytes"

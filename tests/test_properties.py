@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 

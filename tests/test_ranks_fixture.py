@@ -113,7 +113,9 @@ def test_a_hanging_rank_is_killed_at_the_timeout_and_no_process_stays(ranks):
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize("body", [lambda: 1, functools.partial(total, 1), total.__call__], ids=["lambda", "partial", "method"])
+@pytest.mark.parametrize(
+    "body", [lambda: 1, functools.partial(total, 1), total.__call__], ids=["lambda", "partial", "method"]
+)
 def test_what_a_process_cannot_find_is_refused(ranks, body):
     with pytest.raises(ValueError, match="a body for ranks"):
         ranks(2)(body)

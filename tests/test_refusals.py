@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy
 import pytest
@@ -63,7 +63,11 @@ REFUSED = [
     ("fsdp_wrap", {"hidden": 0}, "hidden = 0 is not int ≥ 1 | None"),
     ("fsdp_wrap", {"narrow": -1}, "narrow = -1 is not int ≥ 1 | None"),
     ("fsdp_matrix", {"skip": (-1,)}, "skip = (-1,) is not tuple[int ≥ 0, ...]"),
-    ("fsdp_matrix", {"skip": (99,)}, "skip (99,) counts blocks that are not there: model toy has 9 blocks, from 0 to 8"),
+    (
+        "fsdp_matrix",
+        {"skip": (99,)},
+        "skip (99,) counts blocks that are not there: model toy has 9 blocks, from 0 to 8",
+    ),
     ("fsdp_matrix", {"freeze": (3,), "model": "mlp_stack"}, "freeze (3,) counts blocks that are not there: model mlp_"),
     ("fsdp_matrix", {"freeze": (11,), "blocks": ("ReLU",)}, "model toy has 11 blocks, from 0 to 10"),
     ("fsdp_wrap", {"fsdp": "yours", "precision": "bf16"}, "precision is not for fsdp yours, which shards units"),
@@ -113,7 +117,9 @@ def test_a_rank_under_bare_torchrun_refuses_the_same_in_one_line(program, words,
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", [program, *words.split()])
     with pytest.raises(SystemExit) as caught:
-        rank.run_main(lambda made: pytest.fail(f"started with {made}"), importlib.import_module(f"launch.{program}").Config)
+        rank.run_main(
+            lambda made: pytest.fail(f"started with {made}"), importlib.import_module(f"launch.{program}").Config
+        )
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"{message}\n"
 
@@ -139,6 +145,15 @@ def test_every_number_of_a_program_has_limits(program):
     config_class = config.read_config(find_program(program)[0])
     types = [line.partition(" = ")[0] for line in config.describe_fields(config_class).splitlines()]
     assert [each for each in types if re.search(r": .*\b(int|float)\b(?! [≥>])", each)] == []
+
+
+def test_lab_2s_program_stays_short_and_names_the_program_with_the_other_options():
+    plain, matrix = (config.read_config(find_program(name)[0]) for name in ("fsdp_wrap", "fsdp_matrix"))
+    known, more = ({field.name for field in fields(each)} for each in (plain, matrix))
+    assert len(known) <= 18 and known < more, "a new option of FSDP belongs to fsdp_matrix"
+    for name in more - known:
+        with pytest.raises(labkit.ParameterError, match=rf"called '{name}'.* It is .* of fsdp_matrix[ .]"):
+            config.build_config(plain, {name: 1})
 
 
 def test_the_photo_takes_as_many_classes_as_its_config_says():

@@ -108,7 +108,9 @@ def test_an_unknown_value_lists_the_known_ones(folder):
     with pytest.raises(KeyError) as caught:
         labkit.load(folder).value("forward")
     known = "all_reduce_bytes, all_reduce_count, forward_ms, loss, peak_bytes, planned_steps, setup_ms"
-    assert str(caught.value) == (f"this run has no value 'forward'; it has: {known}, tp/all_reduce_bytes, tp/all_reduce_count")
+    assert str(caught.value) == (
+        f"this run has no value 'forward'; it has: {known}, tp/all_reduce_bytes, tp/all_reduce_count"
+    )
     assert isinstance(caught.value, labkit.LabError)
 
 
@@ -164,6 +166,12 @@ def test_the_stamp_says_where_the_numbers_come_from(folder, changed, stamp):
     assert result.stamp == stamp
     assert repr(result).startswith(f"strips: {stamp}\n")
     assert f"<p>strips: {stamp}</p><table" in result._repr_html_()
+
+
+def test_losses_are_the_mean_over_ranks_of_the_steps_that_all_have_recorded(folder):
+    assert labkit.load(folder).losses.to_dict() == {0: 5.5, 1: 4.5}
+    RecordWriter(folder, 1).write("scalar", "loss", 2, value=9.0, unit="")
+    assert labkit.load(folder).losses.to_dict() == {0: 5.5, 1: 4.5}
 
 
 def test_a_result_that_did_not_end_well_says_so(folder):
@@ -254,6 +262,8 @@ def without(content, *names):
         ("run.json", INFO | {"nproc": -1}, "nproc = -1 is not between 1 and 1000000"),
         ("run.json", INFO | {"params": []}, "params = [] is not dict"),
         ("run.json", INFO | {"session": []}, "session = [] is not dict"),
+        ("run.json", INFO | {"verdict": 1}, "verdict = 1 is not dict"),
+        ("run.json", INFO | {"verdict": {"ok": "yes"}}, "ok = 'yes' is not bool"),
         ("run.json", INFO | {"session": without(SESSION, "cores")}, "holds no 'cores'"),
         ("run.json", {"version": 3}, "version 3 is not known here: update labkit, this one reads 1 and 2"),
         ("run.json", INFO | {"version": []}, "version [] is not known here"),

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from fixture_messages import words
 from fixture_time import within
 
 import labkit
@@ -41,57 +43,55 @@ def nothing_starts(monkeypatch, tmp_path):
 
 
 BAD_ARGUMENTS = [
-    ({"nproc": 0}, "nproc = 0 is not a number of ranks"),
+    ({"nproc": 0}, "nproc = 0"),
     ({"nproc": -2}, "nproc = -2"),
     ({"nproc": 2.0}, "nproc = 2.0"),
     ({"nproc": True}, "nproc = True"),
     ({"nproc": "2"}, "nproc = '2'"),
     ({"nproc": numpy.float64(2)}, "nproc = "),
-    ({"nproc": numpy.array([2, 3])}, "nproc = array([2, 3]) is not a number of ranks"),
-    ({"nproc": 10**6}, "nproc = 1000000 is too many processes for this machine: 64 for each of "),
-    ({"device": ["cpu"]}, "device = ['cpu'] is none of"),
+    ({"nproc": numpy.array([2, 3])}, "nproc = array([2, 3])"),
+    ({"nproc": 10**6}, "nproc = 1000000 … 64"),
+    ({"device": ["cpu"]}, "device = ['cpu'] … auto, cpu, cuda"),
     ({"timeout_s": True}, "timeout_s = True"),
-    ({"timeout_s": numpy.int64(-1)}, "is not a time limit"),
-    ({"device": "gpu"}, "device = 'gpu' is none of auto, cpu, cuda"),
-    ({"timeout_s": 0}, "timeout_s = 0 is not a time limit"),
+    ({"timeout_s": numpy.int64(-1)}, "timeout_s = "),
+    ({"device": "gpu"}, "device = 'gpu' … auto, cpu, cuda"),
+    ({"timeout_s": 0}, "timeout_s = 0"),
     ({"timeout_s": float("nan")}, "timeout_s = nan"),
     ({"timeout_s": "long"}, "timeout_s = 'long'"),
-    ({"stpes": 3}, "records: no parameter is called 'stpes'; did you mean 'steps'"),
-    ({"steps": "many"}, "records: steps = 'many' is not int. Allowed:\n  steps: int = 4  # How many timed steps."),
+    ({"stpes": 3}, "records … 'stpes' … 'steps'"),
+    ({"steps": "many"}, "records … steps = 'many' … int … steps: int = 4  # How many timed steps."),
 ]
 
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
 def test_a_bad_argument_is_refused_at_once(arguments, message):
-    with within(1), pytest.raises(ParameterError) as caught:
+    with within(1), pytest.raises(ParameterError, match=words(message)):
         labkit.run(RECORDS, **arguments)
-    assert message in str(caught.value)
 
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("no_such_program", "no program is called 'no_such_program'. Give the path of a .py file or one of: "),
-        ("../labkit/run", "no program is called '../labkit/run'"),
+        ("no_such_program", "'no_such_program' … .py … all_reduce"),
+        ("../labkit/run", "'../labkit/run'"),
         ("nowhere/program.py", "there is no program /"),
         ("~nosuchuser/program.py", "there is no program /"),
-        ("__init__", "no program is called '__init__'. Give the path of a .py file or one of: all_reduce, "),
-        (3, "no program is called '3'"),
+        ("__init__", "'__init__' … .py … all_reduce"),
+        (3, "'3'"),
     ],
 )
 def test_an_unknown_program_is_refused(program, message):
-    with pytest.raises(ParameterError) as caught:
+    with pytest.raises(ParameterError, match=words(message)):
         labkit.run(program)
-    assert message in str(caught.value)
 
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_program_without_config_takes_no_parameters(tmp_path):
     program = tmp_path / "plain.py"
     program.write_text("print('hello')\n")
-    with pytest.raises(ParameterError, match="plain has no class Config, so it takes no parameters: omit width"):
+    with pytest.raises(ParameterError, match=words("plain … Config … width")):
         labkit.run(program, width=3)
 
 
@@ -100,14 +100,14 @@ def test_a_bad_argument_is_refused_in_under_a_second_by_a_fresh_interpreter(tmp_
     environment = os.environ | {"LABKIT_RUNS": str(tmp_path / "runs")}
     with within(1):
         answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-    assert "labkit.errors.ParameterError: records: no parameter is called 'stpes'" in answer.stderr
+    assert re.search(words("labkit.errors.ParameterError: records … 'stpes'"), answer.stderr)
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path / "file" / "runs"))
-    with pytest.raises(LabError, match=r"cannot write to .*file/runs \(.*\): set LABKIT_RUNS"):
+    with pytest.raises(LabError, match=words("file/runs … LABKIT_RUNS")):
         labkit.run(RECORDS)
 
 
@@ -115,14 +115,14 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 def test_a_runs_folder_of_nobody(monkeypatch):
     with monkeypatch.context() as changed:
         changed.setenv("LABKIT_RUNS", "~nosuchuser/x")
-        with pytest.raises(LabError, match="LABKIT_RUNS=~nosuchuser/x: there is no such user; set it to a folder"):
+        with pytest.raises(LabError, match=words("LABKIT_RUNS=~nosuchuser/x … user … folder")):
             labkit.run(RECORDS)
 
 
 def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
     monkeypatch.setattr(process, "start_torchrun", lambda *arguments: pytest.fail("a run was started"))
     (small_disk / "other").write_bytes(bytes(1024 * 1024 - 4096))
-    with pytest.raises(LabError, match=f"the disk of {small_disk} is full: delete old runs or other files, or set LABKIT"):
+    with pytest.raises(LabError, match=words(f"{small_disk} is full … delete … LABKIT_RUNS")):
         labkit.run(RECORDS)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
@@ -131,7 +131,7 @@ def test_a_disk_that_is_full_before_the_start(small_disk, monkeypatch):
 def test_a_disk_that_the_output_fills(small_disk, tmp_path):
     program = tmp_path / "wordy.py"
     program.write_text("while True:\n    print(1000 * 'word ')\n")
-    with pytest.raises(LabError, match=f"the disk of {small_disk}/.* is full: delete old runs or other files") as caught:
+    with pytest.raises(LabError, match=words(f"{small_disk}/ … is full … delete")) as caught:
         labkit.run(program, timeout_s=60)
     assert not isinstance(caught.value, RunTimedOut)
 
@@ -151,7 +151,7 @@ def test_a_program_that_deletes_the_folder_of_its_run(tmp_path):
     program = tmp_path / "deletes.py"
     program.write_text(DELETES_ITS_FOLDER)
     begun = time.monotonic()
-    with pytest.raises(LabError, match="was deleted during the run, so its results are lost: delete a run's folder only"):
+    with pytest.raises(LabError, match="was deleted during the run"):
         labkit.run(program, timeout_s=100)
     assert time.monotonic() - begun < 30
 
@@ -220,7 +220,7 @@ def test_a_process_group_works_from_any_folder(tmp_path, monkeypatch):
     assert result.folder.name[16:-7] == 100 * "n"
     assert [rank.log() for rank in result.ranks] == [f"rank {rank} of 2 has 16\n" for rank in range(2)]
     assert result.device == "unknown"
-    with pytest.raises(KeyError, match="no value 'step_ms'; it has: no records at all"):
+    with pytest.raises(KeyError, match=words("'step_ms' … no records")):
         result.value("step_ms")
 
 
@@ -244,11 +244,11 @@ def test_sweep_runs_in_order_and_checks_everything_first(monkeypatch):
     ]
     with pytest.raises(ParameterError, match="nproc = 0"):
         labkit.sweep(RECORDS, over={"nproc": [1, 0]})
-    with pytest.raises(ParameterError, match=r"over: nproc = 2 is no list of values to take: give \[2\]"):
+    with pytest.raises(ParameterError, match=words("over: nproc = 2 … list … [2]")):
         labkit.sweep(RECORDS, over={"nproc": 2})
-    with pytest.raises(ParameterError, match=r"over: device = 'cpu' is no list"):
+    with pytest.raises(ParameterError, match=words("over: device = 'cpu' … list")):
         labkit.sweep(RECORDS, over={"device": "cpu"})
-    with pytest.raises(ParameterError, match="steps: given both in over= and as a fixed value"):
+    with pytest.raises(ParameterError, match=words("steps: … over= … fixed")):
         labkit.sweep(RECORDS, over={"steps": [1]}, steps=3)
     assert len(called) == 4
 

@@ -15,6 +15,7 @@ import pytest
 from fixture_processes import wait_for
 
 import labkit
+from labkit.environment import ENV_QUEUE
 from labkit.errors import LabError, ParameterError
 from labkit.launcher import run_queue
 from labkit.launcher.run_queue import ResourceNeeds, Ticket
@@ -27,7 +28,7 @@ GIB = 2**30
 def place(tmp_path, monkeypatch):
     """A queue of this test's own, on a machine of four cores."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv(run_queue.ENV_QUEUE)
+    monkeypatch.delenv(ENV_QUEUE)
     monkeypatch.setattr(run_queue.requirements, "usable_cores", lambda: [0, 1, 2, 3])
     return tmp_path / f"labkit-queue-{os.getuid()}"
 
@@ -73,8 +74,8 @@ def test_memory_and_gpus_are_shared_out_too(place, monkeypatch):
 def test_a_place_of_a_process_that_was_killed_is_free(place):
     code = (
         "import sys, time; from pathlib import Path; from labkit.launcher.run_queue import ResourceNeeds, Ticket;"
-        "ticket = Ticket(Path(sys.argv[1]), 1, Need(4, 0, False));"
-        "print(ticket.runs_before(), flush=True); time.sleep(600)"
+        "ticket = Ticket(Path(sys.argv[1]), 1, ResourceNeeds(4, 0, False));"
+        "print(ticket.count_runs_ahead(), flush=True); time.sleep(600)"
     )
     place.mkdir()
     with subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.PIPE, text=True) as other:
@@ -112,16 +113,16 @@ def test_a_run_within_a_run_does_not_wait_for_it(place, monkeypatch):
     with run_queue.wait_for_turn(ResourceNeeds(1, 0, False), pytest.fail):
         pass
     monkeypatch.delenv("LABKIT_RUN_FOLDER")
-    monkeypatch.setenv(run_queue.ENV_QUEUE, "0")
+    monkeypatch.setenv(ENV_QUEUE, "0")
     with run_queue.wait_for_turn(ResourceNeeds(1, 0, False), pytest.fail):
         pass
 
 
 def test_what_stands_in_the_way_is_named(place, monkeypatch):
-    monkeypatch.setenv(run_queue.ENV_QUEUE, "no")
+    monkeypatch.setenv(ENV_QUEUE, "no")
     with pytest.raises(ParameterError, match="LABKIT_QUEUE='no' is neither 0"):
         labkit.run(PROGRAMS / "small.py")
-    monkeypatch.delenv(run_queue.ENV_QUEUE)
+    monkeypatch.delenv(ENV_QUEUE)
     place.write_text("a file")
     monkeypatch.setenv("HOME", "/nowhere")
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/nowhere/at/all")
@@ -150,7 +151,9 @@ def test_a_stopped_process_keeps_nobody_waiting_and_a_fork_no_place(place):
     assert first.count_runs_ahead() == 0
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        stopped.path = stopped.path.rename(stopped.path.with_name(stopped.path.name.replace(str(os.getpid()), str(sleeper.pid))))
+        stopped.path = stopped.path.rename(
+            stopped.path.with_name(stopped.path.name.replace(str(os.getpid()), str(sleeper.pid)))
+        )
         first.release()
         assert mine.count_runs_ahead() == 1
         sleeper.send_signal(signal.SIGSTOP)

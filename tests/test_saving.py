@@ -129,7 +129,9 @@ def test_nothing_in_a_saved_folder_is_executed(tmp_path):
     state = {"step": 3, "weights": torch.ones(2), "rates": [0.1, (0.9, 0.99)]}
     state_dict_saver.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
     found = {"step": 0, "weights": torch.zeros(2), "rates": [0.0, (0.0, 0.0)]}
-    state_dict_loader.load(found, storage_reader=SafeCheckpointReader(tmp_path / "good"), planner=SafeLoadPlanner(), no_dist=True)
+    state_dict_loader.load(
+        found, storage_reader=SafeCheckpointReader(tmp_path / "good"), planner=SafeLoadPlanner(), no_dist=True
+    )
     assert found["step"] == 3 and found["rates"] == [0.1, (0.9, 0.99)] and found["weights"].sum() == 2
 
     table, bait = tmp_path / "good" / ".metadata", tmp_path / "bait"

@@ -26,6 +26,7 @@ from fixture_users import NOBODY
 
 import labkit
 from labkit.course import jupyter, verdict_store
+from labkit.environment import ENV_NETWORK, ENV_QUEUE, ENV_RUN_FOLDER
 from labkit.errors import LabError, ParameterError, RankFailed
 from labkit.launcher import network_namespace, process, run_queue
 from labkit.launcher.run_queue import ResourceNeeds
@@ -43,7 +44,7 @@ def home(open_place, monkeypatch):
     monkeypatch.setenv("HOME", str(open_place / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(open_place / "tmp"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.delenv(run_queue.ENV_QUEUE)
+    monkeypatch.delenv(ENV_QUEUE)
     return open_place / "home"
 
 
@@ -122,7 +123,7 @@ def can_connect(port):
 
 @pytest.mark.parametrize(("wanted", "answer"), [("own", False), ("", True)])
 def test_nobody_connects_to_a_run_in_a_network_of_its_own(another_user, tmp_path, monkeypatch, wanted, answer):
-    monkeypatch.setenv(network_namespace.ENV_NETWORK, wanted)
+    monkeypatch.setenv(ENV_NETWORK, wanted)
     monkeypatch.setenv("LABKIT_RUNS", str(tmp_path))
     how = {"device": "cpu", "until": str(tmp_path / "over")}
     running = threading.Thread(target=labkit.run, args=[PROGRAMS / "sockets.py"], kwargs=how)
@@ -158,10 +159,10 @@ def test_a_network_that_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr(network_namespace, "_call_unshare", lambda flags: False)
     with pytest.raises(LabError, match="LABKIT_NETWORK=own: this system gives no network of its own"):
         network_namespace.enter_namespace()
-    monkeypatch.setenv(network_namespace.ENV_NETWORK, "other")
+    monkeypatch.setenv(ENV_NETWORK, "other")
     with pytest.raises(ParameterError, match="LABKIT_NETWORK='other' is not 'own'"):
         labkit.run(PROGRAMS / "small.py")
-    monkeypatch.setenv(network_namespace.ENV_NETWORK, "own")
+    monkeypatch.setenv(ENV_NETWORK, "own")
     monkeypatch.setattr(network_namespace.sys, "platform", "darwin")
     with pytest.raises(ParameterError, match="needs Linux, and this is darwin"):
         labkit.run(PROGRAMS / "small.py")
@@ -231,7 +232,7 @@ def test_nobody_else_enters_the_queue(another_user, open_place, home):
 
 def test_a_lock_is_waited_for_as_long_as_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv(run_queue.ENV_QUEUE)
+    monkeypatch.delenv(ENV_QUEUE)
     monkeypatch.setattr(private_files, "LOCK_TIMEOUT_S", 0.2)
     place = tmp_path / f"labkit-queue-{os.getuid()}"
     place.mkdir()
@@ -281,7 +282,7 @@ def test_copies_of_another_user_are_not_taken_for_ones_own(another_user, open_pl
 
 
 def test_processes_of_another_user_are_not_touched_whatever_they_say_they_are(another_user, tmp_path):
-    words = {"env": {folders.ENV_RUN_FOLDER: str(tmp_path)}, "user": NOBODY, "group": NOBODY, "extra_groups": []}
+    words = {"env": {ENV_RUN_FOLDER: str(tmp_path)}, "user": NOBODY, "group": NOBODY, "extra_groups": []}
     with subprocess.Popen(["/bin/sleep", "600"], **words) as theirs:
         assert process.kill_run_processes(tmp_path) == []
         assert theirs.poll() is None
@@ -327,12 +328,16 @@ UNPICKLERS = r"(\w*pickle|dill|joblib|marshal|shelve)\.(loads?|open|Unpickler)|\
 def test_nothing_is_unpickled_that_another_user_could_have_written():
     found = {(file, name) for file, name, _ in calls() if re.fullmatch(UNPICKLERS, name)}
     assert {("labkit/session/payload.py", "pickle.load")} <= found <= UNPICKLED.keys()
-    loads = [(file, getattr(named.get("weights_only"), "value", None)) for file, name, named in calls() if name == "torch.load"]
+    loads = [
+        (file, getattr(named.get("weights_only"), "value", None))
+        for file, name, named in calls()
+        if name == "torch.load"
+    ]
     assert len(loads) >= 5 and {said for _, said in loads} == {True}, loads
     assert [file for file, name, _ in calls() if name in ("np.load", "numpy.load")] == []
     ours = [(name, named) for file, name, named in calls() if not file.startswith("notebooks")]
     readers = [named.get("storage_reader") for name, named in ours if name in ("state_dict_loader.load", "dcp.load")]
-    assert readers and {reader and name_of(reader.func) for reader in readers} == {"DataReader"}
+    assert readers and {reader and name_of(reader.func) for reader in readers} == {"SafeCheckpointReader"}
 
 
 def test_every_promise_has_tests_that_there_are():

@@ -26,7 +26,9 @@ def test_a_rank_keeps_a_text_and_records_what_a_bucket_carries(tmp_path):
 
 
 @pytest.mark.parametrize("folder", [None, "here"])
-def test_a_text_with_another_name_than_of_a_file_is_refused_and_without_a_run_none_is_kept(tmp_path, monkeypatch, folder):
+def test_a_text_with_another_name_than_of_a_file_is_refused_and_without_a_run_none_is_kept(
+    tmp_path, monkeypatch, folder
+):
     monkeypatch.chdir(tmp_path)
     here = rank.Session(0, 1, torch.device("cpu"), "", records.RecordWriter(folder and tmp_path, 0))
     with pytest.raises(ParameterError, match=r"cannot keep a text as '\.\./plan'"):

@@ -26,7 +26,9 @@ def stack(wrap):
 def held_in_a_step(wrap):
     """Bytes of whole parameters, over one training step: at each moment when memory is taken or given back."""
     model, units = stack(wrap)
-    sizes = {p.untyped_storage()._cdata: 0 for unit in units.values() for p in unit.parameters()}  # all empty between steps
+    sizes = {
+        p.untyped_storage()._cdata: 0 for unit in units.values() for p in unit.parameters()
+    }  # all empty between steps
     moments, resize = [], torch.UntypedStorage.resize_
 
     def seen(storage, size):
@@ -128,7 +130,9 @@ def test_it_trains_as_one_device_and_holds_what_theory_says(ranks_asked):
 def test_a_riddle_is_drawn_by_its_seed():
     assert {random_block_index(seed, 9) for seed in range(100)} == set(range(9))
     forgotten = random_block_index(3, 9)
-    riddle, told = (labkit.run("fsdp_matrix", device="cpu", steps=1, **how) for how in ({"forget": 3}, {"skip": (forgotten,)}))
+    riddle, told = (
+        labkit.run("fsdp_matrix", device="cpu", steps=1, **how) for how in ({"forget": 3}, {"skip": (forgotten,)})
+    )
     for name in ("all_gather_count", "all_gather_bytes"):
         assert riddle.value(name) == told.value(name)
 

@@ -299,7 +299,9 @@ def test_what_is_held_while_a_unit_computes_is_what_theory_says(ranks):
     for held in ranks(2)(held_of_uneven, cases):
         for (name, dtype), size in zip(cases, held, strict=True):
             how = {"compute_bytes": dtype.itemsize}
-            expected = sum(theory.held_bytes(shape, 2, sent.get((name, dtype), name), **how) for shape in [(5, 6), (4, 5)])
+            expected = sum(
+                theory.held_bytes(shape, 2, sent.get((name, dtype), name), **how) for shape in [(5, 6), (4, 5)]
+            )
             assert size == expected, (name, dtype)
 
 

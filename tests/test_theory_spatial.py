@@ -126,7 +126,9 @@ def test_halo_bytes():
     assert spatial.halo_bytes(rows=32, halo=0, channels=8, batch=2) == 0
 
 
-@pytest.mark.parametrize(("tensor_dim", "one_way"), [(3, 2 * 3 * (16 * 8 + 2 * 8 * 16)), (2, 2 * 3 * (32 * 8 + 2 * 16 * 16))])
+@pytest.mark.parametrize(
+    ("tensor_dim", "one_way"), [(3, 2 * 3 * (16 * 8 + 2 * 8 * 16)), (2, 2 * 3 * (32 * 8 + 2 * 16 * 16))]
+)
 @pytest.mark.parametrize("neighbours", [0, 1, 2])
 def test_bytes_that_a_rank_sends_in_a_step(tensor_dim, one_way, neighbours):
     stages = spatial.convnext_stages(64, 128, (1, 2), (8, 16))  # 16 x 32 in one block, then 8 x 16 in two

@@ -99,7 +99,9 @@ def test_an_inner_width_that_cannot_be_shared_is_refused():
 @pytest.mark.parametrize("how", [{}, {"checkpointing": True}, {"checkpointing": True, "sequence_parallel": True}])
 def test_the_peak_of_tensor_parallelism_alone_lies_where_the_backward_pass_begins(meshes, how):
     model = MLPStack(DIM, batch=32)  # activations outweigh parameters
-    config = two_dim.Config(tp=4, seq=how.get("sequence_parallel", False), checkpointing=how.get("checkpointing", False))
+    config = two_dim.Config(
+        tp=4, seq=how.get("sequence_parallel", False), checkpointing=how.get("checkpointing", False)
+    )
     two_dim.parallelize_model(config, meshes[4], model)
     optimizer, inputs = torch.optim.Adam(model.parameters()), model.get_input(CPU)
     model.get_loss(inputs, model(*inputs)).backward()

@@ -52,7 +52,10 @@ def test_exposed_is_what_no_compute_covers_and_counts_once(bars, stretches):
 
 
 def test_an_exposed_stretch_is_named_by_the_collective_that_started_first():
-    assert [bar.name for bar in timeline.exposed_bars([gather(2, 6, "late"), gather(0, 4, "early")])] == ["early", "late"]
+    assert [bar.name for bar in timeline.exposed_bars([gather(2, 6, "late"), gather(0, 4, "early")])] == [
+        "early",
+        "late",
+    ]
 
 
 def test_a_recording_adds_up_and_is_written_as_records():

@@ -40,7 +40,7 @@ def in_a_cell(file, text):
     """What a cell of code defines."""
     known = {"torch": torch, "dist": dist, "nn": nn, "__name__": "__main__"}
     known |= {"tree_map": tree_map, "tree_map_only": tree_map_only, "pad_rows": pad_rows}
-    known |= {"closed_when_full": assign_buckets}
+    known |= {"assign_buckets": assign_buckets}
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), known)
     return known
@@ -51,15 +51,14 @@ def losses(result):
     return list(frame[(frame["name"] == "loss") & (frame["rank"] == 0)]["value"])
 
 
-def parity(program, nproc=2, **arguments):
-    labkit.run(program, nproc=nproc, device="cpu", check="parity", **arguments)
+def parity(program, **arguments):
+    result = labkit.check(program, device="cpu", **arguments)
+    assert result.ok, result.verdict_text
 
 
 def fails_parity(program, **arguments):
-    with pytest.raises(RankFailed) as caught:
-        parity(program, **arguments)
-    assert caught.value.exc_type in ("SystemExit", "exit status 1"), caught.value
-    assert '"ok": false' in caught.value.log.parent.joinpath("rank_00000.log").read_text()
+    result = labkit.check(program, device="cpu", **arguments)
+    assert not result.ok and "differ" in result.verdict_text, result
 
 
 SPATIAL = {"nproc": 4, "strategy": "yours"}
@@ -126,14 +125,18 @@ def from_the_wrong_side(strip, halo, rank, ranks):
 
 def test_a_wrong_halo_exchange_fails_parity():
     fails_parity("convnext_spatial", use={"exchange_halo": from_the_wrong_side}, **SPATIAL)
-    fails_parity("convnext_spatial", use={"return_gradients": lambda g, halo, rank, ranks: g[..., halo:-halo]}, **SPATIAL)
+    fails_parity(
+        "convnext_spatial", use={"return_gradients": lambda g, halo, rank, ranks: g[..., halo:-halo]}, **SPATIAL
+    )
 
 
 def test_a_policy_chooses_fsdps_units():
     use = {"is_unit": lambda module: isinstance(module, nn.Linear) and module.out_features > 1}
     parity("fsdp_wrap", wrap="yours", model="mlp_stack", use=use)
     count = {
-        wrap: labkit.run("fsdp_wrap", device="cpu", model="mlp_stack", steps=1, wrap=wrap, **more).value("all_gather_count")
+        wrap: labkit.run("fsdp_wrap", device="cpu", model="mlp_stack", steps=1, wrap=wrap, **more).value(
+            "all_gather_count"
+        )
         for wrap, more in (("yours", {"use": use}), ("layer", {}), ("block", {}))
     }
     assert count["yours"] == count["layer"] > count["block"]
@@ -191,7 +194,7 @@ def two_tensor(**changed):
 
 def test_the_learners_two_tensor_trains_exactly_as_plain_parameters_do():
     use = two_tensor()
-    run = labkit.run("allgather_extensions", device="cpu", check="parity", extension="your_type", steps=10, use=use)
+    run = labkit.check("allgather_extensions", device="cpu", extension="your_type", steps=10, use=use)
     assert (run.value("compared"), run.value("max_rel_error")) == (400, 0)
     yours, ours = (
         labkit.run("allgather_extensions", device="cpu", **how)
@@ -216,12 +219,16 @@ def test_a_parameter_that_becomes_nothing_is_refused():
 
 def test_encode_and_decode_decide_what_is_gathered():
     first, second = solved("03", "encode_8bit", "decode_8bit").values()
-    yours = labkit.run("allgather_extensions", device="cpu", steps=3, extension="yours", use={"encode": first, "decode": second})
+    yours = labkit.run(
+        "allgather_extensions", device="cpu", steps=3, extension="yours", use={"encode": first, "decode": second}
+    )
     fp32 = labkit.run("allgather_extensions", device="cpu", steps=3, extension="fp32")
     assert 0.25 < yours.value("all_gather_bytes") / fp32.value("all_gather_bytes") < 0.3
     assert losses(yours) == pytest.approx(losses(fp32), rel=0.02) and losses(yours) != losses(fp32)
     exact = {"encode": lambda shard: (shard[..., :4].contiguous(), shard[..., 4:].contiguous())}
-    parity("allgather_extensions", extension="yours", use=exact | {"decode": lambda sent, dtype: torch.cat([*sent], -1)})
+    parity(
+        "allgather_extensions", extension="yours", use=exact | {"decode": lambda sent, dtype: torch.cat([*sent], -1)}
+    )
     fails_parity("allgather_extensions", extension="yours", use={"encode": lambda shard: (shard * 1.01,)})
 
 
@@ -240,13 +247,17 @@ def test_the_learners_small_ddp_trains_the_deep_network_and_a_broken_one_fails_p
     (theirs,) = solved("04", "small_ddp").values()
     for data_parallel in (theirs, small_ddp):
         parity("ddp_compile", use={"data_parallel": data_parallel}, **deep)
-    fails_parity("ddp_compile", use={"data_parallel": replace_source_line(small_ddp, "row /= dist.get_world_size()")}, **deep)
+    fails_parity(
+        "ddp_compile", use={"data_parallel": replace_source_line(small_ddp, "row /= dist.get_world_size()")}, **deep
+    )
     run = labkit.run("ddp_compile", device="cpu", steps=1, use={"data_parallel": theirs}, **deep)
     assert run.value("all_reduce_count") == len(chain_buckets(16, 0.01, layers=100))
 
 
 def test_a_race_times_both_in_every_step(tmp_path):
-    result = labkit.run("ddp_compile", device="cpu", mode="yours", race=True, dim=8, steps=3, use={"data_parallel": small_ddp})
+    result = labkit.run(
+        "ddp_compile", device="cpu", mode="yours", race=True, dim=8, steps=3, use={"data_parallel": small_ddp}
+    )
     spans = result.frame[result.frame["kind"] == "span"].groupby("name").size()
     assert (spans["yours"], spans["ddp"]) == (6, 6)
     with pytest.raises(ParameterError, match="a race is between mode yours or replicate and DDP"):
@@ -321,7 +332,8 @@ def test_the_learners_layers_train_the_stack_on_both_axes():
     use = {"column_parallel": column, "row_parallel": row}
     parity("two_dim", use=use, **OWN_LAYERS)
     yours, ours = (
-        labkit.run("two_dim", nproc=4, device="cpu", dim=16, steps=2, **how) for how in ({"layers": "yours", "use": use}, {})
+        labkit.run("two_dim", nproc=4, device="cpu", dim=16, steps=2, **how)
+        for how in ({"layers": "yours", "use": use}, {})
     )
     assert losses(yours) == pytest.approx(losses(ours), rel=1e-5)
     names = [name for name in ours.summary() if name.endswith(("_count", "_bytes")) and "/" in name]

@@ -14,16 +14,21 @@ from labkit.checks import fsdp
 from labkit.checks.judge import ENV_NBGRADER, NotPassed
 from labkit.course import lab_catalog, verdict_store
 from labkit.course.verdict_store import ExerciseProgress, read_verdicts, so_far
+from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError, ParameterError
+from labkit_simulate import checks as simulation_checks
 
-KERNEL = "from labkit.course.verdict_store import store_verdict, so_far; store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
+KERNEL = (
+    "from labkit.course.verdict_store import store_verdict, so_far; "
+    "store_verdict('fsdp', 'zero_bytes', {!r}); print(so_far('fsdp'))"
+)
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """The file of this test's verdicts, and nothing from earlier ones."""
     monkeypatch.setattr(verdict_store, "_process_verdicts", {})
-    monkeypatch.setenv(verdict_store.ENV_VERDICTS, str(tmp_path / "kept.json"))
+    monkeypatch.setenv(ENV_VERDICTS, str(tmp_path / "kept.json"))
     return tmp_path / "kept.json"
 
 
@@ -65,6 +70,14 @@ def test_a_broken_function_that_the_notebook_shows_to_a_check_is_no_try(kept):
     assert not kept.exists()
 
 
+def test_a_verdict_of_a_lab_whose_checks_stand_in_a_package_of_their_own_counts_for_that_lab(kept):
+    def fewest_hosts(shared_bytes, own_bytes, budget_bytes):
+        return 7
+
+    assert simulation_checks.fewest_hosts(fewest_hosts).state == "wrong"
+    assert read_verdicts(kept)["simulation"]["fewest_hosts"].state == "wrong"
+
+
 class Odd:
     def __getattr__(self, name):
         return 1 / 0
@@ -81,13 +94,17 @@ def test_whatever_is_handed_to_a_check_gives_a_verdict(kept):
 def test_the_last_cell_says_what_is_open_with_earlier_sessions(kept):
     kept.write_text(
         json.dumps(
-            verdict_store.verdicts_to_json({"fsdp": {"zero_bytes": ExerciseProgress("wrong", "2026-01-01", 2, "2026-01-01")}})
+            verdict_store.verdicts_to_json(
+                {"fsdp": {"zero_bytes": ExerciseProgress("wrong", "2026-01-01", 2, "2026-01-01")}}
+            )
         )
     )
     fsdp.all_gathers(all_gathers)
     standing = so_far("fsdp")
     assert repr(standing).startswith("2 of 11 passed, these are open: 2.3 bytes on the wire; 2.4 shard one unit; ")
-    assert standing._repr_html_().startswith("<p><b>2 of 11 passed</b>, these are open:</p><ul><li>2.3 bytes on the wire")
+    assert standing._repr_html_().startswith(
+        "<p><b>2 of 11 passed</b>, these are open:</p><ul><li>2.3 bytes on the wire"
+    )
     everything = {each.name: "passed" for each in standing.lab.exercises}
     assert repr(verdict_store.LabProgress(standing.lab, everything)) == "11 of 11 passed"
     with pytest.raises(ParameterError, match="no lab is called 'fsd'"):
@@ -98,8 +115,10 @@ def in_kernel(folder, verdict):
     """A check says so in a process of their own that starts in a folder, as a kernel does."""
     command = [sys.executable, "-c", KERNEL.format(verdict)]
     root = str(verdict_store.lab_catalog.ROOT)
-    plain = {name: value for name, value in os.environ.items() if name != verdict_store.ENV_VERDICTS}
-    done = subprocess.run(command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
+    plain = {name: value for name, value in os.environ.items() if name != ENV_VERDICTS}
+    done = subprocess.run(
+        command, cwd=folder, env=plain | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -168,7 +187,7 @@ def test_a_file_that_cannot_be_read_is_kept_and_the_check_goes_on(kept, text, sa
 
 
 def test_a_folder_that_is_gone_does_not_stop_a_check(kept, monkeypatch, tmp_path):
-    monkeypatch.setenv(verdict_store.ENV_VERDICTS, str(tmp_path / "gone" / "kept.json"))
+    monkeypatch.setenv(ENV_VERDICTS, str(tmp_path / "gone" / "kept.json"))
     with pytest.warns(UserWarning, match="this verdict is not kept"):
         assert fsdp.all_gathers(all_gathers).ok
 
@@ -186,7 +205,9 @@ def test_where_nbgrader_grades_a_check_raises_unless_it_passes(kept, monkeypatch
 
 
 def test_progress_prints_labs_and_exercises(tmp_path, capsys):
-    known = {"fsdp": {"zero_bytes": ExerciseProgress("passed", "x", 1, "x"), "wire_bytes": ExerciseProgress("wrong", "x", 1)}}
+    known = {
+        "fsdp": {"zero_bytes": ExerciseProgress("passed", "x", 1, "x"), "wire_bytes": ExerciseProgress("wrong", "x", 1)}
+    }
     (tmp_path / "progress.json").write_text(json.dumps(verdict_store.verdicts_to_json(known)))
     assert main(["progress", "--folder", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()

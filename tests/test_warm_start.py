@@ -15,6 +15,7 @@ import pytest
 from fixture_processes import is_alive, wait_for
 
 import labkit
+from labkit.environment import ENV_WARM
 from labkit.errors import ParameterError, RankFailed, RunTimedOut
 from labkit.launcher import process, warm_start
 
@@ -154,7 +155,9 @@ def test_a_parent_imports_nothing_beside_a_cold_run():
 def test_a_parent_that_has_imported_everything_is_told_of_a_cold_run_too(monkeypatch):
     labkit.run(PROGRAMS / "small.py", device="cpu")
     said, say = [], warm_start.fork_server_manager._parent.send_command
-    monkeypatch.setattr(warm_start.fork_server_manager._parent, "say", lambda word: [said.append(word), say(word)])
+    monkeypatch.setattr(
+        warm_start.fork_server_manager._parent, "send_command", lambda word: [said.append(word), say(word)]
+    )
     labkit.run(PROGRAMS / "small.py", device="cpu", warm=False)
     assert said == [warm_start.PAUSE, warm_start.RESUME]
 
@@ -221,7 +224,7 @@ def test_nothing_is_forked_from_a_parent_with_two_threads(tmp_path, monkeypatch)
     ],
 )
 def test_who_decides(monkeypatch, said, wish, in_kernel, expected):
-    monkeypatch.setenv(warm_start.ENV_WARM, said)
+    monkeypatch.setenv(ENV_WARM, said)
     monkeypatch.setattr(warm_start, "in_kernel", lambda: in_kernel)
     assert warm_start.choose_warm_start(wish) is expected
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -231,7 +234,7 @@ def test_who_decides(monkeypatch, said, wish, in_kernel, expected):
 def test_a_wish_that_cannot_be_understood(monkeypatch):
     with pytest.raises(ParameterError, match="warm = 1 is none of True, False and None"):
         labkit.run("all_reduce", warm=1)
-    monkeypatch.setenv(warm_start.ENV_WARM, "yes")
+    monkeypatch.setenv(ENV_WARM, "yes")
     with pytest.raises(ParameterError, match="LABKIT_WARM='yes' is neither 0"):
         labkit.run("all_reduce")
 
@@ -308,7 +311,7 @@ IN_A_KERNEL = """
 @pytest.mark.calm  # 5 s, and 17 beside a test that computes
 @pytest.mark.parametrize("end", [pytest.param("by itself", marks=pytest.mark.long), "kill -9"])
 def test_in_a_kernel_the_first_run_is_cold_and_the_parent_ends_with_the_kernel(end, monkeypatch):
-    monkeypatch.delenv(warm_start.ENV_WARM)
+    monkeypatch.delenv(ENV_WARM)
     monkeypatch.setenv("LABKIT_PROGRESS", "off")
     code = textwrap.dedent(IN_A_KERNEL).format(program=str(PROGRAMS / "small.py"), sleep=600 if end == "kill -9" else 0)
     with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True) as kernel:

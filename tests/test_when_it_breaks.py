@@ -108,7 +108,10 @@ def records():
     logs = [[(entry["call"], *entry["shape"]) for entry in rank.reported["log"]] for rank in ran("forgot").ranks]
     assert theory.first_diverging_call(logs) == (3, [2])
     if any(flown := [rank.reported["calls"] for rank in ran("flight").ranks]):  # an older torch may keep no such record
-        assert theory.first_diverging_call([[(name, *shape) for name, shape, _ in calls] for calls in flown]) == (2, [2])
+        assert theory.first_diverging_call([[(name, *shape) for name, shape, _ in calls] for calls in flown]) == (
+            2,
+            [2],
+        )
 
 
 def time_in_collectives():

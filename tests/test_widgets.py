@@ -11,6 +11,7 @@ from nbconvert import HTMLExporter
 
 import labkit
 from labkit import widgets
+from labkit.environment import ENV_WIDGETS
 from labkit.errors import ParameterError
 from labkit.launcher import progress
 from labkit.widgets import explorer as module
@@ -46,7 +47,7 @@ class Messages(Explorer):
 @pytest.fixture
 def panel(monkeypatch, tmp_path):
     """That of Messages, whose program stops until the file ``go_on`` is there."""
-    monkeypatch.setenv(module.ENV_WIDGETS, "1")
+    monkeypatch.setenv(ENV_WIDGETS, "1")
     program = tmp_path / "loss.py"
     program.write_text(PROGRAM)
     Messages.program = program
@@ -155,7 +156,7 @@ def test_a_display_of_one_thread_is_not_that_of_another():
 def test_who_sees_controls(monkeypatch, said, kernel, session, expected):
     for name in module.FRONT_END_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(module.ENV_WIDGETS, said)
+    monkeypatch.setenv(ENV_WIDGETS, said)
     monkeypatch.setattr(module, "in_kernel", lambda: kernel)
     if session:
         monkeypatch.setenv("JPY_SESSION_NAME", "lab.ipynb")
@@ -163,14 +164,14 @@ def test_who_sees_controls(monkeypatch, said, kernel, session, expected):
 
 
 def test_a_wish_that_cannot_be_understood(monkeypatch):
-    monkeypatch.setenv(module.ENV_WIDGETS, "yes")
+    monkeypatch.setenv(ENV_WIDGETS, "yes")
     with pytest.raises(ParameterError, match="LABKIT_WIDGETS='yes' is neither 0"):
         module.can_show_widgets()
 
 
 @each_explorer
 def test_without_a_front_end_it_is_the_figure_of_its_defaults_and_always_the_same_words(kind, monkeypatch):
-    monkeypatch.setenv(module.ENV_WIDGETS, "0")
+    monkeypatch.setenv(ENV_WIDGETS, "0")
     first, second = (kind()._repr_mimebundle_() for _ in range(2))
     assert first.keys() == {"image/png", "text/plain"}
     assert first == second and any(letter.isdigit() for letter in first["text/plain"]), "words with numbers"

@@ -82,7 +82,8 @@ def test_strips_cost_and_pay_what_ranks_measure(moved):
 
 def test_words_tell_the_result():
     assert drawn("placement", first="Partial()", rank=3) == (
-        "rank 3 holds 300 × 128 pixels of term 2 of 2, 461 kB; the whole on every rank takes 1 all-gather and 1 all-reduce"
+        "rank 3 holds 300 × 128 pixels of term 2 of 2, 461 kB; "
+        "the whole on every rank takes 1 all-gather and 1 all-reduce"
     )
     assert drawn("placement", first="Replicate()", second="Replicate()").endswith("takes no message")
     words = drawn("spatial", budget=4)
@@ -109,7 +110,10 @@ def test_every_placement_is_cut_and_made_whole_as_theory_says():
         if every == 20 or len(set(names)) == 1  # with 100 some ranks hold nothing, and are asked less
     ]
     for cell, result in zip(cells, run_cells("placement", 4, cells), strict=True):
-        shape, mesh = photo.load_photo()[:: cell["every"], :: cell["every"]].shape, list(map(int, cell["mesh"].split("x")))
+        shape, mesh = (
+            photo.load_photo()[:: cell["every"], :: cell["every"]].shape,
+            list(map(int, cell["mesh"].split("x"))),
+        )
         for rank in range(4):
             rows, columns, _ = theory.local_piece(shape, mesh, cell["placements"], rank).shape
             assert (result.value(f"rank {rank} rows"), result.value(f"rank {rank} columns")) == (rows, columns), cell

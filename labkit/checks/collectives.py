@@ -43,7 +43,9 @@ def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             raise WrongAnswer(f"rank {index} returned {whose}", expected=f"expected rank {left}'s", hint=hint)
         _judge_sent_bytes(given[index].nbytes, sent, index, "one vector is")
 
-    judge_on_ranks("collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="shift")
+    judge_on_ranks(
+        "collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="shift"
+    )
     return passing_verdict(f"{RANKS} ranks traded, and none waited for ever")
 
 
@@ -59,7 +61,9 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
         try:
             given = [float(number) for number in found]
         except Exception:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}, not a list of numbers: does every path return?") from None
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}, not a list of numbers: does every path return?"
+            ) from None
         if given == sums[own]:
             continue
         likely = {
@@ -99,7 +103,9 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
             said = f"the sums are right, but rank {index} handed over {handed} bytes"
             raise WrongAnswer(said, expected=f"expected {least}", hint="The all-gather needs one part of each rank.")
 
-    judge_on_ranks("collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="in_two")
+    judge_on_ranks(
+        "collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="in_two"
+    )
     return passing_verdict(f"equal to gloo's all-reduce on {RANKS} ranks")
 
 
@@ -113,7 +119,9 @@ def ring_bytes(answer: Callable[..., float]) -> Verdict:
         "One rank has nobody to send to.",
     ]
     cases = [(1000, 2), (1000, 4), (4096, 8), (1000, 1)]
-    return judge_values(answer, lambda handed_bytes, ranks: collective_wire_bytes("all_reduce", handed_bytes, ranks), cases, hints)
+    return judge_values(
+        answer, lambda handed_bytes, ranks: collective_wire_bytes("all_reduce", handed_bytes, ranks), cases, hints
+    )
 
 
 @exercise
@@ -126,7 +134,9 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
         try:
             alpha, beta = map(float, found)
         except Exception:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}, not two numbers", hint="Return alpha, beta.") from None
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}, not two numbers", hint="Return alpha, beta."
+            ) from None
         right = (network.alpha_s, network.beta_s_per_byte)
         if not _is_fit_close((alpha, beta), right):
             raise WrongAnswer(
@@ -169,9 +179,13 @@ def ring_all_reduce(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
         parts = [-(-length // RANKS) for length in VECTOR_LENGTHS["ring"]]  # the largest of each, in numbers
         _judge_sent_bytes(2 * (RANKS - 1) * sum(parts) * FLOAT32_BYTES, sent, index, "a ring sends")
 
-    judge_on_ranks("collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="ring")
+    judge_on_ranks(
+        "collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="ring"
+    )
     lengths = " and ".join(map(str, VECTOR_LENGTHS["ring"]))
-    return passing_verdict(f"equal to gloo's all-reduce on {RANKS} ranks, for {lengths} numbers, and no byte more than a ring's")
+    return passing_verdict(
+        f"equal to gloo's all-reduce on {RANKS} ranks, for {lengths} numbers, and no byte more than a ring's"
+    )
 
 
 def _check_vector(got: Tensor | str, index: int, length: int) -> Tensor:
@@ -197,7 +211,9 @@ def _judge_sum(got: Tensor | str, gloo: Tensor, length: int, index: int) -> None
     if is_tensor_close(got, total / RANKS, atol=1e-5):
         raise WrongAnswer(f"rank {index} returned the mean, not the sum", hint="Who divides?")
     if len(own) == RANKS:
-        raise WrongAnswer(f"rank {index} returned its own numbers", hint="Did anything that arrived go into the result?")
+        raise WrongAnswer(
+            f"rank {index} returned its own numbers", hint="Did anything that arrived go into the result?"
+        )
     for some in range(1, RANKS):  # what this rank had of a part before its sum arrived: of itself and some before it
         before = sum((given[(index - back) % RANKS] for back in range(some)), torch.zeros(length))
         for part, (a, b) in enumerate(_part_pairs(got, total + before)):
@@ -242,7 +258,8 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             train_all_ranks(RANKS, same_start=False), "Before the first step, broadcast every parameter from rank 0.",
         ),
         "trained alone, from weights of its own": (
-            train_all_ranks(RANKS, same_start=False, together=False), "Broadcast the weights, all-reduce the gradients.",
+            train_all_ranks(RANKS, same_start=False, together=False),
+            "Broadcast the weights, all-reduce the gradients.",
         ),
         "added the gradients of earlier steps to each": (
             train_all_ranks(RANKS, forget=False), "Call zero_grad before each backward pass.",
@@ -259,9 +276,13 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             reason = next((name for name, (ranks, _) in likely.items() if _is_equal_weights(got, ranks[index])), "")
             hint = likely[reason][1] if reason else "In the ranks' turn: broadcast once; loss, gradients, mean, step."
             said = reason or "ended with other weights than one device"
-            raise WrongAnswer(f"rank {index} {said}", expected="expected the weights of one device with all samples", hint=hint)
+            raise WrongAnswer(
+                f"rank {index} {said}", expected="expected the weights of one device with all samples", hint=hint
+            )
 
-    judge_on_ranks("collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="train")
+    judge_on_ranks(
+        "collectives", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="train"
+    )
     return passing_verdict(f"{RANKS} ranks ended with the weights of one device that saw all samples")
 
 
@@ -274,7 +295,9 @@ def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
     """Exercise 8: tokens a GPU needs in a batch, from (flops_per_s, bytes_per_s, ranks, gradient_bytes)."""
     for flops_per_s, bytes_per_s, ranks, gradient_bytes in ((6e12, 1e10, 2, 2), (4e14, 5e10, 8, 2), (4e14, 5e10, 8, 4)):
         right = collective_wire_bytes("all_reduce", gradient_bytes, ranks) / bytes_per_s * flops_per_s / 6
-        asked = f"{answer_name(answer)}({flops_per_s:g}, {bytes_per_s:g}, ranks={ranks}, gradient_bytes={gradient_bytes})"
+        asked = (
+            f"{answer_name(answer)}({flops_per_s:g}, {bytes_per_s:g}, ranks={ranks}, gradient_bytes={gradient_bytes})"
+        )
         found = call_answer(answer, flops_per_s, bytes_per_s, ranks, gradient_bytes, in_words=asked)
         try:
             tokens = float(found)

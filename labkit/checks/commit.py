@@ -6,9 +6,7 @@ from numbers import Real
 from typing import Any
 
 from labkit.checks.judge import error_text
-
-ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"
-"""Environment variable: where it is 1, as in tests, a claim that does not hold is an error."""
+from labkit.environment import ENV_STRICT_CLAIMS
 
 
 def commit(**numbers: Any) -> dict[str, float | None]:

@@ -57,7 +57,9 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
         try:
             alpha, beta = map(float, found)
         except Exception:  # an integer of hundreds of digits is no float either
-            raise WrongAnswer(f"{asked} gave {value_text(found)}, not two numbers", hint="Return alpha, beta.") from None
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}, not two numbers", hint="Return alpha, beta."
+            ) from None
         right = (network.alpha_s, network.beta_s_per_byte)
         if not _is_fit_close((alpha, beta), right):
             said, hint = _fit_mistake(alpha, beta, right, times, total)
@@ -69,7 +71,9 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
     return passing_verdict("2 networks agree, though some rounds were disturbed")
 
 
-def _fit_mistake(alpha: float, beta: float, right: tuple[float, float], times: dict[int, float], total: int) -> tuple[str, str]:
+def _fit_mistake(
+    alpha: float, beta: float, right: tuple[float, float], times: dict[int, float], total: int
+) -> tuple[str, str]:
     """What a wrong fit seems to have done, in words that go before its numbers, and a hint."""
     few, many = min(times), max(times)
     if _is_fit_close((beta, alpha), right):
@@ -129,11 +133,15 @@ def _judge_bucket_form(found: object, asked: str, sizes: Sequence[int]) -> None:
         raise bucket_error("positions are whole numbers", "Use enumerate(sizes).")
     flat = [int(position) for bucket in found for position in bucket]
     if sorted(flat) != list(range(len(sizes))):
-        raise bucket_error(f"each of {len(sizes)} positions must be in one bucket", "Append positions, not sizes; lose none.")
+        raise bucket_error(
+            f"each of {len(sizes)} positions must be in one bucket", "Append positions, not sizes; lose none."
+        )
     if flat != sorted(flat):
         raise bucket_error("the order changed", "A gradient would wait for one that is ready later.")
     if not all(found):
-        raise bucket_error("a bucket is empty", "It would be a message without bytes. Open a bucket when a gradient needs it.")
+        raise bucket_error(
+            "a bucket is empty", "It would be a message without bytes. Open a bucket when a gradient needs it."
+        )
 
 
 @exercise
@@ -180,7 +188,9 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         for step, (passage, right) in enumerate(zip(sent["passes"], mean, strict=True)):
             which = f"on rank {index}, in backward pass {step},"
             seen = passage["seen"]
-            _judge_all_reduces(which, [int(each.split()[1]) for each in seen if each.startswith("asked")], sizes, buckets)
+            _judge_all_reduces(
+                which, [int(each.split()[1]) for each in seen if each.startswith("asked")], sizes, buckets
+            )
             likely = {
                 "the sum over the ranks": [RANKS * each for each in right],
                 "the sum, divided twice": [each / RANKS for each in right],
@@ -207,8 +217,12 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
                 hint_text = "Forget the buckets on their way once they have arrived: their rows stay in memory."
                 raise WrongAnswer(f"{which} the rank waited {waits[step]} times, before {waits[0]}", hint=hint_text)
 
-    judge_on_ranks("ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="small_ddp")
-    return passing_verdict(f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave while gradients are still to come")
+    judge_on_ranks(
+        "ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="small_ddp"
+    )
+    return passing_verdict(
+        f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave while gradients are still to come"
+    )
 
 
 def _judge_all_reduces(which: str, asked: Sequence[int], sizes: Sequence[int], buckets: Sequence[int]) -> None:
@@ -223,7 +237,9 @@ def _judge_all_reduces(which: str, asked: Sequence[int], sizes: Sequence[int], b
         hint = "Count the gradients of a bucket that are still missing; ask when none is."
         raise WrongAnswer(f"{which} each gradient had an all-reduce of its own", expected=expected, hint=hint)
     if len(asked) == 1 and sum(asked) == sum(sizes):
-        raise WrongAnswer(f"{which} one all-reduce carried all gradients", expected=expected, hint="Close a bucket when full.")
+        raise WrongAnswer(
+            f"{which} one all-reduce carried all gradients", expected=expected, hint="Close a bucket when full."
+        )
     said = f"{which} all-reduces of {', '.join(map(str, asked))} bytes were asked for"
     hint = "Go from the last parameter to the first; a bucket closes once it holds bucket_bytes, or more."
     if len(asked) > len(buckets) and list(asked[: len(buckets)]) == list(buckets):
@@ -251,8 +267,12 @@ def _judge_gradients(
             raise WrongAnswer(f"{which} {name} is None", hint="Leave the mean in parameter.grad.")
         if gradient.shape != expected.shape:
             said = f"{which} {name} has shape {tuple(gradient.shape)}"
-            raise WrongAnswer(said, expected=f"expected {tuple(expected.shape)}", hint="Give each piece its own shape back.")
-        seen = next((words for words, each in likely.items() if is_tensor_close(gradient, each[place], **tolerance)), "")
+            raise WrongAnswer(
+                said, expected=f"expected {tuple(expected.shape)}", hint="Give each piece its own shape back."
+            )
+        seen = next(
+            (words for words, each in likely.items() if is_tensor_close(gradient, each[place], **tolerance)), ""
+        )
         hint = hints.get(seen, "Wait for the bucket before you read it; cut it in the order in which you filled it.")
         raise WrongAnswer(f"{which} {name} is {seen or 'another than one device gives'}", hint=hint)
 
@@ -283,7 +303,9 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
         try:
             given = [float(each) for each in found]
         except Exception:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}, not a list of numbers", hint="One number a bucket.") from None
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}, not a list of numbers", hint="One number a bucket."
+            ) from None
         if given != right:
             raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint)
     return passing_verdict(f"{len(cases)} backward passes agree")
@@ -316,7 +338,9 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         }
         _judge_gradients(which, sent["gradients"], right, likely, hints)
 
-    judge_on_ranks("ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="accumulate")
+    judge_on_ranks(
+        "ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="accumulate"
+    )
     return passing_verdict(f"the gradients of one device with all {RANKS * MICRO_BATCHES} micro-batches, sent once")
 
 
@@ -411,12 +435,16 @@ def smallest_bucket(answer: Callable[..., float]) -> Verdict:
     for case, hint in cases:
         right = theory.smallest_bucket_bytes(*case)
         names = ("total_bytes", "backward_s", "alpha_s", "beta_s_per_byte")
-        asked = f"{answer_name(answer)}({', '.join(f'{name}={value:g}' for name, value in zip(names, case, strict=True))})"
+        asked = (
+            f"{answer_name(answer)}({', '.join(f'{name}={value:g}' for name, value in zip(names, case, strict=True))})"
+        )
         found = call_answer(answer, *case, in_words=asked)
         try:
             given = float(found)
         except Exception:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}, not a number", hint="Does every path return?") from None
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}, not a number", hint="Does every path return?"
+            ) from None
         if not isclose(given, right, rel_tol=1e-6):
             raise WrongAnswer(f"{asked} gave {given:,.6g}", expected=f"expected {right:,.6g}", hint=hint)
     return passing_verdict(f"{len(cases)} cases agree")

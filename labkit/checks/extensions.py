@@ -138,7 +138,9 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
         nonlocal deep
         deep += 1
         if deep > 50:  # long before Python's own limit, at which a kernel may crash
-            raise WrongAnswer(f"{answer_name(answer)} calls itself without end", hint="Hand func the halves, not the wrapper.")
+            raise WrongAnswer(
+                f"{answer_name(answer)} calls itself without end", hint="Hand func the halves, not the wrapper."
+            )
         try:
             return answer(cls, func, types, args, kwargs)
         finally:
@@ -155,7 +157,9 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
 
     for text, operation, hint in cases:
         a, b = x.clone(), x + 10
-        _judge_operation(text, call_operation(text, operation, kind(a, b), hint), operation(a), operation(b), kind, hint)
+        _judge_operation(
+            text, call_operation(text, operation, kind(a, b), hint), operation(a), operation(b), kind, hint
+        )
     out = torch.zeros(3, 2)
     text, hint = "torch.add(two, 0, out=plain)", "FSDP2 reduces gradients so, and keeps those of a."
     call_operation(text, lambda two: torch.add(two, 0, out=out), kind(x, x + 10), hint)
@@ -209,12 +213,20 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
             if each.shape != (most, 2):
                 hint = "Every rank sends as many rows as the one with most of them: rows / ranks, rounded up."
                 expected = f"expected {(most, 2)}"
-                raise WrongAnswer(f"{said} sends a {name} tensor of shape {tuple(each.shape)}", expected=expected, hint=hint)
+                raise WrongAnswer(
+                    f"{said} sends a {name} tensor of shape {tuple(each.shape)}", expected=expected, hint=hint
+                )
             if not is_tensor_close(each[:held], half):
-                seen = "holds the rows of the other half" if is_tensor_close(each[:held], other) else "does not hold its rows"
+                seen = (
+                    "holds the rows of the other half"
+                    if is_tensor_close(each[:held], other)
+                    else "does not hold its rows"
+                )
                 raise WrongAnswer(f"{said} sends a {name} tensor that {seen}", hint="First a, then b.")
             if each[held:].any():
-                raise WrongAnswer(f"{said} pads the {name} tensor with something else than zeros", hint="pad_rows does it.")
+                raise WrongAnswer(
+                    f"{said} pads the {name} tensor with something else than zeros", hint="pad_rows does it."
+                )
     return passing_verdict("both halves are sent, padded to the longest shard")
 
 
@@ -229,14 +241,18 @@ def post_all_gather(answer: Callable[..., Any]) -> Verdict:
 def cast_all_gather(answer: Callable[..., Any]) -> Verdict:
     """Exercise 12: the same hook with a dtype to compute in."""
     _judge_hook(answer, "cast")
-    return passing_verdict(f"trained on {RANKS} ranks, in float32 and cast to bfloat16: right losses, and all memory freed")
+    return passing_verdict(
+        f"trained on {RANKS} ranks, in float32 and cast to bfloat16: right losses, and all memory freed"
+    )
 
 
 @exercise
 def mended(answer: Callable[..., Any]) -> Verdict:
     """Exercise 7: a post-all-gather hook for int8 numbers and a scale for each row, which leaks nothing."""
     _judge_hook(answer, "int8")
-    return passing_verdict(f"trained on {RANKS} ranks, in float32 and bfloat16: right losses, and nothing is left after reshard")
+    return passing_verdict(
+        f"trained on {RANKS} ranks, in float32 and bfloat16: right losses, and nothing is left after reshard"
+    )
 
 
 @exercise
@@ -415,7 +431,9 @@ class _RankRows:
             hint = "Rounded without a scale of their own, small numbers become 0."
             raise WrongAnswer(f"{whose} became 0", hint=hint)
         factor = float((self.found * self.exact).sum() / self.exact.square().sum())
-        if abs(factor - 1) > 0.2 and float((self.found - factor * self.exact).abs().max()) < 0.2 * abs(factor) * float(largest):
+        if abs(factor - 1) > 0.2 and float((self.found - factor * self.exact).abs().max()) < 0.2 * abs(factor) * float(
+            largest
+        ):
             hint = "Was each row multiplied by the scale of its own rank, or its own row?"
             raise WrongAnswer(f"{whose} came back {value_text(round(factor, 1))} times as large", hint=hint)
         said = f"{whose} are off by {error:.2g} of the parameter's largest weight"
@@ -442,7 +460,11 @@ def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits:
             raise WrongAnswer("the loss is not a finite number", hint=hint)
         if ratio > most_bytes:
             said = f"it sends {ratio:.3f} of the bytes of float32"
-            raise WrongAnswer(said, expected=f"expected at most {most_bytes:g}", hint="Count all tensors that encode returns.")
+            raise WrongAnswer(
+                said, expected=f"expected at most {most_bytes:g}", hint="Count all tensors that encode returns."
+            )
 
     judge_on_ranks("extensions", encode, decode, judge=judge_rank, what="codec", **LAUNCH_OPTIONS)
-    return passing_verdict(f"{ratio:.3f} of the bytes of float32, and no weight is off by more than {error:.4f} of the largest")
+    return passing_verdict(
+        f"{ratio:.3f} of the bytes of float32, and no weight is off by more than {error:.4f} of the largest"
+    )

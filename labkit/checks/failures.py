@@ -59,7 +59,11 @@ def culprit(answer: Callable[..., int]) -> Verdict:
             continue
         end = next((end for end in ends if end["rank"] == found), None)
         hint = "Leave out who ended well, who was ended by torchrun, and who lost a connection. Then who was first?"
-        said = f"in a run with {name} it blames rank {found}, {_excuse_text(end)}" if end else f"{value_text(found)} is no rank"
+        said = (
+            f"in a run with {name} it blames rank {found}, {_excuse_text(end)}"
+            if end
+            else f"{value_text(found)} is no rank"
+        )
         raise WrongAnswer(said, expected=f"expected rank {right}", hint=hint)
     return passing_verdict("3 runs agree")
 
@@ -87,14 +91,18 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
             raise WrongAnswer(f"rank {index} got a {sent['kind']}", expected="expected an int", hint="tensor.item()")
         found[index] = sent["got"]
 
-    judge_on_ranks("failures", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="common")
+    judge_on_ranks(
+        "failures", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="common"
+    )
     got, had = [found[index] for index in range(RANKS)], f"of {list(BATCH_COUNTS)} batches the ranks take"
     if got == list(BATCH_COUNTS):
         raise WrongAnswer(f"{had} {got} steps: each its own", hint="The ranks must agree. Which collective lets them?")
     if got == [max(BATCH_COUNTS)] * RANKS:
         raise WrongAnswer(f"{had} {got[0]} steps: the others run dry", hint="Whoever has the fewest sets the number.")
     if got == [sum(BATCH_COUNTS)] * RANKS:
-        raise WrongAnswer(f"{had} {got[0]} steps, which is the sum", hint="all_reduce adds up unless op= says otherwise.")
+        raise WrongAnswer(
+            f"{had} {got[0]} steps, which is the sum", hint="all_reduce adds up unless op= says otherwise."
+        )
     if got != [min(BATCH_COUNTS)] * RANKS:
         raise WrongAnswer(f"{had} {got} steps", expected=f"expected {min(BATCH_COUNTS)}", hint="ReduceOp.MIN")
     return passing_verdict(f"of {list(BATCH_COUNTS)} batches, all {RANKS} ranks take {min(BATCH_COUNTS)} steps")
@@ -105,8 +113,18 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
     """Exercise 3: the first call in which ranks differ, and the few that do, from each rank's calls in order."""
     cases: dict[str, list[list[Any]]] = {
         "four equal logs": [[SUM_CALL, MAX_CALL]] * 4,
-        "rank 2 in another call": [[SUM_CALL, MAX_CALL], [SUM_CALL, MAX_CALL], [SUM_CALL, BROADCAST_CALL], [SUM_CALL, MAX_CALL]],
-        "rank 0 with another shape": [[SUM_CALL, MAX_CALL], [SUM_CALL, SUM_CALL], [SUM_CALL, SUM_CALL], [SUM_CALL, SUM_CALL]],
+        "rank 2 in another call": [
+            [SUM_CALL, MAX_CALL],
+            [SUM_CALL, MAX_CALL],
+            [SUM_CALL, BROADCAST_CALL],
+            [SUM_CALL, MAX_CALL],
+        ],
+        "rank 0 with another shape": [
+            [SUM_CALL, MAX_CALL],
+            [SUM_CALL, SUM_CALL],
+            [SUM_CALL, SUM_CALL],
+            [SUM_CALL, SUM_CALL],
+        ],
         "rank 3 one call short": [[SUM_CALL, MAX_CALL, SUM_CALL]] * 3 + [[SUM_CALL, MAX_CALL]],
         "two places where they differ": [
             [SUM_CALL, SUM_CALL, SUM_CALL],
@@ -137,7 +155,9 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         two = [{"call": "all_reduce", "shape": shape, "done": True} for shape in ([3], [2, 2])]
         if sent["handle"] == "NoneType":
-            raise WrongAnswer(f"rank {index} got None from an asynchronous call", hint="Return what the collective returned.")
+            raise WrongAnswer(
+                f"rank {index} got None from an asynchronous call", hint="Return what the collective returned."
+            )
         if not is_tensor_close(sent["sums"][0], torch.full((3,), 2.0)) or not is_tensor_close(
             sent["sums"][1], torch.full((2, 2), 2.0)
         ):
@@ -154,7 +174,9 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
                 hint="In a hang the call that matters is the one that never returns: append before you call.",
             )
         if last[0]["done"]:
-            raise WrongAnswer(f"while a call was under way, rank {index}'s log called it done", hint="Set done after the call.")
+            raise WrongAnswer(
+                f"while a call was under way, rank {index}'s log called it done", hint="Set done after the call."
+            )
         if sent["log"] != two:
             first = next(pair for pair in zip(sent["log"], two, strict=True) if pair[0] != pair[1])
             raise WrongAnswer(f"rank {index} logged {first[0]}", expected=f"expected {first[1]}")
@@ -166,7 +188,9 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
                 hint="Without try and finally, an error leaves before done is set.",
             )
 
-    judge_on_ranks("failures", answer, judge=judge_rank, ranks=2, timeout_s=timeout_s, waiting=WAIT_HINT, what="recorded")
+    judge_on_ranks(
+        "failures", answer, judge=judge_rank, ranks=2, timeout_s=timeout_s, waiting=WAIT_HINT, what="recorded"
+    )
     return passing_verdict("four calls recorded on 2 ranks: done, asynchronous, under way and failed")
 
 
@@ -182,14 +206,20 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
         try:
             dealt = [[int(index) for index in each] for each in found]
         except Exception:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="expected a list of indices for each rank") from None
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected="expected a list of indices for each rank"
+            ) from None
         if len(dealt) != ranks:
             raise WrongAnswer(f"{asked} gave {len(dealt)} lists", expected=f"expected {ranks}")
         taken = Counter(index for each in dealt for index in each)
         if lost := [index for index in range(len(lengths)) if index not in taken]:
-            raise WrongAnswer(f"{asked} gave sample {lost[0]} to nobody", hint="Each index from 0 to len(lengths) - 1, once.")
+            raise WrongAnswer(
+                f"{asked} gave sample {lost[0]} to nobody", hint="Each index from 0 to len(lengths) - 1, once."
+            )
         if twice := [index for index, times in taken.items() if times > 1]:
-            raise WrongAnswer(f"{asked} gave sample {twice[0]} to two", hint="Each index from 0 to len(lengths) - 1, once.")
+            raise WrongAnswer(
+                f"{asked} gave sample {twice[0]} to two", hint="Each index from 0 to len(lengths) - 1, once."
+            )
         work = [sum(lengths[index] for index in each) for each in dealt]
         best = max(sum(lengths[index] for index in each) for each in right_deal(lengths, ranks))
         if max(work) > 1.05 * best:
@@ -317,15 +347,21 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             hint="Which tensors does the optimizer hold, and since when?",
         )
     names = ("first layer's weight", "first layer's bias", "last layer's weight", "last layer's bias")
-    apart = [name for name, one, other in zip(names, found[0], found[1], strict=True) if not is_tensor_close(one, other)]
+    apart = [
+        name for name, one, other in zip(names, found[0], found[1], strict=True) if not is_tensor_close(one, other)
+    ]
     if apart:
         said = f"the {apart[0]} differs between the ranks: a missed reduction"
         raise WrongAnswer(said, hint="Which parameters are left out of the all-reduce?")
     for divisor, what in ((SAMPLES, f"sums divided by {SAMPLES} samples"), (1, "sums"), (2 * SAMPLES, "too small")):
         if _is_equal_gradients(found[0], train_with_faults(2, divisor=divisor)[0]):
             said = f"all ranks agree, and their gradients are {what}: a wrong scaling"
-            raise WrongAnswer(said, hint="mse_loss is a mean over this rank's samples already. What is left to divide by?")
-    raise WrongAnswer("all ranks agree, on other weights than one device's", hint="Compare one gradient with one device's.")
+            raise WrongAnswer(
+                said, hint="mse_loss is a mean over this rank's samples already. What is left to divide by?"
+            )
+    raise WrongAnswer(
+        "all ranks agree, on other weights than one device's", hint="Compare one gradient with one device's."
+    )
 
 
 @exercise

@@ -42,7 +42,9 @@ ROLE_HINTS = {
 }
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-7}
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
-EMPTY_BUFFER_HINT = "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
+EMPTY_BUFFER_HINT = (
+    "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
+)
 SHARD_ERROR_HINTS = {
     "SIGSEGV": EMPTY_BUFFER_HINT,
     "out of bounds for storage": EMPTY_BUFFER_HINT,
@@ -127,7 +129,10 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
         inputs, targets = rank_batch(index)
         (copy(inputs) - targets).square().mean().backward()
     whole = [flatten_tensors([p.detach() for p in unit.parameters()], RANKS) for unit in model]
-    own = [[flatten_tensors([p.grad for p in unit.parameters() if p.grad is not None], RANKS) for unit in copy] for copy in plain]
+    own = [
+        [flatten_tensors([p.grad for p in unit.parameters() if p.grad is not None], RANKS) for unit in copy]
+        for copy in plain
+    ]
     mean = [torch.stack(each).mean(dim=0) for each in zip(*own, strict=True)]
     after = nn.Sequential(*two_units())
     for parameter, *each in zip(after.parameters(), *(copy.parameters() for copy in plain), strict=True):
@@ -175,7 +180,9 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
         hints=SHARD_ERROR_HINTS,
         what="units",
     )
-    return passing_verdict(f"equal to one device on {RANKS} ranks, and whole parameters are held only where they are used")
+    return passing_verdict(
+        f"equal to one device on {RANKS} ranks, and whole parameters are held only where they are used"
+    )
 
 
 def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
@@ -185,7 +192,9 @@ def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
         raise WrongAnswer(f"{unit} is a {shard}, no nn.Parameter", hint="Return the shard; an optimizer will train it.")
     if shard.shape != parts[0].shape:
         hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them, one part a rank."
-        raise WrongAnswer(f"{unit} has shape {tuple(shard.shape)}", expected=f"expected {tuple(parts[0].shape)}", hint=hint)
+        raise WrongAnswer(
+            f"{unit} has shape {tuple(shard.shape)}", expected=f"expected {tuple(parts[0].shape)}", hint=hint
+        )
     if not is_tensor_close(shard, parts[index], **TOLERANCES):
         other = next((rank for rank, part in enumerate(parts) if is_tensor_close(shard, part, **TOLERANCES)), None)
         seen = "is not its part of the parameters" if other is None else f"is rank {other}'s part"
@@ -215,7 +224,9 @@ def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, ow
     seen |= {f"is rank {rank}'s part": part for rank, part in enumerate(mean.chunk(RANKS)) if rank != index}
     if not is_tensor_close(got, mean.chunk(RANKS)[index], **TOLERANCES):
         words = next((words for words, each in seen.items() if is_tensor_close(got, each, **TOLERANCES)), "is wrong")
-        raise WrongAnswer(f"{shard} {words}", hint="reduce_scatter_tensor adds up; a mean is a sum divided by the ranks.")
+        raise WrongAnswer(
+            f"{shard} {words}", hint="reduce_scatter_tensor adds up; a mean is a sum divided by the ranks."
+        )
 
 
 @exercise
@@ -247,14 +258,17 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     weight, bias = right["weight"], right["bias"]
     cases = [
         (True, with_changes(), "the same gradients", "Equal gradients agree."),
-        (True, with_changes(bias=bias + 4e-7), "gradients that rounding moved by 4e-7, where the largest is 2", "Divide the "
-         "largest difference by the largest value of the same reference gradient, and allow 1e-5."),
+        (True, with_changes(bias=bias + 4e-7), "gradients that rounding moved by 4e-7, where the largest is 2",
+         "Divide the largest difference by the largest value of the same reference gradient, and allow 1e-5."),
         (False, {name: 2 * each for name, each in right.items()}, "gradients twice as large", "Compare values."),
-        (False, with_changes(weight=weight / 2), "one gradient of two half as large", "Every name must agree, not one of them."),
-        (False, with_changes(bias=-bias), "one gradient with the other sign", "A sum of differences may cancel: take abs()."),
-        (False, with_changes(bias=bias + 1e-3), "one gradient off by 1e-3", "1e-3 of 2 is more than 1 part in 100,000."),
-        (False, with_changes(weight=torch.full_like(weight, torch.nan)), "a gradient of NaN", "NaN compares as False with "
-         "everything: ask whether the error is small, not whether it is large."),
+        (False, with_changes(weight=weight / 2), "one gradient of two half as large",
+         "Every name must agree, not one of them."),
+        (False, with_changes(bias=-bias), "one gradient with the other sign",
+         "A sum of differences may cancel: take abs()."),
+        (False, with_changes(bias=bias + 1e-3), "one gradient off by 1e-3",
+         "1e-3 of 2 is more than 1 part in 100,000."),
+        (False, with_changes(weight=torch.full_like(weight, torch.nan)), "a gradient of NaN",
+         "NaN compares as False with everything: ask whether the error is small, not whether it is large."),
         (False, {"weight": weight}, "a gradient missing", "Compare the names first."),
         (False, {}, "no gradient at all", "A test that compared nothing must not pass."),
     ]  # fmt: skip
@@ -266,7 +280,9 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
         if not isinstance(found, bool):
             raise WrongAnswer(f"for {what}, the answer is {value_text(found)}, neither True nor False")
         if found != expected:
-            raise WrongAnswer(f"{what[0].upper()}{what[1:]}: your test says {found}", expected=f"expected {expected}", hint=hint)
+            raise WrongAnswer(
+                f"{what[0].upper()}{what[1:]}: your test says {found}", expected=f"expected {expected}", hint=hint
+            )
     return passing_verdict(f"{len(cases)} cases agree: it can pass, and it can fail")
 
 
@@ -285,7 +301,9 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
     ]
     for arguments, hint in cases:
         expected = theory.tokens_to_hide(*arguments)
-        named: dict[str, Any] = dict(zip(("flops_per_s", "wire_bytes_per_s", "ranks", "number_bytes"), arguments, strict=True))
+        named: dict[str, Any] = dict(
+            zip(("flops_per_s", "wire_bytes_per_s", "ranks", "number_bytes"), arguments, strict=True)
+        )
         found = call_answer(answer, **named)
         said = f"{call_text(answer, **named)} gave {value_text(found)}"
         if not isinstance(found, Real):
@@ -340,7 +358,9 @@ def memory_plan(answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers:
         raise WrongAnswer(f"the plan does not run: {said}") from failure
     except labkit.RunTimedOut as stopped:
         limit = f"{stopped.timeout_s:g} s"
-        raise WrongAnswer(f"a run with this plan had no end after {limit}; raise timeout_s if it is only slow") from stopped
+        raise WrongAnswer(
+            f"a run with this plan had no end after {limit}; raise timeout_s if it is only slow"
+        ) from stopped
     counted = _collective_count(result, "all_gather")
     excess = result.value("peak_total_bytes") / bound_bytes - 1
     if excess > 0:
@@ -460,11 +480,22 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
                 "was divided but not summed": own / RANKS,
             }
             if not is_tensor_close(left[name], expected, **TOLERANCES):
-                seen = next((words for words, each in known.items() if is_tensor_close(left[name], each, **TOLERANCES)), "is wrong")
-                raise WrongAnswer(f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE_HINTS[kind])
+                seen = next(
+                    (words for words, each in known.items() if is_tensor_close(left[name], each, **TOLERANCES)),
+                    "is wrong",
+                )
+                raise WrongAnswer(
+                    f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE_HINTS[kind]
+                )
 
     judge_on_ranks(
-        "fsdp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=EXPERT_WAIT_HINT, hints=EXPERT_ERROR_HINTS
+        "fsdp",
+        answer,
+        judge=judge_rank,
+        ranks=RANKS,
+        timeout_s=timeout_s,
+        waiting=EXPERT_WAIT_HINT,
+        hints=EXPERT_ERROR_HINTS,
     )
     return passing_verdict(f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided")
 

@@ -147,11 +147,17 @@ def _safe_answer_name(answer: object) -> str:
 def raise_if_not_attempted(answer: object) -> None:
     """Raise NotAttempted for a function with nothing in it, Wrong for what cannot be called and give a value."""
     if not callable(answer):
-        raise WrongAnswer(f"{value_text(answer)} is no function: hand over the function by its name, without calling it")
+        raise WrongAnswer(
+            f"{value_text(answer)} is no function: hand over the function by its name, without calling it"
+        )
     if inspect.iscoroutinefunction(answer):
-        raise WrongAnswer(f"{answer_name(answer)} is an async function, which gives a coroutine when called: write def alone")
+        raise WrongAnswer(
+            f"{answer_name(answer)} is an async function, which gives a coroutine when called: write def alone"
+        )
     code = getattr(answer, "__code__", None)
-    if code and all(each.opname in EMPTY_BODY_OPCODES and _is_empty_instruction(each) for each in dis.get_instructions(code)):
+    if code and all(
+        each.opname in EMPTY_BODY_OPCODES and _is_empty_instruction(each) for each in dis.get_instructions(code)
+    ):
         raise NotAttempted
 
 

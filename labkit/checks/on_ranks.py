@@ -40,14 +40,14 @@ def judge_on_ranks(
     """Run answers on ranks, and judge here what each rank sends home.
 
     Args:
-        lab: the module in checks/ranks whose ``feed`` calls the answers.
+        lab: the module in checks/ranks whose ``run_answer`` calls the answers.
         *answers: the learner's functions.
         judge: called with each rank and what it sent; raises Wrong. What has come home is judged even if a rank failed.
         ranks: how many, on the CPU.
         timeout_s: they are stopped after this.
         waiting: a question that helps when ranks wait for each other.
         hints: for an error on a rank, what to do about it, by a part of its text.
-        **setup: arguments of ``feed`` beside the answers, such as JSON can hold.
+        **setup: arguments of ``run_answer`` beside the answers, such as JSON can hold.
 
     Raises:
         NotAttempted: an answer is empty.
@@ -99,9 +99,11 @@ def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
         raise WrongAnswer(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
 
 
-def _failure_reason(failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]) -> str:
+def _failure_reason(
+    failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]
+) -> str:
     """What made a rank fail: its own error, or another rank that was no longer there."""
-    if failure.exc_type == "Wrong":
+    if failure.exc_type == WrongAnswer.__name__:
         return failure.message
     run = RunFolder(failure.log.parent)
     if read_json(run.error(failure.rank)).get("echo"):

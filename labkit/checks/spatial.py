@@ -65,7 +65,9 @@ def placements(answer: Callable[..., Any]) -> Verdict:
     """Placements on a data x space mesh: a dict with two for each of images, weights, gradients and logits."""
     found = call_answer(answer)
     if not isinstance(found, Mapping):
-        raise WrongAnswer(f"placements() gave {value_text(found)}", hint="Return a dict: a list of two placements for each name.")
+        raise WrongAnswer(
+            f"placements() gave {value_text(found)}", hint="Return a dict: a list of two placements for each name."
+        )
     for name, (expected, hint) in RIGHT_PLACEMENTS.items():
         placed = found.get(name)
         right = f"expected [{', '.join(map(_placement_text, expected))}]"
@@ -140,7 +142,9 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
     """An autograd.Function whose forward pads a strip and whose backward returns gradients, on 4 real ranks."""
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
-        raise WrongAnswer(f"{value_text(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name.")
+        raise WrongAnswer(
+            f"{value_text(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name."
+        )
     if "forward" not in vars(answer) and "backward" not in vars(answer):
         raise NotAttempted
 
@@ -166,7 +170,9 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
         },
         what="function",
     )
-    return passing_verdict(f"forward and backward equal one device on {RANKS} ranks, and no byte more than the halos was sent")
+    return passing_verdict(
+        f"forward and backward equal one device on {RANKS} ranks, and no byte more than the halos was sent"
+    )
 
 
 @exercise
@@ -192,7 +198,9 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
     """Bytes that one block keeps for the backward pass, from (batch, channels, height, width)."""
     hint = "Go from left to right. Between the two 1 x 1 convolutions there are four times the channels."
     cases = [(1, 1, 1, 1), (2, 32, 32, 64), (2, 64, 16, 8)]
-    return judge_values(answer, lambda batch, channels, height, width: 48 * batch * channels * height * width, cases, hint)
+    return judge_values(
+        answer, lambda batch, channels, height, width: 48 * batch * channels * height * width, cases, hint
+    )
 
 
 @exercise
@@ -239,7 +247,9 @@ def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None
             hint = "The halo is what lies next to this strip in the whole image." if inside else ""
             raise WrongAnswer(f"on rank {index}, the {side} {HALO} columns are {seen}", expected=right, hint=hint)
     if not is_tensor_close(got[..., HALO:-HALO], expected[..., HALO:-HALO], atol=1e-5):
-        raise WrongAnswer(f"on rank {index}, the columns between are not the strip's own", hint="The strip itself is kept.")
+        raise WrongAnswer(
+            f"on rank {index}, the columns between are not the strip's own", hint="The strip itself is kept."
+        )
 
 
 def _column_origin(part: Tensor) -> str:
@@ -283,22 +293,30 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
             "with the other neighbour's gradient added": own[..., columns] + swapped,
             "with the halo's gradient added that should have been sent": own[..., columns] + kept,
         }
-        guess = next((name for name, wrong in likely.items() if is_tensor_close(got[..., columns], wrong, atol=1e-5)), None)
+        guess = next(
+            (name for name, wrong in likely.items() if is_tensor_close(got[..., columns], wrong, atol=1e-5)), None
+        )
         right = f"expected this rank's own gradient plus what rank {owner} sends"
         if not 0 <= owner < RANKS:
             right = "expected this rank's own gradient: nobody is beyond the image's border"
         said = f"on rank {index}, {what}the {side} {HALO} columns are {guess or _halo_fault(got[..., columns])}"
         raise WrongAnswer(said, expected=right, hint="A column that two ranks used gets the gradients of both.")
     if not is_tensor_close(got, expected, atol=1e-5):
-        raise WrongAnswer(f"on rank {index}, {what}the columns between are wrong", hint="Only the outer columns change.")
+        raise WrongAnswer(
+            f"on rank {index}, {what}the columns between are wrong", hint="Only the outer columns change."
+        )
 
 
 def _judge_form(index: int, got: Tensor | str, expected: Tensor) -> None:
     """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what is no tensor."""
     if isinstance(got, str):
-        raise WrongAnswer(f"on rank {index}, the function returned {got}, not a tensor", hint="Does every path return the tensor?")
+        raise WrongAnswer(
+            f"on rank {index}, the function returned {got}, not a tensor", hint="Does every path return the tensor?"
+        )
     if got.shape != expected.shape:
         right, widths = f"expected {tuple(expected.shape)}", f"the strip has {COLUMNS} columns, the halo {HALO}"
-        raise WrongAnswer(f"on rank {index}, the shape is {tuple(got.shape)}", expected=right, hint=widths.capitalize() + ".")
+        raise WrongAnswer(
+            f"on rank {index}, the shape is {tuple(got.shape)}", expected=right, hint=widths.capitalize() + "."
+        )
     if got.dtype != expected.dtype:
         raise WrongAnswer(f"on rank {index}, the numbers are {got.dtype}", expected=f"expected {expected.dtype}")

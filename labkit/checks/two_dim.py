@@ -61,7 +61,9 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
         shapes = f"with x {[*x.shape]} and first {[*first.shape]},"
         asked = f"{answer_name(answer)}(x, first, second, ranks={ranks}), {shapes}"
         _judge_parts(call_answer(answer, x, first, second, ranks, in_words=asked), x, first, second, ranks, asked)
-    return passing_verdict("each rank computes with its own features alone, and the parts add up to one device's result")
+    return passing_verdict(
+        "each rank computes with its own features alone, and the parts add up to one device's result"
+    )
 
 
 def _judge_parts(found: Any, x: Tensor, first: Tensor, second: Tensor, ranks: int, asked: str) -> None:
@@ -69,25 +71,33 @@ def _judge_parts(found: Any, x: Tensor, first: Tensor, second: Tensor, ranks: in
     if not isinstance(found, list | tuple) or not all(isinstance(each, Tensor) for each in found):
         raise WrongAnswer(f"{asked} gave {type(found).__name__}, not a list of tensors", hint="Does every path return?")
     if len(found) != ranks:
-        raise WrongAnswer(f"{asked} gave {len(found)} tensors", expected=f"expected {ranks}", hint="Every rank has one.")
+        raise WrongAnswer(
+            f"{asked} gave {len(found)} tensors", expected=f"expected {ranks}", hint="Every rank has one."
+        )
     shapes = {tuple(each.shape) for each in found} - {tuple(x.shape)}
     if shapes:
         hint = "Each rank's part is as large as the result: the inner features are gone after the second layer."
-        raise WrongAnswer(f"{asked} gave a tensor of shape {list(shapes.pop())}", expected=f"expected {[*x.shape]}", hint=hint)
+        raise WrongAnswer(
+            f"{asked} gave a tensor of shape {list(shapes.pop())}", expected=f"expected {[*x.shape]}", hint=hint
+        )
     cuts = list(zip(first.chunk(ranks), second.chunk(ranks, dim=1), strict=True))
     right = [relu(x @ rows.T) @ columns.T for rows, columns in cuts]
     total, whole = sum(found, torch.zeros_like(x)), sum(right, torch.zeros_like(x))
     if not is_tensor_close(total, whole, atol=1e-4):
         without = sum((x @ rows.T @ columns.T for rows, columns in cuts), torch.zeros_like(x))
         if is_tensor_close(total, without, atol=1e-4):
-            raise WrongAnswer(f"{asked} gave parts without the ReLU", hint="It stands between the layers, on every rank.")
+            raise WrongAnswer(
+                f"{asked} gave parts without the ReLU", hint="It stands between the layers, on every rank."
+            )
         if all(is_tensor_close(each, whole, atol=1e-4) for each in found):
             raise WrongAnswer(f"{asked} gave the whole result for each rank", hint="A rank has its own features alone.")
         hint = "Rank r takes rows of first, dim 0, and the same columns of second, dim 1."
         raise WrongAnswer(f"{asked} gave parts whose sum is not the result", hint=hint)
     if not all(is_tensor_close(a, b, atol=1e-4) for a, b in zip(found, right, strict=True)):
         hint = "Cut in order, evenly."
-        raise WrongAnswer(f"{asked} gave parts that add up, but rank 0's is not what the first features give", hint=hint)
+        raise WrongAnswer(
+            f"{asked} gave parts that add up, but rank 0's is not what the first features give", hint=hint
+        )
 
 
 @exercise
@@ -102,7 +112,9 @@ def tp_bytes(answer: Callable[..., int]) -> Verdict:
     hint = next((each for wrong, each in likely.items() if isinstance(found, Integral) and found == wrong), "")
     return judge_values(
         answer,
-        lambda tokens, dim, mlps: theory.activation_collectives([(dim, 4 * dim)] * mlps, tokens, 2)["tp/all_reduce_bytes"],
+        lambda tokens, dim, mlps: theory.activation_collectives([(dim, 4 * dim)] * mlps, tokens, 2)[
+            "tp/all_reduce_bytes"
+        ],
         [(1, 1, 3), (32, 8, 3), (8, 16, 2), (32, 8, 1)],
         [hint or f"{forward} {backward}", once, first, first],
     )
@@ -110,7 +122,9 @@ def tp_bytes(answer: Callable[..., int]) -> Verdict:
 
 def _check_function_class(answer: Any) -> None:
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
-        raise WrongAnswer(f"{value_text(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name.")
+        raise WrongAnswer(
+            f"{value_text(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name."
+        )
     if "forward" not in vars(answer) and "backward" not in vars(answer):
         raise NotAttempted
 
@@ -146,7 +160,9 @@ def sum_over_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
             raise WrongAnswer(f"on rank {index}, forward changed the part that it was given", hint=hint)
         grad, arrived = sent["grad"], rank_tensors(index)[1]
         if grad is None:
-            raise WrongAnswer(f"on rank {index}, the part got no gradient", hint="The first value that backward returns is it.")
+            raise WrongAnswer(
+                f"on rank {index}, the part got no gradient", hint="The first value that backward returns is it."
+            )
         if not is_tensor_close(grad, arrived):
             hint = "A part enters the sum once, and the next layers have the same gradient on every rank already."
             words = _likely_tensor(grad, index, own=1)
@@ -181,7 +197,9 @@ def _judge_sum(got: Tensor | None, index: int, which: int, said: str) -> None:
         raise WrongAnswer(f"on rank {index}, x got no gradient", hint="The first value that backward returns is it.")
     if not is_tensor_close(got, _group_sum(index, which)):
         words = _likely_tensor(got, index, own=which)
-        raise WrongAnswer(f"on rank {index}, {said} {words}, not the sum over its group", hint="All-reduce with group=group.")
+        raise WrongAnswer(
+            f"on rank {index}, {said} {words}, not the sum over its group", hint="All-reduce with group=group."
+        )
 
 
 def _group_sum(index: int, which: int) -> Tensor:
@@ -246,7 +264,9 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
         for when, calls in wanted.items():
             if sent[when] != calls:
                 said = f"the numbers are right, but rank {index} makes {sent[when]} calls in the {when} pass"
-                raise WrongAnswer(said, expected=f"expected {calls}", hint="A layer of the pair needs one, in one direction.")
+                raise WrongAnswer(
+                    said, expected=f"expected {calls}", hint="A layer of the pair needs one, in one direction."
+                )
 
     judge_on_ranks(
         "two_dim",
@@ -306,7 +326,9 @@ def _judge_output(
     if is_tensor_close(got, right, **TOLERANCES):
         return
     if which == "column":
-        raise WrongAnswer(f"on rank {index}, the output is not the layer's at this rank's features", hint=CUT_HINTS[which])
+        raise WrongAnswer(
+            f"on rank {index}, the output is not the layer's at this rank's features", hint=CUT_HINTS[which]
+        )
     part = x.chunk(TP, dim=-1)[index % TP] @ layer.weight.detach().chunk(TP, dim=1)[index % TP].T
     known = {
         f"has the bias {TP} times": (right + (TP - 1) * bias, "Every rank adds it, then the ranks are added up: sum "
@@ -318,7 +340,9 @@ def _judge_output(
     for words, (each, hint) in known.items():
         if is_tensor_close(got, each, **TOLERANCES):
             raise WrongAnswer(f"on rank {index}, the output {words}", hint=hint)
-    raise WrongAnswer(f"on rank {index}, the output is not the layer's", hint="Multiply, sum over the group, add the bias.")
+    raise WrongAnswer(
+        f"on rank {index}, the output is not the layer's", hint="Multiply, sum over the group, add the bias."
+    )
 
 
 def _judge_input_gradient(got: Tensor | None, right: Tensor, own: Tensor | None, index: int) -> None:
@@ -343,7 +367,9 @@ def _judge_layer_gradient(got: Tensor | None, right: Tensor, name: str, index: i
         return
     said = f"the output is right, but on rank {index} the gradient of the {name} {_gradient_difference(got, right)}"
     hint = "Each rank holds the whole bias, and each must get its whole gradient: add it after the sum, on every rank."
-    raise WrongAnswer(said, hint=hint if name == "bias" else "The gradient of the output must reach the product as it is.")
+    raise WrongAnswer(
+        said, hint=hint if name == "bias" else "The gradient of the output must reach the product as it is."
+    )
 
 
 @exercise
@@ -359,7 +385,9 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
     """
     ending = "_count"
     measured = {
-        name.removesuffix(ending): int(result.value(name)) for name in result.summary() if "/" in name and name.endswith(ending)
+        name.removesuffix(ending): int(result.value(name))
+        for name in result.summary()
+        if "/" in name and name.endswith(ending)
     }
     if not measured:
         raise ValueError("this run counted no collective along an axis: take a run of two_dim that measures")
@@ -373,7 +401,9 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
     for name in [*said, *measured]:
         mine, counted = said.get(name, 0), measured.get(name, 0)
         if not isinstance(mine, Integral) or mine != counted:
-            hint = COUNT_HINTS.get(name) or next((each for axis, each in AXIS_HINTS.items() if name.startswith(axis)), "")
+            hint = COUNT_HINTS.get(name) or next(
+                (each for axis, each in AXIS_HINTS.items() if name.startswith(axis)), ""
+            )
             raise WrongAnswer(f"{name}: you say {value_text(mine)}", expected=f"the ranks counted {counted}", hint=hint)
     return passing_verdict(", ".join(f"{count} {name}" for name, count in sorted(measured.items())) + ", as counted")
 
@@ -421,7 +451,9 @@ def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
     return _judge_plan(answer, "stack", timeout_s, detail)
 
 
-def _judge_plan(answer: Callable[[], Any], model: str, timeout_s: float, detail: str, most_sent: int | None = None) -> Verdict:
+def _judge_plan(
+    answer: Callable[[], Any], model: str, timeout_s: float, detail: str, most_sent: int | None = None
+) -> Verdict:
     """Train with the plan on ranks and on one device, and hold one against the other, the output first."""
     reference = make_exercise_model(model)
     lines = [reference.get_input(CPU, seed) for seed in range(DATA)]
@@ -440,7 +472,9 @@ def _judge_plan(answer: Callable[[], Any], model: str, timeout_s: float, detail:
             hint = "Is every part added up before it is used as the whole?"
             raise WrongAnswer("the output is not one device's, and nothing has raised an error", hint=hint)
         if "error" in sent:
-            raise WrongAnswer(f"the model does not run with this plan: {_stop_place(sent)}", hint=f"PyTorch says: {sent['error']}")
+            raise WrongAnswer(
+                f"the model does not run with this plan: {_stop_place(sent)}", hint=f"PyTorch says: {sent['error']}"
+            )
         _judge_gradients(sent["gradients"], {name: each.grad for name, each in expected.items()})
         matrices = [name for name, each in expected.items() if each.dim() > 1 and sent["held"][name] == each.numel()]
         if matrices:
@@ -466,7 +500,9 @@ def _stop_place(sent: Mapping[str, Any]) -> str:
         return "before any linear layer"
     name, got, whole = sent["entered"]
     if "same reduction dim" in sent["error"] or "mat1 and mat2" in sent["error"]:
-        comes, wants = ("cut", "a colwise layer expects whole") if got < whole else ("whole", "a rowwise layer expects cut")
+        comes, wants = (
+            ("cut", "a colwise layer expects whole") if got < whole else ("whole", "a rowwise layer expects cut")
+        )
         return f"`{name}` receives {comes} inputs, {got} of {whole} features, and {wants} ones"
     if "must match the size" in sent["error"]:
         return f"after `{name}`, a cut tensor meets a whole one"

@@ -37,7 +37,9 @@ def start_lab(
     return 0
 
 
-def reset_lab(name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")], /, folder: Path | None = None) -> int:
+def reset_lab(
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")], /, folder: Path | None = None
+) -> int:
     """Begin a lab anew, with a fresh copy. The earlier one is kept beside it, with the time in its name.
 
     Args:

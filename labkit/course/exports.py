@@ -18,7 +18,8 @@ EXPORT_KIND = "labkit progress"
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet computes a cell that begins so."""
 PAGE_CSS = (
-    "body{font-family:sans-serif}table{border-collapse:collapse}th,td{border:1px solid #bbb;padding:2px 6px;white-space:nowrap}"
+    "body{font-family:sans-serif}table{border-collapse:collapse}"
+    "th,td{border:1px solid #bbb;padding:2px 6px;white-space:nowrap}"
 )
 
 
@@ -108,7 +109,9 @@ def progress_frame(exports: Sequence[Export]) -> Any:
 
     columns = {(lab.key, each.name): each.number for lab in lab_catalog.all_labs() for each in lab.exercises}
     for one in exports:  # of another version of labkit
-        columns |= {(lab, name): f"{lab}.{name}" for lab, name in _exercise_keys(one.verdicts) if (lab, name) not in columns}
+        columns |= {
+            (lab, name): f"{lab}.{name}" for lab, name in _exercise_keys(one.verdicts) if (lab, name) not in columns
+        }
     rows = []
     for one in exports:
         states = {key: one.verdicts.get(key[0], {}).get(key[1]) for key in columns}
@@ -135,8 +138,14 @@ def _escape_formula(value: Any) -> Any:
 
 def write_html(frame: Any, path: Path) -> None:
     """Write the table as a page that needs no other file."""
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit: progress</title><style>{PAGE_CSS}</style>'
-    rows = frame.replace({**MARKS, "not attempted": OPEN_MARK}).reset_index().to_html(border=0, index=False, justify="left")
+    head = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit: progress</title><style>{PAGE_CSS}</style>'
+    )
+    rows = (
+        frame.replace({**MARKS, "not attempted": OPEN_MARK})
+        .reset_index()
+        .to_html(border=0, index=False, justify="left")
+    )
     learners = f"{len(frame)} learner{'s' if len(frame) != 1 else ''}"
     about = f"<h1>Progress of {learners}</h1><p>{LEGEND}; an empty cell was never checked</p>"
     _write_file(path, f"{head}{about}{rows}</html>\n")

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from labkit.environment import ENV_RUNS_FOLDER
 from labkit.errors import LabError
 from labkit.runs import private_files
 from labkit.runs.folder import LABKIT_FOLDER_NAME, runs_folder, write_text
@@ -38,7 +39,7 @@ def prepare_environment(folder: Path) -> dict[str, str]:
         **os.environ,
         "JUPYTER_CONFIG_PATH": os.pathsep.join(config_path),
         "JUPYTERLAB_WORKSPACES_DIR": str(ours / "workspaces"),
-        "LABKIT_RUNS": str(runs_folder()),  # a kernel works in the folder of copies, and its runs do not belong there
+        ENV_RUNS_FOLDER: str(runs_folder()),  # a kernel works in the folder of copies, and its runs do not belong there
     }
 
 
@@ -52,7 +53,11 @@ def jupyter_command(folder: Path, notebook: str, *, browser: bool, more: tuple[s
         *([] if browser else ["--no-browser"]),
         # Whatever a person's settings say, it listens to this machine alone, unless asked for more here. It wants its
         # token, which stands in a file that is this person's alone, and on no command line.
-        *([] if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more} else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]),
+        *(
+            []
+            if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more}
+            else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]
+        ),
         *(["--allow-root"] if os.geteuid() == 0 else []),  # in a container one is root
         *more,
     ]

@@ -98,7 +98,9 @@ def _place_cells(
         else:
             own.setdefault(current, []).append(cell)
             if old is not None:
-                merged.left.append(f"{_cell_title(base[old])}: the notebook has it no more, but you changed it; it stays")
+                merged.left.append(
+                    f"{_cell_title(base[old])}: the notebook has it no more, but you changed it; it stays"
+                )
     return theirs, own
 
 

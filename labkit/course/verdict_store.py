@@ -19,13 +19,12 @@ from typing import Any
 
 from labkit.course import lab_catalog
 from labkit.course.lab_catalog import Exercise, Lab
+from labkit.environment import ENV_VERDICTS
 from labkit.errors import LabError, RecordError
 from labkit.runs import private_files
 from labkit.runs.folder import JSON_FIX, LABKIT_FOLDER_NAME, read_json, write_json
 
 PROGRESS_FILE = "progress.json"
-ENV_VERDICTS = "LABKIT_VERDICTS"
-"""Environment variable: the file to keep verdicts in, in place of progress.json beside the copies."""
 FORMAT_VERSION = 1
 STATES = ("passed", "wrong", "not attempted", "not judged")
 MARKS = {"passed": "✓", "wrong": "✗", "not judged": "?"}
@@ -96,7 +95,9 @@ def store_verdict(lab: str, exercise: str, verdict: str) -> bool:
     return True
 
 
-def _add_verdict(kept: dict[str, dict[str, ExerciseProgress]], lab: str, exercise: str, verdict: str, when: str) -> None:
+def _add_verdict(
+    kept: dict[str, dict[str, ExerciseProgress]], lab: str, exercise: str, verdict: str, when: str
+) -> None:
     of_lab = kept.setdefault(lab, {})
     of_lab[exercise] = of_lab.get(exercise, ExerciseProgress("", "")).with_verdict(verdict, when)
 
@@ -109,7 +110,8 @@ def progress_path() -> Path | None:
     known = (
         folder
         for folder in above
-        if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME) and (folder / LABKIT_FOLDER_NAME / "pristine").is_dir()
+        if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)
+        and (folder / LABKIT_FOLDER_NAME / "pristine").is_dir()
     )
     return next((folder / PROGRESS_FILE for folder in known), None)
 
@@ -164,7 +166,9 @@ def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
 def _lock_file(path: Path) -> Iterator[None]:
     """No other kernel writes the file meanwhile; the lock is beside it, since the file is replaced."""
     folder = path.parent / LABKIT_FOLDER_NAME
-    with private_files.lock_file((folder if private_files.is_own_folder(folder) else path.parent) / f"{path.name}.lock"):
+    with private_files.lock_file(
+        (folder if private_files.is_own_folder(folder) else path.parent) / f"{path.name}.lock"
+    ):
         yield
 
 
@@ -193,7 +197,9 @@ class LabProgress:
 
     def _repr_html_(self) -> str:
         items = "".join(f"<li>{each.number} {escape(each.title)}</li>" for each in self.pending_exercises)
-        return f"<p><b>{self.pass_count_text}</b>{', these are open:' if items else ''}</p>" + (items and f"<ul>{items}</ul>")
+        return f"<p><b>{self.pass_count_text}</b>{', these are open:' if items else ''}</p>" + (
+            items and f"<ul>{items}</ul>"
+        )
 
     def table_line(self) -> str:
         """A line of the table: a mark for each exercise."""

@@ -15,7 +15,9 @@ from labkit.inductor.program import InductorProgram, ProgramLine
 WEIGHT_SUFFIX = ".weight"
 
 
-def name_linear_buffers(program: InductorProgram, gradients: Sequence[str], buckets: Iterable[Iterable[str]]) -> dict[str, str]:
+def name_linear_buffers(
+    program: InductorProgram, gradients: Sequence[str], buckets: Iterable[Iterable[str]]
+) -> dict[str, str]:
     """Names such as ``fc3.weight``, ``fc3.input``, ``fc3.output.grad`` by buffer, for linear layers in a row.
 
     Args:

@@ -50,7 +50,8 @@ class ProgramListing:
             f"<style>{self._css_rules()}</style>"
             f'<div class="labkit-program" style="{_SCROLL_STYLE}">{rows}</div>'
             f"<details><summary>the whole program, {len(self.full_text.splitlines())} lines</summary>"
-            f'<pre style="{_SCROLL_STYLE};max-height:30em;overflow-y:auto">{escape(self._text_with_line_numbers())}</pre></details>'
+            f'<pre style="{_SCROLL_STYLE};max-height:30em;overflow-y:auto">'
+            f"{escape(self._text_with_line_numbers())}</pre></details>"
         )
 
     def _row_attributes(self, line: ProgramLine) -> str:
@@ -72,7 +73,9 @@ class ProgramListing:
         for index in range(len(self._program.all_reduces)):
             looked_at = ",".join(f".{name}-{index}:{how}" for name in ("asks", "waits") for how in ("hover", "focus"))
             inside = f".labkit-program:has({looked_at})"
-            rules += [f"{inside} .{name}-{index}{_HIGHLIGHT_STYLE}{colour}}}" for name, colour in HIGHLIGHT_COLOURS.items()]
+            rules += [
+                f"{inside} .{name}-{index}{_HIGHLIGHT_STYLE}{colour}}}" for name, colour in HIGHLIGHT_COLOURS.items()
+            ]
         return "".join(rules)
 
     def _text_with_line_numbers(self) -> str:

@@ -126,7 +126,10 @@ class InductorProgram:
             by_offset = {view.offset: view for view in before if view.root == source.root}
             parts = [by_offset[offset] for offset in sorted(by_offset)]
             if _is_gapless(parts, sent.elements):
-                return [self._view_after_wait(replace(sent, offset=part.offset, shape=part.shape), request) for part in parts]
+                return [
+                    self._view_after_wait(replace(sent, offset=part.offset, shape=part.shape), request)
+                    for part in parts
+                ]
         return [sent]
 
     def _view_after_wait(self, part: BufferView, request: ProgramLine) -> BufferView:
@@ -219,7 +222,9 @@ class InductorProgram:
         if kind == "wait":
             return self._resolve_view(value.args[0])
         if kind == "allocation":
-            return BufferView(new, new, 0, _literal_shape(value.args[0]), ast.unparse(value.args[2]).removeprefix("torch."))
+            return BufferView(
+                new, new, 0, _literal_shape(value.args[0]), ast.unparse(value.args[2]).removeprefix("torch.")
+            )
         return BufferView(new, new)
 
 
@@ -231,7 +236,9 @@ def _find_call_function(code: str) -> ast.FunctionDef:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             return node
-    raise ValueError(f"no function call() in {len(code.splitlines())} lines: give the whole program that inductor wrote")
+    raise ValueError(
+        f"no function call() in {len(code.splitlines())} lines: give the whole program that inductor wrote"
+    )
 
 
 def _flatten_statements(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -20,10 +20,11 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from labkit.environment import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER
 from labkit.launcher import huge_pages, torchrun
 from labkit.launcher.warm_start import FORK, INT_STRUCT, MAX_PATH_BYTES, PAUSE, READY, RESUME
 from labkit.runs import private_files
-from labkit.runs.folder import ENV_NOTEBOOK_PID, ENV_RUN_FOLDER, ROOT
+from labkit.runs.folder import ROOT
 from labkit.session.process_exit import reset_exit_handlers
 from labkit.torch_private import SLOW_MODULES
 

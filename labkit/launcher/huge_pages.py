@@ -17,7 +17,9 @@ def find_huge_page_addresses() -> list[int]:
     for words in map(str.split, Path("/proc/self/maps").read_text().splitlines()):
         if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):  # of no file, and not the stack
             begin, end = (int(each, 16) for each in words[0].split("-"))
-            addresses += range(-(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
+            addresses += range(
+                -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES
+            )
     return addresses
 
 

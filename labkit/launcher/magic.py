@@ -28,8 +28,8 @@ from labkit.launcher.run import run_with_payload
 from labkit.runs.folder import RunFolder, read_json
 from labkit.runs.result import RunResult
 
-PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell_program.py"
-CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"  # as session/cell_program.py has them, which imports torch
+PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell.py"
+CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"  # as session/cell.py has them, which imports torch
 CELL_FRAME_PATTERN = re.compile(rf'File "{CELL_NAME}", line (\d+)')
 TRACEBACK_HEADER = "Traceback (most recent call last):"
 CONTEXT_LINES = 2
@@ -42,9 +42,13 @@ class TorchrunMagics(Magics):
     @magic_arguments()
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
     @argument("--timeout", type=float, default=60, help="the ranks are stopped after so many seconds; 60 by default")
-    @argument("--name", default="", help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed")
+    @argument(
+        "--name", default="", help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed"
+    )
     @argument("--device", default="auto", help="auto, cpu or cuda")
-    @argument("--fails", action="store_true", help="the cell is meant to fail: show in red how, and let the notebook go on")
+    @argument(
+        "--fails", action="store_true", help="the cell is meant to fail: show in red how, and let the notebook go on"
+    )
     @argument("--use", default="", help="names of the notebook that the cell uses, with commas; modules come anyway")
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
@@ -121,7 +125,9 @@ def show_output(logs: Mapping[int, str]) -> None:
 def show_values(result: RunResult) -> None:
     """Print the values of the cell's last line."""
     values = {
-        rank.rank: rank.artifact(VALUE_ARTIFACT) for rank in result.ranks if VALUE_ARTIFACT in rank.folder.artifact_names(rank.rank)
+        rank.rank: rank.artifact(VALUE_ARTIFACT)
+        for rank in result.ranks
+        if VALUE_ARTIFACT in rank.folder.artifact_names(rank.rank)
     }
     for who, value in group_by_text(values):
         print(f"{who}:{chr(10) if chr(10) in value else ' '}{value}")
@@ -160,7 +166,9 @@ def strip_traceback(log: str, error: Path) -> str:
     """A rank's output without the tracebacks, one or a chain, of the error that ended it."""
     chain = read_json(error).get("traceback", "").count(TRACEBACK_HEADER)
     parts = log.split(TRACEBACK_HEADER)
-    return re.sub(r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)]))
+    return re.sub(
+        r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)])
+    )
 
 
 def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:

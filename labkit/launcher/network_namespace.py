@@ -14,9 +14,9 @@ import struct
 import sys
 from pathlib import Path
 
+from labkit.environment import ENV_NETWORK
 from labkit.errors import LabError, ParameterError
 
-ENV_NETWORK = "LABKIT_NETWORK"
 OWN_NETWORK = "own"
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
@@ -31,7 +31,9 @@ def is_namespace_requested() -> bool:
     """
     said = os.environ.get(ENV_NETWORK, "")
     if said not in ("", OWN_NETWORK):
-        raise ParameterError(f"{ENV_NETWORK}={said!r} is not {OWN_NETWORK!r} (a network of its own for each run); unset it")
+        raise ParameterError(
+            f"{ENV_NETWORK}={said!r} is not {OWN_NETWORK!r} (a network of its own for each run); unset it"
+        )
     if said and sys.platform != "linux":
         raise ParameterError(f"{ENV_NETWORK}={OWN_NETWORK} needs Linux, and this is {sys.platform}; unset it")
     return bool(said)
@@ -50,7 +52,9 @@ def enter_namespace() -> None:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, INTERFACE_FLAGS.pack(b"lo", IFF_UP))
     except OSError as error:
         fix = "have user namespaces allowed (man 7 user_namespaces), or unset it"
-        raise LabError(f"{ENV_NETWORK}={OWN_NETWORK}: this system gives no network of its own ({error.strerror}): {fix}") from error
+        raise LabError(
+            f"{ENV_NETWORK}={OWN_NETWORK}: this system gives no network of its own ({error.strerror}): {fix}"
+        ) from error
 
 
 def _enter_as_unprivileged_user() -> None:

@@ -83,7 +83,8 @@ def validate_replacements(given: Mapping[str, Any], wanted: Mapping[str, inspect
             raise ParameterError(f"use= gives {name} = {function!r}, which is no function: give it by its name")
         if not _accepts_signature(function, wanted[name]):
             raise ParameterError(
-                f"use= gives {name}{inspect.signature(function)}, and {program} calls {name}{wanted[name]}: take the same arguments"
+                f"use= gives {name}{inspect.signature(function)}, and {program} calls {name}{wanted[name]}: "
+                "take the same arguments"
             )
 
 

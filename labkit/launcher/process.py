@@ -6,27 +6,20 @@ when torchrun is gone, the second a program that changed its environment. Only w
 empty environment after a kill -9 of torchrun, and, outside Linux, always. A bare torchrun leaves all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from labkit import requirements
-from labkit.launcher import warm_start
-from labkit.runs import private_files
-from labkit.runs.folder import (
+from labkit.environment import (
     ENV_CLOCK_AHEAD_S,
     ENV_DEVICE,
     ENV_EXPECTED_WORLD_SIZE,
@@ -36,23 +29,19 @@ from labkit.runs.folder import (
     ENV_PAYLOAD_SHA256,
     ENV_RUN_FOLDER,
     ENV_TOTAL_CORES,
-    ROOT,
-    RunFolder,
 )
-
-if TYPE_CHECKING:
-    from labkit_cluster.host_rendezvous import RendezvousMember, RendezvousResult
+from labkit.launcher import warm_start
+from labkit.runs import private_files
+from labkit.runs.folder import ROOT, RunFolder
 
 STOP_LIMIT_S = 5.0
 STACK_LIMIT_S = 1.0
 ENV_COMPILE_CACHE, TORCH_CACHE_PREFIX = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
 WORKER_ARGUMENTS = ("--no-python", sys.executable, "-u", "-P", "-m", "labkit.launcher.worker")
 ONE_HOST, SEVERAL_HOSTS = "one-host", "several-hosts"
-"""What rendezvous.py registers with torchrun."""
+"""What rendezvous_handlers.py registers with torchrun."""
 TORCHRUN_ENV_PREFIX = "PET_"
 """How the names of environment variables begin that are options of torchrun."""
-MAX_MESSAGE_BYTES = 4096
-"""Of what a torchrun is told of a meeting."""
 STARTUP_FRAMES = (
     "<frozen runpy>",
     *(str(Path(__file__).with_name(name)) for name in ("worker.py", "torchrun.py", "fork_server.py")),
@@ -88,47 +77,10 @@ def start_torchrun(
         request = {"arguments": words, "environment": own, "log": str(folder.torchrun_log)}
         with contextlib.suppress(warm_start.ForkServerGone):
             return parent.fork(request | {"working_folder": os.getcwd()})
-    return _spawn_torchrun(words, own, folder.torchrun_log)
+    return spawn_torchrun(words, own, folder.torchrun_log)
 
 
-def start_torchrun_among_hosts(
-    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, told: socket.socket
-) -> subprocess.Popen[bytes]:
-    """Start the torchrun of one host of several; returns at once.
-
-    It imports torch, and then waits for ``tell_meeting`` at the other end of ``told``.
-
-    Args:
-        folder: on this host.
-        request: holds the arguments of ``start``: target, the program; nproc; device.
-        guest: this host.
-        told: is closed here afterwards.
-    """
-    nproc = request["nproc"]
-    own = rank_environment(folder, nproc, request["device"], guest.hosts) | {
-        ENV_HOST_NAME: guest.name,
-        ENV_HOST_INDEX: str(guest.index),
-    }
-    meet = ["--rdzv-backend", SEVERAL_HOSTS, "--rdzv-endpoint", "met", "--rdzv-id", folder.path.name]
-    meet += ["--rdzv-conf", f"told={told.fileno()}", "--nnodes", str(guest.hosts), "--nproc-per-node", str(nproc)]
-    words = [str(folder.path), *meet, "--log-dir", str(folder.torchrun_folder(guest.index)), *WORKER_ARGUMENTS]
-    words += [request["target"]]
-    with told:
-        return _spawn_torchrun(words, own, folder.host_torchrun_log(guest.index), told.fileno())
-
-
-def send_rendezvous_result(teller: socket.socket, guest: RendezvousMember, meeting: RendezvousResult) -> None:
-    """Let the torchrun of this host go on with what came of the meeting, and give it the door of its store."""
-    interface = meeting.interface
-    environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    environment |= {ENV_TOTAL_CORES: str(meeting.cores), ENV_CLOCK_AHEAD_S: str(meeting.clock_ahead_s)}
-    word = {"index": guest.index, "hosts": guest.hosts, "address": meeting.address, "port": meeting.port}
-    door = [meeting.listener.fileno()] if meeting.listener else []
-    with meeting.listener or contextlib.nullcontext(), contextlib.suppress(BrokenPipeError):  # its exit status says more
-        socket.send_fds(teller, [json.dumps(word | {"environment": environment}).encode()], door)
-
-
-def _spawn_torchrun(words: Sequence[str], own: dict[str, str], log: Path, *files: int) -> subprocess.Popen[bytes]:
+def spawn_torchrun(words: Sequence[str], own: dict[str, str], log: Path, *files: int) -> subprocess.Popen[bytes]:
     """A new Python that is torchrun, with these arguments, this environment and these open files."""
     with private_files.open_file(log, "wb") as output:
         return subprocess.Popen(
@@ -153,7 +105,9 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
         ENV_CLOCK_AHEAD_S,
     }  # the first needs a notebook, the others are of an outer run
     inherited = {
-        name: value for name, value in os.environ.items() if name not in outer and not name.startswith(TORCHRUN_ENV_PREFIX)
+        name: value
+        for name, value in os.environ.items()
+        if name not in outer and not name.startswith(TORCHRUN_ENV_PREFIX)
     }
     loopback = loopback_interface()
     return inherited | {
@@ -215,20 +169,29 @@ def _is_in_run(environment: Mapping[str, str], folder: Path, node: str | None) -
 
 
 def kill_run_processes(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[int]:
-    """Kill every process of the run, again until none is left, and touch no other; those of one host, given ``node``.
+    """Kill every process of the run, again until all have ended, and touch no other; those of one host, given ``node``.
 
     Returns:
         The ids of those that are still there after five seconds: the system cannot end one that waits for a device.
     """
-    give_up = time.monotonic() + STOP_LIMIT_S
-    while alive := find_run_processes(folder, torchrun_pid, node):
+    give_up, killed = time.monotonic() + STOP_LIMIT_S, set[psutil.Process]()
+    while alive := {*find_run_processes(folder, torchrun_pid, node), *filter(_is_alive, killed)}:
         if time.monotonic() > give_up:
             return sorted(process.pid for process in alive)
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()  # psutil compares the start time first: a process id that was reused is safe
+        # One that is dying loses its environment, by which it is found, some time before it has ended.
+        killed |= alive
         time.sleep(0.02)
     return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def read_stack(folder: RunFolder, rank: int) -> str:

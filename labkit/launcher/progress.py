@@ -20,6 +20,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from labkit.environment import ENV_PROGRESS
 from labkit.errors import ParameterError
 from labkit.runs import records
 from labkit.runs.folder import RunFolder
@@ -245,12 +246,16 @@ def choose_display() -> Display:
     """
     if given := _display_override.get():
         return given
-    wanted = os.environ.get("LABKIT_PROGRESS") or ("notebook" if in_kernel() else "text")
+    wanted = os.environ.get(ENV_PROGRESS) or ("notebook" if in_kernel() else "text")
     displays = {"off": Display, "text": TextDisplay, "notebook": NotebookDisplay}
     if wanted not in displays:
-        raise ParameterError(f"LABKIT_PROGRESS={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose")
+        raise ParameterError(
+            f"{ENV_PROGRESS}={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose"
+        )
     if wanted == "notebook" and not in_kernel():
-        raise ParameterError("LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off")
+        raise ParameterError(
+            "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off"
+        )
     return displays[wanted]()
 
 

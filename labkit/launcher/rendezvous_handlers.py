@@ -28,9 +28,11 @@ from torch.distributed.elastic.rendezvous import (
 
 from labkit import torch_private
 from labkit.launcher import network_namespace
-from labkit.launcher.process import MAX_MESSAGE_BYTES, ONE_HOST, SEVERAL_HOSTS
+from labkit.launcher.process import ONE_HOST, SEVERAL_HOSTS
 
 STORE_ADDRESS = "127.0.0.1"
+MAX_MESSAGE_BYTES = 4096
+"""Of what a torchrun is told of a meeting."""
 
 
 class SingleRoundHandler(RendezvousHandler):
@@ -99,7 +101,7 @@ class MultiHostHandler(SingleRoundHandler):
         return SEVERAL_HOSTS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for what came of the meeting, see ``process.send_rendezvous_result``."""
+        """Wait for what labkit_cluster/host_torchrun.py says of the meeting."""
         with self._told:
             word, doors, *_ = socket.recv_fds(self._told, MAX_MESSAGE_BYTES, 1)
         if not word:

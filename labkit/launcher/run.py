@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import itertools
 import os
 import platform
@@ -16,25 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, cast
 
 from labkit import config, program_source, requirements
+from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
 from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits, run_queue
+from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
 from labkit.launcher.progress import Display, RunMonitor, choose_display
-from labkit.launcher.warm_start import ForkServer, WarmTorchrun, choose_warm_start, fork_server_manager
+from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
 from labkit.runs import private_files
 from labkit.runs.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
 from labkit.runs.records import FORMAT_VERSION
 from labkit.runs.result import RunResult, load
 from labkit.runs.verdict import finished_exit
 
-if TYPE_CHECKING:
-    from labkit_cluster.hosts import Host, MultiHostTorchrun
-
 DEVICES = ("auto", "cpu", "cuda")
-POLL_PERIOD_S = 0.1
-FAILURE_GRACE_S = 3.0
 RANKS_PER_CORE = 64
 MAX_PROGRAM_NAME_CHARACTERS = 100  # characters of a program's name; a file's name may have 255
 
@@ -47,7 +43,7 @@ def run(
     timeout_s: float = 300,
     warm: bool | None = None,
     use: Mapping[str, Any] | None = None,
-    hosts: Sequence[str | Host] | None = None,
+    hosts: Sequence[str | RunHost] | None = None,
     **params: Any,
 ) -> RunResult:
     """Run a rank program on ``nproc`` ranks of this machine, or of each of several, and read what they measured.
@@ -79,7 +75,9 @@ def run(
         HostLost: a host was lost, or cannot be reached.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
-    plan = make_run_request(program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params)
+    plan = make_run_request(
+        program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params
+    )
     return execute_request(plan, b"" if use is None else payload_pickling.pack_payload(use))
 
 
@@ -136,17 +134,11 @@ def argument_combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str,
         raise ParameterError(f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out")
     for name, each in over.items():
         if isinstance(each, str) or not isinstance(each, Iterable):
-            raise ParameterError(f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out")
+            raise ParameterError(
+                f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out"
+            )
     values = [list(each) for each in over.values()]
     return [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
-
-
-def _several() -> Any:
-    return importlib.import_module("labkit_cluster.hosts")
-
-
-def _is_several(running: Any) -> bool:
-    return type(running).__name__ == "Hosts"
 
 
 @dataclass
@@ -163,7 +155,7 @@ class RunRequest:
     timeout_s: float
     warm: bool | None
     use: dict[str, str]
-    hosts: list[Host]
+    hosts: list[RunHost]
 
     @property
     def local_world_size(self) -> int:
@@ -213,16 +205,18 @@ def make_run_request(
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
     if not isinstance(warm, bool | None):
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
-    places = _several().parse_hosts(hosts) if hosts is not None else []
+    places = load_cluster().parse_hosts(hosts) if hosts is not None else []
     if network_namespace.is_namespace_requested() and places:
-        raise ParameterError(f"{network_namespace.ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
+        raise ParameterError(f"{ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
     nproc *= max(1, len(places))
     path, target = find_program(program)
     if use is not None:
         payload_pickling.validate_replacements(use, program_source.read_replaceable(path), path.stem)
     sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
     resolved = resolve_params(path, params, nproc)
-    return RunRequest(path.stem, str(path), target, *resolved, nproc, device, timeout_s, choose_warm_start(warm), sources, places)
+    return RunRequest(
+        path.stem, str(path), target, *resolved, nproc, device, timeout_s, choose_warm_start(warm), sources, places
+    )
 
 
 def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
@@ -242,7 +236,9 @@ def execute_request(plan: RunRequest, given: bytes) -> RunResult:
 
     def show_queue_position(before: int) -> None:
         runs = "1 run" if before == 1 else f"{before} runs"
-        display.show_wait_reason(f"{plan.program}: waits for {runs} of this machine to end (LABKIT_QUEUE=0 does not wait)")
+        display.show_wait_reason(
+            f"{plan.program}: waits for {runs} of this machine to end ({ENV_QUEUE}=0 does not wait)"
+        )
 
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(plan)
@@ -386,38 +382,56 @@ def _folder_lost_error(folder: RunFolder) -> LabError:
     return LabError(disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again")
 
 
-def _run_ranks(plan: RunRequest, folder: RunFolder, progress: RunMonitor, parent: ForkServer | None, info: dict[str, Any]) -> None:
-    """Start the ranks and wait for their end; raises what went wrong, and leaves no process behind."""
-    with _launch_processes(plan, folder, parent) as running:
-        info |= {"warm": isinstance(running, WarmTorchrun), "git_revision": git_revision()}  # while the ranks start
-        status = _watch_ranks(running, folder, plan, progress)
+def _run_ranks(
+    plan: RunRequest,
+    folder: RunFolder,
+    progress: RunMonitor,
+    parent: ForkServer | None,
+    info: dict[str, Any],
+) -> None:
+    """Start the ranks and wait for their end; raise what went wrong, and leave no process behind."""
+    with _launch_processes(_make_backend(plan, folder, parent), folder) as backend:
+        # the first is known now, the second takes time that the ranks need to start
+        info |= {"warm": backend.is_warm, "git_revision": git_revision()}
+        status = _watch_backend(backend, folder, plan, progress)
     if not folder.path.is_dir():
         raise _folder_lost_error(folder)
     if status != 0:
         raise failure.first_failure(folder, status)
 
 
+def _make_backend(plan: RunRequest, folder: RunFolder, parent: ForkServer | None) -> Backend:
+    """Return what runs the ranks of this request; nothing is started yet."""
+    if plan.hosts:
+        request = {
+            "target": plan.target,
+            "params": plan.params,
+            "nproc": plan.local_world_size,
+            "device": plan.device,
+        }
+        return cast(Backend, load_cluster().MultiHostBackend(folder, plan.hosts, request))
+    nproc = len(plan.active_ranks)
+    environment = process.rank_environment(folder, nproc, plan.device) | plan.extra_environment
+    return LocalBackend(folder, *plan.worker_command, nproc, environment, parent)
+
+
 @contextlib.contextmanager
-def _launch_processes(
-    plan: RunRequest, folder: RunFolder, parent: ForkServer | None
-) -> Iterator[process.TorchrunProcess | MultiHostTorchrun]:
-    """The run's torchrun; on leaving, every process of the run is gone. Raises LabError if one does not die."""
+def _launch_processes(backend: Backend, folder: RunFolder) -> Iterator[Backend]:
+    """Start the ranks; on leaving, every process of the run is gone.
+
+    Raises:
+        LabError: a process does not die.
+    """
     immortal: list[int] = []
-    running: process.TorchrunProcess | MultiHostTorchrun | None = (
-        _several().Hosts(folder, plan.hosts, _host_request(plan)) if plan.hosts else None
-    )
     try:
-        if _is_several(running):
-            running.start()
-        else:
-            own = process.rank_environment(folder, len(plan.active_ranks), plan.device) | plan.extra_environment
-            running = process.start_torchrun(folder, *plan.worker_command, len(plan.active_ranks), own, parent)
-        yield running
+        backend.start()
+        yield backend
     finally:
-        _run_uninterrupted(lambda: immortal.extend(_stop_ranks(folder, running)))
+        _run_uninterrupted(lambda: immortal.extend(backend.stop()))
         folder.remove_torchrun_files()
     if immortal:
-        raise LabError(f"processes {immortal} of {folder.path} did not die of SIGKILL: they wait for a device; restart the machine")
+        what = f"processes {immortal} of {folder.path} did not die of SIGKILL"
+        raise LabError(f"{what}: they wait for a device; restart the machine")
 
 
 def _run_uninterrupted(work: Callable[[], None]) -> None:
@@ -431,52 +445,22 @@ def _run_uninterrupted(work: Callable[[], None]) -> None:
         thread.join()
 
 
-def _host_request(plan: RunRequest) -> dict[str, Any]:
-    """What each host is to run."""
-    return {"target": plan.target, "params": plan.params, "nproc": plan.local_world_size, "device": plan.device}
+def _watch_backend(backend: Backend, folder: RunFolder, plan: RunRequest, progress: RunMonitor) -> int:
+    """Wait for the end of the ranks, show their progress, and return their exit status."""
 
-
-def _stop_ranks(folder: RunFolder, running: process.TorchrunProcess | MultiHostTorchrun | None) -> list[int]:
-    """End every process of the run; returns those that cannot be ended."""
-    if _is_several(running):
-        running.close()
-        return []
-    immortal = process.kill_run_processes(folder.path, running.pid if running else None)
-    if running and not immortal:
-        running.wait(process.STOP_LIMIT_S)
-    return immortal
-
-
-def _collect_stacks(
-    running: process.TorchrunProcess | MultiHostTorchrun, folder: RunFolder, ranks: Sequence[int]
-) -> dict[int, str]:
-    """Where every rank is at this moment."""
-    if _is_several(running):
-        return dict.fromkeys(ranks, "(its host does not answer)") | running.collect_stacks()
-    return process.collect_stacks(folder, ranks)
-
-
-def _watch_ranks(
-    running: process.TorchrunProcess | MultiHostTorchrun, folder: RunFolder, plan: RunRequest, progress: RunMonitor
-) -> int:
-    """Wait for torchrun's end and return its exit status."""
-    limit = time.monotonic() + plan.timeout_s
-    failed_at = 0.0
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return running.wait(POLL_PERIOD_S)
+    def has_failed() -> bool:
         progress.update()
-        if not folder.path.is_dir():  # the ranks could wait for the whole limit for torchrun's files in it
-            return 1
-        now = time.monotonic()
-        if now > limit:
-            stacks = _collect_stacks(running, folder, plan.active_ranks)
-            outputs = {rank: failure.read_tail(folder.log(rank), lines=100_000) for rank in plan.active_ranks}
-            raise RunTimedOut(plan.timeout_s, stacks, outputs)
-        if not failed_at and failure.read_rank_errors(folder):
-            failed_at = now
-        if failed_at and now - failed_at > FAILURE_GRACE_S:  # a rank that failed but cannot leave
-            return 1
+        if not folder.path.is_dir():  # ranks could wait for torchrun's files in it until the limit
+            raise _folder_lost_error(folder)
+        return bool(failure.read_rank_errors(folder))
+
+    def raise_timeout() -> NoReturn:
+        stacks = backend.stacks(plan.active_ranks)
+        logs = {rank: folder.log(rank) for rank in plan.active_ranks}
+        outputs = {rank: failure.read_tail(log, lines=100_000) for rank, log in logs.items()}
+        raise RunTimedOut(plan.timeout_s, stacks, outputs)
+
+    return watch_ranks(backend.wait, has_failed, timeout_s=plan.timeout_s, on_timeout=raise_timeout)
 
 
 def exit_label(error: BaseException) -> str:

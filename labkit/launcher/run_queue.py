@@ -17,11 +17,10 @@ from typing import IO, ClassVar
 import psutil
 
 from labkit import requirements
+from labkit.environment import ENV_QUEUE, ENV_RUN_FOLDER
 from labkit.errors import LabError, ParameterError
 from labkit.runs import private_files
-from labkit.runs.folder import ENV_RUN_FOLDER
 
-ENV_QUEUE = "LABKIT_QUEUE"
 TICKET_PATTERN = "[0-9]*-[0-9]*-[01]-[0-9]*-[rw]*ing"
 POLL_PERIOD_S = 0.05
 RANK_BYTES = 400 * 2**20

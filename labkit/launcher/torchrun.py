@@ -2,10 +2,10 @@
 
 torch's own torchrun runs here unchanged. Four things are added: the run ends when the notebook's process is gone,
 however it went (torchrun alone would go on); no process that a rank has started outlives it; the way each failed rank
-ended is written to exit.json; and it meets itself at once (rendezvous_handlers.py). Two are shortened: once a rank has failed,
-the others have two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch and what
-else the program takes of it is imported already, instead of each starting Python and importing it again. This process
-in its turn is a fork of the warm parent (parent.py) where there is one.
+ended is written to exit.json; and it meets itself at once (rendezvous_handlers.py). Two are shortened: once a rank has
+failed, the others have two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch
+and what else the program takes of it is imported already, instead of each starting Python and importing it again. This
+process in its turn is a fork of the warm parent (parent.py) where there is one.
 """
 
 import ast
@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from labkit import torch_private
+from labkit.environment import ENV_HOST_INDEX, ENV_NOTEBOOK_PID, ENV_TORCHRUN_PID
 from labkit.launcher import network_namespace, process, worker
 from labkit.runs.folder import (
-    ENV_HOST_INDEX,
-    ENV_NOTEBOOK_PID,
-    ENV_TORCHRUN_PID,
     RunFolder,
     rank_of_process,
     write_json,
@@ -171,7 +169,9 @@ def _limit_shutdown_time() -> None:
     """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not reach the end after a failure."""
     close = torch_private.get("PContext.close")
 
-    def close_with_limit(context: Any, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_LIMIT_S) -> None:
+    def close_with_limit(
+        context: Any, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_LIMIT_S
+    ) -> None:
         close(context, death_sig, min(timeout, SHUTDOWN_LIMIT_S))
 
     torch_private.replace("PContext.close", close_with_limit)

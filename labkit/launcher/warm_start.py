@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from labkit import requirements
+from labkit.environment import ENV_RUN_FOLDER, ENV_WARM
 from labkit.errors import ParameterError
 from labkit.launcher.progress import in_kernel
-from labkit.runs.folder import ENV_RUN_FOLDER, ROOT
+from labkit.runs.folder import ROOT
 
-ENV_WARM = "LABKIT_WARM"
 FORK_SERVER_ARGUMENTS = ("-m", "labkit.launcher.fork_server")
 READY, PAUSE, RESUME, FORK = b"r", b"s", b"g", b"f"
 INT_STRUCT = struct.Struct("i")
@@ -191,7 +191,9 @@ class ForkServerManager:
         if wait and not self._parent:
             self._parent = ForkServer()
         try:
-            return self._parent if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0) else None
+            return (
+                self._parent if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0) else None
+            )
         except ForkServerGone:
             self._retire_server()
             return None

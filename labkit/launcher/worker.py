@@ -20,19 +20,16 @@ from importlib.abc import SourceLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from labkit.errors import shorten
-from labkit.runs import private_files
-from labkit.runs.folder import (
+from labkit.environment import (
     ENV_CLOCK_AHEAD_S,
     ENV_EXPECTED_WORLD_SIZE,
     ENV_HOST_NAME,
     ENV_RUN_FOLDER,
     ENV_TORCHRUN_PID,
-    RunFolder,
-    rank_of_process,
-    write_json,
-    write_text,
 )
+from labkit.errors import shorten
+from labkit.runs import private_files
+from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.session.process_exit import exit_process, exit_status, print_error_and_status
 
 PR_SET_PDEATHSIG = 1
@@ -78,7 +75,9 @@ def _run_to_exit_status(error_file: Path, rank: int) -> int:
     except BaseException as error:
         error.__traceback__ = _drop_launcher_frames(error.__traceback__)
         if exit_status(error):
-            _write_error_file(error_file, rank, error)  # before it is printed: torchrun may end this rank between the two
+            _write_error_file(
+                error_file, rank, error
+            )  # before it is printed: torchrun may end this rank between the two
         return print_error_and_status(error)
     return 0
 
@@ -159,7 +158,8 @@ def _unload_shadowed_modules(folder: Path) -> None:
 def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
     content = {
         "rank": rank,
-        "time": time.time() + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),  # of several hosts: by the clock of the first
+        "time": time.time()
+        + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),  # of several hosts: by the clock of the first
         "exc_type": type(error).__name__,
         "message": shorten(f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)),
         "traceback": shorten("".join(traceback.format_exception(error))),
@@ -181,7 +181,9 @@ def _drop_launcher_frames(frames: types.TracebackType | None) -> types.Traceback
 
     A module that runs the program in its turn hides its frames by a global ``__tracebackhide__``.
     """
-    while frames and (frames.tb_frame.f_code.co_filename == __file__ or "__tracebackhide__" in frames.tb_frame.f_globals):
+    while frames and (
+        frames.tb_frame.f_code.co_filename == __file__ or "__tracebackhide__" in frames.tb_frame.f_globals
+    ):
         frames = frames.tb_next
     return frames
 

@@ -173,7 +173,9 @@ def check_model(
         raise ValueError(f"model {model} needs {entry.extra}: pip install 'labkit[hf]'; without it: {others}")
     missing = [name for name in block_types if name not in entry.class_counts]
     if missing:
-        raise ValueError(f"model {model} has no block of type {', '.join(missing)}: it has {', '.join(entry.class_counts)}")
+        raise ValueError(
+            f"model {model} has no block of type {', '.join(missing)}: it has {', '.join(entry.class_counts)}"
+        )
     for name, size in (sizes or {}).items():
         if name not in entry.sizes:
             raise ValueError(f"model {model} has no size {name}: it has {', '.join(entry.sizes) or 'none to choose'}")
@@ -181,7 +183,9 @@ def check_model(
         if size < least:
             raise ValueError(f"{name} {size} must be at least {least}")
         if rest := size % entry.multiples.get(name, 1):
-            raise ValueError(f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads: {rest} over")
+            raise ValueError(
+                f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads: {rest} over"
+            )
     blocks = sum(entry.class_counts[name] for name in set(block_types or entry.block_types))
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):

@@ -49,7 +49,9 @@ class MixtureOfExperts(FloatInputModel):
     def __init__(self, expert_seed: int = 0, delay_before_free_ms: int = 0):
         super().__init__()
         shared, expert = Shared(SHARED_WIDTH, EXPERT_WIDTH), Expert(EXPERT_WIDTH, SHARED_WIDTH, expert_seed)
-        self.net = nn.Sequential(nn.Linear(INPUT_WIDTH, SHARED_WIDTH), shared, expert, nn.Linear(SHARED_WIDTH, INPUT_WIDTH))
+        self.net = nn.Sequential(
+            nn.Linear(INPUT_WIDTH, SHARED_WIDTH), shared, expert, nn.Linear(SHARED_WIDTH, INPUT_WIDTH)
+        )
         if delay_before_free_ms:
 
             def pause_before_free(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -60,7 +60,9 @@ def image_batch(
     return torch.from_numpy(images).contiguous(memory_format=torch.channels_last), torch.from_numpy(labels)
 
 
-def photo_tiles(random: numpy.random.Generator, count: int, height: int, width: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+def photo_tiles(
+    random: numpy.random.Generator, count: int, height: int, width: int
+) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Random tiles of the photo, from -1 to 1, and the region in which each starts, from 0 to 9.
 
     The photo goes on mirrored beyond its border, so any size works.

@@ -15,7 +15,9 @@ from torch import nn
 from labkit.parallel.checkpointing import checkpoint_wrappers, outer_blocks
 
 
-def apply_compile(model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True, eager_random: bool = False) -> int:
+def apply_compile(
+    model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True, eager_random: bool = False
+) -> int:
     """Compile every block of these types in place, or without types the whole model. Names do not change.
 
     It compiles when it is first called. Shapes are static: a DTensor's backward pass does not compile with dynamic ones

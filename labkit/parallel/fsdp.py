@@ -37,7 +37,15 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
 from labkit.parallel.buckets import apply_gradient_buckets
 from labkit.parallel.checkpointing import BlockTypes, apply_activation_checkpointing, find_blocks, plain_name
-from labkit.parallel.units import ROOT, Units, fsdp_units, inner_first, large_modules, layer_types, modules_with_parameters
+from labkit.parallel.units import (
+    ROOT,
+    Units,
+    fsdp_units,
+    inner_first,
+    large_modules,
+    layer_types,
+    modules_with_parameters,
+)
 
 WrapMode = Literal["none", "root", "block", "layer", "every", "size", "yours"]
 Precision = Literal["fp32", "bf16", "fp16", "pure_fp16", "autocast"]
@@ -93,7 +101,9 @@ def apply_fsdp(
     """
     if wrap == "none":
         if precision in GATHER_DTYPES or offload:
-            raise ValueError(f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap root or block")
+            raise ValueError(
+                f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap root or block"
+            )
         apply_gradient_buckets(model, mesh["data"], find_blocks(model, ignore))
         return model, {}
     types: BlockTypes = tuple(blocks) or model.block_types

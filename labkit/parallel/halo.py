@@ -61,7 +61,9 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     """
     kernel, stride, dilation = (setting[dim - 2] for setting in (conv.kernel_size, conv.stride, conv.dilation))
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
-        raise ValueError(f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a number and zeros")
+        raise ValueError(
+            f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a number and zeros"
+        )
     padding, reach = conv.padding[dim - 2], dilation * (kernel - 1)
     if stride == 1 and 2 * padding == reach:
         return padding
@@ -172,7 +174,9 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
     own = grad_padded.narrow(dim, halo, size)  # what arrives is added in place
-    arrivals = _exchange_with_neighbours(grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo), strip)
+    arrivals = _exchange_with_neighbours(
+        grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo), strip
+    )
 
     def wait_and_add() -> Tensor:
         for arrived, start in zip(arrivals(), (0, size - halo), strict=True):

@@ -65,4 +65,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in SAFE_GLOBALS.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{METADATA_FILE} names {module}.{name}, which is no part of a checkpoint: do not load it")
+        raise pickle.UnpicklingError(
+            f"{METADATA_FILE} names {module}.{name}, which is no part of a checkpoint: do not load it"
+        )

@@ -74,7 +74,9 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
     return int(state["step"])
 
 

@@ -72,8 +72,12 @@ def apply_tensor_parallel(
         parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
         if sequence_parallel:
             whole = Replicate()
-            parallelize_module(model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE_LAYOUT))
-            parallelize_module(model, line, PrepareModuleOutput(output_layouts=SEQUENCE_LAYOUT, desired_output_layouts=whole))
+            parallelize_module(
+                model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE_LAYOUT)
+            )
+            parallelize_module(
+                model, line, PrepareModuleOutput(output_layouts=SEQUENCE_LAYOUT, desired_output_layouts=whole)
+            )
     return model
 
 
@@ -142,7 +146,8 @@ class PlainParameters(nn.Module):
     def as_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's shards of parameters or gradients, by the names of the model's parameters, as DTensors."""
         return {
-            name: DTensor.from_local(shard, self.mesh, self.placements[name], run_check=False) for name, shard in shards.items()
+            name: DTensor.from_local(shard, self.mesh, self.placements[name], run_check=False)
+            for name, shard in shards.items()
         }
 
 

@@ -78,7 +78,11 @@ def _self_contained_parts(model: nn.Module) -> list[nn.Module]:
     A unit of such a part would have to hold the others, which may lie in a unit that holds this part.
     """
     parts = _callable_parts(model)
-    return [part for part in parts if any(True for _ in part.parameters(recurse=False)) or not modules_sharing_weights(model, part)]
+    return [
+        part
+        for part in parts
+        if any(True for _ in part.parameters(recurse=False)) or not modules_sharing_weights(model, part)
+    ]
 
 
 def fsdp_units(
@@ -106,7 +110,9 @@ def fsdp_units(
     if block_types and not blocks:
         if apart := [block for block in find_blocks(model, block_types) if block in outside]:
             kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
-            raise ValueError(f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is left to wrap")
+            raise ValueError(
+                f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is left to wrap"
+            )
         if callable(block_types):
             raise ValueError(f"is_unit chose no module of {type(model).__name__} that has parameters: choose one")
         has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))

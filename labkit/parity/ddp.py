@@ -70,7 +70,9 @@ def compare_techniques(
         lab, before = build(), ddp.count_traced_backwards()
         with ddp.apply_technique(lab, mesh, mode, case, **how) as (model, programs):
             sent = _train_and_compare(found, mode, lab, model, case, mesh.get_local_rank(), expected)
-        found.compare_named(f"{mode}, parameter", tensors_by_name(lab, "parameter"), tensors_by_name(reference, "parameter"))
+        found.compare_named(
+            f"{mode}, parameter", tensors_by_name(lab, "parameter"), tensors_by_name(reference, "parameter")
+        )
         sent_bytes[mode] = sent.total()
         traced = ddp.count_traced_backwards() - before
         backwards[mode] = sum("_c10d_functional" in program for program in programs) if with_inductor else traced

@@ -39,7 +39,9 @@ def three_mlps(device: torch.device | str) -> nn.Sequential:
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
-def compare_extension_training(mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int) -> dict[str, Any]:
+def compare_extension_training(
+    mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
+) -> dict[str, Any]:
     """Compare every loss, gradient and shard with plain training whose gradients are reduced by hand. A collective.
 
     Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive. So the
@@ -70,7 +72,9 @@ def compare_extension_training(mesh: DeviceMesh, device: torch.device, extension
     return found.verdict(limit=0.0, expected=2 * steps * a_step) | {"reference": "plain training"}
 
 
-def train_from_meta_device(mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int) -> dict[str, Any]:
+def train_from_meta_device(
+    mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
+) -> dict[str, Any]:
     """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
 
     With and without resharding after the forward pass; the losses are those of the second.
@@ -80,7 +84,9 @@ def train_from_meta_device(mesh: DeviceMesh, device: torch.device, extension: Ex
     return {"check": "meta"} | second | counted | {"ok": first["ok"] and second["ok"]}
 
 
-def _train_one_way(mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int, reshard: bool) -> dict[str, Any]:
+def _train_one_way(
+    mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int, reshard: bool
+) -> dict[str, Any]:
     """The same, one way.
 
     Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN after training, and have

@@ -82,7 +82,9 @@ class Parity:
             if isinstance(other, Tensor):
                 self.compare_tensor(f"{name}{keystr(path)}", leaf.detach(), other.detach())
 
-    def compare_named(self, prefix: str, actual: Iterable[tuple[str, Any]], expected: Iterable[tuple[str, Any]]) -> None:
+    def compare_named(
+        self, prefix: str, actual: Iterable[tuple[str, Any]], expected: Iterable[tuple[str, Any]]
+    ) -> None:
         """Compare two lists of named tensors. Raises ValueError where the names differ."""
         left, right = dict(actual), dict(expected)
         if left.keys() != right.keys():
@@ -90,7 +92,9 @@ class Parity:
         for name, tensor in left.items():
             self.compare_tensor(f"{prefix} {name}", tensor, right[name])
 
-    def compare_models(self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False) -> None:
+    def compare_models(
+        self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False
+    ) -> None:
         """Compare the tensors of one kind of two models, see ``tensors_of``, and ``watch`` the gradients.
 
         Raises:

@@ -47,7 +47,9 @@ def compare_mesh_training(
     """
     line, found, between = mesh["data"].get_local_rank(), Parity(), Parity()
 
-    def train_and_compare(name: str, model: nn.Module, backward: BackwardContext = contextlib.nullcontext) -> list[NamedShards]:
+    def train_and_compare(
+        name: str, model: nn.Module, backward: BackwardContext = contextlib.nullcontext
+    ) -> list[NamedShards]:
         one_device, optimizer = OneDevice(lambda _: build(), mesh["data"].size(), device=device), make_sgd(model)
         reference, results = one_device.copies[line], []
         for index in range(steps):
@@ -62,7 +64,10 @@ def compare_mesh_training(
             optimizer.step()
             results.append([("output", output.detach()), *gradients_and_parameters(model)])
             compare_quietly(
-                found, f"{name}, step {index},", results[-1], [("output", expected), *gradients_and_parameters(reference)]
+                found,
+                f"{name}, step {index},",
+                results[-1],
+                [("output", expected), *gradients_and_parameters(reference)],
             )
         return results
 

@@ -123,7 +123,9 @@ def all_reduce_time_by_size(result: RunResult, *, ax: Axes | None = None) -> Axe
     ax.plot(rounds.index, rounds * 1e6, ".", color=style.GREY, alpha=0.4, markersize=4, label="each round")
     ax.plot(sizes, times * 1e6, "o", color=style.BLUE, label="fastest round")
     between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
-    ax.plot(between, [line.seconds(size) * 1e6 for size in between], label=_alpha_beta_text(line), **style.PREDICTION_STYLE)
+    ax.plot(
+        between, [line.seconds(size) * 1e6 for size in between], label=_alpha_beta_text(line), **style.PREDICTION_STYLE
+    )
     ax.axhline(line.alpha_s * 1e6, color=style.GREY, lw=1, ls=":")
     if sizes[0] < line.break_even_bytes < sizes[-1]:
         ax.axvline(line.break_even_bytes, color=style.GREY, lw=1, ls=":")

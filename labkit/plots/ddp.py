@@ -17,7 +17,13 @@ from labkit.theory.sizes import byte_unit, readable_bytes
 
 IN_FLIGHT_COLOUR, WAIT_COLOUR = inductor.KIND_COLOURS["collective"], inductor.KIND_COLOURS["wait"]
 DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
-TICK_STYLE: dict[str, Any] = {"color": WAIT_COLOUR, "marker": "|", "markersize": 12, "markeredgewidth": 2.5, "linestyle": ""}
+TICK_STYLE: dict[str, Any] = {
+    "color": WAIT_COLOUR,
+    "marker": "|",
+    "markersize": 12,
+    "markeredgewidth": 2.5,
+    "linestyle": "",
+}
 BOXES_SHARE, BOXES_GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
 LETTER_WIDTH = 0.0125  # of the width: a letter in a box
 OUTLINE_LIMIT = 40  # messages, between which no white line would leave anything to see
@@ -75,7 +81,9 @@ def pass_seconds(result: RunResult) -> pandas.Series:
     return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
 
 
-def pass_time_by_bucket_size(results: Mapping[str, RunResult], predicted_s: Mapping[str, float], *, ax: Axes | None = None) -> Axes:
+def pass_time_by_bucket_size(
+    results: Mapping[str, RunResult], predicted_s: Mapping[str, float], *, ax: Axes | None = None
+) -> Axes:
     """Forward and backward pass: the median of each run as a bar, each step as a dot, what was predicted dashed."""
     ax = style.make_axes(ax)
     steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
@@ -149,9 +157,18 @@ def backward_timeline(
     ax.set(xlim=(0, 1.12 * longest), ylim=(len(labels) - 0.5, -0.9), xlabel="since the backward pass began, ms")
     ax.tick_params(axis="y", length=0)
     ax.annotate(
-        f"predicted {style.short_number_text(end)}", (end, -0.6), (-4, 0), textcoords="offset points", ha="right", fontsize=9
+        f"predicted {style.short_number_text(end)}",
+        (end, -0.6),
+        (-4, 0),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
     )
-    named = {"arithmetic": style.ORANGE, "hidden message": style.COLLECTIVE_COLOURS["all_reduce"], "exposed": style.EXPOSURE_COLOUR}
+    named = {
+        "arithmetic": style.ORANGE,
+        "hidden message": style.COLLECTIVE_COLOURS["all_reduce"],
+        "exposed": style.EXPOSURE_COLOUR,
+    }
     style.add_legend_above(ax, 3, [Patch(color=colour, label=label) for label, colour in named.items()])
     return ax
 
@@ -257,5 +274,6 @@ def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
         )
     names = iter(records["name"])
     return [
-        replace(bucket, gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients)) for bucket in found
+        replace(bucket, gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients))
+        for bucket in found
     ]

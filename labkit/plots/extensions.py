@@ -67,7 +67,9 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     """Who holds which memory in the first gather of a parameter and in a later one. A drawing, nothing is measured."""
     ax = style.make_axes(ax, 10.0, 3.4)
     moments = ("sharded", *GATHER_MOMENTS) * 2 + ("sharded",)
-    _draw_tensor_life(ax, "local shard", 0, len(moments), "", "this rank's rows: always there, the optimizer updates them")
+    _draw_tensor_life(
+        ax, "local shard", 0, len(moments), "", "this rank's rows: always there, the optimizer updates them"
+    )
     for call, title in enumerate(("the first gather", "every later gather, with out=")):
         offset = 1 + call * (len(GATHER_MOMENTS) + 1)
         for held in TENSOR_LIVES[extension]:
@@ -78,7 +80,12 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
         ax.text(offset + len(GATHER_MOMENTS) + 0.5, 2, "freed\nby FSDP", ha="center", va="center", fontsize=8)
     ax.set_xticks([column + 0.5 for column in range(len(moments))], moments, fontsize=8)
     ax.xaxis.tick_top()
-    ax.set(xlim=(0, len(moments)), ylim=(len(ROW_COLOURS) - 0.5, -0.55), yticks=range(len(ROW_COLOURS)), yticklabels=ROW_COLOURS)
+    ax.set(
+        xlim=(0, len(moments)),
+        ylim=(len(ROW_COLOURS) - 0.5, -0.55),
+        yticks=range(len(ROW_COLOURS)),
+        yticklabels=ROW_COLOURS,
+    )
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
     own, shared = Patch(color=style.GREY), Patch(facecolor="white", edgecolor=style.GREY, hatch="////")
@@ -88,15 +95,22 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     return ax
 
 
-def shard_padding(whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]) -> Sequence[Axes]:
+def shard_padding(
+    whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]
+) -> Sequence[Axes]:
     """A matrix and what two ranks hold of it; the matrix with the rows of zeros that they add, and what they send."""
     padded = numpy.concatenate([sent[rank] for rank in sorted(sent)])
     axes = list(pyplot.subplots(1, 4, figsize=(10, 1.9), layout="constrained")[1])
     for first, matrix, name, parts in ((0, whole, "held", held), (2, padded, "sent", sent)):
         shard_panels(matrix, {name: parts}, axes=axes[first : first + 2])
         rows, columns = matrix.shape
-        down, right = (rows + FRAME_GAP) / 2, (columns + FRAME_GAP) / 2  # where shards puts the matrix, which stands between four
-        axes[first].set(xlim=(right - 0.1, right + 2 * columns + FRAME_GAP + 0.1), ylim=(down + rows + 0.1, down - 0.75))
+        down, right = (
+            (rows + FRAME_GAP) / 2,
+            (columns + FRAME_GAP) / 2,
+        )  # where shards puts the matrix, which stands between four
+        axes[first].set(
+            xlim=(right - 0.1, right + 2 * columns + FRAME_GAP + 0.1), ylim=(down + rows + 0.1, down - 0.75)
+        )
         axes[first + 1].set_ylim(rows + 0.1, -0.75)
     axes[2].set_title("the matrix, padded", fontsize=10, loc="left")
     for ax in axes:
@@ -255,7 +269,12 @@ def gather_time_by_bandwidth(
     bandwidths = numpy.geomspace(low, high, 60)
     for name, (sent, coding) in seconds.items():
         colour = encoding_colour(name)
-        ax.plot(bandwidths / 1e9, 1e3 * (sent / bandwidths + coding), **style.PREDICTION_STYLE | {"color": colour}, label=name)
+        ax.plot(
+            bandwidths / 1e9,
+            1e3 * (sent / bandwidths + coding),
+            **style.PREDICTION_STYLE | {"color": colour},
+            label=name,
+        )
         if name in (measured or {}):
             bandwidth, took = (measured or {})[name]
             ax.plot(bandwidth / 1e9, 1e3 * took, "o", color=colour, ms=7, label=f"{name}, measured")

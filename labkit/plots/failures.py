@@ -46,7 +46,8 @@ def wait_times(
         ax.set_title(title, fontsize=10, loc="left")
     if key:
         handles: list[Any] = [
-            Patch(color=style.BLUE, label="computes"), Patch(color=style.EXPOSURE_COLOUR, label="waits in the all-reduce"),
+            Patch(color=style.BLUE, label="computes"),
+            Patch(color=style.EXPOSURE_COLOUR, label="waits in the all-reduce"),
         ]  # fmt: skip
         handles += ax.plot([], [], label="predicted end", **style.PREDICTION_STYLE) if predicted_ms is not None else []
         style.add_legend_above(ax, 3, handles, middle=0.6)

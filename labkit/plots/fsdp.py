@@ -49,7 +49,9 @@ def memory_comparison(
         for text in ax.texts:  # a number that the line crosses stays legible
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         ax.axhline(bound / BYTE_UNITS[unit], color="black", lw=1, ls=":")
-        ax.annotate(f"bound\n{bound / BYTE_UNITS[unit]:.3g} {unit}", (1, bound / BYTE_UNITS[unit]), (3, 0), **EDGE_LABEL_STYLE)
+        ax.annotate(
+            f"bound\n{bound / BYTE_UNITS[unit]:.3g} {unit}", (1, bound / BYTE_UNITS[unit]), (3, 0), **EDGE_LABEL_STYLE
+        )
     ax.set_ylabel(f"{ylabel}, {unit}")
     ax.margins(y=0.06)
     return style.add_stamp(ax, measured.values())
@@ -113,7 +115,9 @@ def memory_over_step(
     if result is not None:
         places["measured"] = middle
         for name, size in peak_bytes_by_category(result).items():
-            ax.bar(middle, size / 1e6, width, bar, color=style.MEMORY_CATEGORIES[name][1], edgecolor="white", linewidth=0.5)
+            ax.bar(
+                middle, size / 1e6, width, bar, color=style.MEMORY_CATEGORIES[name][1], edgecolor="white", linewidth=0.5
+            )
             bar += size / 1e6
         ax.text(middle, bar, f"{bar:.3g}", ha="center", va="bottom", fontsize=9)
     if budget is not None:

@@ -25,10 +25,11 @@ def comparison_table(
 ) -> pandas.DataFrame:
     """Predicted beside measured, one row a value, with a verdict on each.
 
-    Predicted values come by the names that ``measured`` has: ``result.value`` of a run, or a mapping. Measured ones may be off by ``tolerance``, as a part
-    of predicted; 0 wants equality. With ``yours``, your own predictions come first, and the last columns say how far
-    yours and theory's are off; None, for a number that you have not committed to, is shown as –. Without ``predicted``,
-    yours stand beside the measured ones alone. ``column`` names these where they come from elsewhere ("simulated").
+    Predicted values come by the names that ``measured`` has: those of ``result.value`` for a run, the keys of a
+    mapping. Measured ones may be off by ``tolerance``, as a part of predicted; 0 wants equality. With ``yours``,
+    your own predictions come first, and the last columns say how far yours and theory's are off; None, for a number
+    that you have not committed to, is shown as –. Without ``predicted``, yours stand beside the measured ones alone.
+    ``column`` names these where they come from elsewhere ("simulated").
 
     Raises:
         ValueError: there is nothing to compare with; yours has a name that the others have not.
@@ -71,7 +72,9 @@ def text_comparison_table(
         lines[name] = {
             "theory": _number_text(expected),
             "measured": "–" if measured is None else _number_text(measured),
-            "theory is": "–" if measured is None else relative_error_text(expected, measured, tolerances.get(name, 0.0)),
+            "theory is": "–"
+            if measured is None
+            else relative_error_text(expected, measured, tolerances.get(name, 0.0)),
         }
     return pandas.DataFrame.from_dict(lines, orient="index")
 
@@ -84,7 +87,9 @@ def relative_error_text(predicted: float, measured: float, tolerance: float = 0.
         return f"within {tolerance:.0%}"
     if not predicted or not measured or (predicted < 0) != (measured < 0):
         return "too large" if predicted > measured else "too small"
-    factor, side = (predicted / measured, "large") if abs(predicted) > abs(measured) else (measured / predicted, "small")
+    factor, side = (
+        (predicted / measured, "large") if abs(predicted) > abs(measured) else (measured / predicted, "small")
+    )
     return f"{factor:.3g} × too {side}"
 
 
@@ -125,7 +130,9 @@ def memory_by_category(
     """
     ax = style.make_axes(ax, height=4.0)
     peaks = {label: peak_bytes_by_category(result) for label, result in results.items()}
-    style.draw_bar_stacks(ax, {}, peaks, {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()}, 1e6, {}, 1)
+    style.draw_bar_stacks(
+        ax, {}, peaks, {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()}, 1e6, {}, 1
+    )
     for column, parts in enumerate(peaks.values()):
         activations = parts["activations"] / 1e6
         ax.text(column, activations / 2, f"{activations:.3g}", ha="center", va="center", fontsize=8, color="white")

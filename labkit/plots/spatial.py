@@ -35,7 +35,10 @@ def convnext_diagram(
         into = "down: norm,\n2 × 2, /2" if index else "stem: 4 × 4,\n/4, norm"
         boxes.append((f"{into}\n{shape}", OWN_PIXELS_COLOUR))
         boxes.append((f"{stage.depth} block{'s' * (stage.depth > 1)}\n{shape}", NEIGHBOURS_COLOUR))
-    boxes += [(f"mean over H, W\n{stages[-1].channels}", ALL_RANKS_COLOUR), (f"head: linear\n{classes} logits", OWN_PIXELS_COLOUR)]
+    boxes += [
+        (f"mean over H, W\n{stages[-1].channels}", ALL_RANKS_COLOUR),
+        (f"head: linear\n{classes} logits", OWN_PIXELS_COLOUR),
+    ]
     _draw_row(ax, boxes, top=2.0, height=0.8, size=9)
     step = 10 / len(boxes)
     for index, stage in enumerate(stages):
@@ -61,13 +64,17 @@ def convnext_diagram(
         "needs a sum over all ranks": ALL_RANKS_COLOUR,
     }
     handles = [Rectangle((0, 0), 1, 1, facecolor=_mix_with_white(colour, 0.55)) for colour in meanings.values()]
-    ax.legend(handles, list(meanings), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9)
+    ax.legend(
+        handles, list(meanings), loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9
+    )
     ax.set(xlim=(-0.05, 10), ylim=(-0.15, 3.3))
     ax.set_axis_off()
     return ax
 
 
-def _draw_row(ax: Axes, boxes: Sequence[tuple[str, str]], top: float, height: float, size: float, special: str = "") -> None:
+def _draw_row(
+    ax: Axes, boxes: Sequence[tuple[str, str]], top: float, height: float, size: float, special: str = ""
+) -> None:
     """Boxes with text from left to right, with arrows between; the ``special`` one asks its neighbours."""
     step = 10 / len(boxes)
     for index, (text, colour) in enumerate(boxes):
@@ -122,7 +129,9 @@ def halo_diagram(picture: numpy.ndarray, ranks: int, halo: int, *, rank: int = 1
     return ax
 
 
-def _draw_frame(ax: Axes, left: float, top: float, width: float, height: float, colour: str, thick: float, line: str = "-") -> None:
+def _draw_frame(
+    ax: Axes, left: float, top: float, width: float, height: float, colour: str, thick: float, line: str = "-"
+) -> None:
     ax.add_patch(Rectangle((left, top), width, height, fill=False, edgecolor=colour, lw=thick, ls=line, zorder=3))
 
 
@@ -222,13 +231,17 @@ def placement_picture(
         weight, shape = "bold" if index == rank else "normal", measured[index] if measured else piece.shape
         ax.text(left, top - 0.02, f"rank {index}", va="bottom", fontsize=9, weight=weight)
         ax.text(left, top + scale + 0.02, f"{shape[0]} × {shape[1]}", va="top", fontsize=9 if columns < 3 else 8)
-    ax.text(PIECES_LEFT, -0.04, "rows × columns, " + ("measured" if measured else "predicted"), va="bottom", fontsize=10)
+    ax.text(
+        PIECES_LEFT, -0.04, "rows × columns, " + ("measured" if measured else "predicted"), va="bottom", fontsize=10
+    )
     piece, right = pieces[rank], PIECES_LEFT + 1.14
     colour = style.RANK_COLOURS[distinct.index(piece) % 4]
     _draw_piece(ax, held[rank], piece, picture, (right, 0, PICTURE_WIDTH), colour, line, thick=3)
     ax.text(right, -0.04, f"rank {rank}", va="bottom", fontsize=10, weight="bold")
     term = f"term {piece.term + 1} of {piece.terms}, drawn {piece.terms} × as bright" if piece.terms > 1 else ""
-    spans = [f"{name} {part.start}–{part.stop - 1}" for name, part in zip(("rows", "columns"), piece.indices, strict=False)]
+    spans = [
+        f"{name} {part.start}–{part.stop - 1}" for name, part in zip(("rows", "columns"), piece.indices, strict=False)
+    ]
     below = "\n".join(filter(None, [", ".join(spans) if all(piece.shape) else "nothing is left for it", term]))
     ax.text(right, 1.03, below, va="top", fontsize=9)
     ax.set(xlim=(-0.02, right + PICTURE_WIDTH + 0.02), ylim=(1.22, -0.12), aspect="equal")
@@ -239,7 +252,9 @@ def placement_picture(
 PICTURE_WIDTH, PIECES_LEFT = 0.86, 1.0  # of a picture of height 1: its width, and where the ranks' begin
 
 
-def _draw_owners(ax: Axes, picture: numpy.ndarray, pieces: Mapping[int, TensorPiece], place: tuple[float, float, float]) -> None:
+def _draw_owners(
+    ax: Axes, picture: numpy.ndarray, pieces: Mapping[int, TensorPiece], place: tuple[float, float, float]
+) -> None:
     """The picture cut into its parts, and on each the ranks that hold it: or, where they hold the same; + for terms."""
     _draw_piece(ax, picture, TensorPiece((range(len(picture)), range(len(picture[0])))), picture, place, "#CCCCCC")
     parts: dict[tuple[range, ...], dict[int, list[str]]] = {}
@@ -274,7 +289,9 @@ def _draw_piece(
         _draw_frame(ax, x, y, across, down, colour, thick, line)
 
 
-def _piece_box(piece: TensorPiece, picture: numpy.ndarray, place: tuple[float, float, float]) -> tuple[float, float, float, float]:
+def _piece_box(
+    piece: TensorPiece, picture: numpy.ndarray, place: tuple[float, float, float]
+) -> tuple[float, float, float, float]:
     """Left, top, width and height of a piece in a picture drawn at this place."""
     left, top, width = place
     rows, columns = piece.indices[:2]
@@ -325,7 +342,9 @@ def strip_layout(
     return ax
 
 
-def _strip_box(start: float, size: float, top: float, height: float, tensor_dim: int) -> tuple[float, float, float, float]:
+def _strip_box(
+    start: float, size: float, top: float, height: float, tensor_dim: int
+) -> tuple[float, float, float, float]:
     """Left, top, width and height of a part of a picture of width 1, along the side that is cut."""
     return (start, top, size, height) if tensor_dim == 3 else (0, top + start * height, 1, size * height)
 

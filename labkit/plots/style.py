@@ -45,14 +45,18 @@ def make_panels(given: Sequence[Axes] | None, names: Iterable[str], width: float
     """The given Axes, or those of a new figure, side by side, each with its name on top; sizes of one in inches."""
     names = list(names)
     if given is None:
-        figure = pyplot.subplots(1, len(names), figsize=(width * len(names), height), squeeze=False, layout="constrained")
+        figure = pyplot.subplots(
+            1, len(names), figsize=(width * len(names), height), squeeze=False, layout="constrained"
+        )
         given = list(figure[1][0])
     for ax, name in zip(given, names, strict=True):
         make_axes(ax).set_title(name, fontsize=10, loc="left", pad=22)
     return list(given)
 
 
-def add_legend_above(ax: Axes, columns: int, handles: list[Any] | None = None, *, middle: float = 0.5, **look: Any) -> None:
+def add_legend_above(
+    ax: Axes, columns: int, handles: list[Any] | None = None, *, middle: float = 0.5, **look: Any
+) -> None:
     """A legend on one line above the axes, around this part of their width, of all that is labelled or of handles."""
     look = {"frameon": False, "fontsize": 9, "handles": handles, **look}
     ax.legend(loc="lower center", bbox_to_anchor=(middle, 1.0), ncols=columns, **look)

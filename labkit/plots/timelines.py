@@ -12,7 +12,10 @@ from labkit.runs.result import RunResult
 
 BAR_COLOURS = style.PHASE_COLOURS | style.COLLECTIVE_COLOURS
 LANES = ("compute", "communication")
-EXPOSURE_VALUE_NAMES = {False: ("exposed_communication", "profiled_step"), True: ("reckoned_exposed_s", "reckoned_step_s")}
+EXPOSURE_VALUE_NAMES = {
+    False: ("exposed_communication", "profiled_step"),
+    True: ("reckoned_exposed_s", "reckoned_step_s"),
+}
 """What is exposed and the whole step, by whether the run was simulated."""
 LETTER_WIDTH_POINTS = 5.5  # width of a letter in a bar
 TOUCHING_MS = 0.01  # bars that overlap by less follow one another
@@ -52,7 +55,9 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
             for bar, (slot, slots) in zip(drawn.itertuples(), _overlap_slots(drawn), strict=True):
                 above = _draw_bar(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots, above)
         waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
-        ax.broken_barh(list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=style.EXPOSURE_COLOUR)
+        ax.broken_barh(
+            list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=style.EXPOSURE_COLOUR
+        )
     ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since each rank began its step, ms")
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.4 * len(shown) - 0.45, -0.6)

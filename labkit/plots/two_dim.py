@@ -76,7 +76,9 @@ def _mix_with_white(colour: str, strength: float = 0.3) -> tuple[float, ...]:
     return tuple(strength * channel + 1 - strength for channel in to_rgb(colour))
 
 
-def _draw_matrix(ax: Axes, left: float, middle: float, matrix: Sequence[Sequence[float]], colour: Any, name: str) -> float:
+def _draw_matrix(
+    ax: Axes, left: float, middle: float, matrix: Sequence[Sequence[float]], colour: Any, name: str
+) -> float:
     """Boxes with numbers, their middle at this height, with a name above; where they end on the right."""
     rows, columns = len(matrix), len(matrix[0])
     width, height = 0.62, 0.52
@@ -126,7 +128,9 @@ def _draw_weights(ax: Axes, place: int, line: int, tp: int, data: int) -> None:
             share = (left + place * width / tp, top, width / tp, height)
             own = (share[0], top + line * height / data, share[2], height / data)
         for (x, y, wide, high), strength in ((share, 0.35), (own, 1.0)):
-            ax.add_patch(Rectangle((x, y), wide, high, facecolor=_mix_with_white(style.GREEN, strength), edgecolor="none"))
+            ax.add_patch(
+                Rectangle((x, y), wide, high, facecolor=_mix_with_white(style.GREEN, strength), edgecolor="none")
+            )
         ax.text(left + width / 2, top + 0.3, name, ha="center", va="top", fontsize=8)
 
 
@@ -236,7 +240,9 @@ def step_time_by_split(
     for column, top in enumerate(tops):
         side = "right" if column == place and measured_s else "center"
         x = column + 0.25 if side == "right" else column
-        text = style.short_number_text(top) if list(seconds)[column] != best else f"best: {style.short_number_text(top)}"
+        text = (
+            style.short_number_text(top) if list(seconds)[column] != best else f"best: {style.short_number_text(top)}"
+        )
         ax.text(x, top, text, ha=side, va="bottom", fontsize=8)
     if measured_s:
         height = measured_s / size

@@ -39,6 +39,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from labkit.environment import ENV_PROCESS_RANKS, ENV_RUNS_FOLDER
 from labkit.errors import LabError, ParameterError, RecordError
 from labkit.runs import private_files
 
@@ -48,28 +49,6 @@ IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 """Whether that is a checkout, which has room for runs and copies; an installed labkit has them where one works."""
 LABKIT_FOLDER_NAME = ".labkit"
 """The folder of labkit's own files among a learner's copies, by which these are known."""
-ENV_RUN_FOLDER = "LABKIT_RUN_FOLDER"
-"""Environment variable that holds the folder of a run, in torchrun, in its ranks and in whatever these start."""
-ENV_DEVICE = "LABKIT_DEVICE"
-"""Environment variable for the ranks: "auto", "cpu" or "cuda", as ``labkit.run(device=...)`` was asked."""
-ENV_PAYLOAD_SHA256 = "LABKIT_GIVEN"
-"""Environment variable for the ranks: the SHA-256 of given.pickle, without which they unpickle nothing."""
-ENV_NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"
-"""Environment variable for torchrun: the process with which the run is to end."""
-ENV_HOST_NAME = "LABKIT_HOST"
-"""Environment variable for the ranks: the name of their host, where there are several."""
-ENV_HOST_INDEX = "LABKIT_NODE"
-"""Environment variable for torchrun: which of the run's hosts this is, from 0."""
-ENV_EXPECTED_WORLD_SIZE = "LABKIT_RANKS"
-"""Environment variable for the ranks: how many were asked for. A smaller world must not train."""
-ENV_PROCESS_RANKS = "LABKIT_PROCESS_RANKS"
-"""Environment variable for torchrun and the ranks: as JSON each process's rank, where that is not its index."""
-ENV_TOTAL_CORES = "LABKIT_CORES"
-"""Environment variable for the ranks: the cores of all hosts together, where there are several."""
-ENV_CLOCK_AHEAD_S = "LABKIT_AHEAD_S"
-"""Environment variable for the ranks: by how much the clock of host 0 is ahead of their host's."""
-ENV_TORCHRUN_PID = "LABKIT_TORCHRUN_PID"
-"""Environment variable for the ranks: the process with which they are to end."""
 
 JSON_FIX = "labkit writes this file as an object: mend it by hand, or run again"
 MIN_FREE_DISK_BYTES = 64 * 1024
@@ -206,9 +185,11 @@ def runs_folder() -> Path:
     Raises:
         LabError: LABKIT_RUNS begins with the home folder of a user who does not exist.
     """
-    chosen = os.path.expanduser(os.environ.get("LABKIT_RUNS", ""))
+    chosen = os.path.expanduser(os.environ.get(ENV_RUNS_FOLDER, ""))
     if chosen.startswith("~"):
-        raise LabError(f"LABKIT_RUNS={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs")
+        raise LabError(
+            f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs"
+        )
     if chosen:
         return Path(chosen).resolve()
     return workspace_folder() / "runs"
@@ -222,7 +203,8 @@ def workspace_folder() -> Path:
         return ROOT
     here = Path.cwd()
     return next(
-        (folder.parent for folder in (here, *here.parents) if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)), here
+        (folder.parent for folder in (here, *here.parents) if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)),
+        here,
     )
 
 

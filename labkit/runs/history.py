@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from labkit.environment import ENV_RUN_FOLDER
 from labkit.errors import LabError, ParameterError, RecordError
-from labkit.runs.folder import ENV_RUN_FOLDER, read_json, require_fields, runs_folder
+from labkit.runs.folder import read_json, require_fields, runs_folder
 from labkit.runs.result import RUN_JSON_TYPES, RunFileNotFound, RunResult
 from labkit.runs.verdict import FINISHED_EXITS
 

@@ -45,7 +45,9 @@ FIELDS_BY_KIND: dict[str, dict[str, type]] = {
 }
 OPTIONAL_FIELDS = {"group_size", "hosts"}
 COMMON_FIELDS: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
-RECORD_FIX = "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
+RECORD_FIX = (
+    "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
+)
 PLANNED_STEPS = "planned_steps"
 """The scalar in which a rank says how many steps it will time, for whoever shows progress."""
 MAX_INT64 = 2**63 - 1  # that a column of a table holds
@@ -66,7 +68,9 @@ class RecordWriter:
     def __init__(self, folder: Path | None, rank: int):
         self.folder, self.rank = folder, rank
         self.lines: list[dict[str, Any]] = []
-        self._file: IO[str] | None = private_files.open_file(record_path(folder, rank), "a", buffering=1) if folder else None
+        self._file: IO[str] | None = (
+            private_files.open_file(record_path(folder, rank), "a", buffering=1) if folder else None
+        )
         if self._file:
             _lock_record_file(self._file)
 

@@ -113,7 +113,10 @@ class RunResult:
 
     @cached_property
     def losses(self) -> pandas.Series:
-        """The loss of every timed step, by step: the mean over ranks. A step that some rank did not record is left out."""
+        """The loss of every timed step, by step: the mean over ranks.
+
+        A step that some rank did not record is left out.
+        """
         rows = self.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"]
         return rows.mean()[rows.size() == rows.size().max()]
 
@@ -169,7 +172,9 @@ class RunResult:
         import pandas
 
         frame = pandas.DataFrame(self.lines, columns=COLUMNS)
-        for name in INT_FIELDS:  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
+        for (
+            name
+        ) in INT_FIELDS:  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
             frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
         return frame
 

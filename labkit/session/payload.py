@@ -26,9 +26,10 @@ from typing import Any, TypeVar
 
 from labkit.command_line import parse_argv
 from labkit.config import build_config
+from labkit.environment import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER
 from labkit.errors import LabError
 from labkit.runs import private_files
-from labkit.runs.folder import ENV_PAYLOAD_SHA256, ENV_RUN_FOLDER, RunFolder, read_json
+from labkit.runs.folder import RunFolder, read_json
 
 ConfigType = TypeVar("ConfigType")
 ReplaceableFunction = TypeVar("ReplaceableFunction", bound=Callable[..., Any])
@@ -85,7 +86,9 @@ def load_payload() -> dict[str, Any]:
 
 @functools.cache
 def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
-    """What ``payload_pickling.pack_payload`` packed. It may import whatever the notebook can, and its tracebacks show its lines.
+    """What ``payload_pickling.pack_payload`` packed.
+
+    It may import whatever the notebook can, and its tracebacks show its lines.
 
     Args:
         path: the file, which another user may have put in the place of the notebook's.

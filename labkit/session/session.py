@@ -28,11 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements, torch_private
+from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES
 from labkit.errors import ParameterError
 from labkit.runs.folder import (
-    ENV_DEVICE,
-    ENV_RUN_FOLDER,
-    ENV_TOTAL_CORES,
     RunFolder,
     rank_of_process,
     write_json,
@@ -192,7 +190,9 @@ def choose_device() -> tuple[torch.device, str]:
     ranks, index = local_world_size_and_rank()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
-        raise ParameterError(f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'")
+        raise ParameterError(
+            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'"
+        )
     if wish != "cpu" and gpus >= ranks:
         return torch.device("cuda", index), ""
     return torch.device("cpu"), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""

@@ -48,17 +48,34 @@ from labkit.theory.overlap import uncovered_in_turn
 from labkit.torch_private import COMPILED_AUTOGRAD_MODULE, tree_leaves
 
 TraceEvent = dict[str, Any]
-CollectiveSpan = tuple[TraceEvent, str, TraceEvent | None]  # on gloo's thread or the GPU, its name, and the call that asked for it
+CollectiveSpan = tuple[
+    TraceEvent, str, TraceEvent | None
+]  # on gloo's thread or the GPU, its name, and the call that asked for it
 ROOT_UNIT = "root"
 STEP_MARK, WAIT_MARK, FORWARD_MARK, BACKWARD_MARK, BACKWARD_END_MARK = (
     f"labkit::{what}" for what in ("step", "wait", "forward", "backward", "backward_end")
 )
-CPU_GAP_US, KERNEL_GAP_US = 100.0, 10.0  # a unit's compute is one bar across shorter gaps in which nothing is waited for
+CPU_GAP_US, KERNEL_GAP_US = (
+    100.0,
+    10.0,
+)  # a unit's compute is one bar across shorter gaps in which nothing is waited for
 _NON_COMPUTE_PREFIXES = (STEP_MARK, WAIT_MARK, "c10d::", "_c10d_functional::", "record_param_comms")
 _WAIT_NAMES = (WAIT_MARK, "_c10d_functional::wait_tensor")  # in a compiled program, the latter alone
-_BACKWARD_PREFIXES = ("autograd::engine", "Torch-Compiled Region: !")  # "!" is compiled autograd, on the caller's thread
+_BACKWARD_PREFIXES = (
+    "autograd::engine",
+    "Torch-Compiled Region: !",
+)  # "!" is compiled autograd, on the caller's thread
 FSDP_RANGE_PATTERN = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
-_COLLECTIVE_NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather", "scatter", "reduce")
+_COLLECTIVE_NAMES = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "scatter",
+    "reduce",
+)
 _GPU_WORK_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 _GPU_CATEGORIES = _GPU_WORK_CATEGORIES | {"gpu_user_annotation"}
 
@@ -105,7 +122,9 @@ def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
     covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
     sent = [bar for bar in bars if bar.lane == "communication"]
     open_parts = uncovered_in_turn([(bar.start_us, bar.end_us) for bar in sent], covers)
-    return [replace(sent[place], lane="exposed", start_us=start, dur_us=end - start) for place, start, end in open_parts]
+    return [
+        replace(sent[place], lane="exposed", start_us=start, dur_us=end - start) for place, start, end in open_parts
+    ]
 
 
 def exposed_us(bars: Iterable[LaneBar]) -> float:
@@ -340,7 +359,9 @@ def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]
             what = phase = "forward"
         else:
             what = inherited or phase
-        stack.append((event["ts"] + event["dur"], not name.startswith(_NON_COMPUTE_PREFIXES), "" if name == STEP_MARK else what))
+        stack.append(
+            (event["ts"] + event["dur"], not name.startswith(_NON_COMPUTE_PREFIXES), "" if name == STEP_MARK else what)
+        )
     yield from intervals_until(max((end for end, _, _ in stack), default=now))
 
 

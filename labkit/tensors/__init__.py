@@ -25,7 +25,23 @@ from labkit.tensors.quantisation import (
 from labkit.tensors.two_tensor import TwoTensor, convert_parameters, make_two_tensor, pad_rows, refill
 
 __all__ = [
-    "EXTENSIONS", "GatherErrors", "Extension", "TwoTensor", "convert_parameters", "rounding_errors", "extend_parameter", "extend_model",
-    "gather_on_one_rank", "gather_errors", "gather_memory_bytes", "pad_rows", "plain_shards", "plain_tensors", "make_quantised_extension",
-    "refill", "refuse_leak", "make_two_tensor", "leak_bytes",
+    "EXTENSIONS",
+    "Extension",
+    "GatherErrors",
+    "TwoTensor",
+    "convert_parameters",
+    "extend_model",
+    "extend_parameter",
+    "gather_errors",
+    "gather_memory_bytes",
+    "gather_on_one_rank",
+    "leak_bytes",
+    "make_quantised_extension",
+    "make_two_tensor",
+    "pad_rows",
+    "plain_shards",
+    "plain_tensors",
+    "refill",
+    "refuse_leak",
+    "rounding_errors",
 ]  # fmt: skip

@@ -155,14 +155,18 @@ def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
     if share not in _SCALE_MAXIMA:
         raise ValueError(f"scales {scales!r} is none of {', '.join(_SCALE_MAXIMA)}")
     encode = partial(_encode_scaled, numbers=numbers, scales=share)
-    return Extension(("numbers", f"one scale a {share}"), encode, partial(_decode_scaled, numbers=numbers, scales=share))
+    return Extension(
+        ("numbers", f"one scale a {share}"), encode, partial(_decode_scaled, numbers=numbers, scales=share)
+    )
 
 
 def _encode_scaled(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor, ...]:
     flat = shard.flatten(1)
     chosen = (_SCALE_MAXIMA[scales](flat.abs()).float() / _MAX_VALUES[numbers]).clamp(min=_SMALLEST_SCALE)
     scaled = (flat / _expand_scales(chosen, flat, scales)).view(shard.shape)
-    if numbers == "float8":  # gloo does not know it: FSDP2 sends plain bytes because a tensor of another dtype goes along
+    if (
+        numbers == "float8"
+    ):  # gloo does not know it: FSDP2 sends plain bytes because a tensor of another dtype goes along
         return scaled.to(FLOAT8), chosen
     return (_pack_int4(scaled) if numbers == "int4" else scaled.round().to(torch.int8)), chosen
 
@@ -177,7 +181,9 @@ def _decode_scaled(gathered: Sequence[Tensor], dtype: torch.dtype, *, numbers: s
 def _pack_int4(scaled: Tensor) -> Tensor:
     """Numbers from -7 to 7, two in a byte."""
     if scaled.shape[-1] % 2:
-        raise ValueError(f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even number, or int8")
+        raise ValueError(
+            f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even number, or int8"
+        )
     shifted = (scaled.round() + 8).to(torch.uint8)
     return shifted[..., ::2] * 16 + shifted[..., 1::2]
 

@@ -100,7 +100,9 @@ def bucket_ready_times(buckets: Sequence[Mapping[str, int]], layers: int, backwa
     return [(layers - layer + 1) / layers * backward_s for layer in last_layers]
 
 
-def bucket_transfer_times(ready_s: Sequence[float], takes_s: Sequence[float], *, hidden: bool) -> list[tuple[float, float]]:
+def bucket_transfer_times(
+    ready_s: Sequence[float], takes_s: Sequence[float], *, hidden: bool
+) -> list[tuple[float, float]]:
     """When each bucket leaves and arrives, any unit of time.
 
     Hidden, messages travel beside the arithmetic, as with a network card: those of ``arrivals``. Otherwise the

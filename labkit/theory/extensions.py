@@ -39,7 +39,9 @@ def gather_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str =
 def scale_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = "") -> int:
     """Bytes of the scales among these."""
     if scales and extension not in SCALE_GRANULARITY:
-        raise ValueError(f"extension {extension} has no scales to share in a {scales}: take {' or '.join(SCALE_GRANULARITY)}")
+        raise ValueError(
+            f"extension {extension} has no scales to share in a {scales}: take {' or '.join(SCALE_GRANULARITY)}"
+        )
     rows = -(-shape[0] // ranks)
     counts = {"": 0, "shard": 1, "row": rows, "group": rows * -(-math.prod(shape[1:]) // GROUP_SIZE)}
     return SCALE_BYTES * counts[scales or SCALE_GRANULARITY.get(extension, "")]

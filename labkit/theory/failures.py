@@ -20,7 +20,9 @@ def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
         ValueError: no rank failed by itself.
     """
     own = [
-        end for end in ends if end["status"] not in (0, SIGTERM_STATUS) and CONNECTION_LOST_TEXT not in str(end.get("error", ""))
+        end
+        for end in ends
+        if end["status"] not in (0, SIGTERM_STATUS) and CONNECTION_LOST_TEXT not in str(end.get("error", ""))
     ]
     if not own:
         raise ValueError("no rank failed by itself: each ended well, was ended, or lost a connection")

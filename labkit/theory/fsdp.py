@@ -132,7 +132,9 @@ def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int
     return {unit: (shard, shard * ranks) for unit, shard in kept.items()}
 
 
-def step_collectives(layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
+def step_collectives(
+    layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True
+) -> dict[str, int]:
     """Collectives of one training step and the bytes that a rank hands to them, by the names of ``result.value``.
 
     Every unit is gathered once for the forward pass. Resharding costs a second time in the backward pass, but for the
@@ -148,7 +150,9 @@ def step_collectives(layers: Sequence[LinearLayer], ranks: int, *, reshard_after
     }
 
 
-def stage_collectives(layers: Sequence[LinearLayer], ranks: int, *, stage: int, number_bytes: int = FLOAT_BYTES) -> dict[str, int]:
+def stage_collectives(
+    layers: Sequence[LinearLayer], ranks: int, *, stage: int, number_bytes: int = FLOAT_BYTES
+) -> dict[str, int]:
     """The same for each stage of ``step_ledger``, with gathers of ``number_bytes`` a number.
 
     Stage 0 is one all-reduce a bucket of 25 MiB. Stage 1 reduces every gradient onto the rank that updates its
@@ -171,7 +175,9 @@ def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float
     return {name: collective_wire_bytes(name, handed[f"{name}_bytes"], ranks) for name in names}
 
 
-def hybrid_collectives(layers: Sequence[LinearLayer], group: int, *, reshard_after_forward: bool = True) -> dict[str, int]:
+def hybrid_collectives(
+    layers: Sequence[LinearLayer], group: int, *, reshard_after_forward: bool = True
+) -> dict[str, int]:
     """The same for hybrid sharding, by axis: ``data`` inside a group of ranks, ``replicate`` from group to group.
 
     A group does what all ranks do without groups. Each of its ranks then holds the sum of the group's gradients for its
@@ -258,9 +264,12 @@ def step_ledger(
     if stage < 2:
         if number_bytes != FLOAT_BYTES:
             raise ValueError(
-                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: take float32, or stage 2 or 3"
+                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
+                "take float32, or stage 2 or 3"
             )
-        walk: _StepMemory = _DDPStepMemory(layers, samples, ranks, False, checkpointing, FLOAT_BYTES, shard_optimizer=stage == 1)
+        walk: _StepMemory = _DDPStepMemory(
+            layers, samples, ranks, False, checkpointing, FLOAT_BYTES, shard_optimizer=stage == 1
+        )
     else:
         walk = _StepMemory(layers, samples, ranks, stage == 3, checkpointing, number_bytes)
     walk.forward()
@@ -457,7 +466,9 @@ class _StepMemory:
         self._reshard_unit(unit)
         self.free("reduce_scatter", self.reducing)
         self.allocate("reduce_scatter", full)
-        copied = self._full_unit_bytes(unit) if self.short else 0  # put in order of the ranks, before they become float32
+        copied = (
+            self._full_unit_bytes(unit) if self.short else 0
+        )  # put in order of the ranks, before they become float32
         self.allocate("temp", copied)
         self.allocate("gradient", kept)
         numbers = sum(math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes)
@@ -476,7 +487,9 @@ class _DDPStepMemory(_StepMemory):
 
     def add_initial_state(self) -> None:
         held, share = resident_bytes(self.layers, 1), resident_bytes(self.layers, self.ranks)
-        self.set_resident_bytes(held["end_parameter_bytes"], (share if self.shard_optimizer else held)["end_optstate_bytes"])
+        self.set_resident_bytes(
+            held["end_parameter_bytes"], (share if self.shard_optimizer else held)["end_optstate_bytes"]
+        )
 
     def backward(self) -> None:
         super().backward()

@@ -46,7 +46,9 @@ def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[
     if len(placements) != len(mesh):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis")
     if not 0 <= rank < math.prod(mesh):
-        raise ValueError(f"a mesh of {math.prod(mesh)} ranks has no rank {rank}: take one from 0 to {math.prod(mesh) - 1}")
+        raise ValueError(
+            f"a mesh of {math.prod(mesh)} ranks has no rank {rank}: take one from 0 to {math.prod(mesh) - 1}"
+        )
     dims = {f"Shard({dim})": dim for dim in range(len(shape))}
     indices, term, terms = [range(size) for size in shape], 0, 1
     for axis, (length, placement) in enumerate(zip(mesh, placements, strict=True)):

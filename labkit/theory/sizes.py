@@ -26,7 +26,9 @@ def shard_sizes(size: int, ranks: int, *, multiple: int = 1) -> list[int]:
     chunk = -(-size // ranks)
     sizes = [min(chunk, max(0, size - index * chunk)) for index in range(ranks)]
     if not sizes[-1]:
-        raise ValueError(f"{ranks} ranks cannot share {size}: ceil({size} / {ranks}) = {chunk} leaves the last ones nothing")
+        raise ValueError(
+            f"{ranks} ranks cannot share {size}: ceil({size} / {ranks}) = {chunk} leaves the last ones nothing"
+        )
     for local in (sizes[0], sizes[-1]):
         if local % multiple:
             raise ValueError(
@@ -47,7 +49,9 @@ def parse_mesh_axes(text: str, world_size: int) -> dict[str, int]:
         raise ValueError(f"mesh {text!r} is neither one number of ranks, such as 4, nor data x space, such as 2x2")
     lengths = [int(part) for part in parts]
     if math.prod(lengths) != world_size:
-        raise ValueError(f"mesh {text} is for {math.prod(lengths)} ranks, but {world_size} are launched: make them equal")
+        raise ValueError(
+            f"mesh {text} is for {math.prod(lengths)} ranks, but {world_size} are launched: make them equal"
+        )
     return dict(zip(("data", "space")[-len(lengths) :], lengths, strict=True))
 
 

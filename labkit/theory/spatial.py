@@ -48,7 +48,9 @@ def check_convnext(height: int, width: int, depths: Sequence[int], dims: Sequenc
     stride = total_stride(depths)
     for name, size in (("height", height), ("width", width)):
         if size < 1 or size % stride:
-            raise ValueError(f"{name} {size} is not a multiple of the total stride {stride}: {size} % {stride} = {size % stride}")
+            raise ValueError(
+                f"{name} {size} is not a multiple of the total stride {stride}: {size} % {stride} = {size % stride}"
+            )
 
 
 def check_strips(size: int, ranks: int, depths: Sequence[int], halo: int = 3) -> list[int]:
@@ -75,7 +77,9 @@ def halo_bytes(*, rows: int, halo: int, channels: int, batch: int, element_bytes
     return rows * halo * channels * batch * element_bytes
 
 
-def spatial_send_bytes(*, stages: Sequence[ConvNeXtStage], batch: int, neighbours: int, tensor_dim: int = 3, halo: int = 3) -> int:
+def spatial_send_bytes(
+    *, stages: Sequence[ConvNeXtStage], batch: int, neighbours: int, tensor_dim: int = 3, halo: int = 3
+) -> int:
     """Bytes of float32 that one rank sends to its neighbours in a whole training step of a ConvNeXt cut into strips.
 
     Every block exchanges one halo before its depthwise convolution and the gradient of one in the backward pass. There
@@ -140,7 +144,13 @@ def spatial_all_reduces(
 
 
 def convnext_activation_bytes(
-    *, stages: Sequence[ConvNeXtStage], batch: int, ranks: int = 1, tensor_dim: int = 3, halo: int = 3, element_bytes: int = 4
+    *,
+    stages: Sequence[ConvNeXtStage],
+    batch: int,
+    ranks: int = 1,
+    tensor_dim: int = 3,
+    halo: int = 3,
+    element_bytes: int = 4,
 ) -> int:
     """Bytes of activations that a ConvNeXt keeps for its backward pass, on one rank.
 
@@ -165,7 +175,9 @@ def convnext_activation_bytes(
     return elements * element_bytes
 
 
-def strip_step_s(plain_s: float, ranks: int, messages: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
+def strip_step_s(
+    plain_s: float, ranks: int, messages: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
+) -> float:
     """Seconds of a step cut into strips, where nothing hides: the arithmetic's share, then every message.
 
     Args:

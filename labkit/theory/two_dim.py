@@ -153,7 +153,9 @@ def tp_activation_bytes(
         return fsdp.FLOAT_BYTES * (kept + (len(pairs) + 2 - checkpointing) * whole)
     gathered = 0 if checkpointing else len(pairs) * whole
     between = len(pairs) * even_share(tokens, tp, "tokens") * width
-    return fsdp.FLOAT_BYTES * (kept + gathered + between + 2 * whole)  # the samples come in whole, and the loss is of all
+    return fsdp.FLOAT_BYTES * (
+        kept + gathered + between + 2 * whole
+    )  # the samples come in whole, and the loss is of all
 
 
 def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:

@@ -14,7 +14,14 @@ from labkit.theory.collectives import AlphaBeta
 from labkit.widgets.explorer import Control, Explorer
 
 # * DDP's default, with which the first bucket closes at 1 MiB.
-BUCKET_SIZES_MB = {"one gradient": 0.0001, "0.1 MiB": 0.1, "1 MiB": 1.0, "5 MiB": 5.0, "25 MiB*": 25.0, "100 MiB": 100.0}
+BUCKET_SIZES_MB = {
+    "one gradient": 0.0001,
+    "0.1 MiB": 0.1,
+    "1 MiB": 1.0,
+    "5 MiB": 5.0,
+    "25 MiB*": 25.0,
+    "100 MiB": 100.0,
+}
 
 
 class BucketExplorer(Explorer):
@@ -61,8 +68,9 @@ class BucketExplorer(Explorer):
         figure.text(0.01, 0.985, said, fontsize=9, va="top")
         size, ends_ms, exposed_ms = predicted["all_reduce_bytes"], 1e3 * ends_s[label], 1e3 * parts[label][1]
         words = (
-            f"{style.count_text(len(journeys), 'bucket')}, {size / 1e6:.3g} MB; the backward pass is predicted to take "
-            f"{style.short_number_text(ends_ms)} ms, of which {style.short_number_text(exposed_ms)} ms are exposed messages"
+            f"{style.count_text(len(journeys), 'bucket')}, {size / 1e6:.3g} MB; "
+            f"the backward pass is predicted to take {style.short_number_text(ends_ms)} ms, "
+            f"of which {style.short_number_text(exposed_ms)} ms are exposed messages"
         )
         return words + (f"; it took {style.short_number_text(1e3 * measured_s)} ms" if measured_s else "")
 

@@ -24,13 +24,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from labkit.environment import ENV_WIDGETS
 from labkit.errors import ParameterError
 from labkit.launcher.progress import Display, ProgressState, in_kernel, use_display
 from labkit.plots import style
 from labkit.plots.runs import text_comparison_table
 from labkit.runs.result import RunResult
 
-ENV_WIDGETS = "LABKIT_WIDGETS"
 FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")
 """Variables that a kernel has where somebody looks at it: of a Jupyter server's session, of VS Code, of Colab."""
 MAX_BUTTONS = 6
@@ -46,7 +46,9 @@ def can_show_widgets() -> bool:
     """
     said = os.environ.get(ENV_WIDGETS)
     if said not in (None, "", "0", "1"):
-        raise ParameterError(f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose")
+        raise ParameterError(
+            f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose"
+        )
     return said == "1" if said else in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
 
 
@@ -206,7 +208,9 @@ class _Panel:
         import ipywidgets
 
         self._explorer = explorer
-        self._knobs = {name: _control_widget(control, explorer.chosen[name]) for name, control in explorer.controls.items()}
+        self._knobs = {
+            name: _control_widget(control, explorer.chosen[name]) for name, control in explorer.controls.items()
+        }
         for knob in self._knobs.values():
             knob.observe(self._on_control_change, "value")
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))

@@ -32,7 +32,9 @@ class GatherExplorer(Explorer):
     controls: ClassVar = {
         "extension": Control("bits of a number", EXTENSION_BY_BITS, "int8"),
         "scales": Control("one scale for", {"a shard": "shard", "a row": "row", "32 numbers": "group"}, "row"),
-        "steps": Control("weights", {"before training": 0, f"trained for {TRAINING_STEPS} steps": TRAINING_STEPS}, TRAINING_STEPS),
+        "steps": Control(
+            "weights", {"before training": 0, f"trained for {TRAINING_STEPS} steps": TRAINING_STEPS}, TRAINING_STEPS
+        ),
         "dim": Control("width", (128, 256), 128),
         "ranks": Control("ranks", (2, 4), 2),
         "reshard": Control("gathered in a step", {"twice": True, "once (kept)": False}, True),
@@ -115,13 +117,19 @@ def _weight_shapes(dim: int) -> list[tuple[int, ...]]:
 
 
 @cache
-def _rounding_errors(dim: int, steps: int, ranks: int, extension: str, scales: str) -> tuple[float, float, numpy.ndarray]:
+def _rounding_errors(
+    dim: int, steps: int, ranks: int, extension: str, scales: str
+) -> tuple[float, float, numpy.ndarray]:
     """The largest error, the RMS error of the worst parameter, and each weight's over the largest of its parameter."""
     from labkit import tensors
     from labkit.models.tile_network import tile_network_weights
 
     codec = tensors.make_quantised_extension(extension, scales) if scales else tensors.EXTENSIONS[extension]
-    pairs = [(tensors.gather_on_one_rank(exact, ranks, codec), exact) for exact in tile_network_weights(dim, steps).values()]
-    largest, rms = (max(map(float, each)) for each in zip(*(tensors.rounding_errors(*pair) for pair in pairs), strict=True))
+    pairs = [
+        (tensors.gather_on_one_rank(exact, ranks, codec), exact) for exact in tile_network_weights(dim, steps).values()
+    ]
+    largest, rms = (
+        max(map(float, each)) for each in zip(*(tensors.rounding_errors(*pair) for pair in pairs), strict=True)
+    )
     errors = [((rounded - exact) / exact.abs().max()).flatten().numpy() for rounded, exact in pairs]
     return largest, rms, numpy.concatenate(errors)

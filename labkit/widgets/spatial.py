@@ -46,7 +46,9 @@ class SpatialExplorer(Explorer):
         network: dict[str, Any] = {"depths": DEPTHS, "dims": dims, "num_classes": 10, "batch": batch}
         count, handed = theory.spatial_all_reduces(strategy="local", space_ranks=space, data_ranks=data, **network)
         stages = theory.convnext_stages(HEIGHT, chosen["width"], DEPTHS, dims)
-        sent = theory.spatial_send_bytes(stages=stages, batch=batch, neighbours=neighbours, tensor_dim=chosen["tensor_dim"])
+        sent = theory.spatial_send_bytes(
+            stages=stages, batch=batch, neighbours=neighbours, tensor_dim=chosen["tensor_dim"]
+        )
         messages = {"send_count": 2 * neighbours * sum(DEPTHS), "send_bytes": sent}
         sums = {"all_reduce_count": count, "all_reduce_bytes": handed}
         found = {name: value for name, value in (messages | sums).items() if value}
@@ -66,11 +68,17 @@ class SpatialExplorer(Explorer):
         held = predicted["peak_activation_bytes"]
         alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
         found = {name: result.value(name) for name in predicted} if result else {}
-        colours = {"activations": style.MEMORY_CATEGORIES["activations"][1], "halos": style.ORANGE, "sums": style.PURPLE}
+        colours = {
+            "activations": style.MEMORY_CATEGORIES["activations"][1],
+            "halos": style.ORANGE,
+            "sums": style.PURPLE,
+        }
         bars: dict[str, dict[str, float]] = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
         seen = {"a rank": {"activations": found["peak_activation_bytes"]}} if found else {}
         plots.byte_bars(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
-        plots.byte_bars(_traffic_bars(predicted), _traffic_bars(found) if found else {}, colours, ylabel="handed over", ax=traffic)
+        plots.byte_bars(
+            _traffic_bars(predicted), _traffic_bars(found) if found else {}, colours, ylabel="handed over", ax=traffic
+        )
         fits = "within" if held <= budget else "over"
         halos = readable_bytes(predicted.get("send_bytes", 0))
         sums = readable_bytes(predicted.get("all_reduce_bytes", 0))
@@ -85,7 +93,9 @@ class SpatialExplorer(Explorer):
         how: dict[str, Any] = {"strategy": "local", "mesh": f"{data}x{space}"} if data * space > 1 else {}
         same = {name: chosen[name] for name in ("tensor_dim", "width", "batch", "dims")}
         how = {"strategy": "plain"} | how | same
-        return labkit.run("convnext_spatial", nproc=math.prod(chosen["mesh"]), height=HEIGHT, depths=DEPTHS, steps=1, **how)
+        return labkit.run(
+            "convnext_spatial", nproc=math.prod(chosen["mesh"]), height=HEIGHT, depths=DEPTHS, steps=1, **how
+        )
 
 
 PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))

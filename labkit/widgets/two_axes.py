@@ -41,7 +41,12 @@ class TwoAxesExplorer(Explorer):
         "data_gb_per_s": Control("along data, GB/s", LINK_GB_PER_S, 50),
         "overlap": Control("messages along data", {"are waited for": False, "travel meanwhile": True}, False),
     }
-    formulas = (theory.step_collectives_by_axis, theory.axis_wire_bytes, theory.step_seconds, theory.seconds_after_overlap)
+    formulas = (
+        theory.step_collectives_by_axis,
+        theory.axis_wire_bytes,
+        theory.step_seconds,
+        theory.seconds_after_overlap,
+    )
     tolerances: ClassVar = {"passes_ms": 1 / 3}
     size = (8.5, 3.6)
 
@@ -54,10 +59,15 @@ class TwoAxesExplorer(Explorer):
                 f"take tp {' or '.join(map(str, possible))}"
             )
         axes = {"data": ranks // tp, "tp": tp}
-        return dict(theory.step_collectives_by_axis(theory.mlp_pairs(chosen["dim"]), chosen["tokens"] * tp // ranks, **axes))
+        return dict(
+            theory.step_collectives_by_axis(theory.mlp_pairs(chosen["dim"]), chosen["tokens"] * tp // ranks, **axes)
+        )
 
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
-        return {"passes_ms": 1e3 * sum(_step_seconds_by_split(_costs_from_run(result, **chosen), **chosen)[chosen["tp"]].values())}
+        return {
+            "passes_ms": 1e3
+            * sum(_step_seconds_by_split(_costs_from_run(result, **chosen), **chosen)[chosen["tp"]].values())
+        }
 
     def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
         costs = _costs_from_run(result, **chosen) if result else _costs_from_controls(**chosen)
@@ -94,7 +104,9 @@ class TwoAxesExplorer(Explorer):
             return f"{chosen['ranks']} ranks are theory here: to run it, take {most} or fewer on this machine's cores"
         operations = theory.step_flops_per_token(theory.mlp_pairs(chosen["dim"])) * chosen["tokens"]
         if operations > MAX_RUN_OPERATIONS:
-            return f"a step of {operations:.0e} operations is theory here: to run it, take a smaller width or fewer tokens"
+            return (
+                f"a step of {operations:.0e} operations is theory here: to run it, take a smaller width or fewer tokens"
+            )
         return ""
 
     def launch(self, **chosen: Any) -> RunResult:

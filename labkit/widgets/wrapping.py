@@ -84,7 +84,9 @@ class WrappingExplorer(Explorer):
             handed = {name: result.value(name) for name in predicted}
             measured = {STAGE_LABELS[stage]: theory.stage_wire_bytes(handed, ranks)}
         plots.traffic_by_collective({"DDP": theory.stage_wire_bytes(ddp, ranks)} | sent, measured, ax=narrow)
-        return _alt_text(ledger, sum(sent[STAGE_LABELS[stage]].values()), sum(theory.stage_wire_bytes(ddp, ranks).values()))
+        return _alt_text(
+            ledger, sum(sent[STAGE_LABELS[stage]].values()), sum(theory.stage_wire_bytes(ddp, ranks).values())
+        )
 
     def refusal_reason(self, **chosen: Any) -> str:
         if chosen["stage"] == 1:
@@ -120,6 +122,6 @@ def _alt_text(ledger: theory.MemoryLedger, sent: float, by_ddp: float) -> str:
     when = "forward" if ledger.peak_index < ledger.backward else "backward"
     side = "over" if peak > BUDGET_BYTES else "below"
     return (
-        f"a rank's peak of {peak / 1e6:.3g} MB lies in the {when} pass, {abs(peak - BUDGET_BYTES) / 1e6:.3g} MB {side} the "
-        f"budget; it sends {sent / 1e6:.3g} MB in a step, {sent / by_ddp:.3g} × what DDP sends"
+        f"a rank's peak of {peak / 1e6:.3g} MB lies in the {when} pass, {abs(peak - BUDGET_BYTES) / 1e6:.3g} MB {side} "
+        f"the budget; it sends {sent / 1e6:.3g} MB in a step, {sent / by_ddp:.3g} × what DDP sends"
     )

@@ -9,7 +9,7 @@ __all__ = [
     "estimate_accuracy",
     "memory_by_block",
     "memory_curve",
-    "throughput_per_gpu",
     "step_time_parts",
+    "throughput_per_gpu",
     "total_throughput",
 ]

@@ -26,7 +26,7 @@ def candidate_scatter(
     """Step time against needed memory, a mark for each candidate: filled where it fits, the budget a dashed line.
 
     Args:
-        frame: rows of ``labkit.Plan.frame``, of one kind of hosts and one number of ranks.
+        frame: rows of ``labkit.SearchResult.frame``, of one kind of hosts and one number of ranks.
         budget_bytes: what a rank may take.
         marks: the column whose values have marks and colours of their own.
         words: what stands beside a mark, by the number of its candidate.

@@ -29,7 +29,9 @@ def step_time_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: 
             label = {"compute": "arithmetic", "exposed": "waits for messages"}[name] if row == 0 else None
             ax.barh(row, parts[name], 0.66, end, color=colour, label=label)
             end += parts[name]
-        ax.text(end, row, f"  {style.duration_text(end)}, {parts['exposed'] / end:.0%} waiting", va="center", fontsize=9)
+        ax.text(
+            end, row, f"  {style.duration_text(end)}, {parts['exposed'] / end:.0%} waiting", va="center", fontsize=9
+        )
     longest = max(sum(parts[name] for name in PART_COLOURS) for parts in steps.values())
     ax.set(yticks=range(len(steps)), yticklabels=list(steps), xlim=(0, 1.4 * longest), xlabel="time of a step, s")
     ax.invert_yaxis()

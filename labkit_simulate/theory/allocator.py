@@ -19,7 +19,11 @@ MIB = 2**20
 ALLOCATION_UNIT = 512
 SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE_REQUEST, LARGE_SEGMENT, SEGMENT_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
-OUTSIDE_ALLOCATOR_BYTES: dict[str, int] = {"context and kernels": 550 * MIB, "NCCL": 1024 * MIB, "cuBLAS and cuDNN": 256 * MIB}
+OUTSIDE_ALLOCATOR_BYTES: dict[str, int] = {
+    "context and kernels": 550 * MIB,
+    "NCCL": 1024 * MIB,
+    "cuBLAS and cuDNN": 256 * MIB,
+}
 """What a process takes of a GPU beside that, in bytes: round numbers to plan with, not measured for each program."""
 
 

@@ -61,7 +61,9 @@ class CalibrationRun:
     seconds: float = 0.0
 
 
-def fit_hardware(runs: Sequence[CalibrationRun], devices: int, *, name: str = "this machine", memory_bytes: int = 0) -> Hardware:
+def fit_hardware(
+    runs: Sequence[CalibrationRun], devices: int, *, name: str = "this machine", memory_bytes: int = 0
+) -> Hardware:
     """The machine on which these runs took as long as they did, as nearly as one can be made.
 
     Args:

@@ -19,7 +19,9 @@ from labkit.theory.collectives import AlphaBeta
 GIGA, TERA, MIB, US = 1e9, 1e12, 2**20, 1e-6
 NVIDIA_URL = "https://www.nvidia.com/en-us/data-center/"
 NCCL_SOURCE = "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
-KERNEL_GAP_SOURCE = "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
+KERNEL_GAP_SOURCE = (
+    "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
+)
 DRIVER_SOURCE = "the driver's own total (nvidia-smi); the sheet says {} GB"
 TORCHTITAN_URL = "https://github.com/pytorch/torchtitan/blob/main/"
 H100_TORCHTITAN_URL = TORCHTITAN_URL + "benchmarks/llama3_h100_202412_torchtitan.md"
@@ -170,7 +172,8 @@ _HOPPER_TFLOPS = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 
 _HOPPER_SHARE, _AMPERE_SHARE = 0.436, 0.651
 _H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture, table 2: https://resources.nvidia.com/en-us-tensor-core"
 _DGX = {
-    name: f"https://docs.nvidia.com/dgx/{name}-user-guide/introduction-to-{name}.html" for name in ("dgxh100", "dgxa100", "dgxb200")
+    name: f"https://docs.nvidia.com/dgx/{name}-user-guide/introduction-to-{name}.html"
+    for name in ("dgxh100", "dgxa100", "dgxb200")
 }
 _CONNECTX = "one card of {} Gb/s a GPU, {}"
 

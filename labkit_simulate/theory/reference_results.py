@@ -53,9 +53,13 @@ class ReferenceResult:
 
 H100_RESULTS = (
     ReferenceResult("Llama 3.1 8B", TrainingSetup(LLAMA_3_8B, 2, 8192, 8), "h100-96gb-8x", 5762, 82.4),
-    ReferenceResult("Llama 3.1 8B, compiled", TrainingSetup(LLAMA_3_8B, 2, 8192, 8, compiled=True), "h100-96gb-8x", 6667, 77.0),
+    ReferenceResult(
+        "Llama 3.1 8B, compiled", TrainingSetup(LLAMA_3_8B, 2, 8192, 8, compiled=True), "h100-96gb-8x", 6667, 77.0
+    ),
     ReferenceResult("Llama 3.1 8B", TrainingSetup(LLAMA_3_8B, 2, 8192, 128), "h100-96gb-8x", 5605, 67.0),
-    ReferenceResult("Llama 3.1 8B, compiled", TrainingSetup(LLAMA_3_8B, 2, 8192, 128, compiled=True), "h100-96gb-8x", 6514, 62.0),
+    ReferenceResult(
+        "Llama 3.1 8B, compiled", TrainingSetup(LLAMA_3_8B, 2, 8192, 128, compiled=True), "h100-96gb-8x", 6514, 62.0
+    ),
 )
 A100_RESULTS = (
     ReferenceResult("Llama 3 8B", TrainingSetup(LLAMA_3_8B, 1, 8192, 64), "a100-8x", 2973),

@@ -49,7 +49,9 @@ def operator_s(operator: Operator, rank: Hardware) -> float:
         operator: what is computed.
         rank: what the rank has, ``Hardware.for_rank``.
     """
-    arithmetic_s = operator.flops / (rank.matmul_share * rank.peak_flops_per_s(operator.dtype)) if operator.flops else 0.0
+    arithmetic_s = (
+        operator.flops / (rank.matmul_share * rank.peak_flops_per_s(operator.dtype)) if operator.flops else 0.0
+    )
     return rank.operator_s + max(arithmetic_s, operator.moved_bytes / rank.memory_bytes_per_s)
 
 

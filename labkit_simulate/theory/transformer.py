@@ -206,7 +206,10 @@ class TrainingSetup:
         group: Group,
     ) -> UnitTimes:
         """A unit's times. What was gathered is copied to where it is used, and gradients to where they are reduced."""
-        copies = Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters), Operator("copy", moved_bytes=6 * parameters)
+        copies = (
+            Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters),
+            Operator("copy", moved_bytes=6 * parameters),
+        )
         return UnitTimes(
             name=name,
             gather_s=collective_s("all_gather", COMPUTE_BYTES * parameters / self.ranks, group, rank),
@@ -246,7 +249,8 @@ class TrainingSetup:
             name="head",
             gather_s=0.0,
             forward_s=operator_s(product, rank) + operator_s(Operator("loss", moved_bytes=forward * numbers), rank),
-            backward_s=2 * operator_s(product, rank) + operator_s(Operator("loss", moved_bytes=backward * numbers), rank),
+            backward_s=2 * operator_s(product, rank)
+            + operator_s(Operator("loss", moved_bytes=backward * numbers), rank),
             reduce_s=0.0,
             regathered=False,
         )

@@ -812,7 +812,9 @@ _ = plots.values_by_rank(ring, {"ring": "all-reduce in a ring"})
 # Then these go around until all ranks hold all: an all-gather.*
 
 # %% tags=["claim"]
-halfway, end = (torch.stack([rank.reported["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end"))
+halfway, end = (
+    torch.stack([rank.reported["ring"][moment] for rank in ring.ranks]) for moment in ("after step 2", "end")
+)
 claim("after step 2 each rank holds one part of the sum", (halfway == end).sum(1).tolist() == [1, 1, 1, 1])
 claim("in the end all ranks hold all", bool((end == torch.tensor([1111.0, 2222, 3333, 4444])).all()))
 

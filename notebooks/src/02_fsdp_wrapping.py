@@ -130,7 +130,7 @@ claim("in stage 3 it holds 14 GB", totals[3] == 14e9)
 # %% [markdown]
 # Small enough for this machine: a model of 18 million parameters, 290 MB with gradients and Adam. Both runs below have
 # a cap: a rank that allocates more than 320 MiB, that is 336 MB, is ended. Besides the 290 MB, a step needs room to
-# work in.
+# work in. The program `fsdp_matrix` is this lab's `fsdp_wrap` with more options, the cap among them.
 
 
 # %%
@@ -593,7 +593,9 @@ own = labkit.run("fsdp_wrap", fsdp="yours", use={"small_fsdp": working}, **SETUP
 shares = [-(-unit // 4 // RANKS) for unit in UNITS]
 small = theory.step_collectives(layers, RANKS) | {"end_parameter_bytes": 4 * sum(shares)}
 small |= {"all_gather_bytes": 2 * 4 * sum(shares), "reduce_scatter_bytes": RANKS * 4 * sum(shares)}
-plots.comparison_table(own, small | {"peak_total_bytes": theory.small_fsdp_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05)
+plots.comparison_table(
+    own, small | {"peak_total_bytes": theory.small_fsdp_peak_bytes(UNITS, RANKS)}, yours=mine, tolerance=0.05
+)
 
 # %% [markdown]
 # *The counts and bytes are those of* `fully_shard`*. Between the steps a rank holds only its share of the parameters.
@@ -1208,11 +1210,11 @@ dist.destroy_process_group()
 with tempfile.TemporaryDirectory() as folder:
     before = labkit.run("fsdp_matrix", save=f"{folder}/state", **SETUP)
     after = labkit.run("fsdp_matrix", load=f"{folder}/state", **SETUP | {"nproc": RANKS + 1, "steps": 1})
-lower = after.losses[0] < before.losses[0]
+lower = after.losses.iloc[0] < before.losses.iloc[0]
 print(f"{RANKS} ranks saved, {RANKS + 1} went on; the loss goes on below where the first run began: {lower}")
 
 # %% tags=["claim"]
-claim("the loss goes on below where the first run began", after.losses[0] < before.losses[0])
+claim("the loss goes on below where the first run began", after.losses.iloc[0] < before.losses.iloc[0])
 
 # %% [markdown]
 # That is weak evidence: the third rank brings samples of its own, and a lost state of Adam would hardly show. Where the

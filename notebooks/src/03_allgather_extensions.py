@@ -1398,7 +1398,9 @@ tables = {
     )
     for label in costs
 }
-tables["TwoTensor"] = plots.comparison_table(two, {"all_gather_bytes": theory.step_gather_bytes(SHAPES, RANKS, "two_tensor")})
+tables["TwoTensor"] = plots.comparison_table(
+    two, {"all_gather_bytes": theory.step_gather_bytes(SHAPES, RANKS, "two_tensor")}
+)
 pandas.concat(tables)
 
 # %% [markdown]

@@ -267,7 +267,9 @@ rounds = all_reduce_rounds(messages, "pieces").groupby(level=0).agg(list).to_dic
 found = fitted(rounds, total)
 network = AlphaBeta(*found) if found else theory.fit_from_message_counts(rounds, total)
 print(f"alpha {network.alpha_s * 1e6:.0f} µs a message, beta {network.beta_s_per_byte * 1e12:.0f} µs a MB")
-plots.comparison_table(messages, {"pieces_200_ms": network.seconds(total, messages=200) * 1e3}, yours=mine, tolerance=0.5)
+plots.comparison_table(
+    messages, {"pieces_200_ms": network.seconds(total, messages=200) * 1e3}, yours=mine, tolerance=0.5
+)
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.all_reduce_time_by_count(messages, network=network, typical=True)
@@ -1420,7 +1422,10 @@ widgets.BucketExplorer()
 
 # %% tags=["summary"]
 deep = {"all_reduce_count": messages_sent["1 MiB"], "all_reduce_bytes": total}
-tables = {"reducer": plots.comparison_table(eager, predict("eager")), "deep, 1 MiB": plots.comparison_table(by_size["1 MiB"], deep)}
+tables = {
+    "reducer": plots.comparison_table(eager, predict("eager")),
+    "deep, 1 MiB": plots.comparison_table(by_size["1 MiB"], deep),
+}
 tables["no_sync"] = plots.comparison_table(no_sync, predict("eager"))
 tables["bf16 hook"] = plots.comparison_table(bf16, predict("eager", compressed=True))
 tables["compiled"] = plots.comparison_table(coalesced, predict("compiled"))

@@ -814,7 +814,11 @@ claim("the square sends least", min(totals, key=totals.get) == labels[2])
 for samples, width, least in ((4 * BATCH, DIM, 1), (BATCH, 4 * DIM, RANKS)):
     wide = theory.mlp_pairs(width)
     wires = {
-        tp: sum(theory.axis_wire_bytes(theory.step_collectives_by_axis(wide, 8 * samples // axes["data"], **axes), **axes).values())
+        tp: sum(
+            theory.axis_wire_bytes(
+                theory.step_collectives_by_axis(wide, 8 * samples // axes["data"], **axes), **axes
+            ).values()
+        )
         for tp, axes in MESHES.items()
     }
     claim(f"with {samples} samples and width {width} tp = {least} sends least", min(wires, key=wires.get) == least)
@@ -1269,7 +1273,9 @@ sequence = {
     "sequence cut": labkit.run("two_dim", seq=True, **checkpointed),
 }
 forecast = {
-    f"sequence {cut}": theory.tp_step_peak(PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut == "cut", checkpointing=True)
+    f"sequence {cut}": theory.tp_step_peak(
+        PAIRS, tokens(RANKS), RANKS, sequence_parallel=cut == "cut", checkpointing=True
+    )
     for cut in ("whole", "cut")
 }
 _ = plots.memory_comparison(forecast, sequence)
@@ -1479,7 +1485,10 @@ pandas.DataFrame.from_dict(states, orient="index")
 # Predicted beside measured, for the runs above that theory covers.
 
 # %% tags=["summary"]
-tables = {labels[2]: plots.comparison_table(square, predicted | resident), "your layers": plots.comparison_table(own, predicted | resident)}
+tables = {
+    labels[2]: plots.comparison_table(square, predicted | resident),
+    "your layers": plots.comparison_table(own, predicted | resident),
+}
 for tp in (1, RANKS):
     traffic = theory.step_collectives_by_axis(PAIRS, tokens(tp), **MESHES[tp])
     tables[labels[tp]] = plots.comparison_table(runs[tp], traffic | theory.mesh_resident_bytes(PAIRS, **MESHES[tp]))

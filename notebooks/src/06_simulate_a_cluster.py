@@ -285,7 +285,10 @@ _ = simulate_plots.memory_curve(recomputed)
 parts = [run.value("peak_activation_bytes") / run.value("peak_total_bytes") for run in (kept_all, recomputed)]
 claim("activations are most of the peak", parts[0] > 0.5)
 claim("with checkpointing they are less than a fifth of it", parts[1] < 0.2)
-claim("both peaks are in the backward pass", all(peak_phase_and_block(run)[0] == "backward" for run in (kept_all, recomputed)))
+claim(
+    "both peaks are in the backward pass",
+    all(peak_phase_and_block(run)[0] == "backward" for run in (kept_all, recomputed)),
+)
 
 # %% [markdown]
 # ### Does it fit in 80 GB?
@@ -385,7 +388,9 @@ plots.comparison_table({"hosts": by_function}, yours=mine, tolerance=0.01, colum
 
 # %%
 more = eight_blocks.value("gpu_reserved_bytes") - simulated  # what the allocator takes beside tensors
-kept_bytes = TrainingSetup(LLAMA_3_70B, 1, SEQUENCE, 24, "none").peak_memory_bytes()  # by formula, which takes no second
+kept_bytes = TrainingSetup(
+    LLAMA_3_70B, 1, SEQUENCE, 24, "none"
+).peak_memory_bytes()  # by formula, which takes no second
 tensors = {"2 hosts": continued[16], "3 hosts": continued[24], "3 hosts, nothing recomputed (by formula)": kept_bytes}
 needed = {name: held + more + reserve_bytes for name, held in tensors.items()}
 table = pandas.DataFrame({"tensors, GB": tensors, "with all else, GB": needed}) / GB
@@ -745,7 +750,10 @@ plots.comparison_table(two_ways, yours=mine, tolerance=0.1, column="reckoned")
 
 # %%
 parts_s = {
-    name: {"compute": estimate_rank_step(result, GPUS).time.compute_s, "exposed": estimate_rank_step(result, GPUS).time.exposed_s}
+    name: {
+        "compute": estimate_rank_step(result, GPUS).time.compute_s,
+        "exposed": estimate_rank_step(result, GPUS).time.exposed_s,
+    }
     for name, result in ways.items()
 }
 _ = simulate_plots.step_time_parts(parts_s, note=GPUS.device)
@@ -856,7 +864,9 @@ claim("on 16 GPUs nothing fits in 16 GiB", few.empty)
 
 # %%
 blocks_8 = replace(LLAMA_2_7B, layers=8)
-by_shape = {hosts: TrainingSetup(blocks_8, 1, SEQUENCE, 8 * hosts, "full").estimate_step(GPUS).time.step_s for hosts in eight}
+by_shape = {
+    hosts: TrainingSetup(blocks_8, 1, SEQUENCE, 8 * hosts, "full").estimate_step(GPUS).time.step_s for hosts in eight
+}
 by_simulation = {hosts: result.value("reckoned_step_s") for hosts, result in eight.items()}
 pandas.DataFrame({"by the shape, s": by_shape, "simulated, s": by_simulation}).rename_axis("hosts").round(4)
 
@@ -951,7 +961,9 @@ _ = simulate_plots.step_time_parts(waits, note=NOTE)
 # %%
 def kept_part(gpus: Hardware, batch: int = 1) -> float:
     """How much of the speed of one GPU is left, from the fewest GPUs to the most."""
-    few, many = (TrainingSetup(LLAMA_2_7B, batch, SEQUENCE, n, "full").estimate_step(gpus).tokens_per_s for n in (8, RANKS))
+    few, many = (
+        TrainingSetup(LLAMA_2_7B, batch, SEQUENCE, n, "full").estimate_step(gpus).tokens_per_s for n in (8, RANKS)
+    )
     return many / few
 
 
@@ -1172,7 +1184,9 @@ _ = simulate_plots.estimate_accuracy(
 # %% tags=["claim"]
 claim("all eight are within six percent", len(ratios) == 8 and worst < 1.06)
 claim("it makes no difference", max(networks.values()) < 1.06)
-falls = [(H100_RESULTS[i].estimate_step().tokens_per_s / H100_RESULTS[i - 2].estimate_step().tokens_per_s) for i in (2, 3)]
+falls = [
+    (H100_RESULTS[i].estimate_step().tokens_per_s / H100_RESULTS[i - 2].estimate_step().tokens_per_s) for i in (2, 3)
+]
 claim("the model sees none of that", min(falls) >= 1)
 claim("the tensors are 5 to 20 percent less", all(0.05 < 1 - tensors / seen < 0.2 for tensors, seen in rows.values()))
 

@@ -490,7 +490,9 @@ def in_short(text: str) -> str:
 
 rows = {}
 for case in ("another_collective", "another_shape", "another_order"):
-    texts = {level: [rank.reported["said"][f"{level} {case}"] for rank in disagreed.ranks] for level in ("OFF", "DETAIL")}
+    texts = {
+        level: [rank.reported["said"][f"{level} {case}"] for rank in disagreed.ranks] for level in ("OFF", "DETAIL")
+    }
     rows[case.replace("_", " ")] = [" / ".join(map(in_short, texts["OFF"])), in_short(texts["DETAIL"][0])]
 pandas.DataFrame.from_dict(rows, orient="index", columns=["as usual, rank 0 / rank 1", "with DETAIL, rank 0"])
 
@@ -713,7 +715,9 @@ else:
 
 # %% tags=["claim"]
 claim("where_they_part finds rank 2 in them", at == (2, [2]))
-claim("the state stays scheduled", {call[2] for rank in flight.ranks for call in rank.reported["calls"]} == {"scheduled"})
+claim(
+    "the state stays scheduled", {call[2] for rank in flight.ranks for call in rank.reported["calls"]} == {"scheduled"}
+)
 claim("the lines are those of the cell", flight.ranks[0].reported["lines"] == [[9], [10], [15]])
 
 # %% [markdown]
@@ -813,7 +817,8 @@ _ = plots.wait_times(slow, predicted_ms=SLOW_STEPS * max(work_ms))
 def waited(result: labkit.RunResult) -> list[float]:
     """The part of its time that each rank waited in collectives."""
     return [
-        sum(done - ready for _, ready, done in rank.reported["steps"]) / rank.reported["steps"][-1][2] for rank in result.ranks
+        sum(done - ready for _, ready, done in rank.reported["steps"]) / rank.reported["steps"][-1][2]
+        for rank in result.ranks
     ]
 
 
@@ -1125,7 +1130,9 @@ report(**{fault: train(fault) for fault in ("right", "missed reduction", "wrong 
 # %% tags=["nbval-ignore-output"]
 FAULTS = ("right", "missed reduction", "wrong scaling", "stale parameter")
 found = {fault: silent.ranks[0].reported[fault] for fault in FAULTS}
-_ = plots.values_by_step({fault: found[fault]["losses"] for fault in FAULTS}, silent, ylabel="loss (mean squared error)")
+_ = plots.values_by_step(
+    {fault: found[fault]["losses"] for fault in FAULTS}, silent, ylabel="loss (mean squared error)"
+)
 
 # %% [markdown]
 # *The loss of all four falls to less than half. None of the three faults fails this test. The lowest in the end is that

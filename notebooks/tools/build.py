@@ -19,7 +19,7 @@ from pathlib import Path
 import nbformat
 import tyro
 
-from labkit.checks.commit import ENV_STRICT_CLAIMS
+from labkit.environment import ENV_STRICT_CLAIMS
 from notebooks.tools.execute import CellFailed, execute, strip
 from notebooks.tools.source import (
     Lab,

@@ -42,7 +42,9 @@ EXERCISES = [
         {
             "rank 0 returned rank 1's vector": SHIFT.format(to="(rank - 1)", source="(rank + 1)", result="arrived"),
             "rank 0 returned its own vector": SHIFT.format(to="(rank + 1)", source="(rank - 1)", result="mine"),
-            "on rank 0 the function returned NoneType": SHIFT.format(to="(rank + 1)", source="(rank - 1)", result="None"),
+            "on rank 0 the function returned NoneType": SHIFT.format(
+                to="(rank + 1)", source="(rank - 1)", result="None"
+            ),
             "the numbers are right, but rank 0 sent 1,600,000 bytes": """
 everyone = [torch.empty_like(mine) for _ in range(ranks)]
 for _ in range(4):
@@ -138,11 +140,15 @@ return min(rounds[small]), (min(rounds[large]) - min(rounds[small])) / (large - 
         "train",
         checks.train,
         {
-            "rank 0 trained alone: its gradients met no other's": TRAIN.format(broadcast=FIRST, zero=ZERO, average="pass"),
+            "rank 0 trained alone: its gradients met no other's": TRAIN.format(
+                broadcast=FIRST, zero=ZERO, average="pass"
+            ),
             "rank 0 used the sum of all gradients": TRAIN.format(
                 broadcast=FIRST, zero=ZERO, average="dist.all_reduce(parameter.grad)"
             ),
-            "rank 0 averaged gradients of models that began different": TRAIN.format(broadcast="pass", zero=ZERO, average=MEAN),
+            "rank 0 averaged gradients of models that began different": TRAIN.format(
+                broadcast="pass", zero=ZERO, average=MEAN
+            ),
             "rank 0 added the gradients of earlier steps": TRAIN.format(broadcast=FIRST, zero="pass", average=MEAN),
             "rank 0 left the weights as they were": "for parameter in model.parameters():\n    " + FIRST,
         },

@@ -26,12 +26,16 @@ EXERCISES = [
                 ),
             ),
             FIT + "the numbers of the fastest round": changed("fitted", ("statistics.median(times)", "min(times)")),
-            FIT + "the numbers of the mean round": changed("fitted", ("statistics.median(times)", "statistics.mean(times)")),
+            FIT + "the numbers of the mean round": changed(
+                "fitted", ("statistics.median(times)", "statistics.mean(times)")
+            ),
             FIT + "an alpha that has bytes inside": changed(
                 "fitted", ("(typical[many] - typical[few]) / (many - few)", "typical[many] / many")
             ),
             FIT + "a beta that has latency inside": changed("fitted", ("(typical[few] - few * alpha)", "typical[few]")),
-            FIT + "the right alpha and another beta": changed("fitted", ("(typical[few] - few * alpha)", "typical[many]")),
+            FIT + "the right alpha and another beta": changed(
+                "fitted", ("(typical[few] - few * alpha)", "typical[many]")
+            ),
         },
     ),
     Exercise(
@@ -69,7 +73,9 @@ EXERCISES = [
             "bounded_buckets([4, 4, 4], limit=10) gave [[0, 1, 2]]: bucket [0, 1, 2] holds 12 bytes": changed(
                 "bounded_buckets", ("held + size > limit", "held > limit")
             ),
-            "bounded_buckets([4, 4, 4], limit=10) gave 3 buckets": ("return [[position] for position in range(len(sizes))]"),
+            "bounded_buckets([4, 4, 4], limit=10) gave 3 buckets": (
+                "return [[position] for position in range(len(sizes))]"
+            ),
             "bounded_buckets([5, 5, 5, 5], limit=10) gave 4 buckets": changed(
                 "bounded_buckets", ("held + size > limit", "held + size >= limit")
             ),
@@ -94,7 +100,9 @@ EXERCISES = [
                 "for parameter in model.parameters():\n"
                 "    parameter.register_post_accumulate_grad_hook(average)"
             ),
-            FIRST_PASS + "one all-reduce carried all gradients": changed("small_ddp", ("], bucket_bytes)", "], 2**40)")),
+            FIRST_PASS + "one all-reduce carried all gradients": changed(
+                "small_ddp", ("], bucket_bytes)", "], 2**40)")
+            ),
             FIRST_PASS + "all-reduces of 188, 288, 216 bytes were asked for": changed(
                 "small_ddp", ("list(model.parameters())[::-1]", "list(model.parameters())")
             ),
@@ -156,14 +164,17 @@ EXERCISES = [
         checks.accumulate,
         {
             "on rank 0, every backward pass sent its gradients": (
-                "for inputs, targets in batches:\n    (nn.functional.mse_loss(model(inputs), targets) / len(batches)).backward()"
+                "for inputs, targets in batches:\n"
+                "    (nn.functional.mse_loss(model(inputs), targets) / len(batches)).backward()"
             ),
             "on rank 0, nothing was sent": (
                 "with model.no_sync():\n"
                 "    for inputs, targets in batches:\n"
                 "        (nn.functional.mse_loss(model(inputs), targets) / len(batches)).backward()"
             ),
-            "on rank 0, the gradient of parameter 0 is 3 times too large": changed("accumulate", (" / len(batches)", "")),
+            "on rank 0, the gradient of parameter 0 is 3 times too large": changed(
+                "accumulate", (" / len(batches)", "")
+            ),
             "on rank 0, the gradient of parameter 0 is that of the last micro-batch alone, divided": changed(
                 "accumulate", ("    backward(inputs, targets)", "    pass")
             ),

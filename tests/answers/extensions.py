@@ -129,14 +129,18 @@ EXERCISES = [
         "gather_bytes",
         checks.gather_bytes,
         {
-            "gather_bytes(rows=8, columns=4, ranks=2, bytes_per_number=4) gave 128": ("return rows * columns * bytes_per_number"),
+            "gather_bytes(rows=8, columns=4, ranks=2, bytes_per_number=4) gave 128": (
+                "return rows * columns * bytes_per_number"
+            ),
             "gather_bytes(rows=5, columns=6, ranks=2, bytes_per_number=4) gave 48": (
                 "return rows // ranks * columns * bytes_per_number"
             ),
             "gather_bytes(rows=8, columns=4, ranks=2, bytes_per_number=4) gave 80": (
                 "return (rows // ranks + 1) * columns * bytes_per_number"
             ),
-            "gather_bytes(rows=8, columns=4, ranks=4, bytes_per_number=2) gave 32": ("return -(-rows // ranks) * columns * 4"),
+            "gather_bytes(rows=8, columns=4, ranks=4, bytes_per_number=2) gave 32": (
+                "return -(-rows // ranks) * columns * 4"
+            ),
         },
     ),
     Exercise(
@@ -173,7 +177,9 @@ EXERCISES = [
             "with dispatch, two.chunk(3) raised AttributeError": operated(
                 "tree_map(lambda x, y: cls(x, y) if isinstance(x, torch.Tensor) else x, a, b)", "cls(a, b)"
             ),
-            "with dispatch, torch.equal(two, two) raised AttributeError": operated(" if isinstance(x, torch.Tensor) else x", ""),
+            "with dispatch, torch.equal(two, two) raised AttributeError": operated(
+                " if isinstance(x, torch.Tensor) else x", ""
+            ),
             "torch.add(two, 0, out=plain) leaves half b's result": operated(
                 "b = func(*args_b, **kwargs_b)\na = func(*args_a, **kwargs_a)",
                 "a = func(*args_a, **kwargs_a)\nb = func(*args_b, **kwargs_b)",
@@ -195,7 +201,9 @@ EXERCISES = [
             "of 2 rows, where 2 ranks share 5, pre_all_gather sends a first tensor of shape (2, 2)": sent(
                 answer="(self.a, self.b), None"
             ),
-            "of 3 rows, where 2 ranks share 6, pre_all_gather sends a first tensor of shape (6, 2)": sent(rows="outer_size[0]"),
+            "of 3 rows, where 2 ranks share 6, pre_all_gather sends a first tensor of shape (6, 2)": sent(
+                rows="outer_size[0]"
+            ),
         },
     ),
     Exercise(
@@ -205,7 +213,9 @@ EXERCISES = [
         {
             "on the first call the hook gave TwoTensor, not two things": hook("labkit.tensors.TwoTensor(a, b)"),
             "on the first call the hook gave tuple, tuple, not two things": hook("(a, b), (a, b)"),
-            "what was gathered has the right dtype already, and a copy of it": hook("type(self)(a.clone(), b.clone()), ()"),
+            "what was gathered has the right dtype already, and a copy of it": hook(
+                "type(self)(a.clone(), b.clone()), ()"
+            ),
             "in float32, half a of the loss is wrong in step 0": hook("type(self)(b, a), (a, b)"),
             "in float32, half b of the loss is wrong in step 0": hook("type(self)(a, a), (a, b)"),
             "the parameter is (51, 64) in torch.float32, not (52, 64)": hook("type(self)(a[:51], b[:51]), (a, b)"),
@@ -218,7 +228,9 @@ EXERCISES = [
         {
             "it sends 1.000 of the bytes of float32": "return (shard,)",
             "encode_bf16 gave Tensor, not a tuple of tensors": "return shard.bfloat16()",
-            "the weights with a row of zeros: rank 0's rows became 0": ("return (torch.zeros_like(shard, dtype=torch.bfloat16),)"),
+            "the weights with a row of zeros: rank 0's rows became 0": (
+                "return (torch.zeros_like(shard, dtype=torch.bfloat16),)"
+            ),
         },
     ),
     Exercise(
@@ -230,7 +242,9 @@ EXERCISES = [
             "on rank 0, ValueError: decode gave (64, 128) in torch.float32": (
                 "return gathered[0][: len(gathered[0]) // 2].to(dtype)"
             ),
-            "the weights with a row of zeros: rank 0's rows came back 2.0 times as large": ("return 2 * gathered[0].to(dtype)"),
+            "the weights with a row of zeros: rank 0's rows came back 2.0 times as large": (
+                "return 2 * gathered[0].to(dtype)"
+            ),
         },
     ),
     Exercise(
@@ -249,7 +263,9 @@ EXERCISES = [
         "encode_8bit",
         lambda encode: checks.eight_bit_gather(encode, decode_8bit),
         {
-            "the weights with a row of zeros: rank 0's rows became 0": rows(sent="shard.to(torch.int8), torch.ones_like(scales)"),
+            "the weights with a row of zeros: rank 0's rows became 0": rows(
+                sent="shard.to(torch.int8), torch.ones_like(scales)"
+            ),
             "the weights with a row of zeros: rank 0's rows hold NaN": rows(
                 least="", sent="(shard / scales).to(torch.float8_e4m3fn), scales"
             ),
@@ -294,7 +310,9 @@ return (numbers.float() * torch.cat([scales[:half], scales[:half]])).to(dtype)
         "held_bytes",
         checks.held_bytes,
         {
-            "held_bytes(numbers=100, sent_bytes=4, compute_bytes=4) gave 800": ("return numbers * (sent_bytes + compute_bytes)"),
+            "held_bytes(numbers=100, sent_bytes=4, compute_bytes=4) gave 800": (
+                "return numbers * (sent_bytes + compute_bytes)"
+            ),
             "held_bytes(numbers=100, sent_bytes=2, compute_bytes=4) gave 400": "return numbers * compute_bytes",
             "held_bytes(numbers=100, sent_bytes=2, compute_bytes=4) gave 200": "return numbers * sent_bytes",
         },

@@ -63,7 +63,8 @@ EXERCISES = [
         checks.culprit,
         {
             "in a run with one that was killed it blames rank 0, which only lost": (
-                'own = [end for end in ends if end["status"] not in (0, -15)]\nreturn min(own, key=lambda end: end["time"])["rank"]'
+                'own = [end for end in ends if end["status"] not in (0, -15)]\n'
+                'return min(own, key=lambda end: end["time"])["rank"]'
             ),
             "in a run with one that raised it blames rank 0, which only lost": (
                 'return next(end["rank"] for end in ends if end["error"])'
@@ -98,8 +99,12 @@ return limit.item()
         "where_they_part",
         checks.where_they_part,
         {
-            "of rank 0 with another shape it gave (1, [1, 2, 3])": CALLS.format(places="max", differs="call != calls[0]"),
-            "of rank 3 one call short it gave None": CALLS.format(places="min", differs="calls.count(call) < len(calls) / 2"),
+            "of rank 0 with another shape it gave (1, [1, 2, 3])": CALLS.format(
+                places="max", differs="call != calls[0]"
+            ),
+            "of rank 3 one call short it gave None": CALLS.format(
+                places="min", differs="calls.count(call) < len(calls) / 2"
+            ),
             "of rank 0 with another shape it gave None": CALLS.format(
                 places="min", differs="[c[0] for c in calls].count(call[0]) < len(calls) / 2"
             ),
@@ -121,7 +126,9 @@ return found
             "while a call was under way, rank 0's log did not have it": RECORDED.format(
                 **GOOD | {"before": "pass", "after": 'entry["done"] = True; log.append(entry)'}
             ),
-            "while a call was under way, rank 0's log called it done": RECORDED.format(**GOOD | {"done": "True", "after": "pass"}),
+            "while a call was under way, rank 0's log called it done": RECORDED.format(
+                **GOOD | {"done": "True", "after": "pass"}
+            ),
             "rank 0 got None from an asynchronous call": RECORDED.format(**GOOD | {"result": "None"}),
             "on rank 0 the collective left other numbers": RECORDED.format(
                 **GOOD | {"calls": "collective(tensor, **{name: kwargs[name] for name in kwargs if name != 'op'})"}
@@ -191,7 +198,9 @@ loss.backward()
         "mended",
         checks.mended,
         {
-            "the last layer's weight is still zero": MENDED.replace(f"{NEW_WEIGHT}\n{OPTIMIZER}", f"{OPTIMIZER}\n{NEW_WEIGHT}"),
+            "the last layer's weight is still zero": MENDED.replace(
+                f"{NEW_WEIGHT}\n{OPTIMIZER}", f"{OPTIMIZER}\n{NEW_WEIGHT}"
+            ),
             "the first layer's bias differs between the ranks": MENDED.replace(
                 "        dist.all_reduce",
                 "        if parameter.dim() == 1:\n            continue\n        dist.all_reduce",
@@ -219,7 +228,9 @@ loss.backward()
         "my_indices",
         checks.my_indices,
         {
-            "a second run with the same seed takes other samples": ("return torch.randperm(count)[rank::ranks].tolist()"),
+            "a second run with the same seed takes other samples": (
+                "return torch.randperm(count)[rank::ranks].tolist()"
+            ),
             "sample 3 goes to two ranks": SHUFFLED.format(seed="1000 * seed + epoch + rank", part="rank::ranks"),
             "epoch 1 takes the samples in the order of epoch 0": SHUFFLED.format(seed="seed", part="rank::ranks"),
             "another seed takes the samples in the same order": SHUFFLED.format(seed="epoch", part="rank::ranks"),

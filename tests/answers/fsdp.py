@@ -37,7 +37,9 @@ def forgotten_block(answer):
 
 
 ALL = "for parameter in model.parameters():\n    dist.all_reduce(parameter.grad)\n    parameter.grad /= ranks"
-SUMMED = "for parameter in model.parameters():\n    if parameter not in experts:\n        dist.all_reduce(parameter.grad)"
+SUMMED = (
+    "for parameter in model.parameters():\n    if parameter not in experts:\n        dist.all_reduce(parameter.grad)"
+)
 DIVIDED = "for parameter in model.parameters():\n    if parameter not in experts:\n        parameter.grad /= ranks"
 UNTOUCHED = SUMMED + "\n        parameter.grad /= ranks"
 CLOSE = "(mine[name] - reference[name]).abs().max() <= 1e-5 * reference[name].abs().max()"
@@ -73,8 +75,12 @@ EXERCISES = [
         "wire_bytes",
         checks.wire_bytes,
         {
-            "wire_bytes(parameter_bytes=800, ranks=2, technique='ddp') gave 400": changed("wire_bytes", ('"ddp": 2', '"ddp": 1')),
-            "wire_bytes(parameter_bytes=800, ranks=8, technique='ddp') gave 200": changed("wire_bytes", (" * (ranks - 1)", "")),
+            "wire_bytes(parameter_bytes=800, ranks=2, technique='ddp') gave 400": changed(
+                "wire_bytes", ('"ddp": 2', '"ddp": 1')
+            ),
+            "wire_bytes(parameter_bytes=800, ranks=8, technique='ddp') gave 200": changed(
+                "wire_bytes", (" * (ranks - 1)", "")
+            ),
             "wire_bytes(parameter_bytes=800, ranks=8, technique='fsdp') gave 1,400": changed(
                 "wire_bytes", ('"fsdp": 3', '"fsdp": 2')
             ),
@@ -92,12 +98,16 @@ EXERCISES = [
             "on rank 0, what you return for unit 0 has shape (50,)": changed(
                 "small_fsdp", ("full.chunk(ranks)[dist.get_rank()].clone()", "full.clone()")
             ),
-            "on rank 1, what you return for unit 0 is rank 0's part": changed("small_fsdp", ("[dist.get_rank()]", "[0]")),
+            "on rank 1, what you return for unit 0 is rank 0's part": changed(
+                "small_fsdp", ("[dist.get_rank()]", "[0]")
+            ),
             "after its forward pass, unit 0 still holds 200 bytes of whole parameters": changed(
                 "small_fsdp",
                 ("-> None:\n    buffer.resize_(0)\n    if output", "-> None:\n    if output"),
             ),
-            "parameters were used while their buffer was empty": changed("small_fsdp", ("output.register_hook(gather)", "pass")),
+            "parameters were used while their buffer was empty": changed(
+                "small_fsdp", ("output.register_hook(gather)", "pass")
+            ),
             "on rank 0, the gradient of unit 0's shard is the sum over the ranks, not the mean": changed(
                 "small_fsdp", ("shard.grad /= ranks", "pass")
             ),
@@ -134,7 +144,9 @@ EXERCISES = [
         checks.peak_bytes,
         {
             "peak_bytes(units=[800], ranks=1) gave 3,200": changed("peak_bytes", ("3 * sum", "sum")),
-            "peak_bytes(units=[800], ranks=2) gave 4,400": changed("peak_bytes", ("3 * sum(units) / ranks", "3 * sum(units)")),
+            "peak_bytes(units=[800], ranks=2) gave 4,400": changed(
+                "peak_bytes", ("3 * sum(units) / ranks", "3 * sum(units)")
+            ),
             "peak_bytes(units=[800, 800], ranks=2) gave 4,400": changed("peak_bytes", ("sum(units[index:])", "unit")),
             "peak_bytes(units=[400, 1600, 800], ranks=4) gave 5,800": changed(
                 "peak_bytes", ("units[index:]", "units[: index + 1]")
@@ -201,7 +213,9 @@ EXERCISES = [
         "tied_unit",
         checks.tied_unit,
         {
-            "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'embedding'": ("return list(model.modules())"),
+            "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'embedding'": (
+                "return list(model.modules())"
+            ),
             "tied_unit(model, 'blocks.0'), where nothing is tied, took in the model, 'blocks'": changed(
                 "tied_unit", ("recurse=False", "")
             ),

@@ -83,9 +83,15 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         "halo_bytes",
         checks.halo_bytes,
         {
-            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 1": ("return rows * (kernel - 1) // 2 * channels * batch"),
-            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 8": ("return rows * (kernel - 1) * channels * batch * 4"),
-            "halo_bytes(rows=32, kernel=7, channels=32, batch=2) gave 12,288": ("return rows * (kernel - 1) // 2 * channels * 4"),
+            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 1": (
+                "return rows * (kernel - 1) // 2 * channels * batch"
+            ),
+            "halo_bytes(rows=1, kernel=3, channels=1, batch=1) gave 8": (
+                "return rows * (kernel - 1) * channels * batch * 4"
+            ),
+            "halo_bytes(rows=32, kernel=7, channels=32, batch=2) gave 12,288": (
+                "return rows * (kernel - 1) // 2 * channels * 4"
+            ),
         },
     ),
     Exercise(
@@ -94,7 +100,8 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         checks.halo_exchange,
         {
             "on rank 0, the last 3 columns are all zero": "return torch.nn.functional.pad(strip, (halo, halo))",
-            "on rank 0, the first 3 columns are rank 1's first 3": OUT + "return torch.cat([from_right, strip, from_left], dim=-1)",
+            "on rank 0, the first 3 columns are rank 1's first 3": OUT
+            + "return torch.cat([from_right, strip, from_left], dim=-1)",
             "on rank 0, the last 3 columns are rank 1's columns from 3 on": OUT.replace(
                 "strip[..., :halo]", "strip[..., halo : 2 * halo]"
             )
@@ -153,7 +160,9 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         "activation_bytes",
         checks.activation_bytes,
         {
-            "activation_bytes(batch=1, channels=1, height=1, width=1) gave 12": ("return 12 * batch * channels * height * width"),
+            "activation_bytes(batch=1, channels=1, height=1, width=1) gave 12": (
+                "return 12 * batch * channels * height * width"
+            ),
             "activation_bytes(batch=1, channels=1, height=1, width=1) gave 24": (
                 "return 6 * batch * channels * height * width * 4"
             ),
@@ -167,7 +176,9 @@ return {"images": [Shard(0), Shard(3)], "weights": [Replicate(), Replicate()],
         "strip_step_s",
         checks.strip_step_s,
         {
-            TIME.format(4, 0, 0, 0.0, 0.0) + "1": ("return plain_s + messages * (alpha_s + message_bytes * beta_s_per_byte)"),
+            TIME.format(4, 0, 0, 0.0, 0.0) + "1": (
+                "return plain_s + messages * (alpha_s + message_bytes * beta_s_per_byte)"
+            ),
             TIME.format(2, 10, 0, 0.01, 0.0) + "0.51": (
                 "return plain_s / ranks + alpha_s + messages * message_bytes * beta_s_per_byte"
             ),

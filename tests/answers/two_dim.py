@@ -100,7 +100,9 @@ EXERCISES = [
             "on rank 0, backward returned the mean over its group": changed(
                 "CopyToRanks", ("return total, None", "return total / dist.get_world_size(ctx.group), None")
             ),
-            "on rank 0, backward changed the gradient that it was given": changed("CopyToRanks", ("grad.clone()", "grad")),
+            "on rank 0, backward changed the gradient that it was given": changed(
+                "CopyToRanks", ("grad.clone()", "grad")
+            ),
             "backward returns one value for each argument of forward": changed(
                 "CopyToRanks", ("return total, None", "return total")
             ),

@@ -78,7 +78,9 @@ def move(control, number):
         others[number % len(others)].press("Enter")
 
 
-@pytest.mark.parametrize("explorer", long_but(["Candidates", "Gather", "Spatial", "Wrapping"], widgets.__all__), indirect=True)
+@pytest.mark.parametrize(
+    "explorer", long_but(["GatherExplorer", "SpatialExplorer", "WrappingExplorer"], widgets.__all__), indirect=True
+)
 def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, request):
     handle = explorer.element_handle()
     page.evaluate(WATCH, handle)
@@ -96,7 +98,11 @@ def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, reques
     page.wait_for_timeout(500)
 
 
-@pytest.mark.parametrize("explorer", long_but(["Gather", "Placement", "Spatial", "Wrapping"], widgets.__all__), indirect=True)
+@pytest.mark.parametrize(
+    "explorer",
+    long_but(["GatherExplorer", "PlacementExplorer", "SpatialExplorer", "WrappingExplorer"], widgets.__all__),
+    indirect=True,
+)
 def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, request):
     run_it = explorer.get_by_role("button", name="run it")
     took = []

@@ -119,7 +119,9 @@ def test_a_node_that_does_not_see_the_runs_is_named(unseen, monkeypatch):
 def test_a_node_that_does_not_see_the_program_is_named(unseen):
     program = unseen / "program.py"
     program.write_text("raise SystemExit(3)")
-    with pytest.raises(NotAllHosts, match=r"n5 does not see .*program\.py: put the program on a disk that all nodes share"):
+    with pytest.raises(
+        NotAllHosts, match=r"n5 does not see .*program\.py: put the program on a disk that all nodes share"
+    ):
         labkit.submit(program, **TWO_BY_TWO | {"cluster": Slurm("blind")}).result()
 
 

@@ -83,7 +83,9 @@ def test_the_manifest_is_a_trainjob_as_published(kubectl, repository, device):
     # the schema leaves these to Kubernetes
     assert manifest.pop("apiVersion") == "trainer.kubeflow.org/v1alpha1" and manifest.pop("kind") == "TrainJob"
     manifest.pop("metadata")
-    problems = [f"{list(each.path)}: {each.message}" for each in Draft202012Validator(schema(repository)).iter_errors(manifest)]
+    problems = [
+        f"{list(each.path)}: {each.message}" for each in Draft202012Validator(schema(repository)).iter_errors(manifest)
+    ]
     assert not problems
 
 

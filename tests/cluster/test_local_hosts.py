@@ -40,7 +40,9 @@ def test_the_machines_own_network_is_not_touched_and_nothing_is_left():
     with start_local_hosts(3) as hosts:
         assert network()[:3] == before[:3]
         assert [host.name for host in hosts] == ["alpha", "beta", "gamma"]
-        reached = subprocess.run([*hosts[2].command, "ping", "-c1", "-W2", "10.77.0.1"], capture_output=True, check=False)
+        reached = subprocess.run(
+            [*hosts[2].command, "ping", "-c1", "-W2", "10.77.0.1"], capture_output=True, check=False
+        )
         assert reached.returncode == 0 or b"ping" in reached.stderr, reached
         left = subprocess.Popen([*hosts[1].command, "sleep", "600"])
         assert str(hosts) == f"alpha, beta, gamma: {NAMESPACE_KIND}"
@@ -66,7 +68,7 @@ class KillsAtStart(Display):
 
     def show(self, state, lines):
         if state.started_ranks == state.nproc:
-            self._hosts.kill("beta")
+            self._hosts.kill_host("beta")
 
 
 def test_without_root_hosts_are_processes_that_meet_on_loopback(monkeypatch):
@@ -75,7 +77,9 @@ def test_without_root_hosts_are_processes_that_meet_on_loopback(monkeypatch):
         assert hosts.kind == PROCESS_KIND
         result = labkit.run(RECORDS, nproc=1, hosts=hosts)
         assert result.hosts == ("alpha", "beta")
-        with pytest.raises(LabError, match="beta has no network cable, these hosts are processes that meet on loopback"):
+        with pytest.raises(
+            LabError, match="beta has no network cable, these hosts are processes that meet on loopback"
+        ):
             hosts.disconnect_host("beta")
         with use_display(KillsAtStart(hosts)), pytest.raises(HostLost, match=r"^beta was lost"):
             labkit.run(RECORDS, nproc=1, hosts=hosts, pause_s=60)

@@ -98,7 +98,9 @@ def test_nothing_is_left_there_when_ssh_itself_is_killed(tmp_path):
     noted = tmp_path / "pids"
     with ThreadPoolExecutor() as threads:
         run = threads.submit(labkit.run, MISBEHAVE, nproc=1, hosts=["alpha", "beta"], orphan=True, pids=str(noted))
-        pids = wait_for(lambda: noted.exists() and len(words := noted.read_text().split()) >= 5 and set(map(int, words)))
+        pids = wait_for(
+            lambda: noted.exists() and len(words := noted.read_text().split()) >= 5 and set(map(int, words))
+        )
         (to_beta,) = (each for each in psutil.Process().children() if "beta" in each.cmdline())
         to_beta.kill()
         with pytest.raises(HostLost, match=r"^beta was lost: its part of the run ended without a word"):

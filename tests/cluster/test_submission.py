@@ -34,7 +34,7 @@ def no_commands(monkeypatch, tmp_path):
     ("arguments", "message"),
     [
         ({"stpes": 3}, "fsdp_wrap: no parameter is called 'stpes'; did you mean 'steps'"),
-        ({"hybrid": 3}, "4 ranks cannot be cut into groups of hybrid = 3"),
+        ({"hybrid": 3}, "fsdp_wrap: no parameter is called 'hybrid'. It is a parameter of"),
         ({"nodes": 0}, "nodes = 0 is not a number of nodes"),
         ({"nproc": 0}, "nproc = 0 is not a number of ranks"),
         ({"timeout_s": float("inf")}, "timeout_s = inf: a cluster wants to know a limit"),
@@ -66,7 +66,9 @@ def test_an_option_is_a_word_for_sbatch(options):
 
 
 def test_the_folder_of_a_run_that_was_not_submitted_is_no_job(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no submitted\.json: give the folder of a run from labkit\.submit"):
+    with pytest.raises(
+        FileNotFoundError, match=r"holds no submitted\.json: give the folder of a run from labkit\.submit"
+    ):
         labkit_cluster.load_job(tmp_path)
 
 

@@ -35,7 +35,9 @@ def test_one_host_sends_nothing_to_others():
 def test_no_other_interval_loses_less():
     best = theory.checkpoint_interval_s(30.0, 20_000.0)
     least = theory.checkpoint_overhead_share(best, 30.0, 20_000.0)
-    assert all(theory.checkpoint_overhead_share(best * factor, 30.0, 20_000.0) > least for factor in (0.5, 0.9, 1.1, 2.0))
+    assert all(
+        theory.checkpoint_overhead_share(best * factor, 30.0, 20_000.0) > least for factor in (0.5, 0.9, 1.1, 2.0)
+    )
 
 
 def test_the_lost_share_is_that_of_a_simulated_run():
@@ -47,4 +49,6 @@ def test_the_lost_share_is_that_of_a_simulated_run():
         saves, rest = divmod(until_failure, interval_s + save_s)
         trained += saves * interval_s
         lost += saves * save_s + rest
-    assert lost / (lost + trained) == pytest.approx(theory.checkpoint_overhead_share(interval_s, save_s, between_s), rel=0.1)
+    assert lost / (lost + trained) == pytest.approx(
+        theory.checkpoint_overhead_share(interval_s, save_s, between_s), rel=0.1
+    )

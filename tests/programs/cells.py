@@ -16,7 +16,8 @@ from unittest.mock import patch
 
 from labkit import config as configs
 from labkit import rank
-from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder
+from labkit.environment import ENV_RUN_FOLDER
+from labkit.runs.folder import RunFolder
 from labkit.runs.records import RecordWriter
 
 

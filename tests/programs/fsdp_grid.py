@@ -53,7 +53,9 @@ OWN = {
 
 
 def cells(fsdp):
-    """Parameters of fsdp_matrix: model x checkpointing x mixed precision x offload (FSDP2), other wraps, all options."""
+    """Parameters of fsdp_matrix: model x checkpointing x mixed precision x offload (FSDP2), other wraps,
+    all options.
+    """
     names = ("model", "checkpointing", "precision", "offload")
     choices = (MODELS, (False, True), ("fp32", "bf16"), (False, True) if fsdp == 2 else (False,))
     grid = [{"wrap": "block"} | dict(zip(names, values, strict=True)) for values in itertools.product(*choices)]

@@ -1,6 +1,7 @@
 """Notes how each rank begins, and leaves things to be done at its end; labkit.run and a bare torchrun are to agree.
 
-Rank 0 comes to the end of the program, rank 1 ends through labkit's rank.run_main, rank 2 raises once the others are gone.
+Rank 0 comes to the end of the program, rank 1 ends through labkit's rank.run_main, rank 2 raises once the others are
+gone.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ def test_small_tensors_share_a_segment_and_take_multiples_of_512_bytes():
     assert (allocator.allocated, allocator.reserved) == (2048, 2 * MIB)
 
 
-@pytest.mark.parametrize(("size", "reserved"), [(MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)])
+@pytest.mark.parametrize(
+    ("size", "reserved"), [(MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)]
+)
 def test_a_segment_is_as_large_as_the_driver_is_asked_for(size, reserved):
     allocator = CachingAllocator()
     allocator.allocate(size)

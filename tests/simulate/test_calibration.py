@@ -1,4 +1,6 @@
-"""labkit_simulate.theory.calibration on machines made up, with noise; labkit_simulate.operators against torch's own counters."""
+"""labkit_simulate.theory.calibration on machines made up, with noise;
+labkit_simulate.operators against torch's own counters.
+"""
 
 import importlib.util
 import random

@@ -198,4 +198,6 @@ def test_of_a_thousand_ranks_each_holds_its_share_of_seventy_billion(mesh, share
         # in a block two sums in the forward pass, of which one is done again, and two in the backward pass
         sums, tokens, width = 2 * (2 + 1 + 2), 8192, 8192
         behind_the_blocks = 1 * 2 * tokens * width + 3 * 4 * tokens  # and of the loss three numbers a token
-        assert result.value("tp/all_reduce_bytes") == pytest.approx(sums * 2 * tokens * width + behind_the_blocks, abs=16)
+        assert result.value("tp/all_reduce_bytes") == pytest.approx(
+            sums * 2 * tokens * width + behind_the_blocks, abs=16
+        )

@@ -119,7 +119,8 @@ def test_buckets_of_ddp_are_sent_beside_the_backward_pass_and_halos_are_waited_f
     halos = [bar for bar in bars_of(simulated("spatial"), "communication") if bar.name.startswith("send")]
     assert len(halos) == simulated("spatial").value("send_count") > 0
     assert {len(read_events(simulated("spatial")).groups[call["group"]])
-            for call in read_events(simulated("spatial")).collective_calls if call["call"] == "send"} == {2}  # fmt: skip
+            for call in read_events(simulated("spatial")).collective_calls
+            if call["call"] == "send"} == {2}  # fmt: skip
 
 
 def test_other_hardware_needs_no_other_simulation(simulated):
@@ -133,7 +134,9 @@ def test_other_hardware_needs_no_other_simulation(simulated):
     faster = estimate_rank_step(first, get_hardware("a100-8x", matmul_share=1.0))
     assert faster.time.step_s < there.time.step_s and faster.model_flops == there.model_flops
     alone = estimate_rank_step(first, "h100-8x", ranks_per_host=4)
-    assert alone.time.communication_s > estimate_rank_step(first, "h100-8x").time.communication_s, "cards of four hosts, half each"
+    assert alone.time.communication_s > estimate_rank_step(first, "h100-8x").time.communication_s, (
+        "cards of four hosts, half each"
+    )
 
 
 def test_what_is_computed_again_takes_time_and_is_no_part_of_the_model():
@@ -141,7 +144,9 @@ def test_what_is_computed_again_takes_time_and_is_no_part_of_the_model():
     plain = labkit.simulate("fsdp_wrap", **how, **STACK)
     again = labkit.simulate("fsdp_wrap", **how, **STACK, checkpointing=True)
     assert again.value("reckoned_model_flops") == plain.value("reckoned_model_flops")
-    once, twice = (sum(count * each.flops for each, count in read_events(run).operator_counts) for run in (plain, again))
+    once, twice = (
+        sum(count * each.flops for each, count in read_events(run).operator_counts) for run in (plain, again)
+    )
     assert once == plain.value("reckoned_model_flops") and twice > 1.25 * once
     assert again.value("reckoned_compute_s") > plain.value("reckoned_compute_s")
     share = plain.value("reckoned_model_flops") / (plain.value("reckoned_step_s") * H100.flops_per_s["bfloat16"])
@@ -250,14 +255,19 @@ def test_each_link_has_its_bytes_and_seconds(simulated):
 
 
 def test_a_gather_ahead_is_added_where_most_is_held_in_the_forward_pass(simulated, tmp_path):
-    assert peak_phase_and_block(simulated("plain"))[0] == "backward" and memory_fit(simulated("plain")).prefetch_bytes == 0
+    assert (
+        peak_phase_and_block(simulated("plain"))[0] == "backward" and memory_fit(simulated("plain")).prefetch_bytes == 0
+    )
     large = tmp_path / "large.py"
     large.write_text(PLAIN.read_text().replace(".square().mean()", ".square().mean() + 0 * torch.ones(10**7).sum()"))
     result = labkit.simulate(large, world_size=16)
     assert peak_phase_and_block(result)[0] == "forward"
     without, ahead = memory_fit(simulated("plain")), memory_fit(result)
     assert ahead.prefetch_bytes == 4 * (64 * 64 + 64) and "gathered ahead" in str(ahead)
-    assert without.margin_bytes - ahead.margin_bytes == ahead.allocator_bytes - without.allocator_bytes + ahead.prefetch_bytes
+    assert (
+        without.margin_bytes - ahead.margin_bytes
+        == ahead.allocator_bytes - without.allocator_bytes + ahead.prefetch_bytes
+    )
 
 
 def test_figures_of_memory_name_the_peak(simulated):

@@ -1,4 +1,6 @@
-"""labkit_simulate.theory.hardware: each figure has a source, ranks share what they share, and errors list what there is."""
+"""labkit_simulate.theory.hardware: each figure has a source, ranks share what they share, and errors list
+what there is.
+"""
 
 import dataclasses
 
@@ -44,6 +46,10 @@ def test_ranks_have_a_gpu_each_and_share_cores():
     with pytest.raises(ValueError, match=r"9 ranks on a host of 8 devices \(h100-8x\): take 1 to 8"):
         gpus.for_rank(9)
     alone, crowded = laptop.for_rank(1), laptop.for_rank(4)
-    assert alone.peak_flops_per_s("float32") == 4 * crowded.peak_flops_per_s("float32") == 2 * laptop.peak_flops_per_s("float32")
+    assert (
+        alone.peak_flops_per_s("float32")
+        == 4 * crowded.peak_flops_per_s("float32")
+        == 2 * laptop.peak_flops_per_s("float32")
+    )
     assert alone.operator_s == laptop.for_rank(2).operator_s == crowded.operator_s / 2
     assert crowded.inside.beta_s_per_byte == 2 * laptop.inside.beta_s_per_byte

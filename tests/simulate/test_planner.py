@@ -12,9 +12,10 @@ import pytest
 
 import labkit
 from labkit.__main__ import main
+from labkit.environment import ENV_RUN_FOLDER
 from labkit.errors import LabError
 from labkit.launcher.progress import Display, use_display
-from labkit.runs.folder import ENV_RUN_FOLDER, runs_folder
+from labkit.runs.folder import runs_folder
 from labkit_simulate.extrapolate import SMALL_BLOCK_COUNTS, candidates_to_simulate_whole
 from labkit_simulate.memory_fit import GIB, memory_fit
 from labkit_simulate.planner import largest_fitting_value
@@ -73,7 +74,9 @@ def test_every_row_is_what_simulate_says_and_nothing_is_simulated_twice(found):
     accepted = rows["candidate"].nunique()
     assert len(rows) == 2 * accepted == 2 * runs == 8
     for row in (rows.iloc[0], rows[rows["hardware"] == "a100-8x"].iloc[-1]):
-        result = labkit.simulate("decoder", hardware=row["hardware"], **plan.simulate_arguments(row["candidate"]), warm=True)
+        result = labkit.simulate(
+            "decoder", hardware=row["hardware"], **plan.simulate_arguments(row["candidate"]), warm=True
+        )
         assert row["peak_bytes"] == result.value("peak_total_bytes")
         assert row["reserved_bytes"] == result.value("gpu_reserved_bytes")
         for name in ("step_s", "compute_s", "exposed_s"):
@@ -105,7 +108,9 @@ def test_a_plan_is_read_from_its_folder_and_asked_under_another_budget(found):
     plan, _ = found
     again = labkit.SearchResult.load(plan.folder)
     assert again.frame.equals(plan.frame) and repr(again) == repr(plan)
-    least, most = (plan.fitting_rows["reserved_bytes"] + sum(OUTSIDE_ALLOCATOR_BYTES.values())).agg(["min", "max"]) / 2**30
+    least, most = (plan.fitting_rows["reserved_bytes"] + sum(OUTSIDE_ALLOCATOR_BYTES.values())).agg(
+        ["min", "max"]
+    ) / 2**30
     assert len(again.with_limits(budget_gib=most).fitting_rows) == len(plan.fitting_rows)
     assert len(again.with_limits(budget_gib=(least + most) / 2).fitting_rows) < len(plan.fitting_rows)
     nothing = again.with_limits(budget_gib=0.5)
@@ -142,10 +147,10 @@ def test_the_best_of_deep_models_are_whole_and_the_table_says_which_are_not(deep
     count = sum(bool(each.continued_from) for each in some.candidates)
     assert f"{count} of 4 continued from 4 and 6 blocks, reserved memory estimated" in repr(some)
     assert re.findall(r"continued$|whole$", repr(some), re.MULTILINE)[0] == "whole"
-    assert some.result(some.best["candidate"]).value("peak_total_bytes") == some.best["peak_bytes"]
+    assert some.load_simulation(some.best["candidate"]).value("peak_total_bytes") == some.best["peak_bytes"]
     line = next(place for place, each in enumerate(some.candidates) if each.continued_from)
     with pytest.raises(labkit.ParameterError, match=rf"continued from \[4, 6\] blocks, simulate it .*\({line}\)"):
-        some.result(line)
+        some.load_simulation(line)
     assert labkit.SearchResult.load(some.folder).frame.equals(some.frame)
 
 

@@ -15,7 +15,9 @@ def closed_figures():
 
 
 def test_parts_of_a_step_add_up_and_say_how_much_is_waiting():
-    ax = plots.step_time_parts({"8": {"compute": 0.3, "exposed": 0.0}, "16": {"compute": 0.3, "exposed": 0.1}}, note="x")
+    ax = plots.step_time_parts(
+        {"8": {"compute": 0.3, "exposed": 0.0}, "16": {"compute": 0.3, "exposed": 0.1}}, note="x"
+    )
     ends = {(round(bar.get_y() + bar.get_height() / 2), round(bar.get_x() + bar.get_width(), 9)) for bar in ax.patches}
     assert ends == {(0, 0.3), (1, 0.3), (1, 0.4)}
     assert [text.get_text().strip() for text in ax.texts] == ["300 ms, 0% waiting", "400 ms, 25% waiting"]

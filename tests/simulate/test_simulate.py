@@ -69,7 +69,9 @@ def test_so_they_are_on_other_meshes(case):
 
 
 def test_a_simulation_says_what_it_is_and_holds_no_values_and_no_times():
-    result = labkit.simulate("fsdp_matrix", world_size=1024, rank=[0, 1023], hybrid=8, model="mlp_stack", dim=1024, steps=2)
+    result = labkit.simulate(
+        "fsdp_matrix", world_size=1024, rank=[0, 1023], hybrid=8, model="mlp_stack", dim=1024, steps=2
+    )
     assert result.ok and result.is_simulated and (result.world_size, result.active_ranks) == (1024, [0, 1023])
     assert result.stamp.startswith("simulated · 1024 ranks on 128 hosts")
     assert result.stamp.splitlines()[0] in repr(result)
@@ -190,6 +192,7 @@ def test_a_program_that_reads_a_number_is_told_its_line(program, monkeypatch):
         assert f"{PLAIN}:{line} reads a number" in failed.value.message
         assert failed.value.message.splitlines()[0].endswith('print("loss", loss.item())')
         assert "site-packages" not in failed.value.traceback
+        assert "run_rank.py" not in failed.value.traceback, "a learner's own frames come first"
 
 
 def test_a_compiled_program_is_refused_by_name():

@@ -1,4 +1,6 @@
-"""labkit_simulate.theory.step_time by hand, against walks of rings and simulations, and against what others have published."""
+"""labkit_simulate.theory.step_time by hand, against walks of rings and simulations, and against what others
+have published.
+"""
 
 import random
 from dataclasses import replace
@@ -85,9 +87,13 @@ def test_the_busiest_card_or_link_holds_a_ring_up(cards, on_host):
 def test_latency_of_a_ring_counts_the_steps_between_hosts_apart():
     ring = collective_s("all_gather", 1e-9, Group(8, 2), hosts(call_s=1e-3))
     assert ring == pytest.approx(1e-3 + 6 * INSIDE.alpha_s + 1 * BETWEEN.alpha_s)
-    alike = [collective_s("all_reduce", 1e-9, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")]
+    alike = [
+        collective_s("all_reduce", 1e-9, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")
+    ]
     assert alike[1] == alike[2] < alike[0] / 5, "many ranks and few bytes are a tree's"
-    large = [collective_s("all_reduce", 1e10, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")]
+    large = [
+        collective_s("all_reduce", 1e10, Group(512, 64), hosts(8, 8), algorithm=way) for way in ("ring", "tree", "best")
+    ]
     assert large[0] == large[2] < large[1], "many bytes are a ring's"
 
 
@@ -191,7 +197,9 @@ def test_a_step_recorded_on_one_device_overlaps_as_its_program_would():
 def test_what_was_just_computed_cannot_be_sent_early():
     """A layer of tensor parallelism: its sum waits for the product before it, and the next product for the sum."""
     step = schedule_tasks(
-        tasks_from_events([ComputeEvent("one", 3), CollectiveEvent("all_reduce", 2), WaitEvent(1), ComputeEvent("two", 3)])
+        tasks_from_events(
+            [ComputeEvent("one", 3), CollectiveEvent("all_reduce", 2), WaitEvent(1), ComputeEvent("two", 3)]
+        )
     )
     assert (step.step_s, step.exposed_s) == (8, 2)
     with pytest.raises(ValueError, match="event 1 waits for event 0, which is no call"):

@@ -48,7 +48,9 @@ def test_it_says_what_the_plan_says():
     assert explorer.current_row(**chosen | {"place": 2})["candidate"] == rows.iloc[2]["candidate"] != best["candidate"]
     assert "dollars for 1,000 steps" in said and "continued" not in said
     lines = [replace(each, continued_from=[4, 6]) for each in explorer.plan.candidates]
-    assert "continued from fewer blocks" in drawn(CandidateExplorer(replace(explorer.plan, candidates=lines)), **chosen)[1]
+    assert (
+        "continued from fewer blocks" in drawn(CandidateExplorer(replace(explorer.plan, candidates=lines)), **chosen)[1]
+    )
     roomy = chosen | {"budget_gib": 140}
     fastest, cheapest = (explorer.current_row(**roomy | {"by": by}) for _, by in explorer.controls["by"].options)
     assert cheapest["step_s"] > fastest["step_s"] and cheapest["dollars_per_step"] < fastest["dollars_per_step"]

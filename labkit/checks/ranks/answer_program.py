@@ -34,7 +34,7 @@ class Config:
     digest: str = ""
     """The SHA-256 of the file with the answers; nothing else is unpickled."""
     lab: str = ""
-    """The module beside this one whose ``feed`` calls the answers, such as "fsdp"."""
+    """The module beside this one whose ``run_answer`` calls the answers, such as "fsdp"."""
     setup: str = "{}"
     """Arguments by name for that function, as JSON."""
 
@@ -46,7 +46,7 @@ def main(config: Config) -> None:
 
 
 def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, Any]) -> None:
-    """Let the lab's ``feed`` call the answers, and leave what it returns in the folder. A collective.
+    """Let the lab's ``run_answer`` call the answers, and leave what it returns in the folder. A collective.
 
     Raises:
         Wrong: the answer cannot be worked with, or wants to end this process.

@@ -54,7 +54,10 @@ def make_rank_model(index: int) -> nn.Module:
 def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
     """The samples of a rank in each step: inputs [SAMPLES, INPUTS] and targets [SAMPLES, OUTPUTS]."""
     draw = torch.Generator().manual_seed(100 + index)
-    return [(torch.randn(SAMPLES, INPUTS, generator=draw), torch.randn(SAMPLES, OUTPUTS, generator=draw)) for _ in range(STEPS)]
+    return [
+        (torch.randn(SAMPLES, INPUTS, generator=draw), torch.randn(SAMPLES, OUTPUTS, generator=draw))
+        for _ in range(STEPS)
+    ]
 
 
 def train_all_ranks(

@@ -134,7 +134,9 @@ def check_hook(hook: Hook, kind: type[Tensor]) -> Hook:
             answer = hook(gathered, metadata, dtype)
             check_first_call(answer, gathered, dtype, kind)
             return answer
-        if not storage_pointers([out]) & storage_pointers(gathered):  # just allocated again: the old values may happen to lie there
+        if not storage_pointers([out]) & storage_pointers(
+            gathered
+        ):  # just allocated again: the old values may happen to lie there
             with torch.no_grad(), unsafe_preserve_version_counter(out):
                 for plain in tensors.plain_tensors(out):
                     plain.fill_(torch.nan)
@@ -148,7 +150,9 @@ def check_first_call(answer: Any, gathered: Sequence[Tensor], dtype: torch.dtype
     first, parts = "on the first call the", answer if isinstance(answer, tuple) else (answer,)
     if answer is not parts or len(parts) != 2 or not isinstance(parts[0], kind):
         seen = ", ".join(type(each).__name__ for each in parts)
-        raise WrongAnswer(f"{first} hook gave {seen}, not two things, a {kind.__name__} and a tuple of the tensors to free")
+        raise WrongAnswer(
+            f"{first} hook gave {seen}, not two things, a {kind.__name__} and a tuple of the tensors to free"
+        )
     whole, to_free = parts
     if not isinstance(to_free, tuple | list) or not all(isinstance(each, Tensor) for each in to_free):
         raise WrongAnswer(f"{first} second part of the answer must be a tuple of the tensors to free")

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from labkit import requirements
-from labkit.runs.folder import ENV_RUN_FOLDER, RunFolder, write_json, write_text
+from labkit.environment import ENV_RUN_FOLDER
+from labkit.runs.folder import RunFolder, write_json, write_text
 from labkit.session.payload import load_payload
 from labkit.session.session import batch_schedule_new_threads
 

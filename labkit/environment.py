@@ -1,0 +1,31 @@
+"""Names of labkit's environment variables. docs/environment.md explains those that people may set.
+
+Beside each: who sets it -> who reads it: its values.
+"""
+
+# Set by people.
+ENV_RUNS_FOLDER = "LABKIT_RUNS"  # a person -> runs.folder: where runs are recorded
+ENV_WARM = "LABKIT_WARM"  # a person -> launcher.warm_start: 0 never forks ranks, 1 always does
+ENV_QUEUE = "LABKIT_QUEUE"  # a person -> launcher.run_queue: 0 waits for no other run, 1 does
+ENV_NETWORK = "LABKIT_NETWORK"  # a person -> launcher.network_namespace: own
+ENV_PROGRESS = "LABKIT_PROGRESS"  # a person -> launcher.progress: off, text, notebook
+ENV_WIDGETS = "LABKIT_WIDGETS"  # a person -> widgets.explorer: 0 a figure, 1 controls
+ENV_VERDICTS = "LABKIT_VERDICTS"  # a person -> course.verdict_store: the file of verdicts
+ENV_SSH = "LABKIT_SSH"  # a person -> labkit_cluster.hosts: the ssh command with its options
+ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"  # builds, tests -> checks.commit: 1 raises
+ENV_TEST = "LABKIT_TEST"  # the Makefile -> tests: "all" adds the tests that take long
+
+# Set by labkit for torchrun, for its ranks, and for whatever these start.
+ENV_RUN_FOLDER = "LABKIT_RUN_FOLDER"  # the launcher -> all processes of a run: its folder
+ENV_NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"  # the launcher -> torchrun: the process to end with
+ENV_TORCHRUN_PID = "LABKIT_TORCHRUN_PID"  # torchrun -> ranks: the process to end with
+ENV_DEVICE = "LABKIT_DEVICE"  # the launcher -> ranks: auto, cpu, cuda
+ENV_PAYLOAD_SHA256 = "LABKIT_GIVEN"  # the launcher -> ranks: without it they unpickle nothing
+ENV_EXPECTED_WORLD_SIZE = "LABKIT_RANKS"  # the launcher -> ranks: a smaller world must not train
+ENV_SIMULATION = "LABKIT_SIMULATED"  # labkit.simulate -> ranks: JSON of ranks and world size
+ENV_PROCESS_RANKS = "LABKIT_PROCESS_RANKS"  # labkit.simulate -> ranks: JSON, each process's rank
+ENV_HOST_NAME = "LABKIT_HOST"  # labkit_cluster -> ranks: the name of their host
+ENV_HOST_INDEX = "LABKIT_NODE"  # labkit_cluster -> torchrun: which host this is, from 0
+ENV_TOTAL_CORES = "LABKIT_CORES"  # labkit_cluster -> ranks: cores of all hosts together
+ENV_CLOCK_AHEAD_S = "LABKIT_AHEAD_S"  # labkit_cluster -> ranks: seconds that host 0 is ahead
+ENV_LOCAL_HOST = "LABKIT_HOST_ON_THIS_MACHINE"  # labkit_cluster.local_hosts -> itself: whose host

@@ -1,0 +1,138 @@
+"""What runs the ranks of a run, and the loop that watches them.
+
+A run on this host has a LocalBackend. Several hosts have the one of labkit_cluster, which the core
+knows by name alone.
+"""
+
+import contextlib
+import importlib
+import math
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from labkit.launcher import process
+from labkit.launcher.warm_start import ForkServer, WarmTorchrun
+from labkit.runs.folder import RunFolder
+
+CLUSTER_MODULE = "labkit_cluster.hosts"
+POLL_PERIOD_S = 0.1
+FAILURE_GRACE_S = 3.0
+"""How long torchrun may take to end by itself after a rank has failed, before the run is stopped."""
+EXIT_FAILED = 1
+
+
+class RunHost(Protocol):
+    """A host of ``labkit.run(hosts=…)`` as far as the core knows it; see ``labkit.Host``."""
+
+    @property
+    def name(self) -> str:
+        """How messages and tables call it."""
+
+
+class Backend(Protocol):
+    """What runs the ranks of one run."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the ranks come from a process that has imported torch already."""
+
+    def start(self) -> None:
+        """Start the ranks; return at once."""
+
+    def wait(self, timeout_s: float) -> int:
+        """Return the exit status. Raise subprocess.TimeoutExpired after ``timeout_s`` seconds."""
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the Python stacks of these ranks, or why there are none, by rank."""
+
+    def stop(self) -> list[int]:
+        """End every process of the run; return the ids of those that do not die."""
+
+
+class LocalBackend:
+    """torchrun on this host: a fork of the fork server, or a new Python.
+
+    Args:
+        folder: of the run.
+        program: absolute path of a .py file, or a module's name.
+        arguments: the program's command line.
+        nproc: number of ranks.
+        environment: of torchrun and its ranks.
+        fork_server: forks torchrun; None for a new Python.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        program: str,
+        arguments: Sequence[str],
+        nproc: int,
+        environment: Mapping[str, str],
+        fork_server: ForkServer | None,
+    ):
+        self._folder = folder
+        self._how = program, arguments, nproc, dict(environment), fork_server
+        self._torchrun: process.TorchrunProcess | None = None
+
+    @property
+    def is_warm(self) -> bool:
+        return isinstance(self._torchrun, WarmTorchrun)
+
+    def start(self) -> None:
+        self._torchrun = process.start_torchrun(self._folder, *self._how)
+
+    def wait(self, timeout_s: float) -> int:
+        assert self._torchrun, "start() comes first"
+        return self._torchrun.wait(timeout_s)
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        return process.collect_stacks(self._folder, ranks)
+
+    def stop(self) -> list[int]:
+        pid = self._torchrun.pid if self._torchrun else None
+        immortal = process.kill_run_processes(self._folder.path, pid)
+        if self._torchrun and not immortal:
+            self._torchrun.wait(process.STOP_LIMIT_S)
+        return immortal
+
+
+def load_cluster() -> Any:
+    """Return the module for several hosts, with ``parse_hosts`` and ``MultiHostBackend``.
+
+    It is imported by name: the core does not depend on it.
+    """
+    return importlib.import_module(CLUSTER_MODULE)
+
+
+def watch_ranks(
+    wait: Callable[[float], int],
+    has_failed: Callable[[], bool],
+    *,
+    poll_period_s: float = POLL_PERIOD_S,
+    grace_s: float = FAILURE_GRACE_S,
+    timeout_s: float = math.inf,
+    on_timeout: Callable[[], int] = lambda: EXIT_FAILED,
+) -> int:
+    """Wait for torchrun's end; return its exit status.
+
+    Args:
+        wait: returns the exit status, or raises subprocess.TimeoutExpired after so many seconds.
+        has_failed: whether the run has failed; asked after each of these waits.
+        poll_period_s: how long each of them is.
+        grace_s: how long after a failure torchrun may take to end; then EXIT_FAILED is returned.
+        timeout_s: how long the run may take.
+        on_timeout: called after that; returns the exit status instead.
+    """
+    limit, failed_at = time.monotonic() + timeout_s, math.inf
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return wait(poll_period_s)
+        failed, now = has_failed(), time.monotonic()
+        if now > limit:
+            return on_timeout()
+        if failed:
+            failed_at = min(failed_at, now)
+        if now >= failed_at + grace_s:  # a rank that has failed but cannot leave
+            return EXIT_FAILED
