@@ -35,7 +35,9 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str]) -> ConfigTyp
     import tyro
 
     generated = f"{config_class.__name__}("  # what @dataclass writes where there is no docstring
-    about = "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
+    about = (
+        "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
+    )
     parsed = tyro.cli(cli_dataclass(config_class, argv), args=argv, description=about)
     with convert_refusals(config_class, "__post_init__"):
         return config_class(**vars(parsed))
@@ -92,7 +94,9 @@ def cli_list_dataclass(read: type[Any]) -> type[Any]:
     fields: list[Any] = []
     wanted: Any
     for field in dataclasses.fields(read):
-        wanted, *_, about = typing.get_args(field.type)  # limits between them hold later, for each value
+        wanted, *_, about = typing.get_args(
+            field.type
+        )  # limits between them hold later, for each value
         if typing.get_origin(wanted) is not tuple:
             several = Annotated[tuple[wanted, ...], about]
             fields.append((field.name, several, dataclasses.field(default=())))

@@ -68,7 +68,9 @@ class Limits:
     def __str__(self) -> str:
         divisor = self.multiple_of or math.inf
         signs = {"≥": self.at_least, ">": self.above, "<": self.below, "a multiple of": divisor}
-        return " and ".join(f"{sign} {limit:g}" for sign, limit in signs.items() if math.isfinite(limit))
+        return " and ".join(
+            f"{sign} {limit:g}" for sign, limit in signs.items() if math.isfinite(limit)
+        )
 
 
 PositiveInt = Annotated[int, Limits(at_least=1)]
@@ -121,7 +123,9 @@ def _is_allowed(wanted: Any) -> bool:
     return origin is Literal or wanted in PLAIN_TYPES
 
 
-def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None) -> ConfigType:
+def build_config(
+    config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None
+) -> ConfigType:
     """A Config with these parameters, over the preset's values, over the defaults.
 
     Args:
@@ -139,7 +143,10 @@ def build_config(config_class: type[ConfigType], parameters: Mapping[str, Any], 
             siblings = find_sibling_programs(config_class, name)
             raise ParameterError(unknown_name_message(config_class, name, siblings))
     try:
-        converted = {name: _convert_parameter(name, value, known[name].type) for name, value in parameters.items()}
+        converted = {
+            name: _convert_parameter(name, value, known[name].type)
+            for name, value in parameters.items()
+        }
     except ParameterError as error:
         raise ParameterError(f"{error}. Allowed:\n{describe_fields(config_class)}") from None
     preset = converted.get("preset", known["preset"].default if "preset" in known else None)
@@ -229,7 +236,9 @@ def config_params(config: Any) -> dict[str, Any]:
 
 def describe_fields(config_class: type[Any]) -> str:
     """One line a field: name, type, default and the first line of its docstring."""
-    docs = {name: f"  # {text.splitlines()[0]}" for name, text in read_field_docs(config_class).items()}
+    docs = {
+        name: f"  # {text.splitlines()[0]}" for name, text in read_field_docs(config_class).items()
+    }
     return "\n".join(
         f"  {name}: {type_name(field.type)} = {default_value(field)!r}{docs.get(name, '')}"
         for name, field in init_fields(config_class).items()
@@ -243,7 +252,9 @@ def convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
     file = getattr(config_class, "program_file", getattr(module, "__file__", None))
     code = getattr(getattr(config_class, method, None), "__code__", None)
     rule = "to refuse a value, raise ValueError with the reason; nothing else may fail"
-    with raise_parameter_errors(str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule):
+    with raise_parameter_errors(
+        str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule
+    ):
         try:
             yield
         except ValueError as error:
@@ -261,7 +272,9 @@ def init_fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 def default_value(field: dataclasses.Field[Any]) -> Any:
     """A field's default, or dataclasses.MISSING."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
@@ -274,7 +287,9 @@ def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
 def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # of a number with too many digits, or of an object that cannot be shown
+    except (
+        Exception
+    ) as error:  # of a number with too many digits, or of an object that cannot be shown
         text = f"<{type(value).__name__}, {error}>"
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
 
@@ -306,7 +321,11 @@ def convert(value: Any, wanted: Any) -> Any:
                 return tuple(map(convert, value, items))
     elif wanted in NUMBER_TYPES:
         too_large = isinstance(value, int) and abs(value) > MAX_INT64
-        if isinstance(value, NUMBER_TYPES[wanted]) and not isinstance(value, BOOL_TYPE) and not too_large:
+        if (
+            isinstance(value, NUMBER_TYPES[wanted])
+            and not isinstance(value, BOOL_TYPE)
+            and not too_large
+        ):
             return wanted(value)
     elif isinstance(value, wanted):
         return value
@@ -324,5 +343,7 @@ def type_name(wanted: Any) -> str:
     if origin is tuple:
         return f"tuple[{', '.join('...' if part is Ellipsis else type_name(part) for part in arguments)}]"
     if origin in (Union, types.UnionType):
-        return " | ".join("None" if part is types.NoneType else type_name(part) for part in arguments)
+        return " | ".join(
+            "None" if part is types.NoneType else type_name(part) for part in arguments
+        )
     return wanted.__name__ if isinstance(wanted, type) and not arguments else str(wanted)

@@ -94,7 +94,9 @@ def read_field_docs(config_class: type[Any]) -> dict[str, str]:
 
 
 def _read_own_field_docs(config_class: Any) -> dict[str, str]:
-    if "field_docs" not in vars(config_class):  # a class that runs: from its source, if there is one
+    if "field_docs" not in vars(
+        config_class
+    ):  # a class that runs: from its source, if there is one
         config_class.field_docs = {}
         with contextlib.suppress(OSError, TypeError, SyntaxError):
             source = textwrap.dedent(inspect.getsource(config_class))
@@ -194,9 +196,7 @@ def _used_names(node: ast.stmt) -> set[str]:
     return names
 
 
-def _execute_class(
-    program: Path, above: list[ast.stmt], definition: ast.ClassDef
-) -> type[Any]:
+def _execute_class(program: Path, above: list[ast.stmt], definition: ast.ClassDef) -> type[Any]:
     name = f"config of {program.name}, {next(_module_numbers)}"  # threads may read at the same time
     module = types.ModuleType(name)
     for node in above:
@@ -239,7 +239,11 @@ def raise_parameter_errors(file: str, line: int, what: str, rule: str) -> Iterat
     except LabError:
         raise
     except (Exception, SystemExit) as error:
-        lines = [at for frame, at in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        lines = [
+            at
+            for frame, at in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == file
+        ]
         place, reason = f"{file}:{lines[-1] if lines else line}", f"{type(error).__name__}: {error}"
         rule = CONFIG_IMPORT_RULE if isinstance(error, NameError) else rule
         raise ParameterError(f"{place}: {what}: {reason}; {rule}") from error
