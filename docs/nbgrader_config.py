@@ -15,7 +15,11 @@ class WithoutAnswers(NbGraderPreprocessor):
 
     def preprocess(self, notebook, resources):
         """The notebook without them."""
-        notebook.cells = [cell for cell in notebook.cells if not cell.source.startswith("<details><summary>An answer")]
+        notebook.cells = [
+            cell
+            for cell in notebook.cells
+            if not cell.source.startswith("<details><summary>An answer")
+        ]
         return notebook, resources
 
 

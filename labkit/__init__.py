@@ -29,7 +29,15 @@ Folders are layers, from the ranks' own side to the learner's; none imports from
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from labkit.errors import HostLost, LabError, NotAllHosts, ParameterError, RankFailed, RecordError, RunTimedOut
+from labkit.errors import (
+    HostLost,
+    LabError,
+    NotAllHosts,
+    ParameterError,
+    RankFailed,
+    RecordError,
+    RunTimedOut,
+)
 from labkit.launcher.progress import in_kernel
 from labkit.launcher.run import check, run, sweep
 from labkit.launcher.warm_start import fork_server_manager

@@ -149,7 +149,9 @@ def program_commands() -> dict[str, type[ProgramCommand]]:
     return commands
 
 
-def parse_run_command(program: str, words: Sequence[str], name: str = "run") -> tuple[ProgramCommand, dict[str, Any]]:
+def parse_run_command(
+    program: str, words: Sequence[str], name: str = "run"
+) -> tuple[ProgramCommand, dict[str, Any]]:
     """Read the options of the command called ``name`` and those of the program, by its Config.
 
     The parameters are those that differ from the defaults, each with its values in a tuple where the
@@ -165,12 +167,18 @@ def parse_run_command(program: str, words: Sequence[str], name: str = "run") -> 
     if config_class is None:
         about = f"{path.stem} has no class Config, so it takes no parameters"
         command, unknown = tyro.cli(
-            kind, prog=prog, description=f"{about}.", args=[program, *words], return_unknown_args=True
+            kind,
+            prog=prog,
+            description=f"{about}.",
+            args=[program, *words],
+            return_unknown_args=True,
         )
         if unknown:
             raise labkit.ParameterError(f"{about}: omit {' '.join(unknown)}")
         return command, {}
-    options = config.cli_dataclass(config_class, words, without=[each.name for each in fields(kind)])
+    options = config.cli_dataclass(
+        config_class, words, without=[each.name for each in fields(kind)]
+    )
     if kind.takes_lists:
         options = config.cli_list_dataclass(options)
     its_own = tyro.conf.arg(name=f"{path.stem}'s own")
@@ -178,7 +186,11 @@ def parse_run_command(program: str, words: Sequence[str], name: str = "run") -> 
         kind.__name__.removesuffix("Command"),
         [
             ("program", tyro.conf.Suppress[str], field(default=program)),
-            ("parameters", Annotated[options, tyro.conf.OmitArgPrefixes, its_own], field(default_factory=options)),
+            (
+                "parameters",
+                Annotated[options, tyro.conf.OmitArgPrefixes, its_own],
+                field(default_factory=options),
+            ),
         ],
         bases=(kind,),
     )
@@ -191,7 +203,9 @@ def parse_run_command(program: str, words: Sequence[str], name: str = "run") -> 
 def execute_command(command: ProgramCommand, parameters: dict[str, Any]) -> int:
     """Do what the command says with the program's parameters; returns the exit status."""
     kind: Any = next(each for each in program_commands().values() if isinstance(command, each))
-    return command.execute(**{each.name: getattr(command, each.name) for each in fields(kind)}, **parameters)
+    return command.execute(
+        **{each.name: getattr(command, each.name) for each in fields(kind)}, **parameters
+    )
 
 
 def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:
@@ -206,10 +220,16 @@ def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:
 
 def run_history_command(words: Sequence[str]) -> int:
     """Do what follows ``runs``: list, show, compare or prune; list, where nothing does."""
-    commands: dict[str, Callable[..., Any]] = {"list": list_runs, "show": show_run, "compare": compare_runs}
+    commands: dict[str, Callable[..., Any]] = {
+        "list": list_runs,
+        "show": show_run,
+        "compare": compare_runs,
+    }
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["list", *words]
-    return tyro.extras.subcommand_cli_from_dict(commands | {"prune": prune_runs}, prog=f"{PROG} runs", args=words)
+    return tyro.extras.subcommand_cli_from_dict(
+        commands | {"prune": prune_runs}, prog=f"{PROG} runs", args=words
+    )
 
 
 def list_runs(program: str | None = None, limit: int = 20) -> int:
@@ -238,19 +258,28 @@ def show_run(run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RU
     return 0
 
 
-def compare_runs(runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN")]) -> int:
+def compare_runs(
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN")],
+) -> int:
     """Show the parameters in which runs differ, and their values, side by side.
 
     Args:
         runs: Two or more, each by the name of its folder, the end of that, or a path.
     """
     compared = history.compare(labkit.load(history.find_run_folder(run)) for run in runs)
-    print(compared.map(lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)).to_string())
+    print(
+        compared.map(
+            lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
+        ).to_string()
+    )
     return 0
 
 
 def prune_runs(
-    keep: int | None = None, older_than: float | None = None, program: str | None = None, yes: bool = False
+    keep: int | None = None,
+    older_than: float | None = None,
+    program: str | None = None,
+    yes: bool = False,
 ) -> int:
     """Remove old runs, after asking. What is no run of labkit's, or may still go on, stays.
 

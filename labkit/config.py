@@ -84,7 +84,9 @@ class Limits:
     def __str__(self) -> str:
         divisor = self.multiple_of or math.inf
         signs = {"≥": self.at_least, ">": self.above, "<": self.below, "a multiple of": divisor}
-        return " and ".join(f"{sign} {limit:g}" for sign, limit in signs.items() if math.isfinite(limit))
+        return " and ".join(
+            f"{sign} {limit:g}" for sign, limit in signs.items() if math.isfinite(limit)
+        )
 
 
 PositiveInt = Annotated[int, Limits(at_least=1)]
@@ -103,7 +105,10 @@ def read_replaceable(program: Path) -> dict[str, inspect.Signature]:
     return {
         function.name: _argument_signature(function.args)
         for function in functions
-        if any(ast.unparse(decorator).split(".")[-1] == "replaceable" for decorator in function.decorator_list)
+        if any(
+            ast.unparse(decorator).split(".")[-1] == "replaceable"
+            for decorator in function.decorator_list
+        )
     }
 
 
@@ -129,17 +134,28 @@ def read_config(program: Path) -> type[Any] | None:
         ParameterError: the program is not Python, or its Config needs something else.
     """
     tree = _parse_program(program)
-    definition = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"), None)
+    definition = next(
+        (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config"),
+        None,
+    )
     if definition is None:
         return None
     with _raise_parameter_errors(
-        str(program), definition.lineno, "class Config", "fields need plain defaults that cannot fail"
+        str(program),
+        definition.lineno,
+        "class Config",
+        "fields need plain defaults that cannot fail",
     ):
-        config_class = _execute_config_class(program, tree.body[: tree.body.index(definition)], definition)
+        config_class = _execute_config_class(
+            program, tree.body[: tree.body.index(definition)], definition
+        )
     for field in definition.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             _check_field(config_class, field.target.id, f"{program}:{field.lineno}: class Config")
-    config_class.program_file, config_class.field_docs = str(program), _docs_below_fields(definition)
+    config_class.program_file, config_class.field_docs = (
+        str(program),
+        _docs_below_fields(definition),
+    )
     return config_class
 
 
@@ -147,11 +163,15 @@ def _parse_program(program: Path) -> ast.Module:
     try:
         return ast.parse(program.read_bytes(), str(program))
     except OSError as error:
-        raise ParameterError(f"{program}: cannot be read ({error.strerror}): give a file of Python") from None
+        raise ParameterError(
+            f"{program}: cannot be read ({error.strerror}): give a file of Python"
+        ) from None
     except SyntaxError as error:
         raise ParameterError(f"{program}:{error.lineno}: not valid Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deeply
-        raise ParameterError(f"{program}: not valid Python: {error or type(error).__name__}") from None
+        raise ParameterError(
+            f"{program}: not valid Python: {error or type(error).__name__}"
+        ) from None
 
 
 def build_config(
@@ -171,9 +191,14 @@ def build_config(
     known = _init_fields(config_class)
     for name in parameters:
         if name not in known:
-            raise ParameterError(_unknown_name_message(config_class, name, find_sibling_programs(config_class, name)))
+            raise ParameterError(
+                _unknown_name_message(config_class, name, find_sibling_programs(config_class, name))
+            )
     try:
-        converted = {name: _convert_parameter(name, value, known[name].type) for name, value in parameters.items()}
+        converted = {
+            name: _convert_parameter(name, value, known[name].type)
+            for name, value in parameters.items()
+        }
     except ParameterError as error:
         raise ParameterError(f"{error}. Allowed:\n{describe_fields(config_class)}") from None
     preset = converted.get("preset", known["preset"].default if "preset" in known else None)
@@ -281,7 +306,9 @@ def to_argv(config: Any) -> list[str]:
             if field.type is bool:
                 words.append(option if value else option.replace("--", "--no-", 1))
             elif len(items) == 1:
-                words.append(f"{option}={items[0]}")  # in one word, so that a value may start with a dash
+                words.append(
+                    f"{option}={items[0]}"
+                )  # in one word, so that a value may start with a dash
             else:
                 words += [option, *items]
     return words
@@ -299,7 +326,9 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str] | None = None
 
     argv = sys.argv[1:] if argv is None else list(argv)
     generated = f"{config_class.__name__}("  # what @dataclass writes where there is no docstring
-    about = "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
+    about = (
+        "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
+    )
     parsed = tyro.cli(cli_dataclass(config_class, argv), args=argv, description=about)
     with _convert_refusals(config_class, "__post_init__"):
         return config_class(**cli_values(parsed))
@@ -307,11 +336,18 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str] | None = None
 
 def cli_values(parsed: Any) -> dict[str, Any]:
     """The values of ``options`` that were read from a command line, by name, without the backslashes of ``to_argv``."""
-    guarded = {name for name, field in _init_fields(type(parsed)).items() if _needs_escape(field.type)}
-    return {name: _unescape_text(value) if name in guarded else value for name, value in vars(parsed).items()}
+    guarded = {
+        name for name, field in _init_fields(type(parsed)).items() if _needs_escape(field.type)
+    }
+    return {
+        name: _unescape_text(value) if name in guarded else value
+        for name, value in vars(parsed).items()
+    }
 
 
-def cli_dataclass(config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()) -> type[Any]:
+def cli_dataclass(
+    config_class: type[Any], argv: Sequence[str], without: Sequence[str] = ()
+) -> type[Any]:
     """The fields as a dataclass for tyro: docstrings and limits are the help, the values of argv's preset the defaults.
 
     Args:
@@ -341,12 +377,18 @@ def cli_dataclass(config_class: type[Any], argv: Sequence[str], without: Sequenc
     return dataclasses.make_dataclass(config_class.__name__, fields)
 
 
-def _refuse_options_of_siblings(config_class: type[Any], argv: Sequence[str], without: Sequence[str]) -> None:
+def _refuse_options_of_siblings(
+    config_class: type[Any], argv: Sequence[str], without: Sequence[str]
+) -> None:
     """Refuse an unknown option that another program has: tyro, which reads the others, cannot know of that one."""
     known = {*_init_fields(config_class), *without}
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-        if word.startswith("--") and name not in known and (siblings := find_sibling_programs(config_class, name)):
+        if (
+            word.startswith("--")
+            and name not in known
+            and (siblings := find_sibling_programs(config_class, name))
+        ):
             raise ParameterError(_unknown_name_message(config_class, name, siblings))
 
 
@@ -355,9 +397,13 @@ def cli_list_dataclass(read: type[Any]) -> type[Any]:
     fields: list[Any] = []
     wanted: Any
     for field in dataclasses.fields(read):
-        wanted, *_, about = typing.get_args(field.type)  # limits between them hold later, for each value
+        wanted, *_, about = typing.get_args(
+            field.type
+        )  # limits between them hold later, for each value
         if typing.get_origin(wanted) is not tuple:
-            fields.append((field.name, Annotated[tuple[wanted, ...], about], dataclasses.field(default=())))
+            fields.append(
+                (field.name, Annotated[tuple[wanted, ...], about], dataclasses.field(default=()))
+            )
     return dataclasses.make_dataclass(read.__name__, fields)
 
 
@@ -378,7 +424,11 @@ def _raise_parameter_errors(file: str, line: int, what: str, rule: str) -> Itera
     except LabError:
         raise
     except (Exception, SystemExit) as error:
-        lines = [at for frame, at in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        lines = [
+            at
+            for frame, at in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == file
+        ]
         place, reason = f"{file}:{lines[-1] if lines else line}", f"{type(error).__name__}: {error}"
         rule = CONFIG_IMPORT_RULE if isinstance(error, NameError) else rule
         raise ParameterError(f"{place}: {what}: {reason}; {rule}") from error
@@ -391,7 +441,9 @@ def _convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
     file = getattr(config_class, "program_file", getattr(module, "__file__", None))
     code = getattr(getattr(config_class, method, None), "__code__", None)
     rule = "to refuse a value, raise ValueError with the reason; nothing else may fail"
-    with _raise_parameter_errors(str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule):
+    with _raise_parameter_errors(
+        str(file), getattr(code, "co_firstlineno", 0), f"Config.{method}", rule
+    ):
         try:
             yield
         except ValueError as error:
@@ -403,7 +455,9 @@ def _needs_escape(wanted: Any) -> bool:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
         return _needs_escape(arguments[0])
-    return origin in (Union, types.UnionType, tuple) and any(part is str or _needs_escape(part) for part in arguments)
+    return origin in (Union, types.UnionType, tuple) and any(
+        part is str or _needs_escape(part) for part in arguments
+    )
 
 
 def _escape_text(value: Any) -> Any:
@@ -415,17 +469,25 @@ def _escape_text(value: Any) -> Any:
 def _unescape_text(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_unescape_text, value))
-    return value[1:] if isinstance(value, str) and value[:1] == "\\" and ESCAPE_PATTERN.match(value[1:]) else value
+    return (
+        value[1:]
+        if isinstance(value, str) and value[:1] == "\\" and ESCAPE_PATTERN.match(value[1:])
+        else value
+    )
 
 
 def _refuse_unsafe_arguments(name: str, items: Sequence[str]) -> None:
     for item in items:
         try:
             if "\0" in item:
-                raise ParameterError(f"{name} = {_short_repr(item)}: a command line cannot hold the character '\\x00'")
+                raise ParameterError(
+                    f"{name} = {_short_repr(item)}: a command line cannot hold the character '\\x00'"
+                )
             if len(os.fsencode(item)) + len(name) > MAX_ARGUMENT_BYTES - len("--="):
                 most = f"{MAX_ARGUMENT_BYTES:,} bytes are the limit; write it to a file, and give its path"
-                raise ParameterError(f"{name} = {_short_repr(item)}: a command line cannot hold so long a text: {most}")
+                raise ParameterError(
+                    f"{name} = {_short_repr(item)}: a command line cannot hold so long a text: {most}"
+                )
         except UnicodeEncodeError as error:
             character = repr(item[error.start])
             raise ParameterError(
@@ -451,10 +513,14 @@ def _is_constant(node: ast.stmt) -> bool:
     """Whether a statement assigns a value that needs no call: ``SIZES = (1, 2)``, ``Kind = Literal["a"]``."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return False
-    return not any(isinstance(part, ast.Call | ast.Await | ast.NamedExpr) for part in ast.walk(node.value))
+    return not any(
+        isinstance(part, ast.Call | ast.Await | ast.NamedExpr) for part in ast.walk(node.value)
+    )
 
 
-def _execute_config_class(program: Path, above: list[ast.stmt], definition: ast.ClassDef) -> type[Any]:
+def _execute_config_class(
+    program: Path, above: list[ast.stmt], definition: ast.ClassDef
+) -> type[Any]:
     number = next(_module_numbers)  # others may be read in other threads
     module = types.ModuleType(f"config of {program.name}, {number}")
     sys.modules[module.__name__] = module  # dataclass() looks there for the names in annotations
@@ -470,7 +536,9 @@ def _execute_config_class(program: Path, above: list[ast.stmt], definition: ast.
         _execute_statement(program, definition, module)
         config_class: type[Any] = module.Config
         if not dataclasses.is_dataclass(config_class):
-            raise ParameterError(f"{program}:{definition.lineno}: class Config must be a @dataclass")
+            raise ParameterError(
+                f"{program}:{definition.lineno}: class Config must be a @dataclass"
+            )
         # from here on without strings, which could only be read with the module at hand
         config_class.__annotations__ = typing.get_type_hints(config_class, include_extras=True)
     finally:
@@ -557,7 +625,9 @@ def _init_fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 def _default_value(field: dataclasses.Field[Any]) -> Any:
     """A field's default, or dataclasses.MISSING."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
@@ -570,7 +640,9 @@ def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
 def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # of a number with too many digits, or of an object that cannot be shown
+    except (
+        Exception
+    ) as error:  # of a number with too many digits, or of an object that cannot be shown
         text = f"<{type(value).__name__}, {error}>"
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
 
@@ -602,7 +674,11 @@ def convert(value: Any, wanted: Any) -> Any:
                 return tuple(map(convert, value, items))
     elif wanted in NUMBER_TYPES:
         too_large = isinstance(value, int) and abs(value) > MAX_INT64
-        if isinstance(value, NUMBER_TYPES[wanted]) and not isinstance(value, BOOL_TYPE) and not too_large:
+        if (
+            isinstance(value, NUMBER_TYPES[wanted])
+            and not isinstance(value, BOOL_TYPE)
+            and not too_large
+        ):
             return wanted(value)
     elif isinstance(value, wanted):
         return value
@@ -619,5 +695,7 @@ def _type_name(wanted: Any) -> str:
     if origin is tuple:
         return f"tuple[{', '.join('...' if part is Ellipsis else _type_name(part) for part in arguments)}]"
     if origin in (Union, types.UnionType):
-        return " | ".join("None" if part is types.NoneType else _type_name(part) for part in arguments)
+        return " | ".join(
+            "None" if part is types.NoneType else _type_name(part) for part in arguments
+        )
     return wanted.__name__ if isinstance(wanted, type) and not arguments else str(wanted)

@@ -72,7 +72,11 @@ class Diagnosis:
 
     def __str__(self) -> str:
         failed = sum(finding.status == "FAIL" for finding in self.findings)
-        verdict = "Every lab can run here." if self.ok else f"{failed} to mend before every lab can run here."
+        verdict = (
+            "Every lab can run here."
+            if self.ok
+            else f"{failed} to mend before every lab can run here."
+        )
         return "\n".join([*map(str, self.findings), verdict])
 
     __repr__ = __str__
@@ -82,8 +86,12 @@ class Diagnosis:
         rows = [["", "what", "seen", "fix", "labs"]]
         for finding in self.findings:
             status, *texts = asdict(finding).values()
-            rows.append([f'<b style="color:{colours[status]}">{status}</b>', *map(html.escape, texts)])
-        cells = ["".join(f'<td style="text-align:left">{cell}</td>' for cell in row) for row in rows]
+            rows.append(
+                [f'<b style="color:{colours[status]}">{status}</b>', *map(html.escape, texts)]
+            )
+        cells = [
+            "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) for row in rows
+        ]
         return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
 
@@ -100,7 +108,9 @@ def check_torch() -> Finding:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that it needs is missing
-        return Finding("FAIL", "PyTorch", f"not importable: {error}", "pip install 'torch>=2.11'", EVERY_LAB)
+        return Finding(
+            "FAIL", "PyTorch", f"not importable: {error}", "pip install 'torch>=2.11'", EVERY_LAB
+        )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     detail = f"{torch.__version__}, built for {build}"
     if parse_version(torch.__version__) < (2, 11):
@@ -123,18 +133,30 @@ def check_sharded_convolution() -> Finding:
 
     version = parse_version(torch.__version__)
     is_measured = version in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}
-    seen = "wrong" if is_measured else "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
+    seen = (
+        "wrong"
+        if is_measured
+        else "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
+    )
     detail = f"{seen} on torch {torch.__version__}"
-    detail += f" ({requirements.NATIVE_CONVOLUTION})" if version >= (2, 12) else " (gradients are lost)"
+    detail += (
+        f" ({requirements.NATIVE_CONVOLUTION})" if version >= (2, 12) else " (gradients are lost)"
+    )
     fix = "use strategy local or dtensor"
-    return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, "lab 1, strategy native")
+    return Finding(
+        "NOTE", "DTensor's own sharded convolution", detail, fix, "lab 1, strategy native"
+    )
 
 
 def check_torch_features() -> Finding:
     """What this torch cannot do and a later one can. No lab needs it; tests of it are skipped."""
-    found = [text for text in map(requirements.feature_problem, requirements.TORCH_FEATURES) if text]
+    found = [
+        text for text in map(requirements.feature_problem, requirements.TORCH_FEATURES) if text
+    ]
     if found:
-        return Finding("NOTE", "Older PyTorch", "; ".join(found), labs="no lab, tests of it are skipped")
+        return Finding(
+            "NOTE", "Older PyTorch", "; ".join(found), labs="no lab, tests of it are skipped"
+        )
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
 
 
@@ -153,18 +175,31 @@ def check_private_names() -> Finding:
 def check_compiler() -> Finding:
     """A C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
-        return Finding("FAIL", "C++ compiler", seen, requirements.COMPILER_FIX, "lab 4 (torch.compile)")
+        return Finding(
+            "FAIL", "C++ compiler", seen, requirements.COMPILER_FIX, "lab 4 (torch.compile)"
+        )
     answer = subprocess.run(
-        [requirements.compiler_name(), "--version"], capture_output=True, text=True, timeout=30, check=False
+        [requirements.compiler_name(), "--version"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
-    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [requirements.compiler_name()])[0])
+    return Finding(
+        "OK", "C++ compiler", (answer.stdout.splitlines() or [requirements.compiler_name()])[0]
+    )
 
 
 def check_cores() -> Finding:
     """The cores that this process may use, which can be fewer than the machine has."""
     cores = len(requirements.usable_cores())
     if cores < 2:
-        return Finding("NOTE", "Cores", "1", "none needed: ranks take turns, so timings show mechanism, not speed")
+        return Finding(
+            "NOTE",
+            "Cores",
+            "1",
+            "none needed: ranks take turns, so timings show mechanism, not speed",
+        )
     return Finding("OK", "Cores", f"{cores}; more ranks than that show mechanism, not speed")
 
 
@@ -198,10 +233,16 @@ def check_gpus() -> Finding:
 def check_loopback() -> Finding:
     """The interface that ranks of one machine talk over, by a message from this process to itself."""
     interfaces = psutil.net_if_addrs().items()
-    names = [name for name, addresses in interfaces if requirements.LOOPBACK in [each.address for each in addresses]]
+    names = [
+        name
+        for name, addresses in interfaces
+        if requirements.LOOPBACK in [each.address for each in addresses]
+    ]
     fix = requirements.LOOPBACK_FIX
     if not names:
-        return Finding("FAIL", "Loopback", f"no interface holds {requirements.LOOPBACK}", fix, EVERY_LAB)
+        return Finding(
+            "FAIL", "Loopback", f"no interface holds {requirements.LOOPBACK}", fix, EVERY_LAB
+        )
     if problem := requirements.loopback_problem():
         return Finding("FAIL", "Loopback", f"{names[0]}: {problem}", fix, EVERY_LAB)
     try:
@@ -213,10 +254,16 @@ def check_loopback() -> Finding:
 
 def check_chromium() -> Finding:
     """The browser that tests/browser drives. No lab needs it."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if path is None:
         fix = "apt-get install chromium"
-        return Finding("NOTE", "Chromium", "none: tests/browser is skipped", fix, "no lab, browser tests only")
+        return Finding(
+            "NOTE", "Chromium", "none: tests/browser is skipped", fix, "no lab, browser tests only"
+        )
     return Finding("OK", "Chromium", path)
 
 
@@ -238,7 +285,9 @@ def check_runs_folder() -> Finding:
             free_gib = shutil.disk_usage(folder).free / GIB
     except OSError as error:
         fix = "set LABKIT_RUNS to a folder that you may write to"
-        return Finding("FAIL", "Runs folder", f"{folder}: {error.strerror or error}", fix, EVERY_LAB)
+        return Finding(
+            "FAIL", "Runs folder", f"{folder}: {error.strerror or error}", fix, EVERY_LAB
+        )
     return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 

@@ -47,7 +47,13 @@ class RankFailed(LabError):
     """
 
     def __init__(self, rank: int, exc_type: str, message: str, traceback: str, log: Path):
-        self.rank, self.exc_type, self.message, self.traceback, self.log = rank, exc_type, message, traceback, log
+        self.rank, self.exc_type, self.message, self.traceback, self.log = (
+            rank,
+            exc_type,
+            message,
+            traceback,
+            log,
+        )
         who = f"rank {rank}" if rank >= 0 else "torchrun"
         lines = [
             f"{who} failed: {exc_type}: {message}" if message else f"{who} failed: {exc_type}",
@@ -75,6 +81,10 @@ class RunTimedOut(LabError):
 
     def __init__(self, timeout_s: float, stacks: Mapping[int, str], output: Mapping[int, str]):
         self.timeout_s, self.stacks, self.output = timeout_s, dict(stacks), dict(output)
-        parts = [f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. Where each rank was:"]
-        parts += [f"--- rank {rank}\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())]
+        parts = [
+            f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. Where each rank was:"
+        ]
+        parts += [
+            f"--- rank {rank}\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())
+        ]
         super().__init__("\n".join(parts))

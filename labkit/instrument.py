@@ -51,7 +51,9 @@ def reduce_scatter_with_assert(
     """
     output = args[0] if args else kwargs.get("output")
     if output is None:
-        raise ValueError(f"a reduce-scatter needs output first or by name; it was called with {sorted(kwargs)} alone")
+        raise ValueError(
+            f"a reduce-scatter needs output first or by name; it was called with {sorted(kwargs)} alone"
+        )
     assert_fn(output)
     return original(*args, **kwargs)
 
@@ -126,7 +128,9 @@ def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> It
     # as they are stored: a staticmethod stays one
     originals = {name: vars(owner)[name] for name in names if name in vars(owner)}
     if not originals:
-        raise RuntimeError(f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}")
+        raise RuntimeError(
+            f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}"
+        )
     original: Function = getattr(owner, next(iter(originals)))
     _barrier_if_distributed()  # else a rank that is a thread could read another's replacement as the original
     for name, stored in originals.items():
@@ -147,7 +151,9 @@ def _barrier_if_distributed() -> None:
 
 patch_all_gather = partial(_patch_functions, "", ("all_gather_single", "all_gather_into_tensor"))
 """FSDP2's all-gather, by its name in torch 2.13 and in 2.11: ``new(output, shard, group=…, async_op=…)``."""
-patch_reduce_scatter = partial(_patch_functions, "", ("reduce_scatter_single", "reduce_scatter_tensor"))
+patch_reduce_scatter = partial(
+    _patch_functions, "", ("reduce_scatter_single", "reduce_scatter_tensor")
+)
 """The reduce-scatter of FSDP2's gradients, likewise: ``new(output=…, input=…, op=…, group=…, async_op=…)``."""
 patch_all_reduce = partial(_patch_functions, "", ("all_reduce",))
 """``torch.distributed.all_reduce``: ``new(tensor, op, group, async_op)``."""
@@ -157,7 +163,9 @@ patch_reshard = partial(_patch_functions, "FSDPParamGroup", ("reshard",))
 """What frees a gathered unit of FSDP2: ``new(unit)``."""
 patch_post_backward = partial(_patch_functions, "FSDPParamGroup", ("post_backward",))
 """What reduces a unit's gradients after its backward pass: ``new(unit, *unused)``."""
-patch_register_post_backward_hook_backward = partial(_patch_functions, "RegisterPostBackwardFunction", ("backward",))
+patch_register_post_backward_hook_backward = partial(
+    _patch_functions, "RegisterPostBackwardFunction", ("backward",)
+)
 """The node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``, ``ctx.param_group`` is the unit.
 
 A unit whose inputs need no gradient, such as the first, has no such node.

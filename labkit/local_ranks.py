@@ -35,8 +35,12 @@ def shards_by_rank(
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         with LocalTensorMode(ranks):
-            local = distribute_tensor(tensor, init_device_mesh("cpu", tuple(mesh_shape)), placements).to_local()
-            if not isinstance(local, LocalTensor):  # nothing is cut: one tensor stands for all ranks
+            local = distribute_tensor(
+                tensor, init_device_mesh("cpu", tuple(mesh_shape)), placements
+            ).to_local()
+            if not isinstance(
+                local, LocalTensor
+            ):  # nothing is cut: one tensor stands for all ranks
                 return {rank: local.numpy() for rank in range(ranks)}
             return {rank: shard.numpy() for rank, shard in local._local_tensors.items()}
     finally:

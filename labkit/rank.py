@@ -6,6 +6,15 @@ The session itself lives in labkit/session; this module is the short name that r
 from labkit.session.payload import is_replaced, replaceable, report
 from labkit.session.session import Session, StepLoop, exit_with_reason, run_main, session
 
-__all__ = ["Session", "StepLoop", "exit_with_reason", "is_replaced", "replaceable", "report", "run_main", "session"]
+__all__ = [
+    "Session",
+    "StepLoop",
+    "exit_with_reason",
+    "is_replaced",
+    "replaceable",
+    "report",
+    "run_main",
+    "session",
+]
 
 give = report  # its name in 0.1, which learners' own cells may still use

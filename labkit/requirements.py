@@ -28,7 +28,9 @@ class TorchFeature(NamedTuple):
 
 
 UNEVEN_SEQUENCE = TorchFeature(
-    (2, 13), "sequence parallelism over a sequence that the ranks cannot share evenly", "pytorch/pytorch#143748"
+    (2, 13),
+    "sequence parallelism over a sequence that the ranks cannot share evenly",
+    "pytorch/pytorch#143748",
 )
 TORCH_FEATURES = (UNEVEN_SEQUENCE,)
 
@@ -68,7 +70,9 @@ def torch_version() -> tuple[int, int]:
 
 def parse_version(version: str) -> tuple[int, ...]:
     """The numbers of a version, such as (2, 13, 0) for ``2.13.0+cpu`` or (2, 14, 0) for ``2.14.0a0+git``."""
-    return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split(".")[:3])
+    return tuple(
+        int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split(".")[:3]
+    )
 
 
 def native_convolution_problem(version: tuple[int, int] | None = None) -> str:
@@ -107,7 +111,9 @@ def compiler_problem() -> str:
     if "CXX" in os.environ:
         return f"CXX is {compiler_name()!r}, which is no program"
     other = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
-    return f"no {compiler_name()}" + (f"; set CXX={other} to use the compiler that is here" if other else "")
+    return f"no {compiler_name()}" + (
+        f"; set CXX={other} to use the compiler that is here" if other else ""
+    )
 
 
 def refuse_without_compiler() -> None:

@@ -124,7 +124,9 @@ def _find_entry(name: str) -> PrivateName:
     found = [each for each in PRIVATE_NAMES if each.path == name or each.path.endswith(endings)]
     if len(found) != 1:
         paths = ", ".join(each.path for each in found) or "none"
-        raise AttributeError(f"{name!r} must name one entry of labkit.torch_private, and names {paths}: add it there")
+        raise AttributeError(
+            f"{name!r} must name one entry of labkit.torch_private, and names {paths}: add it there"
+        )
     return found[0]
 
 
@@ -392,7 +394,9 @@ MESH_FACTORIES = tuple(
 """Where a program, or FSDP2 without a mesh, finds torch's function that makes one."""
 
 _SEEN_SINCE_2_12 = {"torch:accelerator.empty_host_cache": SEEN[1:]}
-_DEVICE_PATHS = [f"torch:{module}.{name}" for module, names in DEVICE_FUNCTIONS.items() for name in names]
+_DEVICE_PATHS = [
+    f"torch:{module}.{name}" for module, names in DEVICE_FUNCTIONS.items() for name in names
+]
 _AMP_SCALER = "torch.amp:GradScaler"
 
 SIMULATOR = _entries(

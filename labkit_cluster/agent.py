@@ -20,7 +20,12 @@ from labkit.launcher.backend import EXIT_FAILED, watch_ranks
 from labkit.launcher.run import exit_label, timestamp_now, write_run_end
 from labkit.runs.folder import RunFolder, read_json, write_json
 from labkit.runs.verdict import finished_exit
-from labkit_cluster.host_rendezvous import JOIN_TIMEOUT_S, POLL_PERIOD_S, FolderMailbox, RendezvousMember
+from labkit_cluster.host_rendezvous import (
+    JOIN_TIMEOUT_S,
+    POLL_PERIOD_S,
+    FolderMailbox,
+    RendezvousMember,
+)
 from labkit_cluster.host_torchrun import start_and_rendezvous
 from labkit_cluster.listeners import Heartbeats
 
@@ -32,7 +37,14 @@ HOST_EXIT_TIMEOUT_S = 8.0
 """How long host 0 waits for the others to say how they ended; one that says nothing is lost."""
 EXIT_NO_RENDEZVOUS, EXIT_HOST_LOST, EXIT_TIMED_OUT = 3, 75, 124
 """Exit statuses. With "host lost" in run.json, the job's template asks for another attempt."""
-ATTEMPT_FILE_PATTERNS = ("rank_*", "session.json", "verdict.json", "exit*.json", "torchrun*", "meeting_*")
+ATTEMPT_FILE_PATTERNS = (
+    "rank_*",
+    "session.json",
+    "verdict.json",
+    "exit*.json",
+    "torchrun*",
+    "meeting_*",
+)
 """What an attempt leaves in the folder."""
 
 
@@ -64,7 +76,9 @@ class JobAgent:
 
     def run_follower(self) -> int:
         """Take part as any host but the first; returns this process's exit status."""
-        self._wait_for_message("begun", JOIN_TIMEOUT_S)  # by then host 0 has put aside what an earlier attempt had left
+        self._wait_for_message(
+            "begun", JOIN_TIMEOUT_S
+        )  # by then host 0 has put aside what an earlier attempt had left
         try:
             return self._run_this_host()
         except NotAllHosts as error:
@@ -84,12 +98,18 @@ class JobAgent:
             info["exit"] = finished_exit(self._folder)
         except BaseException as error:
             info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
-            statuses = {NotAllHosts: EXIT_NO_RENDEZVOUS, HostLost: EXIT_HOST_LOST, RunTimedOut: EXIT_TIMED_OUT}
+            statuses = {
+                NotAllHosts: EXIT_NO_RENDEZVOUS,
+                HostLost: EXIT_HOST_LOST,
+                RunTimedOut: EXIT_TIMED_OUT,
+            }
             status = statuses.get(type(error), EXIT_FAILED)
             if status == EXIT_HOST_LOST:
                 info["exit"] = "host lost"  # there may be another attempt
             print(info["error"], file=sys.stderr)
-        names = [self._board.get(f"host_{index}").get("name", "") for index in range(self.guest.hosts)]
+        names = [
+            self._board.get(f"host_{index}").get("name", "") for index in range(self.guest.hosts)
+        ]
         write_run_end(info | {"hosts": names}, self._folder, started)
         self._board.put("over", {"exit": info["exit"]})
         return status
@@ -97,7 +117,11 @@ class JobAgent:
     def _begin_attempt(self) -> dict[str, Any]:
         """Put aside what an earlier attempt has left, and say in run.json that this one runs."""
         kept = archive_attempt(self._folder, self._place)
-        info = read_json(self._folder.run_json) | {"exit": "running", "start": timestamp_now(), "attempts": kept + 1}
+        info = read_json(self._folder.run_json) | {
+            "exit": "running",
+            "start": timestamp_now(),
+            "attempts": kept + 1,
+        }
         info.pop("error", None)
         write_json(self._folder.run_json, info)
         self._board.put("begun", {"attempt": kept})
@@ -161,11 +185,19 @@ class JobAgent:
             ends[index] = self._wait_for_message(f"end_{index}", give_up - time.monotonic()).get(
                 "status", EXIT_HOST_LOST
             )
-        lost = [self._board.get(f"host_{index}")["name"] for index, end in ends.items() if end == EXIT_HOST_LOST]
+        lost = [
+            self._board.get(f"host_{index}")["name"]
+            for index, end in ends.items()
+            if end == EXIT_HOST_LOST
+        ]
         if EXIT_TIMED_OUT in ends.values():
-            raise failure.timeout_failure(self._folder, self._job["timeout_s"], self._job["hosts"] * self._job["nproc"])
+            raise failure.timeout_failure(
+                self._folder, self._job["timeout_s"], self._job["hosts"] * self._job["nproc"]
+            )
         if lost and all(error["echo"] for error in failure.read_rank_errors(self._folder)):
-            raise HostLost(f"{' and '.join(lost)} was lost in mid-run: the others' ranks were stopped")
+            raise HostLost(
+                f"{' and '.join(lost)} was lost in mid-run: the others' ranks were stopped"
+            )
         if any(ends.values()):
             raise failure.first_failure(self._folder, next(end for end in ends.values() if end))
 
@@ -183,7 +215,12 @@ def archive_attempt(folder: RunFolder, current: Path) -> int:
     Each is a run's folder of its own, which ``labkit.load`` reads.
     """
     kept = len(list(folder.path.glob("attempt_*")))
-    left = [path for pattern in ATTEMPT_FILE_PATTERNS for path in folder.path.glob(pattern) if path != current]
+    left = [
+        path
+        for pattern in ATTEMPT_FILE_PATTERNS
+        for path in folder.path.glob(pattern)
+        if path != current
+    ]
     if not left:
         return kept
     aside = RunFolder(folder.path / f"attempt_{kept}")
@@ -213,7 +250,9 @@ def this_host_index() -> int:
     for variable in ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"):
         if variable in os.environ:
             return int(os.environ[variable])
-    raise NotAllHosts("neither Slurm nor Kubernetes says which host this is: start it through labkit.submit")
+    raise NotAllHosts(
+        "neither Slurm nor Kubernetes says which host this is: start it through labkit.submit"
+    )
 
 
 def this_host_name() -> str:

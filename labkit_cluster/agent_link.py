@@ -61,14 +61,23 @@ class AgentLink:
 
     def start(self) -> None:
         """Start it, tell it what there is to tell, and listen to it. Raises HostLost where there is no such command."""
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "start_new_session": True,
+        }
         with private_files.open_file(self._log, "wb") as log:
             try:
                 self._process = process = subprocess.Popen(self._command, stderr=log, **pipes)
             except OSError as error:
-                raise HostLost(f"there is no {self._command[0]!r} to reach a host with: {error.strerror}") from None
+                raise HostLost(
+                    f"there is no {self._command[0]!r} to reach a host with: {error.strerror}"
+                ) from None
         assert process.stdin and process.stdout
-        for work, pipe in ((self._send_messages, process.stdin), (self._receive_messages, process.stdout)):
+        for work, pipe in (
+            (self._send_messages, process.stdin),
+            (self._receive_messages, process.stdout),
+        ):
             threading.Thread(target=work, args=[pipe], daemon=True).start()
 
     def send_message(self, word: Message) -> None:
@@ -108,7 +117,9 @@ class AgentLink:
             self._arrivals.write_chunk(said["file"], said["place"], part)
         except OSError as error:
             with self._change:
-                self.problem = f"cannot write {said['file']} to {self._log.parent}: {error.strerror}"
+                self.problem = (
+                    f"cannot write {said['file']} to {self._log.parent}: {error.strerror}"
+                )
                 self._change.notify_all()
 
     def _update_status(self, said: Message) -> None:

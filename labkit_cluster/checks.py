@@ -5,7 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from labkit.checks.judge import Verdict, WrongAnswer, answer_name, call_answer, exercise, passing_verdict, value_text
+from labkit.checks.judge import (
+    Verdict,
+    WrongAnswer,
+    answer_name,
+    call_answer,
+    exercise,
+    passing_verdict,
+    value_text,
+)
 from labkit_cluster import theory
 
 LAB = "hosts"
@@ -23,9 +31,15 @@ def place_of(answer: Callable[..., Any]) -> Verdict:
             said = f"{asked} gave {value_text(found)}"
             if isinstance(found, list | tuple) and tuple(found) == right[::-1]:
                 raise WrongAnswer(
-                    f"{said}: the local rank first", expected=f"expected {right}", hint="The host comes first."
+                    f"{said}: the local rank first",
+                    expected=f"expected {right}",
+                    hint="The host comes first.",
                 )
-            raise WrongAnswer(said, expected=f"expected {right}", hint="Ranks 0 to nproc - 1 are on host 0. Count on.")
+            raise WrongAnswer(
+                said,
+                expected=f"expected {right}",
+                hint="Ranks 0 to nproc - 1 are on host 0. Count on.",
+            )
     return passing_verdict("6 ranks placed")
 
 
@@ -42,21 +56,38 @@ def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({size:g}, hosts={hosts}, nproc={nproc}, hybrid={hybrid})"
         found = call_answer(answer, size, hosts, nproc, hybrid, in_words=asked)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="expected a number of bytes")
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected="expected a number of bytes"
+            )
         if abs(found - right) <= TOLERANCE * right:
             continue
         ranks = hosts * nproc
         likely = {
             3 * size: "A ring of n ranks sends (n - 1) / n of the tensor for each of the three.",
-            2 * (ranks - 1) / ranks * size: "Parameters are gathered twice: before the forward and the backward pass.",
+            2
+            * (ranks - 1)
+            / ranks
+            * size: "Parameters are gathered twice: before the forward and the backward pass.",
             (ranks - 1) / ranks * size: "That is one of the three collectives.",
-            2 * (hosts - 1) / hosts * size / nproc: "Each of the host's ranks reduces a shard of its own.",
-            2 * (ranks - 1) / ranks * size * nproc: "Only one rank of a host sends to another host.",
+            2
+            * (hosts - 1)
+            / hosts
+            * size
+            / nproc: "Each of the host's ranks reduces a shard of its own.",
+            2
+            * (ranks - 1)
+            / ranks
+            * size
+            * nproc: "Only one rank of a host sends to another host.",
             2 * size: "A ring of n ranks sends 2 (n - 1) / n of the tensor for an all-reduce.",
         }
-        hint = next((text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), "")
+        hint = next(
+            (text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), ""
+        )
         way = "HSDP" if hybrid else "FSDP over all ranks"
-        raise WrongAnswer(f"with {way}, {asked} gave {found:g}", expected=f"expected {right:g}", hint=hint)
+        raise WrongAnswer(
+            f"with {way}, {asked} gave {found:g}", expected=f"expected {right:g}", hint=hint
+        )
     return passing_verdict("4 cases agree")
 
 
@@ -65,8 +96,15 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
     """Exercise 3: the newest checkpoint in a folder that was written to its end, or None."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        if (found := call_answer(answer, folder, in_words=f"{answer_name(answer)} of an empty folder")) is not None:
-            raise WrongAnswer(f"of an empty folder it gave {value_text(found)}", expected="expected None: begin anew")
+        if (
+            found := call_answer(
+                answer, folder, in_words=f"{answer_name(answer)} of an empty folder"
+            )
+        ) is not None:
+            raise WrongAnswer(
+                f"of an empty folder it gave {value_text(found)}",
+                expected="expected None: begin anew",
+            )
         for step in (9, 10, 11):
             (folder / f"step_{step}").mkdir()
             (folder / f"step_{step}" / "__0_0.distcp").write_bytes(b"a shard")
@@ -79,13 +117,18 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
             return passing_verdict("the newest of two complete ones, beside one that was cut off")
         if name == "step_11":
             hint = "A save writes .metadata last. Without it the save was cut off."
-            raise WrongAnswer("it gave step_11, which was cut off", expected="expected step_10", hint=hint)
+            raise WrongAnswer(
+                "it gave step_11, which was cut off", expected="expected step_10", hint=hint
+            )
         if name == "step_9":
             hint = "As text, 'step_9' comes after 'step_10'. Compare numbers: int(path.name.split('_')[1])."
-            raise WrongAnswer("it gave step_9, and step_10 is newer", expected="expected step_10", hint=hint)
+            raise WrongAnswer(
+                "it gave step_9, and step_10 is newer", expected="expected step_10", hint=hint
+            )
         if name == "step_10" or name == ".metadata":
             raise WrongAnswer(
-                f"it gave {value_text(found)}", expected="expected the path of the folder step_10, inside folder"
+                f"it gave {value_text(found)}",
+                expected="expected the path of the folder step_10, inside folder",
             )
         raise WrongAnswer(f"it gave {value_text(found)}", expected="expected the folder step_10")
 
@@ -98,7 +141,9 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({save_s:g}, {between_s:g})"
         found = call_answer(answer, save_s, between_s, in_words=asked)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="expected a number of seconds")
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected="expected a number of seconds"
+            )
         if abs(found - right) <= TOLERANCE * right:
             continue
         least, lost = (
@@ -107,12 +152,19 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
             else (0, 0)
         )
         likely = {
-            (save_s * between_s) ** 0.5: "A failure costs half an interval on average, not a whole one.",
+            (save_s * between_s)
+            ** 0.5: "A failure costs half an interval on average, not a whole one.",
             (2 * save_s / between_s) ** 0.5: "That is the part of the time which is lost, at best.",
-            2 * save_s * between_s: "Set the derivative to zero, and solve for the interval itself.",
+            2
+            * save_s
+            * between_s: "Set the derivative to zero, and solve for the interval itself.",
         }
-        hint = next((text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), "")
+        hint = next(
+            (text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), ""
+        )
         cost = f": that loses {lost:.1%} of the time" if found > 0 else ""
         best = f", which loses {least:.1%}" if found > 0 else ""
-        raise WrongAnswer(f"{asked} gave {found:g} s{cost}", expected=f"expected {right:g} s{best}", hint=hint)
+        raise WrongAnswer(
+            f"{asked} gave {found:g} s{cost}", expected=f"expected {right:g} s{best}", hint=hint
+        )
     return passing_verdict("3 cases agree")

@@ -57,7 +57,9 @@ class ClusterCommandError(LabError):
     """A cluster does not do what it was asked for; the message is its own."""
 
 
-def run_cluster_command(*words: str, given: str = "", environment: Mapping[str, str] | None = None) -> str:
+def run_cluster_command(
+    *words: str, given: str = "", environment: Mapping[str, str] | None = None
+) -> str:
     """What one of the cluster's own commands prints.
 
     Raises:
@@ -69,10 +71,17 @@ def run_cluster_command(*words: str, given: str = "", environment: Mapping[str, 
         raise LabError(f"this machine has no {words[0]}: {where}; labkit.run needs no cluster")
     try:
         done = subprocess.run(
-            words, input=given, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environment
+            words,
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
-        raise LabError(f"{words[0]} has not answered for {COMMAND_TIMEOUT_S} s: is the cluster up?") from None
+        raise LabError(
+            f"{words[0]} has not answered for {COMMAND_TIMEOUT_S} s: is the cluster up?"
+        ) from None
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
         raise ClusterCommandError(f"{words[0]} refuses: {said or f'exit status {done.returncode}'}")

@@ -30,7 +30,9 @@ class FileChanges:
     def read_changes(self, at_end: bool = False) -> Iterator[tuple[str, int, bytes]]:
         """Names of files, at which place of them there is something new, and what; of all files at the end."""
         for path in sorted(self._folder.iterdir()):
-            goes = path.is_file() and not path.name.startswith(".") and path.name not in self._without
+            goes = (
+                path.is_file() and not path.name.startswith(".") and path.name not in self._without
+            )
             if goes and (at_end or path.suffix in APPEND_ONLY_SUFFIXES):
                 yield from self._read_file_changes(path)
 
@@ -46,7 +48,9 @@ class FileChanges:
                 place = 0
                 yield path.name, 0, b""
             file.seek(place)
-            while place < now.st_size and (part := file.read(min(CHUNK_BYTES, now.st_size - place))):
+            while place < now.st_size and (
+                part := file.read(min(CHUNK_BYTES, now.st_size - place))
+            ):
                 yield path.name, place, part
                 place += len(part)
             self._brought[path.name] = now.st_ino, place

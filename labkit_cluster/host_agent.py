@@ -45,7 +45,9 @@ class PeersLost(HostLost):
 
     def __init__(self, hosts: list[str]):
         self.hosts = hosts
-        super().__init__(f"{', '.join(hosts)} no longer answers: is it up, and the network between the hosts?")
+        super().__init__(
+            f"{', '.join(hosts)} no longer answers: is it up, and the network between the hosts?"
+        )
 
 
 def main() -> None:
@@ -56,7 +58,11 @@ def main() -> None:
 
 
 def run_host(
-    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox, end: threading.Event
+    folder: RunFolder,
+    request: Mapping[str, Any],
+    guest: RendezvousMember,
+    board: Mailbox,
+    end: threading.Event,
 ) -> int:
     """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit status.
 
@@ -100,9 +106,16 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
         traceback.print_exc()
         home.send_message({"failed": f"{guest.name}: {type(error).__name__}: {error}"})
     if home.wants_stacks:
-        own, stacks = request["nproc"], process.collect_stacks(folder, range(guest.hosts * request["nproc"]))
+        own, stacks = (
+            request["nproc"],
+            process.collect_stacks(folder, range(guest.hosts * request["nproc"])),
+        )
         home.send_message(
-            {"stacks": {rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)}}
+            {
+                "stacks": {
+                    rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)
+                }
+            }
         )
         home.end_now_event.wait(
             END_ORDER_TIMEOUT_S
@@ -111,7 +124,9 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
     home.send_remaining_files()
     if immortal:
         home.send_message(
-            {"problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"}
+            {
+                "problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"
+            }
         )
     home.send_message({"end": status})
     _remove_host_folder(folder)
@@ -122,7 +137,9 @@ def _refuse_program_mismatch(name: str, request: Mapping[str, Any]) -> None:
     """Raise NotAllHosts unless a program that is a file lies here as it lies where the notebook is."""
     target, theirs = Path(request["target"]), request["sum"]
     if theirs and not target.is_file():
-        raise NotAllHosts(f"{name} has no {target}: copy it there, or keep it in a folder that all hosts see")
+        raise NotAllHosts(
+            f"{name} has no {target}: copy it there, or keep it in a folder that all hosts see"
+        )
     if theirs and files_digest(target) != theirs:
         raise NotAllHosts(f"{name} has another {target} than the notebook: copy it there")
 
@@ -141,7 +158,11 @@ class NotebookLink:
     """
 
     def __init__(self, folder: RunFolder, hears: BinaryIO, says: BinaryIO):
-        self.end_event, self.wants_stacks, self.end_now_event = threading.Event(), False, threading.Event()
+        self.end_event, self.wants_stacks, self.end_now_event = (
+            threading.Event(),
+            False,
+            threading.Event(),
+        )
         self._folder, self._hears, self._says = folder, hears, says
         self._words: dict[str, dict[str, Any]] = {}
         self._speaking = threading.Lock()
@@ -161,7 +182,10 @@ class NotebookLink:
 
     def send_message(self, word: Mapping[str, Any], content: bytes = b"") -> None:
         """Say a word, with so many bytes behind it."""
-        with self._speaking, contextlib.suppress(OSError):  # who hears nothing will see that nobody is there
+        with (
+            self._speaking,
+            contextlib.suppress(OSError),
+        ):  # who hears nothing will see that nobody is there
             self._says.write(json.dumps(dict(word)).encode() + b"\n" + content)
             self._says.flush()
 

@@ -24,7 +24,14 @@ import psutil
 from labkit import requirements
 from labkit.errors import NotAllHosts
 from labkit.runs.folder import ROOT, read_json, write_json
-from labkit_cluster.listeners import PROBE_TIMEOUT_S, Endpoint, Heartbeats, Listeners, ProbeResult, probe_listeners
+from labkit_cluster.listeners import (
+    PROBE_TIMEOUT_S,
+    Endpoint,
+    Heartbeats,
+    Listeners,
+    ProbeResult,
+    probe_listeners,
+)
 
 JOIN_TIMEOUT_S = 12.0
 """How long the hosts wait for each other."""
@@ -128,7 +135,9 @@ def join_rendezvous(guest: RendezvousMember, board: Mailbox) -> RendezvousResult
         raise
 
 
-def _exchange_addresses(guest: RendezvousMember, board: Mailbox, doors: Listeners) -> RendezvousResult:
+def _exchange_addresses(
+    guest: RendezvousMember, board: Mailbox, doors: Listeners
+) -> RendezvousResult:
     give_up = time.monotonic() + JOIN_TIMEOUT_S
     card = {
         "name": guest.name,
@@ -136,10 +145,14 @@ def _exchange_addresses(guest: RendezvousMember, board: Mailbox, doors: Listener
         "versions": host_versions(),
         "cores": len(requirements.usable_cores()),
     }
-    board.put(f"host_{guest.index}", card | {"machine": _machine_id(), "network": _network_namespace_id()})
+    board.put(
+        f"host_{guest.index}", card | {"machine": _machine_id(), "network": _network_namespace_id()}
+    )
     cards = _wait_for_all(guest, board, "host", give_up)
     names = [each["name"] for each in cards]
-    refuse_version_mismatch(names[0], cards[0]["versions"], guest.name, cards[guest.index]["versions"])
+    refuse_version_mismatch(
+        names[0], cards[0]["versions"], guest.name, cards[guest.index]["versions"]
+    )
     knocks = probe_listeners(dict(_peer_endpoints(guest.index, cards)), guest.token, guest.index)
     board.put(f"reached_{guest.index}", _probe_summary(knocks))
     chosen = choose_addresses(names, cards, _wait_for_all(guest, board, "reached", give_up))
@@ -155,13 +168,18 @@ def _exchange_addresses(guest: RendezvousMember, board: Mailbox, doors: Listener
             each.link.close()
     assert to_host.link
     company = Heartbeats({names[0]: to_host.link})
-    return RendezvousResult(chosen[0], port, None, chosen[guest.index], company, to_host.clock_ahead_s, cores)
+    return RendezvousResult(
+        chosen[0], port, None, chosen[guest.index], company, to_host.clock_ahead_s, cores
+    )
 
 
-def _wait_for_all(guest: RendezvousMember, board: Mailbox, kind: str, give_up: float) -> list[dict[str, Any]]:
+def _wait_for_all(
+    guest: RendezvousMember, board: Mailbox, kind: str, give_up: float
+) -> list[dict[str, Any]]:
     """The words of this kind from all hosts, once they are there."""
     return [
-        _wait_for_message(board, f"{kind}_{index}", _member_name(guest, index), give_up) for index in range(guest.hosts)
+        _wait_for_message(board, f"{kind}_{index}", _member_name(guest, index), give_up)
+        for index in range(guest.hosts)
     ]
 
 
@@ -182,7 +200,9 @@ def _wait_for_message(board: Mailbox, name: str, whom: str, give_up: float) -> d
     )
 
 
-def _peer_endpoints(index: int, cards: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Endpoint, int]]:
+def _peer_endpoints(
+    index: int, cards: Sequence[Mapping[str, Any]]
+) -> Iterable[tuple[Endpoint, int]]:
     """Where to knock, and at which port. Loopback leads to nobody but those who share it."""
     for other, card in enumerate(cards):
         shared = card["network"] == cards[index]["network"]
@@ -195,7 +215,9 @@ def _probe_summary(knocks: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
     """What one host tells of its knocks: by host and address, its own address on the way there, or the problem."""
     told: dict[str, dict[str, dict[str, str]]] = {"reached": {}, "problems": {}}
     for (host, address), knock in knocks.items():
-        kind, text = ("problems", knock.problem) if knock.problem else ("reached", knock.local_address)
+        kind, text = (
+            ("problems", knock.problem) if knock.problem else ("reached", knock.local_address)
+        )
         told[kind].setdefault(str(host), {})[address] = text
     return told | {"done": True}
 
@@ -218,9 +240,15 @@ def choose_addresses(
     for index in others:
         if not reached[index].get(0):
             raise _unreachable_error(names, index, 0, reports[index]["problems"].get("0", {}))
-    common = [address for address in cards[0]["doors"] if all(address in reached[index][0] for index in others)]
+    common = [
+        address
+        for address in cards[0]["doors"]
+        if all(address in reached[index][0] for index in others)
+    ]
     if not common:
-        ways = "; ".join(f"{names[index]} reaches {', '.join(reached[index][0])}" for index in others)
+        ways = "; ".join(
+            f"{names[index]} reaches {', '.join(reached[index][0])}" for index in others
+        )
         raise NotAllHosts(
             f"{names[0]} has no address that all hosts reach ({ways}): join them by one network, and name "
             f"{names[0]}'s address there: Host({names[0]!r}, address='10.0.0.5')"
@@ -238,8 +266,13 @@ def choose_addresses(
     return chosen
 
 
-def _unreachable_error(names: Sequence[str], index: int, other: int, problems: Mapping[str, str]) -> NotAllHosts:
-    why = "; ".join(f"{address}: {problem}" for address, problem in problems.items()) or "it names only its loopback"
+def _unreachable_error(
+    names: Sequence[str], index: int, other: int, problems: Mapping[str, str]
+) -> NotAllHosts:
+    why = (
+        "; ".join(f"{address}: {problem}" for address, problem in problems.items())
+        or "it names only its loopback"
+    )
     return NotAllHosts(
         f"{names[index]} cannot reach {names[other]} ({why}): let the firewall of {names[other]} pass what comes from "
         f"{names[index]}, or name another address: Host({names[other]!r}, address='10.0.0.5')"
@@ -256,13 +289,19 @@ def _usable_addresses(guest: RendezvousMember) -> list[str]:
     try:
         found = with_limit.submit(socket.getaddrinfo, guest.address, None).result(PROBE_TIMEOUT_S)
     except (OSError, UnicodeError, TimeoutError):
-        raise NotAllHosts(f"the address {guest.address!r} of {guest.name} does not resolve there: {advice}") from None
+        raise NotAllHosts(
+            f"the address {guest.address!r} of {guest.name} does not resolve there: {advice}"
+        ) from None
     finally:
         with_limit.shutdown(wait=False)
     resolved = {str(info[4][0]) for info in found}
     usable = [address for address in own if address in resolved]
     if not usable:
-        given = guest.address if guest.address in resolved else f"{guest.address} ({', '.join(sorted(resolved))})"
+        given = (
+            guest.address
+            if guest.address in resolved
+            else f"{guest.address} ({', '.join(sorted(resolved))})"
+        )
         raise NotAllHosts(
             f"the address {given} of {guest.name} is not its own, so nobody would find it there: {advice}"
         )
@@ -272,8 +311,15 @@ def _usable_addresses(guest: RendezvousMember) -> list[str]:
 def local_addresses() -> list[str]:
     """This host's addresses, those of its networks first, then loopback, which only hosts on one machine reach."""
     families = (socket.AF_INET, socket.AF_INET6)
-    found = [each.address for name in psutil.net_if_addrs().values() for each in name if each.family in families]
-    usable = [address for address in found if "%" not in address]  # with %: means nothing on another host
+    found = [
+        each.address
+        for name in psutil.net_if_addrs().values()
+        for each in name
+        if each.family in families
+    ]
+    usable = [
+        address for address in found if "%" not in address
+    ]  # with %: means nothing on another host
     return sorted(usable, key=lambda address: (_is_loopback(address), ":" in address))
 
 
@@ -301,9 +347,14 @@ def host_versions() -> dict[str, str]:
 
 def labkit_versions() -> dict[str, str]:
     """What must be equal also in the process that asks for a run: it may do without torch, or have another build."""
-    sources = [path for folder in ("labkit", "launch") for path in sorted((ROOT / folder).rglob("*.py"))]
+    sources = [
+        path for folder in ("labkit", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     # not labkit's version, which checkouts that differ have in common
-    return {"Python": ".".join(platform.python_version_tuple()[:2]), "labkit": files_digest(*sources)[:12]}
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "labkit": files_digest(*sources)[:12],
+    }
 
 
 def files_digest(*paths: Path) -> str:
@@ -314,8 +365,12 @@ def files_digest(*paths: Path) -> str:
     return together.hexdigest()
 
 
-def refuse_version_mismatch(one: str, theirs: Mapping[str, str], other: str, ours: Mapping[str, str]) -> None:
+def refuse_version_mismatch(
+    one: str, theirs: Mapping[str, str], other: str, ours: Mapping[str, str]
+) -> None:
     """Raise NotAllHosts where two hosts differ in one of these."""
     for name, version in theirs.items():
         if ours[name] != version:
-            raise NotAllHosts(f"{one} has {name} {version} and {other} has {ours[name]}: install the same on all hosts")
+            raise NotAllHosts(
+                f"{one} has {name} {version} and {other} has {ours[name]}: install the same on all hosts"
+            )

@@ -63,7 +63,9 @@ def _start_torchrun(
         return process.spawn_torchrun(words, own, log, receiver.fileno())
 
 
-def _send_rendezvous_result(sender: socket.socket, guest: RendezvousMember, meeting: RendezvousResult) -> None:
+def _send_rendezvous_result(
+    sender: socket.socket, guest: RendezvousMember, meeting: RendezvousResult
+) -> None:
     """Let this host's torchrun go on; on host 0, hand it the listening socket of its store."""
     interface = meeting.interface
     environment = {

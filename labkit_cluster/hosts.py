@@ -54,16 +54,35 @@ class Host:
     command: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or self.name.startswith("-") or not self.name.isprintable():
-            raise ParameterError(f"host {self.name!r} is no name that ssh could reach: give one as in `ssh NAME true`")
+        if (
+            not isinstance(self.name, str)
+            or not self.name
+            or self.name.startswith("-")
+            or not self.name.isprintable()
+        ):
+            raise ParameterError(
+                f"host {self.name!r} is no name that ssh could reach: give one as in `ssh NAME true`"
+            )
 
     def agent_command(self) -> list[str]:
         """The command that starts the agent there. ssh hands its words to a shell, so they are quoted for it."""
-        agent = ["env", f"PYTHONPATH={ROOT}", self._python_path, "-P", "-m", "labkit_cluster.host_agent"]
+        agent = [
+            "env",
+            f"PYTHONPATH={ROOT}",
+            self._python_path,
+            "-P",
+            "-m",
+            "labkit_cluster.host_agent",
+        ]
         if self.command is not None:
             return [*self.command, *agent]
         options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}"]
-        options += ["-o", f"ServerAliveInterval={SSH_TIMEOUT_S // 2}", "-o", "ServerAliveCountMax=2"]
+        options += [
+            "-o",
+            f"ServerAliveInterval={SSH_TIMEOUT_S // 2}",
+            "-o",
+            "ServerAliveCountMax=2",
+        ]
         return [*_ssh_command(), *options, "--", self.name, shlex.join(agent)]
 
     def loss_reason(self, status: int | None, said: str) -> str:
@@ -107,7 +126,9 @@ def _ssh_command() -> list[str]:
 def parse_hosts(hosts: Any) -> list[Host]:
     """The hosts of a run as ``Host``. Raises ParameterError for anything else than names and Hosts, each once."""
     if isinstance(hosts, str | Host) or not isinstance(hosts, Sequence) or not hosts:
-        raise ParameterError(f"hosts = {hosts!r} is no list of hosts: give their names, such as ['alpha', 'beta']")
+        raise ParameterError(
+            f"hosts = {hosts!r} is no list of hosts: give their names, such as ['alpha', 'beta']"
+        )
     found = [each if isinstance(each, Host) else Host(each) for each in hosts]
     names = [each.name for each in found]
     if len(set(names)) < len(names):
@@ -128,7 +149,9 @@ class MultiHostBackend:
         self._folder, self._request = folder, request
         self._change = threading.Condition()
         self._agents = {
-            host: AgentLink(host.agent_command(), folder, index, self._change, self._broadcast_message)
+            host: AgentLink(
+                host.agent_command(), folder, index, self._change, self._broadcast_message
+            )
             for index, host in enumerate(hosts)
         }
         self._failed_at, self._has_ended = math.inf, False
@@ -146,11 +169,15 @@ class MultiHostBackend:
             **self._request,
             "name": self._folder.path.name,
             "working_folder": os.getcwd(),
-            "given": self._folder.payload.read_bytes().hex() if self._folder.payload.exists() else "",
+            "given": self._folder.payload.read_bytes().hex()
+            if self._folder.payload.exists()
+            else "",
             "versions": labkit_versions(),
             "sum": files_digest(program) if program.suffix == ".py" else "",
             "environment": {
-                name: text for name, text in os.environ.items() if name.startswith(ENV_PREFIXES_TO_FORWARD)
+                name: text
+                for name, text in os.environ.items()
+                if name.startswith(ENV_PREFIXES_TO_FORWARD)
             },
         }
         for index, (host, agent) in enumerate(self._agents.items()):
@@ -193,30 +220,40 @@ class MultiHostBackend:
         agents = self._agents.values()
         if reason := next((agent.start_failure for agent in agents if agent.start_failure), ""):
             raise NotAllHosts(reason)
-        if any(agent.unreachable_peers for agent in agents):  # perhaps because its agent has ended, which says more
+        if any(
+            agent.unreachable_peers for agent in agents
+        ):  # perhaps because its agent has ended, which says more
             self._change.wait_for(self._hosts_without_status, PEER_LOSS_TIMEOUT_S)
         for host in self._hosts_without_status():
             raise HostLost(host.loss_reason(*self._agents[host].exit_status_and_stderr()))
         if any(agent.unreachable_peers for agent in agents):
             raise HostLost(
-                _link_loss_text({host.name: agent.unreachable_peers for host, agent in self._agents.items()})
+                _link_loss_text(
+                    {host.name: agent.unreachable_peers for host, agent in self._agents.items()}
+                )
             )
         for host, agent in self._agents.items():
             if agent.status and agent.status < 0:
                 name = signal.Signals(-agent.status).name
-                raise HostLost(f"torchrun on {host.name} was ended by {name}: is that host short of memory?")
+                raise HostLost(
+                    f"torchrun on {host.name} was ended by {name}: is that host short of memory?"
+                )
             if agent.problem:
                 raise LabError(f"{host.name}: {agent.problem}")
 
     def _hosts_without_status(self) -> list[Host]:
-        return [host for host, agent in self._agents.items() if agent.is_closed and agent.status is None]
+        return [
+            host for host, agent in self._agents.items() if agent.is_closed and agent.status is None
+        ]
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the stacks of these ranks, which stay where they are until ``end_ranks``."""
         agents = self._agents.values()
         self._broadcast_message({"end": "stacks"})
         with self._change:
-            self._change.wait_for(lambda: all(agent.stacks or agent.has_ended for agent in agents), END_TIMEOUT_S)
+            self._change.wait_for(
+                lambda: all(agent.stacks or agent.has_ended for agent in agents), END_TIMEOUT_S
+            )
         answers = {rank: stack for agent in agents for rank, stack in agent.stacks.items()}
         return dict.fromkeys(ranks, "(its host does not answer)") | answers
 

@@ -22,7 +22,9 @@ STATUS_QUERY_PERIOD_S = 2.0
 CLUSTER_SILENCE_LIMIT_S = 600.0
 """How long waiting goes on although the cluster does not answer: its controller may be starting anew."""
 CANCEL_TIMEOUT_S = 120.0
-STATE_BY_EXIT = dict.fromkeys(FINISHED_EXITS, "completed") | {end: end for end in ("failed", "timed out", "cancelled")}
+STATE_BY_EXIT = dict.fromkeys(FINISHED_EXITS, "completed") | {
+    end: end for end in ("failed", "timed out", "cancelled")
+}
 """What run.json says of a run that is over, as states. After any other word there may be another attempt."""
 SUBMISSION_TYPES = {"cluster": str, "settings": dict, "id": str}
 """What submitted.json has to hold."""
@@ -43,7 +45,11 @@ class Job:
     def __init__(self, folder: Path, cluster: Cluster, identity: str):
         self.folder, self.id = folder, identity
         self._cluster, self._files = cluster, RunFolder(folder)
-        self._asked_at, self._heard_at, self._said = -STATUS_QUERY_PERIOD_S, time.monotonic(), JobStatus("pending")
+        self._asked_at, self._heard_at, self._said = (
+            -STATUS_QUERY_PERIOD_S,
+            time.monotonic(),
+            JobStatus("pending"),
+        )
 
     @property
     def state(self) -> str:
@@ -63,7 +69,10 @@ class Job:
         try:
             while not (standing := self._last_known_status()).is_over:
                 if (begun := self._read_run_info().get("attempts", 0)) != attempts:
-                    attempts, progress = begun, self._make_monitor(display)  # another attempt writes other files
+                    attempts, progress = (
+                        begun,
+                        self._make_monitor(display),
+                    )  # another attempt writes other files
                 if standing.state == "running":
                     progress.update()
                 else:
@@ -102,7 +111,9 @@ class Job:
         give_up = time.monotonic() + CANCEL_TIMEOUT_S
         while not self._cluster.query_status(self.id).is_over:
             if time.monotonic() > give_up:
-                raise LabError(f"{self!r}: still not ended {CANCEL_TIMEOUT_S:g} s after its cancellation")
+                raise LabError(
+                    f"{self!r}: still not ended {CANCEL_TIMEOUT_S:g} s after its cancellation"
+                )
             time.sleep(JOB_POLL_PERIOD_S)
         self._write_final_state(JobStatus("cancelled"))
 
@@ -160,19 +171,27 @@ class Job:
     def _end_reason(self, said: JobStatus) -> str:
         """What is known of a job that its cluster has ended."""
         log = failure.read_tail(self._files.cluster_log)
-        where = f"its log ends:\n{log}" if log else f"it left no log: does every node see {self.folder}?"
+        where = (
+            f"its log ends:\n{log}"
+            if log
+            else f"it left no log: does every node see {self.folder}?"
+        )
         return f"{self._cluster.name} ended job {self.id}: {said}; {where}"
 
     def _failure_error(self, info: dict[str, Any]) -> LabError:
         """The exception that tells how the job ended."""
         kind, _, message = str(info.get("error", "")).partition(": ")
         if info["exit"] == "cancelled":
-            return JobCancelled(f"{self._program_name}: job {self.id} was cancelled; what it left is in {self.folder}")
+            return JobCancelled(
+                f"{self._program_name}: job {self.id} was cancelled; what it left is in {self.folder}"
+            )
         if info["exit"] == "timed out":
             return failure.timeout_failure(self._files, info["timeout_s"], info["nproc"])
         if kind == RankFailed.__name__:
             return failure.first_failure(self._files, 1)
-        return {each.__name__: each for each in (NotAllHosts, HostLost)}.get(kind, LabError)(message)
+        return {each.__name__: each for each in (NotAllHosts, HostLost)}.get(kind, LabError)(
+            message
+        )
 
 
 def load_job(folder: str | Path) -> Job:
@@ -188,5 +207,8 @@ def load_job(folder: str | Path) -> Job:
         )
     handed_over = read_json(files.submitted_json)
     require_fields(files.submitted_json, handed_over, SUBMISSION_TYPES)
-    settings = {name: tuple(each) if isinstance(each, list) else each for name, each in handed_over["settings"].items()}
+    settings = {
+        name: tuple(each) if isinstance(each, list) else each
+        for name, each in handed_over["settings"].items()
+    }
     return Job(files.path, CLUSTERS[handed_over["cluster"]](**settings), handed_over["id"])

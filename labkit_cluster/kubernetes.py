@@ -41,7 +41,9 @@ class Kubernetes:
         for field in ("image", "claim", "runtime", "python"):
             value = getattr(self, field)
             if not isinstance(value, str) or not value or not value.isprintable():
-                raise ParameterError(f"{field} = {value!r} is no name: give Kubernetes(image='…', claim='…')")
+                raise ParameterError(
+                    f"{field} = {value!r} is no name: give Kubernetes(image='…', claim='…')"
+                )
         if self.namespace and not re.fullmatch(DNS_LABEL, self.namespace):
             raise ParameterError(f"namespace = {self.namespace!r} is no name that Kubernetes takes")
 
@@ -54,7 +56,9 @@ class Kubernetes:
         handed_over: list[str] = []
         try:
             for folder in folders:
-                self._run_kubectl("create", "--filename=-", given=self.fill_manifest(request, folder))
+                self._run_kubectl(
+                    "create", "--filename=-", given=self.fill_manifest(request, folder)
+                )
                 handed_over.append(train_job_name(folder))
         except BaseException:
             for name in handed_over:
@@ -83,7 +87,9 @@ class Kubernetes:
 
     def query_status(self, identity: str) -> JobStatus:
         """As the conditions of the TrainJob tell it."""
-        answer = self._run_kubectl("get", TRAINJOB_KIND, identity, "--output=json", "--ignore-not-found")
+        answer = self._run_kubectl(
+            "get", TRAINJOB_KIND, identity, "--output=json", "--ignore-not-found"
+        )
         return (
             train_job_status(json.loads(answer).get("status", {}))
             if answer
@@ -100,7 +106,9 @@ class Kubernetes:
 
 def train_job_status(status: Mapping[str, Any]) -> JobStatus:
     """Where a TrainJob stands: by its conditions, else by whether its pods are ready."""
-    holds = {each["type"]: each for each in status.get("conditions", []) if each["status"] == "True"}
+    holds = {
+        each["type"]: each for each in status.get("conditions", []) if each["status"] == "True"
+    }
     if "Complete" in holds:
         return JobStatus("completed")
     if failed := holds.get("Failed"):

@@ -41,8 +41,12 @@ class Listeners:
 
     def __init__(self, token: str, addresses: Iterable[str]):
         self._token = token
-        self._sockets = {address: found for address in addresses if (found := _create_listener(address))}
-        self.ports: dict[str, int] = {address: each.getsockname()[1] for address, each in self._sockets.items()}
+        self._sockets = {
+            address: found for address in addresses if (found := _create_listener(address))
+        }
+        self.ports: dict[str, int] = {
+            address: each.getsockname()[1] for address, each in self._sockets.items()
+        }
         self.links: dict[Endpoint, socket.socket] = {}
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._thread = threading.Thread(target=self._accept_probes, daemon=True)
@@ -55,13 +59,20 @@ class Listeners:
         """Shut all doors and hang up all lines that were not taken."""
         self._stop_serving()
         self._stop_serving()
-        for each in (self._wake_receiver, self._wake_sender, *self._sockets.values(), *self.links.values()):
+        for each in (
+            self._wake_receiver,
+            self._wake_sender,
+            *self._sockets.values(),
+            *self.links.values(),
+        ):
             each.close()
 
     def take_listener(self, address: str) -> tuple[socket.socket, dict[int, socket.socket]]:
         """No door answers any more. The one at this address, still listening, and the lines through it by index."""
         self._stop_serving()
-        lines = {index: self.links.pop((index, at)) for index, at in list(self.links) if at == address}
+        lines = {
+            index: self.links.pop((index, at)) for index, at in list(self.links) if at == address
+        }
         return self._sockets.pop(address), lines
 
     def _stop_serving(self) -> None:
@@ -79,7 +90,9 @@ class Listeners:
                         return
                     with contextlib.suppress(OSError):  # the visitor has left again
                         visitor, _ = self._sockets[key.data].accept()
-                        threading.Thread(target=self._answer_probe, args=[key.data, visitor], daemon=True).start()
+                        threading.Thread(
+                            target=self._answer_probe, args=[key.data, visitor], daemon=True
+                        ).start()
 
     def _answer_probe(self, address: str, visitor: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError):  # a stranger
@@ -96,7 +109,9 @@ class Listeners:
 def _create_listener(address: str) -> socket.socket | None:
     """A socket at this address and a port that the system chose; None where the address cannot be used just now."""
     try:
-        door = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        door = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
     except OSError:
         return None
     door.setblocking(False)  # so that accept never waits for a visitor who has left
@@ -120,10 +135,15 @@ class ProbeResult:
     clock_ahead_s: float = 0.0
 
 
-def probe_listeners(places: Mapping[Endpoint, int], token: str, index: int) -> dict[Endpoint, ProbeResult]:
+def probe_listeners(
+    places: Mapping[Endpoint, int], token: str, index: int
+) -> dict[Endpoint, ProbeResult]:
     """Knock at all these doors at once; ports are given by place. ``index`` says who knocks."""
     threads = ThreadPoolExecutor(max_workers=max(1, len(places)))
-    tries = {place: threads.submit(_probe_listener, place[1], port, token, index) for place, port in places.items()}
+    tries = {
+        place: threads.submit(_probe_listener, place[1], port, token, index)
+        for place, port in places.items()
+    }
     hosts = {host for host, _ in places}
     give_up, pending = time.monotonic() + PROBE_TIMEOUT_S, set(tries.values())
     while pending and (left := give_up - time.monotonic()) > 0:
@@ -132,7 +152,10 @@ def probe_listeners(places: Mapping[Endpoint, int], token: str, index: int) -> d
             pending = wait(pending, min(left, EXTRA_PROBE_TIMEOUT_S)).not_done
             break
     threads.shutdown(wait=False, cancel_futures=True)
-    return {place: each.result() if each.done() else ProbeResult("no answer") for place, each in tries.items()}
+    return {
+        place: each.result() if each.done() else ProbeResult("no answer")
+        for place, each in tries.items()
+    }
 
 
 def _has_answered(attempt: "Future[ProbeResult]") -> bool:
@@ -154,7 +177,9 @@ def _probe_listener(address: str, port: int, token: str, index: int) -> ProbeRes
     if not hmac.compare_digest(proof, _hmac_proof(token, b"host", moment)):
         line.close()
         return ProbeResult("somebody else answers there")
-    return ProbeResult("", line, str(line.getsockname()[0]), float(moment) - (begun + time.time()) / 2)
+    return ProbeResult(
+        "", line, str(line.getsockname()[0]), float(moment) - (begun + time.time()) / 2
+    )
 
 
 def _hmac_proof(token: str, speaker: bytes, word: bytes) -> bytes:
@@ -193,7 +218,9 @@ class Heartbeats:
         silent = [
             name for name, missed in self._missed.items() if missed >= HEARTBEAT_MISS_LIMIT
         ]  # and in another second more
-        return gone or (silent if any(self._missed[name] > HEARTBEAT_MISS_LIMIT for name in silent) else [])
+        return gone or (
+            silent if any(self._missed[name] > HEARTBEAT_MISS_LIMIT for name in silent) else []
+        )
 
     def _receive_heartbeat(self, name: str) -> bool:
         """Take what there is to hear. Whether the other is still there, or has taken its leave."""

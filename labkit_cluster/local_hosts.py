@@ -28,7 +28,10 @@ from labkit_cluster.host_rendezvous import LOOPBACK
 from labkit_cluster.hosts import Host
 
 HOST_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
-NAMESPACE_KIND, PROCESS_KIND = "network namespaces joined by a bridge", "processes that meet on loopback"
+NAMESPACE_KIND, PROCESS_KIND = (
+    "network namespaces joined by a bridge",
+    "processes that meet on loopback",
+)
 NAMESPACE_PREFIX = "labkit-"
 SWITCH_NAME = "switch"
 HOST_INTERFACE = "eth0"
@@ -84,7 +87,9 @@ class LocalHosts(Sequence[Host]):
 
     def _set_link_state(self, name: str, state: str) -> None:
         if self.kind != NAMESPACE_KIND:
-            raise LabError(f"{name} has no network cable, these hosts are {self.kind}: that needs root on Linux")
+            raise LabError(
+                f"{name} has no network cable, these hosts are {self.kind}: that needs root on Linux"
+            )
         _run_ip_command("-n", _namespace_name(name), "link", "set", HOST_INTERFACE, state)
 
 
@@ -98,7 +103,10 @@ def start_local_hosts(count: int = 2) -> Iterator[LocalHosts]:
     if not 1 <= count <= len(HOST_NAMES):
         raise ParameterError(f"count = {count} hosts are not between 1 and {len(HOST_NAMES)}")
     names = HOST_NAMES[:count]
-    plain = [Host(name, LOOPBACK, command=("env", f"{ENV_LOCAL_HOST}={_host_tag(name)}")) for name in names]
+    plain = [
+        Host(name, LOOPBACK, command=("env", f"{ENV_LOCAL_HOST}={_host_tag(name)}"))
+        for name in names
+    ]
     with contextlib.ExitStack() as at_end:
         for name in names:
             at_end.callback(_kill_by_tag, _host_tag(name))
@@ -112,7 +120,11 @@ def start_local_hosts(count: int = 2) -> Iterator[LocalHosts]:
 
 
 def _host_in_namespace(host: Host) -> Host:
-    return replace(host, address="", command=("ip", "netns", "exec", _namespace_name(host.name), *(host.command or ())))
+    return replace(
+        host,
+        address="",
+        command=("ip", "netns", "exec", _namespace_name(host.name), *(host.command or ())),
+    )
 
 
 def can_make_namespaces() -> bool:
@@ -120,8 +132,17 @@ def can_make_namespaces() -> bool:
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return False
     trial = _namespace_name("trial")
-    made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False).returncode == 0
-    return made and subprocess.run(["ip", "netns", "del", trial], capture_output=True, check=False).returncode == 0
+    made = (
+        subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False).returncode
+        == 0
+    )
+    return (
+        made
+        and subprocess.run(
+            ["ip", "netns", "del", trial], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def _create_namespaces(names: Sequence[str]) -> None:
@@ -134,9 +155,23 @@ def _create_namespaces(names: Sequence[str]) -> None:
         host = _namespace_name(name)
         _run_ip_command("netns", "add", host)
         _run_ip_command(
-            "-n", host, "link", "add", "name", HOST_INTERFACE, "type", "veth", "peer", "name", name, "netns", switch
+            "-n",
+            host,
+            "link",
+            "add",
+            "name",
+            HOST_INTERFACE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            name,
+            "netns",
+            switch,
         )
-        _run_ip_command("-n", host, "address", "add", f"{_host_address(index)}/24", "dev", HOST_INTERFACE)
+        _run_ip_command(
+            "-n", host, "address", "add", f"{_host_address(index)}/24", "dev", HOST_INTERFACE
+        )
         _run_ip_command("-n", switch, "link", "set", name, "master", SWITCH_NAME, "up")
         for each in ("lo", HOST_INTERFACE):
             _run_ip_command("-n", host, "link", "set", each, "up")
@@ -180,7 +215,11 @@ def _remove_stale_namespaces() -> None:
     """Remove the hosts of processes that are gone."""
     for name in _run_ip_command("netns", "list").split():
         owner = name.removeprefix(NAMESPACE_PREFIX).partition("-")[0]
-        if name.startswith(NAMESPACE_PREFIX) and owner.isdigit() and not psutil.pid_exists(int(owner)):
+        if (
+            name.startswith(NAMESPACE_PREFIX)
+            and owner.isdigit()
+            and not psutil.pid_exists(int(owner))
+        ):
             _remove_namespaces(int(owner))
 
 

@@ -11,7 +11,13 @@ from typing import Any, ClassVar
 from labkit.environment import ENV_RUN_FOLDER
 from labkit.errors import ParameterError
 from labkit.runs.folder import ROOT, RunFolder
-from labkit_cluster.cluster_command import TEMPLATES, ClusterCommandError, JobRequest, JobStatus, run_cluster_command
+from labkit_cluster.cluster_command import (
+    TEMPLATES,
+    ClusterCommandError,
+    JobRequest,
+    JobStatus,
+    run_cluster_command,
+)
 
 BATCH_SCRIPT = TEMPLATES / "slurm.sh"
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
@@ -22,7 +28,9 @@ STATE_BY_SLURM_STATE = {
     "CANCELLED": "cancelled",
     "TIMEOUT": "timed out",
     "DEADLINE": "timed out",
-    **dict.fromkeys(("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "PREEMPTED", "REVOKED"), "failed"),
+    **dict.fromkeys(
+        ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "PREEMPTED", "REVOKED"), "failed"
+    ),
 }
 """All others are of a job that runs, or whose processes are being ended."""
 
@@ -45,13 +53,17 @@ class Slurm:
             raise ParameterError(f"partition = {self.partition!r} is no name, such as 'gpu'")
         fits = isinstance(self.options, tuple | list) and all(map(_is_option, self.options))
         if not fits:
-            raise ParameterError(f"options = {self.options!r} are no words for sbatch, such as ('--account=physics',)")
+            raise ParameterError(
+                f"options = {self.options!r} are no words for sbatch, such as ('--account=physics',)"
+            )
 
     def check_available(self) -> None:
         """Whether Slurm is there, and knows the partition."""
         known = _run_slurm_command("sinfo", "--all", "--noheader", "--format=%R").split()
         if self.partition and self.partition not in known:
-            raise ParameterError(f"Slurm has no partition {self.partition!r}, it has {', '.join(known) or 'none'}")
+            raise ParameterError(
+                f"Slurm has no partition {self.partition!r}, it has {', '.join(known) or 'none'}"
+            )
 
     def submit(self, request: JobRequest, folders: Sequence[RunFolder]) -> list[str]:
         """Several runs are one array of jobs; the names of their folders differ in their last number, from 0."""
@@ -67,7 +79,9 @@ class Slurm:
             f"--output={output}/{folders[0].cluster_log.name}",
             *self._user_options(),
         ]
-        answer = _run_slurm_command("sbatch", "--parsable", *words, str(BATCH_SCRIPT), sys.executable, stem)
+        answer = _run_slurm_command(
+            "sbatch", "--parsable", *words, str(BATCH_SCRIPT), sys.executable, stem
+        )
         identity = answer.partition(";")[0]
         return [f"{identity}_{index}" for index in range(len(folders))] if array else [identity]
 
@@ -78,7 +92,9 @@ class Slurm:
         """As squeue tells it, which forgets a job some minutes after its end."""
         form = "--Format=State:.30,RestartCnt:.12,Reason:.200"
         try:
-            answer = _run_slurm_command("squeue", "--noheader", "--states=all", f"--jobs={identity}", form)
+            answer = _run_slurm_command(
+                "squeue", "--noheader", "--states=all", f"--jobs={identity}", form
+            )
         except ClusterCommandError as error:
             if "Invalid job id" not in str(error):
                 raise
@@ -102,7 +118,11 @@ def _is_option(word: Any) -> bool:
 def _sbatch_options(request: JobRequest) -> list[str]:
     """What each job is to be given. The limit of time is the last resort: the agents have a clock of their own."""
     minutes = math.ceil(request.limit_s / 60)
-    options = [f"--job-name={request.program}", f"--nodes={request.nodes}", f"--cpus-per-task={request.nproc}"]
+    options = [
+        f"--job-name={request.program}",
+        f"--nodes={request.nodes}",
+        f"--cpus-per-task={request.nproc}",
+    ]
     options += [f"--time={minutes}", "--export=ALL"]
     return [*options, f"--gpus-per-node={request.nproc}"] if request.device == "cuda" else options
 
@@ -110,7 +130,9 @@ def _sbatch_options(request: JobRequest) -> list[str]:
 def _escape_output_path(path: str) -> str:
     """A path in the words of --output, which replaces %j and the like; after a backslash nothing, so none is taken."""
     if "\\" in path:
-        raise ParameterError(f"Slurm takes no backslash in the path {path}: set LABKIT_RUNS to a folder without one")
+        raise ParameterError(
+            f"Slurm takes no backslash in the path {path}: set LABKIT_RUNS to a folder without one"
+        )
     return path.replace("%", "%%")
 
 
@@ -123,6 +145,7 @@ def _slurm_environment() -> Mapping[str, str]:
     own = {
         name: text
         for name, text in os.environ.items()
-        if (not name.startswith("SLURM_") or name in CLUSTER_VARIABLES) and name not in (ENV_RUN_FOLDER, "MPLBACKEND")
+        if (not name.startswith("SLURM_") or name in CLUSTER_VARIABLES)
+        and name not in (ENV_RUN_FOLDER, "MPLBACKEND")
     }
     return own | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), own.get("PYTHONPATH")]))}

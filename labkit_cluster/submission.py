@@ -92,15 +92,23 @@ def submit(
         LabError: this machine has no such cluster, the cluster refuses, or the run's folder cannot be written.
     """
     there = resolve_cluster(cluster)
-    nodes = require_positive("nodes", nodes, int, "not a number of nodes: give an int of at least 1")
+    nodes = require_positive(
+        "nodes", nodes, int, "not a number of nodes: give an int of at least 1"
+    )
     fixed = {"nproc": nproc, "timeout_s": timeout_s, "device": device, **params}
     varied = [{}] if over is None else argument_combinations(over, {"nodes": nodes, **fixed})
     if not varied:
         raise ParameterError(f"over = {over!r} holds no value to take: give some, or leave it out")
-    places = [Host(f"node {index}") for index in range(nodes)]  # which ones they are, the cluster will say
-    plans = [make_run_request(program, **fixed, **each, hosts=places, warm=False) for each in varied]
+    places = [
+        Host(f"node {index}") for index in range(nodes)
+    ]  # which ones they are, the cluster will say
+    plans = [
+        make_run_request(program, **fixed, **each, hosts=places, warm=False) for each in varied
+    ]
     if not math.isfinite(plans[0].timeout_s):
-        raise ParameterError(f"timeout_s = {timeout_s!r}: a cluster wants to know a limit, give a number of seconds")
+        raise ParameterError(
+            f"timeout_s = {timeout_s!r}: a cluster wants to know a limit, give a number of seconds"
+        )
     there.check_available()
     jobs = submit_requests(there, plans)
     return jobs if over is not None else jobs[0]
@@ -131,7 +139,9 @@ def submit_requests(cluster: Cluster, plans: list[RunRequest]) -> list[Job]:
             folders.append(_make_job_folder(plan, each, revision))
         first = plans[0]
         limit_s = first.timeout_s + STARTUP_MARGIN_S
-        request = JobRequest(first.program, len(first.hosts), first.local_world_size, first.device, limit_s)
+        request = JobRequest(
+            first.program, len(first.hosts), first.local_world_size, first.device, limit_s
+        )
         identities = cluster.submit(request, folders)
     except BaseException:
         for folder in folders:
@@ -140,7 +150,10 @@ def submit_requests(cluster: Cluster, plans: list[RunRequest]) -> list[Job]:
     handed_over = {"cluster": cluster.name, "settings": asdict(cluster)}
     for folder, identity in zip(folders, identities, strict=True):
         write_json(folder.submitted_json, handed_over | {"id": identity})
-    return [Job(folder.path, cluster, identity) for folder, identity in zip(folders, identities, strict=True)]
+    return [
+        Job(folder.path, cluster, identity)
+        for folder, identity in zip(folders, identities, strict=True)
+    ]
 
 
 def _make_job_folder(plan: RunRequest, name: str, revision: str | None) -> RunFolder:
@@ -149,6 +162,10 @@ def _make_job_folder(plan: RunRequest, name: str, revision: str | None) -> RunFo
     folder = make_run_folder(info, b"", name)
     names = ("target", "arguments", "device", "timeout_s")
     job = {name: getattr(plan, name) for name in names}
-    job |= {"hosts": len(plan.hosts), "nproc": plan.local_world_size, "token": secrets.token_hex(16)}
+    job |= {
+        "hosts": len(plan.hosts),
+        "nproc": plan.local_world_size,
+        "token": secrets.token_hex(16),
+    }
     write_json(folder.job_json, job)
     return folder

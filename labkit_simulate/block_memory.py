@@ -40,7 +40,10 @@ class MemoryCurve:
     def phase_intervals(self) -> list[tuple[str, str, int, int]]:
         """Phase, block, first place and the one after the last, in order."""
         ends = [mark[0] for mark in self.marks[1:]] + [len(self.bytes_by_change)]
-        return [(phase, block, start, end) for (start, phase, block), end in zip(self.marks, ends, strict=True)]
+        return [
+            (phase, block, start, end)
+            for (start, phase, block), end in zip(self.marks, ends, strict=True)
+        ]
 
 
 def read_memory_curve(result: RunResult, rank: int | None = None) -> MemoryCurve:
@@ -57,14 +60,23 @@ def read_memory_curve(result: RunResult, rank: int | None = None) -> MemoryCurve
     found = json.loads(output.artifact(ARTIFACT_BLOCKS))
     marks = [(start, phase, block) for start, phase, block in found["marks"]]
     held = [int(line) for line in output.artifact(ARTIFACT_MEMORY).split()]
-    return MemoryCurve(held, marks, found["peak"], [(block, category, size) for block, category, size in found["held"]])
+    return MemoryCurve(
+        held,
+        marks,
+        found["peak"],
+        [(block, category, size) for block, category, size in found["held"]],
+    )
 
 
 def peak_phase_and_block(result: RunResult, rank: int | None = None) -> tuple[str, str]:
     """The phase and the block that were at work when a simulated rank held most. The arguments are ``curve_of``'s."""
     curve = read_memory_curve(result, rank)
     return next(
-        ((phase, block) for phase, block, start, end in curve.phase_intervals if start <= curve.peak < end),
+        (
+            (phase, block)
+            for phase, block, start, end in curve.phase_intervals
+            if start <= curve.peak < end
+        ),
         ("before", "the step"),
     )
 
@@ -94,7 +106,9 @@ def block_memory_table(result: RunResult, rank: int | None = None) -> pandas.Dat
         row[f"{phase}_peak"] = max(row.get(f"{phase}_peak", 0), most)
         if phase == "forward" and block != ROOT_BLOCK:
             row["forward_kept"] = (
-                row.get("forward_kept", 0) + curve.bytes_by_change[end - 1] - curve.bytes_by_change[start - 1]
+                row.get("forward_kept", 0)
+                + curve.bytes_by_change[end - 1]
+                - curve.bytes_by_change[start - 1]
             )
     order = [block for block in dict.fromkeys(mark[2] for mark in curve.marks) if block in table]
     columns = sorted({category for _, category, _ in curve.at_peak})

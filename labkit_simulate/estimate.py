@@ -63,7 +63,9 @@ class RankStepEstimate:
         """MFU: the part of what a device could compute in this time that the model needs; 0 without matrix products."""
         if not self.model_flops:
             return 0.0
-        return self.time.model_flops_share(self.model_flops, self.hardware.peak_flops_per_s(self.dtype))
+        return self.time.model_flops_share(
+            self.model_flops, self.hardware.peak_flops_per_s(self.dtype)
+        )
 
     @property
     def record_values(self) -> dict[str, tuple[float, str]]:
@@ -123,7 +125,10 @@ def read_events(result: RunResult, rank: int | None = None) -> StepEvents:
 
 
 def estimate_rank_step(
-    result: RunResult, hosts: str | Hardware, rank: int | None = None, ranks_per_host: int | None = None
+    result: RunResult,
+    hosts: str | Hardware,
+    rank: int | None = None,
+    ranks_per_host: int | None = None,
 ) -> RankStepEstimate:
     """Reckon the step of a simulated rank.
 
@@ -140,15 +145,21 @@ def estimate_rank_step(
     """
     kind = resolve_hardware(hosts)
     done = read_events(result, rank)
-    on_host = ranks_on_each_host(result.world_size, ranks_per_host or result.info["ranks_per_host"], kind)
+    on_host = ranks_on_each_host(
+        result.world_size, ranks_per_host or result.info["ranks_per_host"], kind
+    )
     machine = kind.for_rank(on_host)
     groups = [make_group(ranks, on_host) for ranks in done.groups]
-    program = tasks_from_events([event_for_hardware(event, groups, machine) for event in done.events])
+    program = tasks_from_events(
+        [event_for_hardware(event, groups, machine) for event in done.events]
+    )
     flops: Counter[str] = Counter()
     for operator, count in done.operator_counts:
         flops[operator.dtype] += int(count * operator.flops)
     dtype = max(flops, key=lambda name: flops[name], default="float32")
-    return RankStepEstimate(machine, schedule_tasks(program, overlaps=not machine.shared), done.model_flops, dtype)
+    return RankStepEstimate(
+        machine, schedule_tasks(program, overlaps=not machine.shared), done.model_flops, dtype
+    )
 
 
 def resolve_hardware(hosts: Any) -> Hardware:
@@ -166,7 +177,9 @@ def ranks_on_each_host(world_size: int, ranks_per_host: int, kind: Hardware) -> 
     on_host = min(world_size, ranks_per_host)
     if world_size % on_host:
         rest = f"{world_size} % {on_host} = {world_size % on_host}"
-        raise ParameterError(f"{world_size} ranks do not fill hosts of {on_host} ({kind.name}): {rest}")
+        raise ParameterError(
+            f"{world_size} ranks do not fill hosts of {on_host} ({kind.name}): {rest}"
+        )
     try:
         kind.for_rank(on_host)
     except ValueError as error:
@@ -179,7 +192,9 @@ def event_for_hardware(
 ) -> ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent:
     """An event as it takes time on this machine."""
     if "work" in event:
-        return ComputeEvent(f"{event['phase']} {event['work']}", compute_event_s(event["operators"], machine))
+        return ComputeEvent(
+            f"{event['phase']} {event['work']}", compute_event_s(event["operators"], machine)
+        )
     if "call" in event:
         group = groups[event["group"]]
         return CollectiveEvent(
@@ -211,7 +226,9 @@ def write_estimate(result: RunResult, hosts: Hardware) -> None:
         for lane, bar in lanes_and_bars(reckoned.time):
             phase, _, name = bar.name.partition(" ")
             moment = {"start_us": 1e6 * bar.start_s, "dur_us": 1e6 * bar.dur_s}
-            writer.write("bar", "" if phase == "optimizer" else name, step, lane=lane, phase=phase, **moment)
+            writer.write(
+                "bar", "" if phase == "optimizer" else name, step, lane=lane, phase=phase, **moment
+            )
         for name, (value, unit) in reckoned.record_values.items():
             writer.write("scalar", name, step, value=value, unit=unit)
         writer.close()
@@ -227,5 +244,7 @@ def lanes_and_bars(time: StepTime) -> Iterator[tuple[str, TimelineBar]]:
         else:
             whole.append(bar)
     yield from (("compute", bar) for bar in whole if bar.dur_s)
-    yield from (("communication", bar) for bar in time.bars if bar.stream != COMPUTE_STREAM and bar.dur_s)
+    yield from (
+        ("communication", bar) for bar in time.bars if bar.stream != COMPUTE_STREAM and bar.dur_s
+    )
     yield from (("exposed", bar) for bar in time.exposure_bars)

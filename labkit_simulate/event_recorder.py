@@ -77,7 +77,9 @@ class EventRecorder(CommunicationCounter):
         self.events: list[StepEvent] = []
         self.model_flops = 0.0
         self._phase, self._block, self._buckets = "forward", "", 0
-        self._works: dict[int, tuple[Work, list[int]]] = {}  # with its calls; kept, so that its address is its own
+        self._works: dict[
+            int, tuple[Work, list[int]]
+        ] = {}  # with its calls; kept, so that its address is its own
         self._results: dict[int, list[int]] = {}  # of functional collectives, by storage
         self._sums: list[int] = []  # calls of FSDP's that nobody has waited for
         self._gathers: dict[str, list[int]] = {}  # likewise, by unit
@@ -97,12 +99,16 @@ class EventRecorder(CommunicationCounter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace == "prim" or result is NotImplemented:  # half of all calls ask for a tensor's device
+        if (
+            func.namespace == "prim" or result is NotImplemented
+        ):  # half of all calls ask for a tensor's device
             return result
         self._record_operator(func, args, kwargs or {}, result)
         return result
 
-    def _record_operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _record_operator(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace == "profiler":
             self._update_ranges(name, args)
@@ -124,7 +130,9 @@ class EventRecorder(CommunicationCounter):
         if begun.startswith("FSDP::post_backward_rs_wait"):
             self._record_sum_waits(within_groups=True)
         elif begun.startswith(GATHER_USE_RANGE):
-            self._record_waits(self._gathers.pop(self._unit_for_collective("all_gather", begun), []))
+            self._record_waits(
+                self._gathers.pop(self._unit_for_collective("all_gather", begun), [])
+            )
         elif begun.startswith(FSDP1_GATHER_USE_RANGES):
             self._record_gather_waits()
 
@@ -148,7 +156,9 @@ class EventRecorder(CommunicationCounter):
         if before == "backward" and self._phase != "backward":
             self._record_sum_waits()
 
-    def _record_compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _record_compute(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         self._update_phase()
         operator = make_operator(func, args, kwargs, result)
         recomputed = current_graph_task_id() != -1 and torch.is_grad_enabled()
@@ -161,23 +171,36 @@ class EventRecorder(CommunicationCounter):
             self.events.append(last)
         last["operators"][operator.name, operator.flops, operator.moved_bytes, operator.dtype] += 1
 
-    def _record_collective(self, namespace: str, name: str, args: Sequence[Any], result: Any) -> None:
+    def _record_collective(
+        self, namespace: str, name: str, args: Sequence[Any], result: Any
+    ) -> None:
         self._update_phase()
         group, ranks = group_name_and_ranks(args)
         own, sums = self._innermost_range(FSDP_RANGES), self._innermost_range(GRADIENT_SUM_RANGES)
         places: list[int] = []
         for (label, given), peers in zip(
-            collective_inputs(namespace, name, args), participant_ranks(name, args, ranks), strict=True
+            collective_inputs(namespace, name, args),
+            participant_ranks(name, args, ranks),
+            strict=True,
         ):
-            size = sum(each.numel() * each.element_size() for each in tree_leaves(given) if isinstance(each, Tensor))
+            size = sum(
+                each.numel() * each.element_size()
+                for each in tree_leaves(given)
+                if isinstance(each, Tensor)
+            )
             event = {
                 "call": label,
                 "of": self._unit_for_collective(label, own),
                 "bytes": size,
                 "group": self._group_index(peers),
             }
-            event |= {"axis": self._axes.get(group, ""), "early": bool(own) and label == "all_gather"}
-            if sums and label == "all_reduce":  # hybrid sharding: after the sum within a group that from group to group
+            event |= {
+                "axis": self._axes.get(group, ""),
+                "early": bool(own) and label == "all_gather",
+            }
+            if (
+                sums and label == "all_reduce"
+            ):  # hybrid sharding: after the sum within a group that from group to group
                 event["after"] = self._sums[-1:]
             places.append(len(self.events))
             self.events.append(event)
@@ -186,14 +209,18 @@ class EventRecorder(CommunicationCounter):
         if sums:
             self._sums += places
         elif own.startswith("FSDP::") or "prefetch" in own:
-            self._gathers.setdefault(self._unit_for_collective("all_gather", own), []).extend(places)
+            self._gathers.setdefault(self._unit_for_collective("all_gather", own), []).extend(
+                places
+            )
         if namespace == "c10d":
             for each in result if isinstance(result, tuple | list) else [result]:
                 if isinstance(each, torch.ScriptObject):
                     work = Work.unbox(each)
                     self._works[id(work)] = work, places
         else:
-            self._results |= {storage_id(each): places for each in tree_leaves(result) if isinstance(each, Tensor)}
+            self._results |= {
+                storage_id(each): places for each in tree_leaves(result) if isinstance(each, Tensor)
+            }
 
     def _add_wait_recording(self, wait: Any) -> Any:
         """The same method of a collective's handle, whose calls are written down."""
@@ -214,7 +241,11 @@ class EventRecorder(CommunicationCounter):
 
     def _record_sum_waits(self, *, within_groups: bool = False) -> None:
         """Wait for all sums of FSDP's that nobody has waited for, or for those alone that are within groups."""
-        waited = [place for place in self._sums if not within_groups or self.events[place]["call"] != "all_reduce"]
+        waited = [
+            place
+            for place in self._sums
+            if not within_groups or self.events[place]["call"] != "all_reduce"
+        ]
         self._sums = [place for place in self._sums if place not in waited]
         self._record_waits(waited)
 
@@ -226,7 +257,9 @@ class EventRecorder(CommunicationCounter):
         """The block that is at work."""
         now = self._modules.parents if self._modules else set()
         if now != self._seen:
-            begun = sorted((name for name in now if name not in self._seen), key=lambda name: name.count("."))
+            begun = sorted(
+                (name for name in now if name not in self._seen), key=lambda name: name.count(".")
+            )
             self._order = [name for name in self._order if name in now] + begun
             self._seen, self._innermost = set(now), block_from_class_path(self._order[-1])
         return self._innermost
@@ -246,7 +279,10 @@ class EventRecorder(CommunicationCounter):
     def write_artifact(self, writer: RecordWriter) -> None:
         """Keep the events with the run."""
         if writer.folder:
-            write_text(RunFolder(writer.folder).artifact(writer.rank, ARTIFACT_EVENTS), self.to_json_lines())
+            write_text(
+                RunFolder(writer.folder).artifact(writer.rank, ARTIFACT_EVENTS),
+                self.to_json_lines(),
+            )
 
     def to_json_lines(self) -> str:
         """All of it as JSON, an event a line."""
@@ -260,10 +296,16 @@ class EventRecorder(CommunicationCounter):
 def event_to_json(event: StepEvent) -> StepEvent:
     """An event as it is written."""
     operators = event.get("operators")
-    return event | {"operators": [[*key, count] for key, count in operators.items()]} if operators else event
+    return (
+        event | {"operators": [[*key, count] for key, count in operators.items()]}
+        if operators
+        else event
+    )
 
 
-def participant_ranks(name: str, args: Sequence[Any], ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+def participant_ranks(
+    name: str, args: Sequence[Any], ranks: Sequence[int]
+) -> Iterator[Sequence[int]]:
     """Who takes part in each message of an operation: the group, or of what goes from one rank to another these two."""
     if name == "batch_p2p_ops":
         peers = args[1]

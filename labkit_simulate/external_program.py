@@ -39,7 +39,12 @@ def is_labkit_program(target: str) -> bool:
     except SyntaxError:  # the program's start says it better
         return True
     names = [each.module or "" for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
-    names += [alias.name for each in ast.walk(tree) if isinstance(each, ast.Import) for alias in each.names]
+    names += [
+        alias.name
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Import)
+        for alias in each.names
+    ]
     return any(name.partition(".")[0] == "labkit" for name in names)
 
 
@@ -51,7 +56,9 @@ def record_external_program(rank: int, world_size: int) -> Iterator["ProgramMemo
         write_json(folder.session_json, external_session_info(world_size))
     writer = RecordWriter(folder.path, rank)
     steps = ExternalStepRecorder(writer)
-    hook = register_optimizer_step_post_hook(lambda optimizer, *unused: steps.finish_step(optimizer))
+    hook = register_optimizer_step_post_hook(
+        lambda optimizer, *unused: steps.finish_step(optimizer)
+    )
     try:
         with steps.tracker, steps.counter, record_mesh_axes(steps):
             yield steps.tracker
@@ -81,7 +88,9 @@ class ExternalStepRecorder:
             self.tracker.reset_peak()
             known = self.tracker._mod_tracker._known_modules.items()
             roots = [module for module, name in known if "." not in name]
-            self._held = MemoryRecorder(self.tracker, self.counter.current_phase_and_block, [*roots, optimizer])
+            self._held = MemoryRecorder(
+                self.tracker, self.counter.current_phase_and_block, [*roots, optimizer]
+            )
         self._index += 1
 
     def close(self) -> None:
@@ -160,5 +169,14 @@ class ProgramMemoryTracker(MemTracker):
 
 def external_session_info(world_size: int) -> dict[str, Any]:
     """What a reader must know of the machine; the same as of a session, see labkit/session/session.py."""
-    machine = {"device": "simulated", "device_name": "simulated", "backend": "fake", "world_size": world_size}
-    return machine | {"cores": len(requirements.usable_cores()), "torch": torch.__version__, "note": ""}
+    machine = {
+        "device": "simulated",
+        "device_name": "simulated",
+        "backend": "fake",
+        "world_size": world_size,
+    }
+    return machine | {
+        "cores": len(requirements.usable_cores()),
+        "torch": torch.__version__,
+        "note": "",
+    }

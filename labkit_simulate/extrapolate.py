@@ -31,10 +31,16 @@ def make_small_requests(whole: SimulationRequest) -> dict[int, SimulationRequest
     path = Path(whole.program_path)
     name = config.read_config(path).ALIKE  # type: ignore[union-attr]  # it has counted them
     try:
-        how = {few: resolve_params(path, whole.params | {name: few}, whole.nproc) for few in SMALL_BLOCK_COUNTS}
+        how = {
+            few: resolve_params(path, whole.params | {name: few}, whole.nproc)
+            for few in SMALL_BLOCK_COUNTS
+        }
     except ParameterError:
         return {}
-    return {few: replace(whole, params=params, arguments=words, hardware=None) for few, (params, words) in how.items()}
+    return {
+        few: replace(whole, params=params, arguments=words, hardware=None)
+        for few, (params, words) in how.items()
+    }
 
 
 def extrapolate_candidate(small: Mapping[int, Candidate]) -> Candidate:
@@ -51,10 +57,18 @@ def extrapolate_candidate(small: Mapping[int, Candidate]) -> Candidate:
             SMALL_BLOCK_COUNTS[1] - SMALL_BLOCK_COUNTS[0]
         )
 
-    sizes = {name: round(extrapolate_value(few.sizes[name], more.sizes[name])) for name in ("peak", "ahead")}
+    sizes = {
+        name: round(extrapolate_value(few.sizes[name], more.sizes[name]))
+        for name in ("peak", "ahead")
+    }
     sizes["reserved"] = round(sizes["peak"] * more.sizes["reserved"] / more.sizes["peak"])
-    times = {name: extrapolate_times(few.times[name], more.times[name], extrapolate_value) for name in more.times}
-    known = replace(more, folder="", sizes=sizes, times=times, continued_from=list(SMALL_BLOCK_COUNTS))
+    times = {
+        name: extrapolate_times(few.times[name], more.times[name], extrapolate_value)
+        for name in more.times
+    }
+    known = replace(
+        more, folder="", sizes=sizes, times=times, continued_from=list(SMALL_BLOCK_COUNTS)
+    )
     if not is_same_moment(few.peak_in, more.peak_in):
         return replace(
             known,
@@ -64,7 +78,9 @@ def extrapolate_candidate(small: Mapping[int, Candidate]) -> Candidate:
             ),
         )
     numbers = map(int, NUMBER_PATTERN.findall(few.peak_in))
-    peak_in = NUMBER_PATTERN.sub(lambda found: f"{extrapolate_value(next(numbers), int(found[0])):.0f}", more.peak_in)
+    peak_in = NUMBER_PATTERN.sub(
+        lambda found: f"{extrapolate_value(next(numbers), int(found[0])):.0f}", more.peak_in
+    )
     return replace(known, peak_in=peak_in)
 
 
@@ -81,7 +97,9 @@ def is_same_moment(few: str, more: str) -> bool:
     """Whether two peaks are in the same block, counted from the first or the last."""
     apart = [
         int(high) - int(low)
-        for low, high in zip(NUMBER_PATTERN.findall(few), NUMBER_PATTERN.findall(more), strict=False)
+        for low, high in zip(
+            NUMBER_PATTERN.findall(few), NUMBER_PATTERN.findall(more), strict=False
+        )
     ]
     return NUMBER_PATTERN.split(few) == NUMBER_PATTERN.split(more) and set(apart) <= {
         0,
@@ -92,8 +110,13 @@ def is_same_moment(few: str, more: str) -> bool:
 def extrapolation_error_text(line: Candidate, whole: Candidate) -> str:
     """What the whole simulation says otherwise than what was continued; "" where they agree."""
     pairs: dict[str, tuple[float, float]] = {"peak": (line.sizes["peak"], whole.sizes["peak"])}
-    pairs |= {f"step on {name}": (line.times[name]["step_s"], each["step_s"]) for name, each in whole.times.items()}
-    said = (f"{what} {high / low - 1:+.0%} of what was continued" for what, (low, high) in pairs.items())
+    pairs |= {
+        f"step on {name}": (line.times[name]["step_s"], each["step_s"])
+        for name, each in whole.times.items()
+    }
+    said = (
+        f"{what} {high / low - 1:+.0%} of what was continued" for what, (low, high) in pairs.items()
+    )
     apart = [abs(high / low - 1) > EXTRAPOLATION_TOLERANCE for low, high in pairs.values()]
     return next(compress(said, apart), "")
 
@@ -103,7 +126,9 @@ def candidates_to_simulate_whole(found: SearchResult, best: int) -> list[int]:
 
     One of which only the allocator's share would not fit is among the best, too: that share is estimated.
     """
-    noted = {place for place, each in enumerate(found.candidates) if each.continued_from and each.note}
+    noted = {
+        place for place, each in enumerate(found.candidates) if each.continued_from and each.note
+    }
     if not found.hardware_names:
         return []
     rows = replace(found).frame.query("step_s.notna()")  # its table is made anew

@@ -45,10 +45,23 @@ def link_traffic_table(
         group = make_group(done.groups[call["group"]], on_host)
         wire = collective_wire_bytes(call["call"], call["bytes"], group.ranks)
         crosses = group.hosts > 1
-        row = dict(zip(GROUP_COLUMNS, (call["call"], call["axis"], group.ranks, group.hosts), strict=False))
-        row |= {"link": "between hosts" if crosses else "inside a host", "calls": 1, "handed_bytes": call["bytes"]}
-        row |= {"wire_bytes": wire, "between_hosts_bytes": wire * min(1.0, group.hosts / group.ranks) * crosses}
-        row |= {"seconds": collective_s(call["call"], call["bytes"], group, machine)} if machine else {}
+        row = dict(
+            zip(GROUP_COLUMNS, (call["call"], call["axis"], group.ranks, group.hosts), strict=False)
+        )
+        row |= {
+            "link": "between hosts" if crosses else "inside a host",
+            "calls": 1,
+            "handed_bytes": call["bytes"],
+        }
+        row |= {
+            "wire_bytes": wire,
+            "between_hosts_bytes": wire * min(1.0, group.hosts / group.ranks) * crosses,
+        }
+        row |= (
+            {"seconds": collective_s(call["call"], call["bytes"], group, machine)}
+            if machine
+            else {}
+        )
         rows.append(row)
     columns = [
         *GROUP_COLUMNS,
@@ -58,4 +71,8 @@ def link_traffic_table(
         "between_hosts_bytes",
         *(["seconds"] if machine else []),
     ]
-    return pandas.DataFrame(rows, columns=columns).groupby(GROUP_COLUMNS, sort=False, as_index=False).sum()
+    return (
+        pandas.DataFrame(rows, columns=columns)
+        .groupby(GROUP_COLUMNS, sort=False, as_index=False)
+        .sum()
+    )

@@ -37,7 +37,9 @@ class MemoryFit:
         return self.margin_bytes >= 0
 
     def __str__(self) -> str:
-        ahead = f"{readable_bytes(self.prefetch_bytes)} gathered ahead, " if self.prefetch_bytes else ""
+        ahead = (
+            f"{readable_bytes(self.prefetch_bytes)} gathered ahead, " if self.prefetch_bytes else ""
+        )
         sum_ = (
             f"{readable_bytes(self.allocator_bytes)} reserved for tensors, "
             f"{ahead}{readable_bytes(self.overhead_bytes)} for all else"
@@ -56,7 +58,9 @@ def memory_fit(result: RunResult, budget_gib: float = 80.0) -> MemoryFit:
     Raises:
         UnknownValue: the program followed no memory.
     """
-    return memory_fit_from_bytes(int(result.value("gpu_reserved_bytes")), budget_gib, largest_prefetch_bytes(result))
+    return memory_fit_from_bytes(
+        int(result.value("gpu_reserved_bytes")), budget_gib, largest_prefetch_bytes(result)
+    )
 
 
 def memory_fit_from_bytes(reserved: int, budget_gib: float, ahead: int = 0) -> MemoryFit:
@@ -74,5 +78,10 @@ def _rank_prefetch_bytes(result: RunResult, rank: int) -> int:
         return 0
     done = read_events(result, rank)
     return max(
-        (call["bytes"] * len(done.groups[call["group"]]) for call in done.collective_calls if call["early"]), default=0
+        (
+            call["bytes"] * len(done.groups[call["group"]])
+            for call in done.collective_calls
+            if call["early"]
+        ),
+        default=0,
     )

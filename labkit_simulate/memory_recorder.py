@@ -44,7 +44,9 @@ class MemoryRecorder:
         self.peak = 0
         self._where = where
         self._blocks: dict[int, AllocatorBlock] = {}
-        self._owned: dict[int, tuple[str, str, int]] = {}  # block, category and bytes of each storage
+        self._owned: dict[
+            int, tuple[str, str, int]
+        ] = {}  # block, category and bytes of each storage
         self._now: Counter[PhaseAndBlock] = Counter()
         self._take_account = tracker._update_snap
         owners = dict(storages_by_block(track))
@@ -100,7 +102,10 @@ class MemoryRecorder:
             return
         held = [[*place, size] for place, size in self.at_peak.items() if size]
         blocks = {"peak": self.peak, "held": held, "marks": self.marks}
-        for name, text in ((ARTIFACT_MEMORY, "\n".join(map(str, self.curve))), (ARTIFACT_BLOCKS, json.dumps(blocks))):
+        for name, text in (
+            (ARTIFACT_MEMORY, "\n".join(map(str, self.curve))),
+            (ARTIFACT_BLOCKS, json.dumps(blocks)),
+        ):
             write_text(RunFolder(writer.folder).artifact(writer.rank, name), text + "\n")
 
 

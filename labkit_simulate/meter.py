@@ -38,7 +38,9 @@ class SimulationMeter(Meter):
         after()
 
     @contextlib.contextmanager
-    def count_traffic(self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None) -> Iterator[None]:
+    def count_traffic(
+        self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
+    ) -> Iterator[None]:
         """Count communication as a real rank does, and record the step's events and its memory."""
         recorder, memory = EventRecorder(mesh, tracker and tracker._mod_tracker), None
         with recorder:

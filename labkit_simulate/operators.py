@@ -18,10 +18,26 @@ from labkit_simulate.theory.step_time import Operator
 
 NON_COMPUTE_NAMESPACES = ("prim", "profiler")
 """Namespaces of what computes nothing: a tensor's device, a range of the profiler."""
-ZERO_TRAFFIC_OPS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "_unsafe_view"}
+ZERO_TRAFFIC_OPS = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "_unsafe_view",
+}
 SELECTION_OPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
 """They read as much as they write, however large what they choose from."""
-OVERWRITE_OPS = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+OVERWRITE_OPS = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+}
 """What they change they do not read."""
 CPU_ATTENTION_OP = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -52,7 +68,9 @@ class OperatorCounter(TorchDispatchMode):
         return result
 
 
-def make_operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Operator:
+def make_operator(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> Operator:
     """What a call of an operator computes and moves.
 
     Bytes are those of all tensors that it reads or writes, as if no cache kept any. A view moves none. Of attention
@@ -68,7 +86,9 @@ def make_operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], r
     return Operator(func.overloadpacket.__name__, flops, moved, dtype)
 
 
-def operator_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
+def operator_flops(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> float:
     """Operations of matrix products, of attention as if every token saw all; 0 for what multiplies no matrices."""
     packet, name = func.overloadpacket, func.overloadpacket.__name__
     if packet in flop_registry:
@@ -80,14 +100,18 @@ def operator_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     return 0.0
 
 
-def operator_model_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
+def operator_model_flops(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> float:
     """The same as model FLOPs are stated: attention's backward pass is twice its forward pass, nothing recomputed."""
     flops = operator_flops(func, args, kwargs, result)
     name = func.overloadpacket.__name__
     return flops * 4 / 5 if "attention" in name and name.endswith("_backward") else flops
 
 
-def bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def bind_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[Any, Any]]:
     """The arguments of an operator's schema that were given, with their values."""
     arguments = func._schema.arguments
     return [
@@ -101,12 +125,22 @@ def operator_memory_bytes(func: Any, given: list[tuple[Any, Any]], result: Any) 
     name = func.overloadpacket.__name__
     if func.is_view or name in ZERO_TRAFFIC_OPS:
         return 0
-    fresh = [value for value, returned in _match_returns(result, func._schema.returns) if not returned.alias_info]
+    fresh = [
+        value
+        for value, returned in _match_returns(result, func._schema.returns)
+        if not returned.alias_info
+    ]
     if name in SELECTION_OPS:
         return 2 * _tensor_bytes(fresh)
-    if name == "all_gather_copy_in":  # FSDP2's own: a rank's shards into their place among all ranks'
+    if (
+        name == "all_gather_copy_in"
+    ):  # FSDP2's own: a rank's shards into their place among all ranks'
         return 2 * _tensor_bytes(given[0][1])
-    changed = [(argument, value) for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+    changed = [
+        (argument, value)
+        for argument, value in given
+        if argument.alias_info and argument.alias_info.is_write
+    ]
     unread = [value for argument, value in changed if argument.is_out or name in OVERWRITE_OPS]
     written = [value for _, value in changed]
     return (
@@ -124,4 +158,8 @@ def _match_returns(result: Any, returns: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _tensor_bytes(tensors: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tree_leaves(tensors) if isinstance(each, Tensor))
+    return sum(
+        each.numel() * each.element_size()
+        for each in tree_leaves(tensors)
+        if isinstance(each, Tensor)
+    )

@@ -33,7 +33,13 @@ from labkit_simulate.patch_training import drop_arguments
 
 BFLOAT16_CAPABILITY = (8, 0)
 """The compute capability that is given: of an A100."""
-NO_GPU_ERROR_TEXTS = ("not compiled with CUDA", "Cannot access accelerator", "NVIDIA driver", "_cuda_", "No CUDA GPUs")
+NO_GPU_ERROR_TEXTS = (
+    "not compiled with CUDA",
+    "Cannot access accelerator",
+    "NVIDIA driver",
+    "_cuda_",
+    "No CUDA GPUs",
+)
 """Words of the errors with which torch says that there is no GPU."""
 
 
@@ -55,9 +61,16 @@ def simulate_gpus(memory: MemoryCounter) -> Iterator[None]:
         for name in names:
             if hasattr(getattr(torch, module), name):  # torch 2.11 lacks one
                 replace(f"{module}.{name}", getattr(answers, name, do_nothing))
-    told = {"is_available": True, "device_count": gpus_on_this_host(), "current_accelerator": torch.device("cuda")}
+    told = {
+        "is_available": True,
+        "device_count": gpus_on_this_host(),
+        "current_accelerator": torch.device("cuda"),
+    }
     for question in DEVICE_QUESTIONS:
-        wrap(question, functools.partial(answer_programs_only, answer=told[question.partition(".")[2]]))
+        wrap(
+            question,
+            functools.partial(answer_programs_only, answer=told[question.partition(".")[2]]),
+        )
     wrap("is_nccl_available", functools.partial(answer_programs_only, answer=True))
     with CPUPlacementMode():
         yield
@@ -188,7 +201,11 @@ def gpu_index(device: Any, current: int) -> int:
 
 def is_gpu(device: Any) -> bool:
     """Whether a program means a GPU by it; one of its own host."""
-    named = torch.device(device) if isinstance(device, str) and device.partition(":")[0] == "cuda" else device
+    named = (
+        torch.device(device)
+        if isinstance(device, str) and device.partition(":")[0] == "cuda"
+        else device
+    )
     found = isinstance(named, torch.device) and named.type == "cuda"
     if found:
         gpu_index(named, 0)
@@ -240,7 +257,10 @@ def patch_devices() -> None:
     for kind, name in made_for.items():
         wrap(f"{kind}.__init__", functools.partial(wrap_init_for_cpu, name=name))
     # it refuses a list of GPUs for a model that is on none
-    wrap("DistributedDataParallel.__init__", lambda init: drop_arguments(init, "device_ids", "output_device"))
+    wrap(
+        "DistributedDataParallel.__init__",
+        lambda init: drop_arguments(init, "device_ids", "output_device"),
+    )
 
 
 def wrap_parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,7 +268,8 @@ def wrap_parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:
 
     def parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
         return parse(
-            *map(cpu_for_gpu_or_index, args), **{name: cpu_for_gpu_or_index(value) for name, value in kwargs.items()}
+            *map(cpu_for_gpu_or_index, args),
+            **{name: cpu_for_gpu_or_index(value) for name, value in kwargs.items()},
         )
 
     return parse_for_cpu
@@ -265,7 +286,9 @@ def wrap_init_for_cpu(init: Callable[..., None], name: str) -> Callable[..., Non
         if is_gpu(given.arguments[name]):
             given.arguments[name] = "cpu"
             if given.arguments.get("dtype", "") is None:
-                given.arguments["dtype"] = torch.float16  # autocast's own on GPUs; on CPUs it is bfloat16
+                given.arguments["dtype"] = (
+                    torch.float16
+                )  # autocast's own on GPUs; on CPUs it is bfloat16
         init(*given.args, **given.kwargs)
 
     return init_for_cpu

@@ -53,18 +53,29 @@ class PlaceholderReducer(NullLogger):
         *others: Any,
     ):
         super().__init__()
-        self._parameters, self._group, self._find_unused, self._views = list(parameters), group, find_unused, views
+        self._parameters, self._group, self._find_unused, self._views = (
+            list(parameters),
+            group,
+            find_unused,
+            views,
+        )
         self._limits = [first_bucket_bytes, bucket_bytes]
         self._arrived: list[int] = []
         self._rebuilt, self._expects = False, False
-        self._used, self._used_anywhere = (torch.zeros(len(parameters), dtype=torch.int32) for _ in range(2))
+        self._used, self._used_anywhere = (
+            torch.zeros(len(parameters), dtype=torch.int32) for _ in range(2)
+        )
         self._make_buckets(buckets)
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._add_gradient(index))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, index=index: self._add_gradient(index)
+            )
 
     def _make_buckets(self, buckets: list[list[int]]) -> None:
         self._buckets = buckets
-        self._flat = [self._empty_bucket([self._parameters[index] for index in bucket]) for bucket in buckets]
+        self._flat = [
+            self._empty_bucket([self._parameters[index] for index in bucket]) for bucket in buckets
+        ]
         self._place = {index: number for number, bucket in enumerate(buckets) for index in bucket}
 
     @staticmethod
@@ -140,4 +151,6 @@ class PlaceholderReducer(NullLogger):
 
 def refuse_hook(*unused: Any) -> None:
     """What DDP calls to register a communication hook."""
-    raise LabError("communication hooks of DDP cannot be simulated: leave the hook out, or average gradients yourself")
+    raise LabError(
+        "communication hooks of DDP cannot be simulated: leave the hook out, or average gradients yourself"
+    )

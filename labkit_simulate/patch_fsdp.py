@@ -42,7 +42,9 @@ def skip_needless_reset(reset: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def reset_if_changed(shard: Any) -> None:
         found = getattr(shard._module_info.module, shard._module_info.param_name)
-        if found is not shard.sharded_param or not has_same_storage(found._local_tensor, shard._sharded_param_data):
+        if found is not shard.sharded_param or not has_same_storage(
+            found._local_tensor, shard._sharded_param_data
+        ):
             reset(shard)
 
     return reset_if_changed

@@ -26,14 +26,24 @@ DATALOADER_WORKER_ARGUMENTS = (
 
 def patch_training_functions() -> None:
     """Replace it for the rest of this process."""
-    for sampler in ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler"):
+    for sampler in (
+        "RandomSampler",
+        "SubsetRandomSampler",
+        "WeightedRandomSampler",
+        "DistributedSampler",
+    ):
         wrap(f"{sampler}.__iter__", use_real_order)
     wrap("DataLoader.__init__", lambda init: drop_arguments(init, *DATALOADER_WORKER_ARGUMENTS))
     wrap("BaseDataLoaderIter.__init__", use_real_tensors)
     wrap("data:random_split", use_real_tensors)
     wrap("dataset:random_split", use_real_tensors)
-    replace("maybe_opt_step", lambda scaler, optimizer, unused, *args, **kwargs: optimizer.step(*args, **kwargs))
-    replace("GradScaler.get_scale", lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0)
+    replace(
+        "maybe_opt_step",
+        lambda scaler, optimizer, unused, *args, **kwargs: optimizer.step(*args, **kwargs),
+    )
+    replace(
+        "GradScaler.get_scale", lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0
+    )
     replace("get_growth_tracker", lambda scaler: scaler._init_growth_tracker)
     replace("amp_update_scale_cpu_", count_finite_step)
     replace("torch:save", skip_save)
@@ -87,7 +97,11 @@ def skip_save(obj: Any, f: Any = None, *unused: Any, **others: Any) -> None:
 
 
 def run_as_spawned_rank(
-    function: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *unused: Any, **others: Any
+    function: Callable[..., None],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    *unused: Any,
+    **others: Any,
 ) -> None:
     """In place of torch.multiprocessing.spawn: this process is one of those that the program starts.
 

@@ -83,7 +83,10 @@ def plan(
     """
     if whole is not None:
         whole = require_positive(
-            "whole", whole, int, "not a number of candidates: give an int of at least 1, or None for all"
+            "whole",
+            whole,
+            int,
+            "not a number of candidates: give an int of at least 1, or None for all",
         )
     machines = [resolve_hardware(each) for each in as_list(hardware)]
     config_class = config.read_config(find_program(program)[0])
@@ -106,7 +109,9 @@ def check_candidate_count(values: Mapping[str, Sequence[Any]], count: int, limit
     """Raise ParameterError where there are more candidates than the limit, or none."""
     require_positive("limit", limit, int, "not a number of candidates: give an int of at least 1")
     if not 0 < count <= limit:
-        product = " x ".join(f"{len(each)} {name}" for name, each in values.items() if len(each) != 1)
+        product = " x ".join(
+            f"{len(each)} {name}" for name, each in values.items() if len(each) != 1
+        )
         rule = f"{count} candidates, but 1 to {limit} are allowed: change the lists, or limit"
         raise ParameterError(f"{product} = {rule}")
 
@@ -120,11 +125,25 @@ def run_search(
     """Simulate what was accepted, and keep what is known in a folder after each of them."""
     accepted = {place: simulation for place, simulation in enumerate(simulations) if simulation}
     if not accepted:
-        raise ParameterError(f"the program accepts no candidate; of the first it says: {found.candidates[0].reason}")
-    found = replace(found, candidates=list(found.candidates), folder=make_search_folder(found.program))
-    deep = [place for place in accepted if found.candidates[place].blocks > MAX_BLOCKS_TO_SIMULATE_WHOLE]
-    small = {place: make_small_requests(accepted[place]) for place in deep} if whole and len(deep) > whole else {}
-    first = [(place, few, one) for place in accepted for few, one in (small.get(place) or {0: accepted[place]}).items()]
+        raise ParameterError(
+            f"the program accepts no candidate; of the first it says: {found.candidates[0].reason}"
+        )
+    found = replace(
+        found, candidates=list(found.candidates), folder=make_search_folder(found.program)
+    )
+    deep = [
+        place for place in accepted if found.candidates[place].blocks > MAX_BLOCKS_TO_SIMULATE_WHOLE
+    ]
+    small = (
+        {place: make_small_requests(accepted[place]) for place in deep}
+        if whole and len(deep) > whole
+        else {}
+    )
+    first = [
+        (place, few, one)
+        for place in accepted
+        for few, one in (small.get(place) or {0: accepted[place]}).items()
+    ]
     try:
         simulate_candidates(found, first, machines)
         while whole and (places := candidates_to_simulate_whole(found, whole)):
@@ -136,7 +155,9 @@ def run_search(
 
 
 def simulate_candidates(
-    found: SearchResult, asked: Sequence[tuple[int, int, SimulationRequest]], machines: Sequence[Hardware]
+    found: SearchResult,
+    asked: Sequence[tuple[int, int, SimulationRequest]],
+    machines: Sequence[Hardware],
 ) -> None:
     """Simulate each for the candidate at its place: with a few of its blocks, or with all where that number is 0."""
     candidates = found.candidates
@@ -145,7 +166,10 @@ def simulate_candidates(
 
     def update_candidate(index: int, outcome: SimulationOutcome) -> str:
         place, few, _ = asked[index]
-        before, now = candidates[place], candidate_with_outcome(candidates[place], outcome, machines)
+        before, now = (
+            candidates[place],
+            candidate_with_outcome(candidates[place], outcome, machines),
+        )
         if few:
             pair = small.setdefault(place, {})
             pair[few] = now
@@ -156,28 +180,43 @@ def simulate_candidates(
         found.save()
         return replace(found).best_so_far_text()
 
-    simulate_many([simulation for *_, simulation in asked], f"plan of {found.program}", update_candidate)
+    simulate_many(
+        [simulation for *_, simulation in asked], f"plan of {found.program}", update_candidate
+    )
 
 
-def candidate_with_outcome(candidate: Candidate, outcome: SimulationOutcome, machines: Sequence[Hardware]) -> Candidate:
+def candidate_with_outcome(
+    candidate: Candidate, outcome: SimulationOutcome, machines: Sequence[Hardware]
+) -> Candidate:
     """The candidate with what its simulation says."""
     candidate = replace(candidate, continued_from=[], note="")
     try:
         if not isinstance(outcome, RunResult):
             raise outcome
-        sizes = {name: int(outcome.value(f"{value}_bytes")) for name, value in SIZE_VALUE_NAMES.items()}
+        sizes = {
+            name: int(outcome.value(f"{value}_bytes")) for name, value in SIZE_VALUE_NAMES.items()
+        }
         sizes["ahead"] = largest_prefetch_bytes(outcome)
         peak_in = " ".join(filter(None, peak_phase_and_block(outcome)))
         times = {machine.name: estimate_times(outcome, machine) for machine in machines}
-    except (LabError, ValueError) as error:  # of the simulation, or that it says nothing of memory, or of such numbers
+    except (
+        LabError,
+        ValueError,
+    ) as error:  # of the simulation, or that it says nothing of memory, or of such numbers
         return replace(candidate, reason=str(error).partition("\n")[0])
-    return replace(candidate, reason="", folder=str(outcome.folder), sizes=sizes, peak_in=peak_in, times=times)
+    return replace(
+        candidate, reason="", folder=str(outcome.folder), sizes=sizes, peak_in=peak_in, times=times
+    )
 
 
 def estimate_times(result: RunResult, machine: Hardware) -> dict[str, float]:
     """What is reckoned for a kind of hosts, and the memory that it has."""
     step = estimate_rank_step(result, machine)
-    times = {"step_s": step.time.step_s, "compute_s": step.time.compute_s, "exposed_s": step.time.exposed_s}
+    times = {
+        "step_s": step.time.step_s,
+        "compute_s": step.time.compute_s,
+        "exposed_s": step.time.exposed_s,
+    }
     return times | {"mfu": step.model_flops_share, "memory_bytes": step.hardware.memory_bytes}
 
 
@@ -199,18 +238,32 @@ def make_search_folder(program: str | Path) -> Path:
 
 
 def check_candidate(
-    program: str | Path, one: Mapping[str, Any], samples: int | None, machines: Sequence[Hardware], timeout_s: float
+    program: str | Path,
+    one: Mapping[str, Any],
+    samples: int | None,
+    machines: Sequence[Hardware],
+    timeout_s: float,
 ) -> tuple[Candidate, SimulationRequest | None]:
     """A candidate, and its simulation where the program accepts it and its ranks fill hosts."""
-    world_size, params = one["world_size"], {name: value for name, value in one.items() if name != "world_size"}
+    world_size, params = (
+        one["world_size"],
+        {name: value for name, value in one.items() if name != "world_size"},
+    )
     config_class = config.read_config(find_program(program)[0])
     try:
         if samples is not None:
             lines = world_size // params.get("tp", getattr(config_class, "tp", 1))
-            params["batch"] = even_share(samples, max(1, lines * params.get("accumulate", 1)), "samples =")
+            params["batch"] = even_share(
+                samples, max(1, lines * params.get("accumulate", 1)), "samples ="
+            )
         for machine in machines:
             ranks_on_each_host(world_size, machine.devices, machine)
-        how = {"world_size": world_size, "hardware": machines[0], "timeout_s": timeout_s, "warm": True}
+        how = {
+            "world_size": world_size,
+            "hardware": machines[0],
+            "timeout_s": timeout_s,
+            "warm": True,
+        }
         simulation = make_simulation_request(program, **how, **params)
     except ValueError as error:
         return Candidate(world_size, params, samples, reason=str(error)), None
@@ -254,7 +307,10 @@ def largest_fitting_value(
     def can_fit(steps: int) -> bool:
         how: dict[str, Any] = params | {parameter: steps * step}
         return bool(
-            memory_fit(simulate(program, world_size=world_size, hardware=machine, warm=True, **how), budget_gib)
+            memory_fit(
+                simulate(program, world_size=world_size, hardware=machine, warm=True, **how),
+                budget_gib,
+            )
         )
 
     low, high = 0, 1

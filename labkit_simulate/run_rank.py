@@ -42,7 +42,11 @@ from labkit_simulate import patch_cuda, patch_fsdp
 from labkit_simulate.external_program import is_labkit_program, record_external_program
 from labkit_simulate.meter import SimulationMeter
 from labkit_simulate.patch_ddp import patch_reducer
-from labkit_simulate.patch_training import drop_arguments, patch_training_functions, use_real_tensors
+from labkit_simulate.patch_training import (
+    drop_arguments,
+    patch_training_functions,
+    use_real_tensors,
+)
 
 __tracebackhide__ = True  # for the worker: a learner's traceback begins with the program's frames
 VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -50,7 +54,11 @@ VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 VALUE_READ_TEXTS = ("data pointer", ".numpy() is not supported", "its data is not allocated")
 """Words of the errors that it raises for some ways to do so."""
 LIBRARY_FOLDERS = (
-    *(sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent)),
+    *(
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("stdlib"),
+        str(Path(torch.__file__).parent),
+    ),
     *(str(ROOT / folder) for folder in ("labkit/session", "labkit/launcher", "labkit_simulate")),
 )
 
@@ -90,12 +98,17 @@ def set_world_size() -> int:
 def patch_torch(rank: int, world_size: int) -> None:
     """Let torch do in a simulation what it does elsewhere; for the rest of this process."""
     torch_private.get("fake_collectives")  # lets collectives take fake tensors
-    join, make = torch_private.get("distributed:init_process_group"), torch_private.get(MESH_FACTORIES[0])
+    join, make = (
+        torch_private.get("distributed:init_process_group"),
+        torch_private.get(MESH_FACTORIES[0]),
+    )
     signature = inspect.signature(join)
 
     def init_fake_process_group(*args: Any, **kwargs: Any) -> None:
         asked = signature.bind(*args, **kwargs).arguments
-        check_rank_and_world_size(asked.get("rank", -1), asked.get("world_size", -1), rank, world_size)
+        check_rank_and_world_size(
+            asked.get("rank", -1), asked.get("world_size", -1), rank, world_size
+        )
         with unset_fake_temporarily():
             join("fake", rank=rank, world_size=world_size, store=FakeStore())
 
@@ -108,7 +121,9 @@ def patch_torch(rank: int, world_size: int) -> None:
     for name in MESH_FACTORIES:
         replace(name, use_real_tensors(make))
     wrap("DeviceMesh.__init__", use_real_tensors)
-    replace("no_grad_trunc_normal_", skip_initialisation)  # it draws until all numbers are within bounds
+    replace(
+        "no_grad_trunc_normal_", skip_initialisation
+    )  # it draws until all numbers are within bounds
     wrap("swap_tensors", wrap_swap_tensors)
     replace("torch:compile", refuse_to_compile)
     patch_fsdp.patch_sharding()
@@ -124,7 +139,9 @@ def check_rank_and_world_size(rank: int, world_size: int, own: int, simulated: i
             f"simulate with world_size={world_size}, or take the variable WORLD_SIZE for it"
         )
     if rank not in (-1, own):
-        raise ParameterError(f"the program joins as rank {rank}, and rank {own} is simulated: take the variable RANK")
+        raise ParameterError(
+            f"the program joins as rank {rank}, and rank {own} is simulated: take the variable RANK"
+        )
 
 
 def skip_initialisation(tensor: Tensor, *unused: Any, **others: Any) -> Tensor:
@@ -155,8 +172,14 @@ def explain_error(error: Exception) -> Exception:
     NoValues for a simulated tensor's numbers, LabError for what only a GPU knows.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [index for index, (frame, _) in enumerate(frames) if not is_library_file(frame.f_code.co_filename)]
-    reads = isinstance(error, VALUE_READ_ERRORS) or any(words in str(error) for words in VALUE_READ_TEXTS)
+    own = [
+        index
+        for index, (frame, _) in enumerate(frames)
+        if not is_library_file(frame.f_code.co_filename)
+    ]
+    reads = isinstance(error, VALUE_READ_ERRORS) or any(
+        words in str(error) for words in VALUE_READ_TEXTS
+    )
     no_gpu = any(words in str(error) for words in patch_cuda.NO_GPU_ERROR_TEXTS)
     if not (reads or no_gpu) or not own:
         return error

@@ -10,7 +10,13 @@ from labkit import config
 from labkit.environment import ENV_PROCESS_RANKS, ENV_SIMULATION
 from labkit.errors import ParameterError
 from labkit.launcher import payload_pickling
-from labkit.launcher.run import RunRequest, execute_request, find_program, require_positive, resolve_params
+from labkit.launcher.run import (
+    RunRequest,
+    execute_request,
+    find_program,
+    require_positive,
+    resolve_params,
+)
 from labkit.launcher.warm_start import choose_warm_start
 from labkit.runs.result import MAX_RANKS, RunResult, load
 from labkit_simulate import estimate
@@ -69,8 +75,15 @@ def simulate(
         RunTimedOut: the limit passed; holds the ranks' stacks.
         ValueError: the program multiplies numbers for which the hardware has no rate. The simulation itself is kept.
     """
-    how = {"world_size": world_size, "rank": rank, "hardware": hardware, "ranks_per_host": ranks_per_host}
-    plan = make_simulation_request(program, **how, timeout_s=timeout_s, warm=warm, use=use, **params)
+    how = {
+        "world_size": world_size,
+        "rank": rank,
+        "hardware": hardware,
+        "ranks_per_host": ranks_per_host,
+    }
+    plan = make_simulation_request(
+        program, **how, timeout_s=timeout_s, warm=warm, use=use, **params
+    )
     return run_simulation(plan, b"" if use is None else payload_pickling.pack_payload(use))
 
 
@@ -123,28 +136,47 @@ def make_simulation_request(
     **params: Any,
 ) -> SimulationRequest:
     """Check everything that can be checked before a start; the arguments are those of ``simulate``."""
-    world_size = require_positive("world_size", world_size, int, "not a number of ranks: give an int of at least 1")
+    world_size = require_positive(
+        "world_size", world_size, int, "not a number of ranks: give an int of at least 1"
+    )
     kind = None if hardware is None else estimate.resolve_hardware(hardware)
     if ranks_per_host is None:
         ranks_per_host = kind.devices if kind else DEFAULT_GPUS_PER_HOST
     ranks_per_host = require_positive(
         "ranks_per_host", ranks_per_host, int, "not a number of GPUs: give an int of at least 1"
     )
-    timeout_s = require_positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
+    timeout_s = require_positive(
+        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
+    )
     if world_size > MAX_RANKS:
-        raise ParameterError(f"world_size = {world_size} is too many: {MAX_RANKS} ranks are the limit")
+        raise ParameterError(
+            f"world_size = {world_size} is too many: {MAX_RANKS} ranks are the limit"
+        )
     if kind:
         estimate.ranks_on_each_host(world_size, ranks_per_host, kind)
     path, target = find_program(program)
     if use is not None:
         payload_pickling.validate_replacements(use, config.read_replaceable(path), path.stem)
-    sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
+    sources = {
+        name: payload_pickling.function_source(function) for name, function in (use or {}).items()
+    }
     resolved = resolve_params(path, params, world_size)
     ranks = select_ranks(rank, world_size, path, resolved[0])
     common = RunRequest(
-        path.stem, str(path), target, *resolved, world_size, "cpu", timeout_s, choose_warm_start(warm), sources, []
+        path.stem,
+        str(path),
+        target,
+        *resolved,
+        world_size,
+        "cpu",
+        timeout_s,
+        choose_warm_start(warm),
+        sources,
+        [],
     )
-    return SimulationRequest(**vars(common), ranks=ranks, hardware=kind, ranks_per_host=ranks_per_host)
+    return SimulationRequest(
+        **vars(common), ranks=ranks, hardware=kind, ranks_per_host=ranks_per_host
+    )
 
 
 def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, Any]) -> list[int]:
@@ -157,11 +189,17 @@ def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, An
     if rank == "all":
         if world_size > MAX_SIMULATED_RANKS:
             fix = 'take "different", or give a list of ranks'
-            raise ParameterError(f"rank = 'all' of {world_size}: {MAX_SIMULATED_RANKS} processes are the limit; {fix}")
+            raise ParameterError(
+                f"rank = 'all' of {world_size}: {MAX_SIMULATED_RANKS} processes are the limit; {fix}"
+            )
         return list(range(world_size))
-    several = list(rank) if isinstance(rank, Sequence | range) and not isinstance(rank, str) else [rank]
+    several = (
+        list(rank) if isinstance(rank, Sequence | range) and not isinstance(rank, str) else [rank]
+    )
     for each in several or [None]:
         if not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < world_size:
             last = world_size - 1
-            raise ParameterError(f"rank = {rank!r}: give one from 0 to {last}, or several of them, such as [0, {last}]")
+            raise ParameterError(
+                f"rank = {rank!r}: give one from 0 to {last}, or several of them, such as [0, {last}]"
+            )
     return sorted(set(several))

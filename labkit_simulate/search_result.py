@@ -106,7 +106,9 @@ class SearchResult:
     @property
     def hardware_names(self) -> list[str]:
         """The kinds of hosts that were reckoned, in the order in which they were asked for."""
-        return list(dict.fromkeys(name for candidate in self.candidates for name in candidate.times))
+        return list(
+            dict.fromkeys(name for candidate in self.candidates for name in candidate.times)
+        )
 
     @cached_property
     def frame(self) -> pandas.DataFrame:
@@ -122,11 +124,17 @@ class SearchResult:
         """
         import pandas
 
-        rows = [row for number, each in enumerate(self.candidates) for row in self._candidate_rows(number, each)]
+        rows = [
+            row
+            for number, each in enumerate(self.candidates)
+            for row in self._candidate_rows(number, each)
+        ]
         frame = pandas.DataFrame(rows)
         for name in self.varied:  # None stays None, and 8 does not become 8.0
             frame[name] = pandas.Series([row[name] for row in rows], dtype=object)
-        frame = frame.drop(columns=[name for name in frame if name not in self.varied and frame[name].isna().all()])
+        frame = frame.drop(
+            columns=[name for name in frame if name not in self.varied and frame[name].isna().all()]
+        )
         order = [name for name in ("fits", "step_s", "margin_bytes") if name in frame]
         ascending = [name == "step_s" for name in order]
         return frame.sort_values(order, ascending=ascending, kind="stable", ignore_index=True)
@@ -139,7 +147,8 @@ class SearchResult:
         if candidate.reason:
             return [named | {"fits": False, "reason": candidate.reason}]
         return [
-            named | {"hardware": name} | self._row_values(candidate, times) for name, times in candidate.times.items()
+            named | {"hardware": name} | self._row_values(candidate, times)
+            for name, times in candidate.times.items()
         ]
 
     def _row_values(self, candidate: Candidate, times: Mapping[str, float]) -> dict[str, Any]:
@@ -149,7 +158,11 @@ class SearchResult:
             sizes["reserved"], self.budget_gib or times["memory_bytes"] / GIB, sizes.get("ahead", 0)
         )
         step_s = times["step_s"]
-        tokens = math.prod((candidate.samples, candidate.tokens)) if candidate.samples and candidate.tokens else None
+        tokens = (
+            math.prod((candidate.samples, candidate.tokens))
+            if candidate.samples and candidate.tokens
+            else None
+        )
         device_s = step_s * candidate.world_size
         estimated = ", estimated" if candidate.continued_from else ""
         dollars = None if self.dollars_per_hour is None else device_s / 3600 * self.dollars_per_hour
@@ -210,7 +223,9 @@ class SearchResult:
         return f"best so far {self.best['step_s']:.3g} s ({what})"
 
     def __repr__(self) -> str:
-        return "\n".join([self._headline(), self._display_frame().to_string(index=False), *self._other_lines()])
+        return "\n".join(
+            [self._headline(), self._display_frame().to_string(index=False), *self._other_lines()]
+        )
 
     def _repr_html_(self) -> str:
         others = "".join(f"<li>{escape(line)}</li>" for line in self._other_lines())
@@ -238,27 +253,43 @@ class SearchResult:
         shown = {}
         for name in [*list(COLUMN_FORMATS)[:3], *self.varied, *list(COLUMN_FORMATS)[3:]]:
             label, written = COLUMN_FORMATS.get(name, (name, str))
-            if name in rows and name not in same and (name in self.varied or rows[name].notna().any()):
+            if (
+                name in rows
+                and name not in same
+                and (name in self.varied or rows[name].notna().any())
+            ):
                 shown[label] = rows[name].map(written)
         return rows.assign(**shown)[list(shown)]
 
     def _other_lines(self) -> list[str]:
         """How many are not shown, and why."""
         others = self.frame[~self.frame["fits"]]
-        missing = -others["margin_bytes"].dropna() if "margin_bytes" in others else others["reason"].head(0)
+        missing = (
+            -others["margin_bytes"].dropna()
+            if "margin_bytes" in others
+            else others["reason"].head(0)
+        )
         lines = (
             [f"and {len(self.fitting_rows) - MAX_ROWS_SHOWN} more that fit: see .frame"]
             if len(self.fitting_rows) > MAX_ROWS_SHOWN
             else []
         )
         if len(missing):
-            least, most = (readable_bytes(each, base=1024) for each in (missing.min(), missing.max()))
+            least, most = (
+                readable_bytes(each, base=1024) for each in (missing.min(), missing.max())
+            )
             lines.append(f"{len(missing)} do not fit: {least} to {most} of memory are missing")
         doubt = [each.note for each in self.candidates if each.note and not each.continued_from]
         if doubt:
-            lines.append(f"{len(doubt)} simulated whole are not as continued ({doubt[0]}): give whole=None for all")
-        said = others.loc[others.index.difference(missing.index), "reason"].map(lambda text: text.partition("\n")[0])
-        return lines + [f"{count} × {reason}" for reason, count in said.value_counts(sort=False).items()]
+            lines.append(
+                f"{len(doubt)} simulated whole are not as continued ({doubt[0]}): give whole=None for all"
+            )
+        said = others.loc[others.index.difference(missing.index), "reason"].map(
+            lambda text: text.partition("\n")[0]
+        )
+        return lines + [
+            f"{count} × {reason}" for reason, count in said.value_counts(sort=False).items()
+        ]
 
     def load_simulation(self, candidate: int) -> RunResult:
         """The simulation of a candidate, by the number in its row.
@@ -268,7 +299,9 @@ class SearchResult:
         """
         found = self.candidates[candidate]
         if not found.folder:
-            fix = f"simulate it with labkit.simulate({self.program!r}, **plan.arguments({candidate}))"
+            fix = (
+                f"simulate it with labkit.simulate({self.program!r}, **plan.arguments({candidate}))"
+            )
             few = f"its numbers are continued from {found.continued_from} blocks, {fix}"
             raise ParameterError(f"candidate {candidate} has no simulation: {found.reason or few}")
         return load(found.folder)
@@ -295,7 +328,9 @@ class SearchResult:
         """
         path = Path(folder).resolve() / RESULT_FILE
         if not path.exists():
-            raise FileNotFoundError(f"{path.parent} holds no {RESULT_FILE}: give the folder of a plan, see its .folder")
+            raise FileNotFoundError(
+                f"{path.parent} holds no {RESULT_FILE}: give the folder of a plan, see its .folder"
+            )
         content = read_json(path)
         require_fields(path, content, RESULT_FIELD_TYPES)
         candidates = [Candidate(**each) for each in content["candidates"]]

@@ -31,7 +31,10 @@ def simulate_many(
         ended: called with each one's place and its result or error, in the order in which they end, by the thread that
             called this; what it returns is shown beside the count.
     """
-    display, progress = choose_display(), SearchProgress(title, len(asked), planned_steps=len(asked))
+    display, progress = (
+        choose_display(),
+        SearchProgress(title, len(asked), planned_steps=len(asked)),
+    )
     outcome = "interrupted"
     try:
         with fork_server_manager.server_for_run(asked[0].warm if asked else False):
@@ -93,7 +96,10 @@ def _outcomes_as_completed(
             while left:
                 display.show(progress, [])
                 done, left = wait(left, POLL_PERIOD_S, FIRST_COMPLETED)
-                yield from ((places[each], each.result()) for each in sorted(done, key=lambda each: places[each]))
+                yield from (
+                    (places[each], each.result())
+                    for each in sorted(done, key=lambda each: places[each])
+                )
         finally:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)

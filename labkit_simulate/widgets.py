@@ -49,12 +49,18 @@ class CandidateExplorer(Explorer):
         Raises:
             ValueError: none of them fits.
         """
-        frame = self.plan.with_limits(budget_gib=chosen["budget_gib"], dollars_per_hour=chosen["price"]).frame
-        rows = frame[(frame["hardware"] == chosen["hardware"]) & (frame["world_size"].isin(chosen["ranks"]))]
+        frame = self.plan.with_limits(
+            budget_gib=chosen["budget_gib"], dollars_per_hour=chosen["price"]
+        ).frame
+        rows = frame[
+            (frame["hardware"] == chosen["hardware"]) & (frame["world_size"].isin(chosen["ranks"]))
+        ]
         rows = rows.sort_values(["fits", chosen["by"]], ascending=[False, True], kind="stable")
         if not rows["fits"].any():
             least = rows["needed_bytes"].min() / memory_fit.GIB
-            raise ValueError(f"none fits in {chosen['budget_gib']} GiB: the least that is needed is {least:.3g} GiB")
+            raise ValueError(
+                f"none fits in {chosen['budget_gib']} GiB: the least that is needed is {least:.3g} GiB"
+            )
         return rows
 
     def current_row(self, **chosen: Any) -> dict[str, Any]:
@@ -78,17 +84,34 @@ class CandidateExplorer(Explorer):
             "reckoned_exposed_s": row["exposed_s"],
         }
 
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         rows, row = self.candidate_rows(**chosen), self.current_row(**chosen)
         ax = figure.add_axes((0.09, 0.13, 0.6, 0.72))
         fitting = rows[rows["fits"]]
         named = pareto_front(fitting).to_dict("records")
-        words = {each["candidate"]: letter for letter, each in zip(CANDIDATE_LETTERS, named, strict=False)}
-        lines = [f"{words[each['candidate']]}  {self._candidate_text(each, chosen)}" for each in named]
-        figure.text(0.71, 0.82, "\n".join([PARETO_TITLE, *lines]), fontsize=8, va="top", linespacing=1.6)
+        words = {
+            each["candidate"]: letter
+            for letter, each in zip(CANDIDATE_LETTERS, named, strict=False)
+        }
+        lines = [
+            f"{words[each['candidate']]}  {self._candidate_text(each, chosen)}" for each in named
+        ]
+        figure.text(
+            0.71, 0.82, "\n".join([PARETO_TITLE, *lines]), fontsize=8, va="top", linespacing=1.6
+        )
         budget = chosen["budget_gib"] * memory_fit.GIB
-        candidate_scatter(rows, budget, marks=self._marker_column(), words=words, chosen=row["candidate"], ax=ax)
-        ax.set_xlim(right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / memory_fit.GIB)
+        candidate_scatter(
+            rows, budget, marks=self._marker_column(), words=words, chosen=row["candidate"], ax=ax
+        )
+        ax.set_xlim(
+            right=1.05 * min(max(rows["needed_bytes"].max(), budget), 3 * budget) / memory_fit.GIB
+        )
         cost = (
             f", {style.short_number_text(1e3 * row['dollars_per_step'])} dollars for 1,000 steps"
             if chosen["price"]
@@ -103,16 +126,24 @@ class CandidateExplorer(Explorer):
     def launch(self, **chosen: Any) -> RunResult:
         row = self.current_row(**chosen)
         return labkit.simulate(
-            self.plan.program, hardware=row["hardware"], **self.plan.simulate_arguments(row["candidate"])
+            self.plan.program,
+            hardware=row["hardware"],
+            **self.plan.simulate_arguments(row["candidate"]),
         )
 
     def _marker_column(self) -> str:
-        return "checkpointing" if "checkpointing" in self.plan.varied else next(iter(self.plan.varied), "world_size")
+        return (
+            "checkpointing"
+            if "checkpointing" in self.plan.varied
+            else next(iter(self.plan.varied), "world_size")
+        )
 
     def _candidate_text(self, row: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
         """What is particular to a candidate, in a few words."""
         several = [f"{row['world_size']} GPUs"] if len(chosen["ranks"]) > 1 else []
-        varied = [f"{name} {row[name]}" for name in self.plan.varied if row[name] not in (None, False)]
+        varied = [
+            f"{name} {row[name]}" for name in self.plan.varied if row[name] not in (None, False)
+        ]
         return ", ".join([*several, *varied])
 
 
@@ -126,7 +157,9 @@ def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
     """What can be asked of a plan."""
     rows = plan.frame[plan.frame["step_s"].notna()]
     hosts, counts = plan.hardware_names, sorted({*rows["world_size"]})
-    ranks = {str(count): (count,) for count in counts} | ({"all": tuple(counts)} if len(counts) > 1 else {})
+    ranks = {str(count): (count,) for count in counts} | (
+        {"all": tuple(counts)} if len(counts) > 1 else {}
+    )
     orders = {"time": "step_s", "cost": "device_s"}
     return {
         "hardware": Control("hosts", hosts, hosts[0]),
@@ -134,7 +167,9 @@ def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
         "budget_gib": Control("budget of a GPU, GiB", BUDGETS_GIB, 80),
         "price": Control("dollars for a GPU hour", GPU_HOUR_PRICES, None, only_drawn=True),
         "by": Control("ranked by", orders, "step_s"),
-        "place": Control("chosen", dict(zip(PLACE_LABELS, range(len(PLACE_LABELS)), strict=True)), 0),
+        "place": Control(
+            "chosen", dict(zip(PLACE_LABELS, range(len(PLACE_LABELS)), strict=True)), 0
+        ),
     }
 
 

@@ -48,7 +48,9 @@ class Config:
             raise ValueError(f"message_bytes {self.message_bytes}: take at least 2 sizes")
         for size in (*self.message_bytes, self.total_bytes):
             if size % FLOAT32_BYTES:
-                raise ValueError(f"{size} bytes are no whole number of float32: take a multiple of {FLOAT32_BYTES}")
+                raise ValueError(
+                    f"{size} bytes are no whole number of float32: take a multiple of {FLOAT32_BYTES}"
+                )
         for count in self.pieces:
             if self.total_bytes % (FLOAT32_BYTES * count):
                 raise ValueError(
@@ -60,10 +62,15 @@ class Config:
 def main(config: Config) -> None:
     """Send every message in every round."""
     with rank.session() as here:
-        zeros = partial(torch.zeros, device=here.device)  # so that adding up over and over changes nothing
-        single = {f"message_{size}": [zeros(size // FLOAT32_BYTES)] for size in config.message_bytes}
+        zeros = partial(
+            torch.zeros, device=here.device
+        )  # so that adding up over and over changes nothing
+        single = {
+            f"message_{size}": [zeros(size // FLOAT32_BYTES)] for size in config.message_bytes
+        }
         cut = {
-            f"pieces_{count}": list(zeros(config.total_bytes // FLOAT32_BYTES).chunk(count)) for count in config.pieces
+            f"pieces_{count}": list(zeros(config.total_bytes // FLOAT32_BYTES).chunk(count))
+            for count in config.pieces
         }
         if config.check == "parity":
             check_sums(here, single | cut)
@@ -93,7 +100,9 @@ def check_sums(here: rank.Session, messages: TensorsByName) -> None:
         dist.all_reduce(tensor)
         wrong += int((tensor != expected).sum())
         compared += tensor.numel()
-    here.finish_check(check="parity", compared=compared, wrong=wrong, ok=compared > 0 and wrong == 0)
+    here.finish_check(
+        check="parity", compared=compared, wrong=wrong, ok=compared > 0 and wrong == 0
+    )
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Config:
     """What is sent, and what is looked at."""
 
-    extension: Literal["none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"] = (
-        "two_tensor"
-    )
+    extension: Literal[
+        "none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"
+    ] = "two_tensor"
     """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this type, what encode of
     use= makes of them, or what the type sends that parameter of use= gives it."""
     scales: Literal["", "shard", "row", "group"] = ""
@@ -77,9 +77,13 @@ class Config:
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
         if world_size < 2:
-            raise ValueError("an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing")
+            raise ValueError(
+                "an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing"
+            )
         if self.compile and self.check in ("parity", "meta"):
-            raise ValueError(f"check {self.check} trains models that are not compiled: leave compile out")
+            raise ValueError(
+                f"check {self.check} trains models that are not compiled: leave compile out"
+            )
         if self.compile:
             requirements.refuse_without_compiler()
         if self.scales and self.extension not in SCALE_GRANULARITY:
@@ -89,15 +93,25 @@ class Config:
         if self.weights and not Path(self.weights).is_file():
             raise ValueError(f"weights {self.weights!r} is no file: give what torch.save wrote")
         if self.check == "parity" and self.extension in ("bf16", "float8", "int8", "int4"):
-            raise ValueError(f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain")
+            raise ValueError(
+                f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain"
+            )
         if self.check != "none" and self.policy != "fp32":
-            raise ValueError(f"policy {self.policy} is for a measured run: check {self.check} has a policy of its own")
+            raise ValueError(
+                f"policy {self.policy} is for a measured run: check {self.check} has a policy of its own"
+            )
         if self.check == "wire" and self.dim < 128:
-            raise ValueError(f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale")
+            raise ValueError(
+                f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale"
+            )
         if self.check == "meta" and self.steps < 2:
-            raise ValueError(f"steps {self.steps}: check meta holds the last loss against the first: take 2 or more")
+            raise ValueError(
+                f"steps {self.steps}: check meta holds the last loss against the first: take 2 or more"
+            )
         if self.check == "loss" and self.steps < 2 * FINAL_STEPS:
-            raise ValueError(f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take {2 * FINAL_STEPS}")
+            raise ValueError(
+                f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take {2 * FINAL_STEPS}"
+            )
 
 
 @rank.replaceable
@@ -123,7 +137,11 @@ def resolve_extension(extension: str, scales: str = "") -> ExtensionChoice:
     if scales or extension == "int4":
         return make_quantised_extension(extension, scales)
     if extension == "yours":
-        return Extension(tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))), encode, decode)
+        return Extension(
+            tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))),
+            encode,
+            decode,
+        )
     return parameter if extension == "your_type" else EXTENSIONS.get(extension, extension)
 
 
@@ -138,18 +156,32 @@ def main(config: Config) -> None:
             record_gather_costs(config, here, model)
         elif config.check == "wire":
             step = partial(forward_backward, config, here, 0)
-            here.finish_check(**parity.compare_bytes(mesh, network, step, config.reshard_after_forward))
+            here.finish_check(
+                **parity.compare_bytes(mesh, network, step, config.reshard_after_forward)
+            )
         elif config.check == "loss":
             losses = partial(train, config, here, measure=here.plain_steps)
-            here.finish_check(**parity.compare_final_losses(mesh, lambda name: losses(network(name))))
-        else:
-            compare = {"parity": parity.compare_extension_training, "meta": parity.train_from_meta_device}[config.check]
             here.finish_check(
-                **compare(mesh, here.device, resolve_extension(config.extension, config.scales), config.steps)
+                **parity.compare_final_losses(mesh, lambda name: losses(network(name)))
+            )
+        else:
+            compare = {
+                "parity": parity.compare_extension_training,
+                "meta": parity.train_from_meta_device,
+            }[config.check]
+            here.finish_check(
+                **compare(
+                    mesh,
+                    here.device,
+                    resolve_extension(config.extension, config.scales),
+                    config.steps,
+                )
             )
 
 
-def build_sharded_network(config: Config, here: rank.Session, mesh: DeviceMesh, extension: str) -> nn.Sequential:
+def build_sharded_network(
+    config: Config, here: rank.Session, mesh: DeviceMesh, extension: str
+) -> nn.Sequential:
     """A network that says from which region of the photo a tile was cut; starts equal whatever the extension."""
     model = build_whole_network(config, here.device)
     if config.compile:
@@ -158,7 +190,11 @@ def build_sharded_network(config: Config, here: rank.Session, mesh: DeviceMesh, 
     reshard = config.reshard_after_forward
     scales = config.scales if extension == config.extension else ""
     return apply_extension(
-        model, mesh, resolve_extension(extension, scales), reshard_after_forward=reshard, mp_policy=policy
+        model,
+        mesh,
+        resolve_extension(extension, scales),
+        reshard_after_forward=reshard,
+        mp_policy=policy,
     )
 
 
@@ -184,10 +220,14 @@ def tile_loss(config: Config, here: rank.Session, index: int, model: nn.Module) 
     return cross_entropy(model(images.to(here.device)).float(), labels.to(here.device))
 
 
-def train(config: Config, here: rank.Session, model: nn.Module, measure: rank.StepLoop) -> list[Tensor]:
+def train(
+    config: Config, here: rank.Session, model: nn.Module, measure: rank.StepLoop
+) -> list[Tensor]:
     """Train on the photo; record losses, traffic, and the error of what was gathered. This rank's losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, foreach=True)
-    slower = LinearLR(optimizer, 1.0, 0.0, total_iters=config.steps)  # else the end is where the last steps threw it
+    slower = LinearLR(
+        optimizer, 1.0, 0.0, total_iters=config.steps
+    )  # else the end is where the last steps threw it
     losses: list[Tensor] = []
     for index, step in enumerate(measure(config.steps)):
         optimizer.zero_grad()
@@ -213,7 +253,9 @@ def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) ->
     exact = build_whole_network(config, here.device)
     for own, each in zip(exact.parameters(), model.parameters(), strict=True):
         own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
-    rounded, right = (plain_tensors(tile_loss(config, here, config.steps, each))[0] for each in (model, exact))
+    rounded, right = (
+        plain_tensors(tile_loss(config, here, config.steps, each))[0] for each in (model, exact)
+    )
     here.record_scalar("loss_change", float(rounded / right - 1))
     here.record_scalar("held_bytes", gather_memory_bytes(model))
     taken, within_hooks = gather_ms(model)

@@ -79,14 +79,22 @@ class Config:
         requirements.refuse_native_strategy(self.strategy)
         ranks = sizes.parse_mesh_axes(self.mesh, world_size)
         if self.strategy == "plain" and world_size > 1:
-            raise ValueError(f"strategy plain is one device's training: it takes 1 rank, not {world_size}")
+            raise ValueError(
+                f"strategy plain is one device's training: it takes 1 rank, not {world_size}"
+            )
         if self.strategy == "yours" and (self.tensor_dim != 3 or ranks["space"] != world_size):
-            raise ValueError("strategy yours cuts the width over all ranks: leave tensor_dim at 3 and mesh empty")
+            raise ValueError(
+                "strategy yours cuts the width over all ranks: leave tensor_dim at 3 and mesh empty"
+            )
         if self.data == "photo" and self.num_classes < 10:
-            raise ValueError(f"num_classes {self.num_classes} cannot label the photo's ten regions: take at least 10")
+            raise ValueError(
+                f"num_classes {self.num_classes} cannot label the photo's ten regions: take at least 10"
+            )
         spatial.check_convnext(self.height, self.width, self.depths, self.dims)
         sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
-        spatial.check_strips((self.height, self.width)[self.tensor_dim - 2], ranks["space"], self.depths)
+        spatial.check_strips(
+            (self.height, self.width)[self.tensor_dim - 2], ranks["space"], self.depths
+        )
 
     def different_ranks(self, world_size: int) -> set[int]:
         """In a line along the image: its ends, which have one neighbour, and one between them."""
@@ -137,19 +145,29 @@ def main(config: Config) -> None:
         images, labels = photo.image_batch(
             config.data, config.batch, config.height, config.width, config.num_classes, config.seed
         )
-        batch = whole = images.to(here.device), labels.to(here.device)  # [N, 3, H, W], [N], equal on all ranks
+        batch = whole = (
+            images.to(here.device),
+            labels.to(here.device),
+        )  # [N, 3, H, W], [N], equal on all ranks
         reference = parity.seed_and_copy(model, config.seed) if config.check == "parity" else model
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None
             strategy = "local" if config.strategy == "yours" else config.strategy
             apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
-            batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=spatial.total_stride(config.depths))
+            batch = shard_batch(
+                *whole,
+                mesh,
+                tensor_dim=config.tensor_dim,
+                stride=spatial.total_stride(config.depths),
+            )
         one_step = partial(here.plain_steps, most=1)
         logits = train(config, here.steps if config.check == "none" else one_step, model, *batch)
         if config.check == "parity":
             expected = train(config, one_step, reference, *whole)[own_samples(mesh, config.batch)]
             drops = config.drop_path_rate > 0
-            here.finish_check(**compare_spatial_step(model, logits, reference, expected, drops_samples=drops))
+            here.finish_check(
+                **compare_spatial_step(model, logits, reference, expected, drops_samples=drops)
+            )
 
 
 def build_model(config: Config, device: torch.device) -> ConvNeXt:
@@ -160,11 +178,17 @@ def build_model(config: Config, device: torch.device) -> ConvNeXt:
     return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def train(config: Config, measure: rank.StepLoop, model: ConvNeXt, images: Tensor, labels: Tensor) -> Tensor:
+def train(
+    config: Config, measure: rank.StepLoop, model: ConvNeXt, images: Tensor, labels: Tensor
+) -> Tensor:
     """Forward, backward and update in every measured step; the last logits [N, num_classes] of this rank's samples."""
     torch.manual_seed(config.seed)  # whoever trains drops the same samples
-    epsilon = 1e-8 if config.check == "none" else 1e-3  # Adam's first step is a sign: rounding decides that of 0
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=epsilon, fused=True)
+    epsilon = (
+        1e-8 if config.check == "none" else 1e-3
+    )  # Adam's first step is a sign: rounding decides that of 0
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=config.learning_rate, eps=epsilon, fused=True
+    )
     for step in measure(config.steps, track=[model, optimizer, images, labels]):
         optimizer.zero_grad()
         with step.span("forward"):

@@ -34,7 +34,9 @@ PIECE_COUNTS = (1, 64)
 class Config:
     """How gradients are averaged, and what is looked at."""
 
-    case: Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"] = "cpu"
+    case: Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"] = (
+        "cpu"
+    )
     """gpu is cpu on GPUs; no_sync: two batches, sent once; bf16, fp16: what is sent; checkpoint: fc1 computed twice."""
     mode: Literal["ddp", "replicate", "compiled", "yours"] = "compiled"
     """Who averages: DistributedDataParallel, replicate, the compiler, or data_parallel of use=."""
@@ -67,24 +69,48 @@ class Config:
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
         if self.mode == "yours" and (self.case != "cpu" or self.check == "buckets"):
-            raise ValueError("mode yours averages float32 after every batch: use case cpu, and check none or parity")
-        if self.race and (self.mode not in ("yours", "replicate") or self.case != "cpu" or self.check != "none"):
-            raise ValueError("a race is between mode yours or replicate and DDP: use case cpu and check none")
-        if self.costs and (self.mode != "ddp" or self.case != "cpu" or self.check != "none" or self.race):
-            raise ValueError("costs are those of DDP's own reducer: use mode ddp, case cpu, check none and no race")
+            raise ValueError(
+                "mode yours averages float32 after every batch: use case cpu, and check none or parity"
+            )
+        if self.race and (
+            self.mode not in ("yours", "replicate") or self.case != "cpu" or self.check != "none"
+        ):
+            raise ValueError(
+                "a race is between mode yours or replicate and DDP: use case cpu and check none"
+            )
+        if self.costs and (
+            self.mode != "ddp" or self.case != "cpu" or self.check != "none" or self.race
+        ):
+            raise ValueError(
+                "costs are those of DDP's own reducer: use mode ddp, case cpu, check none and no race"
+            )
         if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
-            raise ValueError(f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled")
+            raise ValueError(
+                f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled"
+            )
         if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
-            raise ValueError("check buckets looks for what inductor fuses: use fuse coalesced or concat, and inductor")
+            raise ValueError(
+                "check buckets looks for what inductor fuses: use fuse coalesced or concat, and inductor"
+            )
         if self.check == "buckets" and self.case in ("cpu_no_sync", "bf16", "fp16"):
-            raise ValueError(f"check buckets looks at one float32 backward pass, not at case {self.case}: use case cpu")
-        if self.inductor and self.mode != "yours" and (self.check != "none" or self.mode == "compiled"):
+            raise ValueError(
+                f"check buckets looks at one float32 backward pass, not at case {self.case}: use case cpu"
+            )
+        if (
+            self.inductor
+            and self.mode != "yours"
+            and (self.check != "none" or self.mode == "compiled")
+        ):
             requirements.refuse_without_compiler()
         if self.case == "gpu":
-            from torch.cuda import device_count  # takes seconds to import, which other cases need not wait for
+            from torch.cuda import (
+                device_count,
+            )  # takes seconds to import, which other cases need not wait for
 
             if device_count() < world_size:
-                raise ValueError(f"case gpu needs a GPU a rank: {device_count()} for {world_size} ranks; use case cpu")
+                raise ValueError(
+                    f"case gpu needs a GPU a rank: {device_count()} for {world_size} ranks; use case cpu"
+                )
 
 
 @rank.replaceable
@@ -98,7 +124,10 @@ def data_parallel(model: nn.Module, bucket_bytes: int) -> None:
     """Let every backward pass leave the mean over all ranks in each parameter's ``grad``. The model is equal on all."""
     device = next(model.parameters()).device.type
     GradientBuckets(
-        model.parameters(), init_device_mesh(device, (dist.get_world_size(),)), bucket_bytes, bounded_buckets
+        model.parameters(),
+        init_device_mesh(device, (dist.get_world_size(),)),
+        bucket_bytes,
+        bounded_buckets,
     )
 
 
@@ -124,20 +153,31 @@ def main(config: Config) -> None:
             here.finish_check(**check(mesh, here.device, case, **sizes, **how), case=config.case)
         else:
             lab = build_chain(case=case, device=here.device, **sizes)
-            with ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how) as (model, programs):
+            with ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how) as (
+                model,
+                programs,
+            ):
                 if config.race:
                     other = build_chain(case=case, device=here.device, **sizes)
                     rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-                    return race_techniques(config, here, {config.mode: (lab, model), "ddp": (other, rival)})
+                    return race_techniques(
+                        config, here, {config.mode: (lab, model), "ddp": (other, rival)}
+                    )
                 train(config, here, lab, model, mesh)
-            sending = [program for program in programs if "_c10d_functional" in program]  # backward passes
+            sending = [
+                program for program in programs if "_c10d_functional" in program
+            ]  # backward passes
             if sending:
                 here.save_artifact("code", sending[-1])
 
 
-def race_techniques(config: Config, here: rank.Session, racers: Mapping[str, tuple[LinearChain, Any]]) -> None:
+def race_techniques(
+    config: Config, here: rank.Session, racers: Mapping[str, tuple[LinearChain, Any]]
+) -> None:
     """Whole steps of all techniques in turn, each a span of its name, so that what disturbs one disturbs all."""
-    optimizers = {name: torch.optim.SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()}
+    optimizers = {
+        name: torch.optim.SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()
+    }
     for index, step in enumerate(here.steps(config.steps, warmup=2)):
         for name in list(racers)[:: -1 if index % 2 else 1]:
             dist.barrier()
@@ -147,7 +187,9 @@ def race_techniques(config: Config, here: rank.Session, racers: Mapping[str, tup
                 optimizers[name].step()
 
 
-def train(config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh: DeviceMesh) -> None:
+def train(
+    config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh: DeviceMesh
+) -> None:
     """Measured steps, and one more to see what travels together."""
     if config.costs:
         other = copy.deepcopy(lab)
@@ -156,7 +198,9 @@ def train(config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh
     optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
-        if config.costs and index < 2 + config.steps:  # and not in the step in which messages are counted
+        if (
+            config.costs and index < 2 + config.steps
+        ):  # and not in the step in which messages are counted
             time_backward_and_pieces(here, step, other, silent)
         optimizer.zero_grad()
         step.record_scalar("loss", forward_backward(config, here, lab, model, index, step))

@@ -83,7 +83,13 @@ class Config:
     """parity: compare every step with one device instead of measuring."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full", "steps": 20}
+        "paper": {
+            "model": "llama_2_7b",
+            "batch": 1,
+            "precision": "bf16",
+            "checkpointing": "full",
+            "steps": 20,
+        }
     }
     CANDIDATES: ClassVar[dict[str, list[Any]]] = {
         "tp": [1, 2, 4, 8],
@@ -96,7 +102,9 @@ class Config:
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
         if world_size % self.tp:
-            raise ValueError(f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them")
+            raise ValueError(
+                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them"
+            )
         lines = world_size // self.tp
         if self.hybrid and lines % self.hybrid:
             raise ValueError(
@@ -110,7 +118,9 @@ class Config:
         if self.seq:
             even_share(self.tokens(), self.tp, "a sequence of")
         if self.wrap == "none" and (self.tp > 1 or self.hybrid or self.precision != "float32"):
-            raise ValueError("wrap none replicates plain float32 parameters: use wrap block for tp, hybrid and bf16")
+            raise ValueError(
+                "wrap none replicates plain float32 parameters: use wrap block for tp, hybrid and bf16"
+            )
 
     def decoder_shape(self) -> DecoderShape:
         """The model's sizes."""
@@ -138,12 +148,18 @@ def main(config: Config) -> None:
             return
         # rounding decides from the second step on
         steps = config.steps if config.precision == "float32" else 1
-        trained = train(config, here, lab, model, parity.make_sgd(model), partial(here.plain_steps, most=steps))
+        trained = train(
+            config, here, lab, model, parity.make_sgd(model), partial(here.plain_steps, most=steps)
+        )
         dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
         lines = here.world_size // config.tp
-        one_device = parity.OneDevice(lambda index: build_model(config, here.device), lines, dtype, here.device)
+        one_device = parity.OneDevice(
+            lambda index: build_model(config, here.device), lines, dtype, here.device
+        )
         here.finish_check(
-            **compare_fsdp_training(one_device, model, trained, rank=tp_line_index(config, here), steps=steps)
+            **compare_fsdp_training(
+                one_device, model, trained, rank=tp_line_index(config, here), steps=steps
+            )
         )
 
 
@@ -163,17 +179,25 @@ def tp_line_index(config: Config, here: rank.Session) -> int:
 def build_model(config: Config, device: torch.device) -> DecoderModel:
     """The model, equal on all ranks."""
     torch.manual_seed(0)
-    return DecoderModel(**asdict(config.decoder_shape()), sequence=config.tokens(), batch=config.batch).to(device)
+    return DecoderModel(
+        **asdict(config.decoder_shape()), sequence=config.tokens(), batch=config.batch
+    ).to(device)
 
 
-def parallelize_model(config: Config, mesh: DeviceMesh, lab: DecoderModel) -> tuple[nn.Module, Units]:
+def parallelize_model(
+    config: Config, mesh: DeviceMesh, lab: DecoderModel
+) -> tuple[nn.Module, Units]:
     """The model on the mesh, and its units."""
     if config.tp > 1:
         apply_decoder_tensor_parallel(lab, mesh, sequence_parallel=config.seq)
     if config.checkpointing != "none":
-        apply_activation_checkpointing(lab, lab.block_types, selective=config.checkpointing == "selective")
+        apply_activation_checkpointing(
+            lab, lab.block_types, selective=config.checkpointing == "selective"
+        )
     precision: Precision = "fp32" if config.precision == "float32" else "bf16"
-    return apply_fsdp(lab, mesh, wrap=config.wrap, precision=precision, reshard_after_forward=config.reshard)
+    return apply_fsdp(
+        lab, mesh, wrap=config.wrap, precision=precision, reshard_after_forward=config.reshard
+    )
 
 
 def make_adam(model: nn.Module) -> Optimizer:

@@ -236,7 +236,9 @@ def trackable(config: Config, model: nn.Module, optimizer: Optimizer) -> list[An
     return [] if config.fsdp == 1 and config.wrap != "none" else [model, optimizer]
 
 
-def check_parity(config: Config, here: rank.Session, lab: LabModel, model: nn.Module) -> dict[str, Any]:
+def check_parity(
+    config: Config, here: rank.Session, lab: LabModel, model: nn.Module
+) -> dict[str, Any]:
     """Train, and return the verdict on every step beside one device's. A collective."""
     dtype = GATHER_DTYPES.get(config.precision, torch.float32)
     # In a short type the second step already starts from weights that rounding has moved apart.

@@ -28,8 +28,17 @@ from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
-from labkit.parallel.small_tensor_parallel import ColumnParallel, RowParallel, TensorParallelPairs, share_pairs
-from labkit.parallel.tensor_parallel import apply_plain_tensor_parallel, apply_tensor_parallel, mlp_stack_plan
+from labkit.parallel.small_tensor_parallel import (
+    ColumnParallel,
+    RowParallel,
+    TensorParallelPairs,
+    share_pairs,
+)
+from labkit.parallel.tensor_parallel import (
+    apply_plain_tensor_parallel,
+    apply_tensor_parallel,
+    mlp_stack_plan,
+)
 from labkit.parity import draw_samples
 from labkit.parity.two_dim import compare_mesh_training
 from labkit.session.meter import Step
@@ -76,26 +85,40 @@ class Config:
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
         if world_size % self.tp:
-            raise ValueError(f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them")
+            raise ValueError(
+                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them"
+            )
         if (self.seq or self.checkpointing) and self.plan != "fsdp_tp":
-            raise ValueError(f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan fsdp_tp")
+            raise ValueError(
+                f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan fsdp_tp"
+            )
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
-        if self.costs and (self.plan != "fsdp_tp" or self.layers != "dtensor" or self.seq or self.check != "none"):
-            raise ValueError("costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check none")
+        if self.costs and (
+            self.plan != "fsdp_tp" or self.layers != "dtensor" or self.seq or self.check != "none"
+        ):
+            raise ValueError(
+                "costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check none"
+            )
         if self.layers == "yours":
             self._check_answer_layers()
         even_share(self.batch, world_size // self.tp, "a batch of")
-        even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")  # DDP cuts nothing
+        even_share(
+            self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of"
+        )  # DDP cuts nothing
         if self.check == "parity" and self.compile:
             requirements.refuse_without_compiler()
 
     def _check_answer_layers(self) -> None:
         """Refuse what layers of one's own do not do."""
         if self.plan != "fsdp_tp" or self.seq or self.tp == 1:
-            raise ValueError("layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or more")
+            raise ValueError(
+                "layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or more"
+            )
         if self.check == "parity" and self.compile:
-            raise ValueError("layers yours are compared as they are, not compiled: use compile False")
+            raise ValueError(
+                "layers yours are compared as they are, not compiled: use compile False"
+            )
 
 
 @rank.replaceable
@@ -172,7 +195,9 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
         [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
     )  # a tracker wants parameters that are leaves
     alone = build_rank_share(config, here, mesh) if config.costs else None
-    line = mesh["data"].get_local_rank()  # not in the step: a mesh is made of tensors, which its memory would show
+    line = mesh[
+        "data"
+    ].get_local_rank()  # not in the step: a mesh is made of tensors, which its memory would show
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
         inputs = draw_samples(lab, here.device, index, line)
         if alone and index < 1 + config.steps:  # and not in the step in which messages are counted
@@ -206,7 +231,9 @@ def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> ML
     return lab
 
 
-def time_share_and_collectives(step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]) -> None:
+def time_share_and_collectives(
+    step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]
+) -> None:
     """Spans ``alone``, passes of a rank's share, and ``tp_4096`` …, all-reduces along an axis by their bytes."""
     alone.zero_grad()
     dist.barrier()

@@ -27,12 +27,16 @@ def _prediction_value(name: str, value: Any) -> float | None:
                 return None
             raise
         except Exception as error:
-            warnings.warn(f"{name}: your function raised {error_text(error)}; it counts as None", stacklevel=4)
+            warnings.warn(
+                f"{name}: your function raised {error_text(error)}; it counts as None", stacklevel=4
+            )
             return None
     if value is None or value is ...:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} = {value!r} is no number: commit to a number, None, or a function that gives one")
+        raise TypeError(
+            f"{name} = {value!r} is no number: commit to a number, None, or a function that gives one"
+        )
     return float(value)
 
 

@@ -20,7 +20,13 @@ from labkit.checks.judge import (
     value_text,
 )
 from labkit.checks.on_ranks import judge_on_ranks
-from labkit.checks.ranks.ddp import LIMIT_BYTES, MICRO_BATCHES, make_linear_model, mean_squared_error, step_batch
+from labkit.checks.ranks.ddp import (
+    LIMIT_BYTES,
+    MICRO_BATCHES,
+    make_linear_model,
+    mean_squared_error,
+    step_batch,
+)
 from labkit.inductor import ProgramLine
 from labkit.parallel.buckets import assign_buckets
 from labkit.theory import ddp as theory
@@ -31,17 +37,49 @@ MIB = 2**20
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-7}
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
 FUTURE_HINT = "return a future of a tensor: handle.get_future().then(…)"
-HOOK_HINTS = {"register_comm_hook": FUTURE_HINT, "Future": FUTURE_HINT, "communication hook": FUTURE_HINT}
+HOOK_HINTS = {
+    "register_comm_hook": FUTURE_HINT,
+    "Future": FUTURE_HINT,
+    "communication hook": FUTURE_HINT,
+}
 PROGRAM_CASES: tuple[tuple[str, list[int], str], ...] = (
-    ("extern a x, collective a, extern b x, wait a, other a b", [], "What touches other buffers may run meanwhile."),
+    (
+        "extern a x, collective a, extern b x, wait a, other a b",
+        [],
+        "What touches other buffers may run meanwhile.",
+    ),
     ("extern a x, collective a, other a", [3], "Nothing waits for a before it is returned."),
     ("collective a, kernel a y, wait a, other a", [2], "The wait comes too late for the kernel."),
-    ("collective a b, wait b, kernel b y, kernel a y, other", [4], "A wait is for the buffer that it names alone."),
-    ("collective a, wait a, kernel a, collective a, other a", [5], "A second request puts the buffer in flight again."),
-    ("kernel a, collective a, collective b, wait b, wait a, other a b", [], "Waits may come in another order."),
-    ("collective a, kernel a b, extern b a, wait a, other b", [2, 3], "Each line that uses it too early counts."),
-    ("collective a, collective a, wait a, other a", [2], "A second request uses the buffer while it is in flight."),
-    ("collective a b, kernel a b, wait a, wait b, other", [2], "Name a line once, even if it uses two such buffers."),
+    (
+        "collective a b, wait b, kernel b y, kernel a y, other",
+        [4],
+        "A wait is for the buffer that it names alone.",
+    ),
+    (
+        "collective a, wait a, kernel a, collective a, other a",
+        [5],
+        "A second request puts the buffer in flight again.",
+    ),
+    (
+        "kernel a, collective a, collective b, wait b, wait a, other a b",
+        [],
+        "Waits may come in another order.",
+    ),
+    (
+        "collective a, kernel a b, extern b a, wait a, other b",
+        [2, 3],
+        "Each line that uses it too early counts.",
+    ),
+    (
+        "collective a, collective a, wait a, other a",
+        [2],
+        "A second request uses the buffer while it is in flight.",
+    ),
+    (
+        "collective a b, kernel a b, wait a, wait b, other",
+        [2],
+        "Name a line once, even if it uses two such buffers.",
+    ),
 )
 """Programs as kind and buffers of each line; the lines that use a buffer too early; a hint."""
 
@@ -49,11 +87,19 @@ PROGRAM_CASES: tuple[tuple[str, list[int], str], ...] = (
 @exercise
 def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
     """Exercise 1: (alpha, beta) from (rounds, total_bytes): seconds of each round by number of messages."""
-    for network, total, counts in ((AlphaBeta(1e-4, 1e-9), 10**6, (1, 20, 200)), (AlphaBeta(5e-6, 3e-8), 4096, (2, 8))):
+    for network, total, counts in (
+        (AlphaBeta(1e-4, 1e-9), 10**6, (1, 20, 200)),
+        (AlphaBeta(5e-6, 3e-8), 4096, (2, 8)),
+    ):
         times = {count: network.seconds(total, messages=count) for count in counts}
-        rounds = {count: [each * late for late in (2.7, 1.0, 0.9)] for count, each in reversed(times.items())}
+        rounds = {
+            count: [each * late for late in (2.7, 1.0, 0.9)]
+            for count, each in reversed(times.items())
+        }
         asked = f"{answer_name(answer)} of a network with known alpha and beta"
-        found = call_answer(answer, {count: list(each) for count, each in rounds.items()}, total, in_words=asked)
+        found = call_answer(
+            answer, {count: list(each) for count, each in rounds.items()}, total, in_words=asked
+        )
         try:
             alpha, beta = map(float, found)
         except Exception:  # an integer of hundreds of digits is no float either
@@ -80,13 +126,25 @@ def _fit_mistake(
         return "beta first, then alpha: ", "Return alpha, then beta."
     for late, which in ((0.9, "fastest"), (4.6 / 3, "mean")):
         if _is_fit_close((alpha, beta), (right[0] * late, right[1] * late)):
-            return f"the numbers of the {which} round: ", "Take the median round of each number of messages."
+            return (
+                f"the numbers of the {which} round: ",
+                "Take the median round of each number of messages.",
+            )
     if isclose(alpha, times[many] / many, rel_tol=1e-3):
-        return "an alpha that has bytes inside: ", "The bytes are the same in both: they drop out of a difference."
+        return (
+            "an alpha that has bytes inside: ",
+            "The bytes are the same in both: they drop out of a difference.",
+        )
     if isclose(beta, times[few] / total, rel_tol=1e-3):
-        return "a beta that has latency inside: ", "Take the latency of its messages from the time, then divide."
+        return (
+            "a beta that has latency inside: ",
+            "Take the latency of its messages from the time, then divide.",
+        )
     if isclose(alpha, right[0], rel_tol=1e-3):
-        return "the right alpha and another beta: ", "beta = (time - messages * alpha) / total_bytes"
+        return (
+            "the right alpha and another beta: ",
+            "beta = (time - messages * alpha) / total_bytes",
+        )
     return "", "Alpha is what additional messages cost; beta is what is left, for each byte."
 
 
@@ -117,7 +175,9 @@ def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
         right = theory.bucket_plan(sizes, bucket_mb, first_mb)
         _judge_bucket_form(found, asked, sizes)
         if found != right:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint)
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint
+            )
     return passing_verdict(f"{len(cases)} lists of gradients agree")
 
 
@@ -128,19 +188,25 @@ def _judge_bucket_form(found: object, asked: str, sizes: Sequence[int]) -> None:
         return WrongAnswer(f"{asked} gave {value_text(found)}: {why}", hint=hint)
 
     if not isinstance(found, list) or not all(isinstance(bucket, list) for bucket in found):
-        raise bucket_error("no list of lists", "Return a list of buckets, and a bucket is a list of positions.")
+        raise bucket_error(
+            "no list of lists", "Return a list of buckets, and a bucket is a list of positions."
+        )
     if not all(isinstance(position, Integral) for bucket in found for position in bucket):
         raise bucket_error("positions are whole numbers", "Use enumerate(sizes).")
     flat = [int(position) for bucket in found for position in bucket]
     if sorted(flat) != list(range(len(sizes))):
         raise bucket_error(
-            f"each of {len(sizes)} positions must be in one bucket", "Append positions, not sizes; lose none."
+            f"each of {len(sizes)} positions must be in one bucket",
+            "Append positions, not sizes; lose none.",
         )
     if flat != sorted(flat):
-        raise bucket_error("the order changed", "A gradient would wait for one that is ready later.")
+        raise bucket_error(
+            "the order changed", "A gradient would wait for one that is ready later."
+        )
     if not all(found):
         raise bucket_error(
-            "a bucket is empty", "It would be a message without bytes. Open a bucket when a gradient needs it."
+            "a bucket is empty",
+            "It would be a message without bytes. Open a bucket when a gradient needs it.",
         )
 
 
@@ -168,12 +234,20 @@ def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
         for bucket in found:
             held = sum(sizes[position] for position in bucket)
             if held > limit and len(bucket) > 1:
-                hint = "Look before you put a gradient in: would the bucket hold more than the limit?"
-                raise WrongAnswer(f"{asked} gave {found}: bucket {bucket} holds {held} bytes", hint=hint)
+                hint = (
+                    "Look before you put a gradient in: would the bucket hold more than the limit?"
+                )
+                raise WrongAnswer(
+                    f"{asked} gave {found}: bucket {bucket} holds {held} bytes", hint=hint
+                )
         if len(found) > fewest:
             hint = "A bucket that holds exactly the limit keeps it; put in as much as fits."
-            raise WrongAnswer(f"{asked} gave {len(found)} buckets", expected=f"expected {fewest}", hint=hint)
-    return passing_verdict(f"{len(cases)} lists of gradients: order kept, bound met, no bucket too many")
+            raise WrongAnswer(
+                f"{asked} gave {len(found)} buckets", expected=f"expected {fewest}", hint=hint
+            )
+    return passing_verdict(
+        f"{len(cases)} lists of gradients: order kept, bound met, no bucket too many"
+    )
 
 
 @exercise
@@ -189,7 +263,10 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             which = f"on rank {index}, in backward pass {step},"
             seen = passage["seen"]
             _judge_all_reduces(
-                which, [int(each.split()[1]) for each in seen if each.startswith("asked")], sizes, buckets
+                which,
+                [int(each.split()[1]) for each in seen if each.startswith("asked")],
+                sizes,
+                buckets,
             )
             likely = {
                 "the sum over the ranks": [RANKS * each for each in right],
@@ -205,27 +282,46 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             last = len(seen) - 1 - seen[::-1].index("gradient")
             asked = [place for place, each in enumerate(seen) if each.startswith("asked")]
             if asked[0] > last:
-                hint_text = "Ask for the all-reduce in the hook of the gradient that completes the bucket."
-                raise WrongAnswer(f"{which} the first bucket left after the last gradient was there", hint=hint_text)
+                hint_text = (
+                    "Ask for the all-reduce in the hook of the gradient that completes the bucket."
+                )
+                raise WrongAnswer(
+                    f"{which} the first bucket left after the last gradient was there",
+                    hint=hint_text,
+                )
             early = [place for place, each in enumerate(seen) if each == "waited" and place < last]
             if early:
                 left = seen[early[0] :].count("gradient")
                 hint_text = "Ask with async_op=True, keep the handle, and wait once the last gradient is there."
-                raise WrongAnswer(f"{which} the rank waited while {left} gradients were still to come", hint=hint_text)
+                raise WrongAnswer(
+                    f"{which} the rank waited while {left} gradients were still to come",
+                    hint=hint_text,
+                )
             waits = [each["seen"].count("waited") for each in sent["passes"]]
             if waits[step] > waits[0]:
                 hint_text = "Forget the buckets on their way once they have arrived: their rows stay in memory."
-                raise WrongAnswer(f"{which} the rank waited {waits[step]} times, before {waits[0]}", hint=hint_text)
+                raise WrongAnswer(
+                    f"{which} the rank waited {waits[step]} times, before {waits[0]}",
+                    hint=hint_text,
+                )
 
     judge_on_ranks(
-        "ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="small_ddp"
+        "ddp",
+        answer,
+        judge=judge_rank,
+        ranks=RANKS,
+        timeout_s=timeout_s,
+        waiting=WAIT_HINT,
+        what="small_ddp",
     )
     return passing_verdict(
         f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave while gradients are still to come"
     )
 
 
-def _judge_all_reduces(which: str, asked: Sequence[int], sizes: Sequence[int], buckets: Sequence[int]) -> None:
+def _judge_all_reduces(
+    which: str, asked: Sequence[int], sizes: Sequence[int], buckets: Sequence[int]
+) -> None:
     """Whether all-reduces carried these buckets."""
     if list(asked) == list(buckets):
         return
@@ -235,17 +331,23 @@ def _judge_all_reduces(which: str, asked: Sequence[int], sizes: Sequence[int], b
         raise WrongAnswer(f"{which} no all-reduce was asked for", expected=expected, hint=hint)
     if len(asked) == len(sizes):
         hint = "Count the gradients of a bucket that are still missing; ask when none is."
-        raise WrongAnswer(f"{which} each gradient had an all-reduce of its own", expected=expected, hint=hint)
+        raise WrongAnswer(
+            f"{which} each gradient had an all-reduce of its own", expected=expected, hint=hint
+        )
     if len(asked) == 1 and sum(asked) == sum(sizes):
         raise WrongAnswer(
-            f"{which} one all-reduce carried all gradients", expected=expected, hint="Close a bucket when full."
+            f"{which} one all-reduce carried all gradients",
+            expected=expected,
+            hint="Close a bucket when full.",
         )
     said = f"{which} all-reduces of {', '.join(map(str, asked))} bytes were asked for"
     hint = "Go from the last parameter to the first; a bucket closes once it holds bucket_bytes, or more."
     if len(asked) > len(buckets) and list(asked[: len(buckets)]) == list(buckets):
         hint = "After a backward pass, set the counts of missing gradients anew."
     if len(asked) < len(buckets):
-        hint = "What is left at the end is a bucket, too. After a backward pass, set the counts anew."
+        hint = (
+            "What is left at the end is a bucket, too. After a backward pass, set the counts anew."
+        )
     raise WrongAnswer(said, expected=expected, hint=hint)
 
 
@@ -268,19 +370,31 @@ def _judge_gradients(
         if gradient.shape != expected.shape:
             said = f"{which} {name} has shape {tuple(gradient.shape)}"
             raise WrongAnswer(
-                said, expected=f"expected {tuple(expected.shape)}", hint="Give each piece its own shape back."
+                said,
+                expected=f"expected {tuple(expected.shape)}",
+                hint="Give each piece its own shape back.",
             )
         seen = next(
-            (words for words, each in likely.items() if is_tensor_close(gradient, each[place], **tolerance)), ""
+            (
+                words
+                for words, each in likely.items()
+                if is_tensor_close(gradient, each[place], **tolerance)
+            ),
+            "",
         )
-        hint = hints.get(seen, "Wait for the bucket before you read it; cut it in the order in which you filled it.")
+        hint = hints.get(
+            seen,
+            "Wait for the bucket before you read it; cut it in the order in which you filled it.",
+        )
         raise WrongAnswer(f"{which} {name} is {seen or 'another than one device gives'}", hint=hint)
 
 
 def _gradients_on_one_device(batches: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Of the mean loss of some batches, each by its rank and step."""
     model = make_linear_model()
-    torch.stack([mean_squared_error(model, *step_batch(*each)) for each in batches]).mean().backward()
+    torch.stack(
+        [mean_squared_error(model, *step_batch(*each)) for each in batches]
+    ).mean().backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -289,7 +403,9 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
     """Exercise 4: when each bucket has arrived, from (ready, takes), lists of numbers; one at a time, in order."""
     idle = "A bucket starts when it is ready, if nothing else is on its way."
     busy = "A bucket starts when the one before has arrived, if that is later than the moment when it is ready."
-    order = "Buckets leave in their order: a bucket that is ready early waits for a late one before it."
+    order = (
+        "Buckets leave in their order: a bucket that is ready early waits for a late one before it."
+    )
     cases = [
         ([2.0], [3.0], idle),
         ([1.0, 8.0], [2.0, 2.0], idle),
@@ -299,15 +415,21 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
     ]
     for ready, takes, hint in cases:
         asked = f"{answer_name(answer)}({ready}, {takes})"
-        found, right = call_answer(answer, list(ready), list(takes), in_words=asked), theory.arrivals(ready, takes)
+        found, right = (
+            call_answer(answer, list(ready), list(takes), in_words=asked),
+            theory.arrivals(ready, takes),
+        )
         try:
             given = [float(each) for each in found]
         except Exception:
             raise WrongAnswer(
-                f"{asked} gave {value_text(found)}, not a list of numbers", hint="One number a bucket."
+                f"{asked} gave {value_text(found)}, not a list of numbers",
+                hint="One number a bucket.",
             ) from None
         if given != right:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint)
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint
+            )
     return passing_verdict(f"{len(cases)} backward passes agree")
 
 
@@ -339,9 +461,17 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         _judge_gradients(which, sent["gradients"], right, likely, hints)
 
     judge_on_ranks(
-        "ddp", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="accumulate"
+        "ddp",
+        answer,
+        judge=judge_rank,
+        ranks=RANKS,
+        timeout_s=timeout_s,
+        waiting=WAIT_HINT,
+        what="accumulate",
     )
-    return passing_verdict(f"the gradients of one device with all {RANKS * MICRO_BATCHES} micro-batches, sent once")
+    return passing_verdict(
+        f"the gradients of one device with all {RANKS * MICRO_BATCHES} micro-batches, sent once"
+    )
 
 
 @exercise
@@ -380,10 +510,17 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         which = f"on rank {index},"
-        likely = {"the sum over the ranks": [RANKS * each for each in right], "this rank's own": own[index]}
+        likely = {
+            "the sum over the ranks": [RANKS * each for each in right],
+            "this rank's own": own[index],
+        }
         likely["the mean, divided once more"] = [each / RANKS for each in right]
-        hints = {"the sum over the ranks": "DDP divides only where no hook is registered: a hook divides itself."}
-        hints["this rank's own"] = "Send a copy in bfloat16, and return what came of it, not the bucket as it was."
+        hints = {
+            "the sum over the ranks": "DDP divides only where no hook is registered: a hook divides itself."
+        }
+        hints["this rank's own"] = (
+            "Send a copy in bfloat16, and return what came of it, not the bucket as it was."
+        )
         _judge_gradients(which, sent["gradients"], right, likely, hints, rtol=0.02, atol=2e-3)
         if sent["handed"] != whole // 2:
             hint = "Round before the all-reduce: bucket.buffer().to(torch.bfloat16)."
@@ -400,7 +537,9 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         hints=HOOK_HINTS,
         what="half_hook",
     )
-    return passing_verdict(f"the mean but for rounding, and {whole // 2:,} bytes handed over instead of {whole:,}")
+    return passing_verdict(
+        f"the mean but for rounding, and {whole // 2:,} bytes handed over instead of {whole:,}"
+    )
 
 
 @exercise
@@ -418,7 +557,9 @@ def early_uses(answer: Callable[..., list[int]]) -> Verdict:
         asked = f"for the program [{text}] {answer_name(answer)}"
         found = call_answer(answer, lines, in_words=asked)
         if not isinstance(found, list) or found != expected:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"expected {expected}", hint=hint)
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected=f"expected {expected}", hint=hint
+            )
     return passing_verdict(f"{len(PROGRAM_CASES)} programs agree")
 
 
@@ -426,18 +567,31 @@ def early_uses(answer: Callable[..., list[int]]) -> Verdict:
 def smallest_bucket(answer: Callable[..., float]) -> Verdict:
     """Exercise 10: bytes of a bucket, from (total_bytes, backward_s, alpha_s, beta_s_per_byte)."""
     cases = [
-        ((10**6, 2.0, 0.01, 1e-6), "The bytes take total_bytes * beta; what is left of backward_s is for latencies."),
-        ((10**6, 3.0, 0.01, 1e-6), "A longer backward pass has room for more messages, so buckets may be smaller."),
-        ((10**6, 2.0, 0.03, 1e-6), "Buckets of b bytes are total_bytes / b messages, and each takes alpha."),
-        ((4 * 10**8, 0.05, 2e-5, 4e-11), "total_bytes / b * alpha + total_bytes * beta = backward_s; solve for b."),
-        ((10**6, 0.5, 0.01, 1e-6), "Where the bytes alone take longer than the backward pass, no bucket is right."),
+        (
+            (10**6, 2.0, 0.01, 1e-6),
+            "The bytes take total_bytes * beta; what is left of backward_s is for latencies.",
+        ),
+        (
+            (10**6, 3.0, 0.01, 1e-6),
+            "A longer backward pass has room for more messages, so buckets may be smaller.",
+        ),
+        (
+            (10**6, 2.0, 0.03, 1e-6),
+            "Buckets of b bytes are total_bytes / b messages, and each takes alpha.",
+        ),
+        (
+            (4 * 10**8, 0.05, 2e-5, 4e-11),
+            "total_bytes / b * alpha + total_bytes * beta = backward_s; solve for b.",
+        ),
+        (
+            (10**6, 0.5, 0.01, 1e-6),
+            "Where the bytes alone take longer than the backward pass, no bucket is right.",
+        ),
     ]
     for case, hint in cases:
         right = theory.smallest_bucket_bytes(*case)
         names = ("total_bytes", "backward_s", "alpha_s", "beta_s_per_byte")
-        asked = (
-            f"{answer_name(answer)}({', '.join(f'{name}={value:g}' for name, value in zip(names, case, strict=True))})"
-        )
+        asked = f"{answer_name(answer)}({', '.join(f'{name}={value:g}' for name, value in zip(names, case, strict=True))})"
         found = call_answer(answer, *case, in_words=asked)
         try:
             given = float(found)
@@ -446,5 +600,7 @@ def smallest_bucket(answer: Callable[..., float]) -> Verdict:
                 f"{asked} gave {value_text(found)}, not a number", hint="Does every path return?"
             ) from None
         if not isclose(given, right, rel_tol=1e-6):
-            raise WrongAnswer(f"{asked} gave {given:,.6g}", expected=f"expected {right:,.6g}", hint=hint)
+            raise WrongAnswer(
+                f"{asked} gave {given:,.6g}", expected=f"expected {right:,.6g}", hint=hint
+            )
     return passing_verdict(f"{len(cases)} cases agree")

@@ -49,7 +49,12 @@ ERROR_HINTS = {
 }
 """What to do about an error of torch, by a part of its message."""
 WAIT_HINT = "does every rank send tensors of the same size?"
-LAUNCH_OPTIONS: dict[str, Any] = {"ranks": RANKS, "timeout_s": 60, "waiting": WAIT_HINT, "hints": ERROR_HINTS}
+LAUNCH_OPTIONS: dict[str, Any] = {
+    "ranks": RANKS,
+    "timeout_s": 60,
+    "waiting": WAIT_HINT,
+    "hints": ERROR_HINTS,
+}
 GATHER_LIMITS = {
     "bf16": (0.5, theory.rounding_error("bf16")),
     "8 bits": (0.26, theory.rounding_error("float8")),
@@ -90,7 +95,9 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
         two = call_answer(answer, kind, a, b, in_words=said)
         if not isinstance(two, Tensor) or kind is not type(two):
             hint = "Tensor._make_wrapper_subclass(cls, …) makes the tensor to return."
-            raise WrongAnswer(f"{said} gave a {type(two).__name__}, not a tensor of class cls", hint=hint)
+            raise WrongAnswer(
+                f"{said} gave a {type(two).__name__}, not a tensor of class cls", hint=hint
+            )
         for name, seen, right in (
             ("shape", tuple(two.shape), tuple(a.shape)),
             ("dtype", two.dtype, a.dtype),
@@ -98,20 +105,29 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
         ):
             if seen != right:
                 hint = "_make_wrapper_subclass takes the shape, and strides=, dtype= and device= as well."
-                raise WrongAnswer(f"{said} gave {name} {seen}", expected=f"expected {right}", hint=hint)
+                raise WrongAnswer(
+                    f"{said} gave {name} {seen}", expected=f"expected {right}", hint=hint
+                )
         for name, given, other in (("a", a, b), ("b", b, a)):
-            _judge_half(f"{said} gave a tensor whose .{name}", getattr(two, name, None), given, other)
+            _judge_half(
+                f"{said} gave a tensor whose .{name}", getattr(two, name, None), given, other
+            )
     return passing_verdict("it looks like its halves, holds both, and copies nothing")
 
 
 def _judge_half(said: str, held: Any, given: Tensor, other: Tensor) -> None:
     """Whether a tensor that was made of two holds one of them as it should."""
     if not isinstance(held, Tensor):
-        raise WrongAnswer(f"{said} is {value_text(held)}", hint="Attributes can be set on the new tensor: two.a = …")
+        raise WrongAnswer(
+            f"{said} is {value_text(held)}",
+            hint="Attributes can be set on the new tensor: two.a = …",
+        )
     if held.data_ptr() == other.data_ptr():
         raise WrongAnswer(f"{said} is the other half", hint="a comes first.")
     if held.data_ptr() != given.data_ptr():
-        raise WrongAnswer(f"{said} is a copy", hint="detach() shares the memory, clone() copies it.")
+        raise WrongAnswer(
+            f"{said} is a copy", hint="detach() shares the memory, clone() copies it."
+        )
     if held.requires_grad:
         hint = "Autograd follows the new tensor and not what it holds: detach the halves."
         raise WrongAnswer(f"{said} asks autograd for a gradient of its own", hint=hint)
@@ -134,12 +150,15 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
     raise_if_not_attempted(answer)
     deep = 0
 
-    def limit_recursion(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def limit_recursion(
+        cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         nonlocal deep
         deep += 1
         if deep > 50:  # long before Python's own limit, at which a kernel may crash
             raise WrongAnswer(
-                f"{answer_name(answer)} calls itself without end", hint="Hand func the halves, not the wrapper."
+                f"{answer_name(answer)} calls itself without end",
+                hint="Hand func the halves, not the wrapper.",
             )
         try:
             return answer(cls, func, types, args, kwargs)
@@ -148,24 +167,39 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
 
     kind = type("Two", (TwoTensor,), {"__torch_dispatch__": classmethod(limit_recursion)})
 
-    def call_operation(text: str, operation: Callable[[Tensor], Any], two: Tensor, hint: str) -> Any:
+    def call_operation(
+        text: str, operation: Callable[[Tensor], Any], two: Tensor, hint: str
+    ) -> Any:
         try:
-            return call_answer(partial(operation, two), in_words=f"with {answer_name(answer)}, {text}")
+            return call_answer(
+                partial(operation, two), in_words=f"with {answer_name(answer)}, {text}"
+            )
         except WrongAnswer as wrong:
             inner = wrong.__cause__
-            raise (inner if isinstance(inner, WrongAnswer) else WrongAnswer(str(wrong), hint=hint)) from None
+            raise (
+                inner if isinstance(inner, WrongAnswer) else WrongAnswer(str(wrong), hint=hint)
+            ) from None
 
     for text, operation, hint in cases:
         a, b = x.clone(), x + 10
         _judge_operation(
-            text, call_operation(text, operation, kind(a, b), hint), operation(a), operation(b), kind, hint
+            text,
+            call_operation(text, operation, kind(a, b), hint),
+            operation(a),
+            operation(b),
+            kind,
+            hint,
         )
     out = torch.zeros(3, 2)
     text, hint = "torch.add(two, 0, out=plain)", "FSDP2 reduces gradients so, and keeps those of a."
     call_operation(text, lambda two: torch.add(two, 0, out=out), kind(x, x + 10), hint)
     if not is_tensor_close(out, x):
         hint += " Call func with b first, then with a."
-        raise WrongAnswer(f"{text} leaves half b's result in the plain tensor", expected="expected half a's", hint=hint)
+        raise WrongAnswer(
+            f"{text} leaves half b's result in the plain tensor",
+            expected="expected half a's",
+            hint=hint,
+        )
     return passing_verdict(f"{len(cases) + 1} kinds of operations are done twice")
 
 
@@ -173,20 +207,28 @@ def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: st
     """Whether an operation on a wrapper gave what it gives for both halves."""
     if isinstance(a, list | tuple):
         if not isinstance(found, list | tuple) or len(found) != len(a):
-            raise WrongAnswer(f"{text} gave a {type(found).__name__}, not {len(a)} tensors", hint=hint)
+            raise WrongAnswer(
+                f"{text} gave a {type(found).__name__}, not {len(a)} tensors", hint=hint
+            )
         for parts in zip(found, a, b, strict=True):
             _judge_operation(f"one of {text}", *parts, kind, hint)
         return
     if not isinstance(a, Tensor):
         if found is not a:
-            raise WrongAnswer(f"{text} gave {value_text(found)}", expected=f"expected {a}", hint=hint)
+            raise WrongAnswer(
+                f"{text} gave {value_text(found)}", expected=f"expected {a}", hint=hint
+            )
         return
     if type(found) is not kind:
         raise WrongAnswer(f"{text} gave a {type(found).__name__}, not a cls", hint=hint)
     halves = {"a": (found.a, a, b), "b": (found.b, b, a)}  # type: ignore[attr-defined]
     for name, (held, right, other) in halves.items():
         if not is_tensor_close(held, right):
-            seen = f"is what half {'ab'[name == 'a']} gives" if is_tensor_close(held, other) else "is wrong"
+            seen = (
+                f"is what half {'ab'[name == 'a']} gives"
+                if is_tensor_close(held, other)
+                else "is wrong"
+            )
             raise WrongAnswer(f"half {name} of {text} {seen}", hint=hint)
 
 
@@ -198,11 +240,17 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
         a = whole.view(-1, 2)[:held]
         mesh, size = SimpleNamespace(size=lambda ranks=ranks: ranks), torch.Size([rows, 2])
         said = f"of {held} rows, where {ranks} ranks share {rows}, {answer_name(answer)}"
-        found = call_answer(answer, TwoTensor(a, -a), mesh, size, (2, 1), nn.Identity(), None, in_words=said)
+        found = call_answer(
+            answer, TwoTensor(a, -a), mesh, size, (2, 1), nn.Identity(), None, in_words=said
+        )
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], tuple):
-            kinds = ", ".join(type(each).__name__ for each in (found if isinstance(found, tuple) else (found,)))
+            kinds = ", ".join(
+                type(each).__name__ for each in (found if isinstance(found, tuple) else (found,))
+            )
             hint = "The first is a tuple of the tensors to send. The second is None here: return (…, …), None"
-            raise WrongAnswer(f"{said} gave {kinds}, not two things, the first of them a tuple", hint=hint)
+            raise WrongAnswer(
+                f"{said} gave {kinds}, not two things, the first of them a tuple", hint=hint
+            )
         sent = found[0]
         if len(sent) != 2 or not all(type(each) is Tensor for each in sent):
             kinds = ", ".join(type(each).__name__ for each in sent)
@@ -214,7 +262,9 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
                 hint = "Every rank sends as many rows as the one with most of them: rows / ranks, rounded up."
                 expected = f"expected {(most, 2)}"
                 raise WrongAnswer(
-                    f"{said} sends a {name} tensor of shape {tuple(each.shape)}", expected=expected, hint=hint
+                    f"{said} sends a {name} tensor of shape {tuple(each.shape)}",
+                    expected=expected,
+                    hint=hint,
                 )
             if not is_tensor_close(each[:held], half):
                 seen = (
@@ -222,10 +272,13 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
                     if is_tensor_close(each[:held], other)
                     else "does not hold its rows"
                 )
-                raise WrongAnswer(f"{said} sends a {name} tensor that {seen}", hint="First a, then b.")
+                raise WrongAnswer(
+                    f"{said} sends a {name} tensor that {seen}", hint="First a, then b."
+                )
             if each[held:].any():
                 raise WrongAnswer(
-                    f"{said} pads the {name} tensor with something else than zeros", hint="pad_rows does it."
+                    f"{said} pads the {name} tensor with something else than zeros",
+                    hint="pad_rows does it.",
                 )
     return passing_verdict("both halves are sent, padded to the longest shard")
 
@@ -282,24 +335,38 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
         ("a matrix", torch.randn(6, 5, generator=draw)),
     ):
         off = 0.01 * torch.randn(exact.shape, generator=draw)
-        found = call_answer(answer, exact, exact + off, in_words=f"of {what}, {answer_name(answer)}(exact, rounded)")
+        found = call_answer(
+            answer, exact, exact + off, in_words=f"of {what}, {answer_name(answer)}(exact, rounded)"
+        )
         if isinstance(found, Tensor) and found.numel() == 1:
             found = found.item()
         if not isinstance(found, Real):
-            raise WrongAnswer(f"of {what}, {answer_name(answer)} gave {value_text(found)}, not one number")
-        right, root = float((off.square().mean() / exact.square().mean()).sqrt()), float(off.square().mean().sqrt())
+            raise WrongAnswer(
+                f"of {what}, {answer_name(answer)} gave {value_text(found)}, not one number"
+            )
+        right, root = (
+            float((off.square().mean() / exact.square().mean()).sqrt()),
+            float(off.square().mean().sqrt()),
+        )
         seen = {
             "the square of it": right**2,
             "the error itself, over nothing": root,
             "the largest error": float(off.abs().max()),
             "the largest error over the largest weight": float(off.abs().max() / exact.abs().max()),
-            "the mean error over the mean weight, without their signs": float(off.abs().mean() / exact.abs().mean()),
+            "the mean error over the mean weight, without their signs": float(
+                off.abs().mean() / exact.abs().mean()
+            ),
             "an error whose signs cancel": float(off.mean()),
-            "an error whose signs cancel, over the weights'": float(off.mean().abs() / exact.square().mean().sqrt()),
+            "an error whose signs cancel, over the weights'": float(
+                off.mean().abs() / exact.square().mean().sqrt()
+            ),
         }
         if not _is_number_close(found, right):
             words = next((w for w, n in seen.items() if _is_number_close(found, n)), "")
-            said = f"of {what}, {answer_name(answer)} gave {_number_text(found)}" + f", {words}" * bool(words)
+            said = (
+                f"of {what}, {answer_name(answer)} gave {_number_text(found)}"
+                + f", {words}" * bool(words)
+            )
             hint = "Square each error, take the mean, then the root; do the same with the exact weights; divide."
             raise WrongAnswer(said, expected=f"expected {right:.4g}", hint=hint)
     return passing_verdict("2 cases agree")
@@ -323,14 +390,22 @@ def held_bytes(answer: Callable[..., float]) -> Verdict:
 def pays_below(answer: Callable[..., float]) -> Verdict:
     """Exercise 11: the bandwidth below which a gather pays, from (bytes_saved, coding_s, ranks)."""
     cases = [
-        ((1000, 1.0, 2), "On the wire of a ring, a rank sends (ranks - 1) / ranks of the parameter's bytes."),
+        (
+            (1000, 1.0, 2),
+            "On the wire of a ring, a rank sends (ranks - 1) / ranks of the parameter's bytes.",
+        ),
         ((1000, 0.5, 2), "Coding that is twice as fast pays up to twice the bandwidth."),
         ((1000, 1.0, 8), "A ring of 8 sends 7/8 of the bytes."),
-        ((3_000_000, 0.001, 4), "Set the time that is saved, bytes over bandwidth, equal to coding_s."),
+        (
+            (3_000_000, 0.001, 4),
+            "Set the time that is saved, bytes over bandwidth, equal to coding_s.",
+        ),
     ]
     for arguments, hint in cases:
         expected = theory.pays_below(*arguments)
-        named: dict[str, Any] = dict(zip(("bytes_saved", "coding_s", "ranks"), arguments, strict=True))
+        named: dict[str, Any] = dict(
+            zip(("bytes_saved", "coding_s", "ranks"), arguments, strict=True)
+        )
         found = call_answer(answer, **named)
         said = f"{call_text(answer, **named)} gave {value_text(found)}"
         if not isinstance(found, Real):
@@ -385,7 +460,10 @@ def _one_device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
         gradients: dict[str, Any] = {}
         for model, optimizer, seen in zip(models, optimizers, losses, strict=True):
             own = dict(model.named_parameters())
-            whole = {n: codec.decode(codec.encode(each.detach()), dtype).requires_grad_() for n, each in own.items()}
+            whole = {
+                n: codec.decode(codec.encode(each.detach()), dtype).requires_grad_()
+                for n, each in own.items()
+            }
             output = functional_call(model, whole, sample_inputs(step, HOOK_WIDTHS[0]).to(dtype))
             loss = (output.float() - 1).square().mean()
             loss.backward()
@@ -397,17 +475,23 @@ def _one_device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
     return losses
 
 
-def _judge_losses(got: list[list[Tensor]], expected: list[list[Tensor]], dtype: torch.dtype, where: str) -> None:
+def _judge_losses(
+    got: list[list[Tensor]], expected: list[list[Tensor]], dtype: torch.dtype, where: str
+) -> None:
     """Raise Wrong, naming the step, where losses differ by more than rounding."""
     rtol = 1e-5 if dtype == torch.float32 else 2e-3
     for step, mine in enumerate(got):
-        for half, (loss, right) in enumerate(zip(mine, [each[step] for each in expected], strict=True)):
+        for half, (loss, right) in enumerate(
+            zip(mine, [each[step] for each in expected], strict=True)
+        ):
             if not is_tensor_close(loss, right, rtol=rtol):
                 which = f"half {'ab'[half]} of the loss" if len(expected) == 2 else "the loss"
                 first = "The first call already gives another parameter."
                 later = "What `out` holds is wrong: on later calls its memory is new, with nothing useful in it."
                 seen = "is NaN" if loss.isnan() else "is wrong"
-                raise WrongAnswer(f"in {where}, {which} {seen} in step {step}", hint=later if step else first)
+                raise WrongAnswer(
+                    f"in {where}, {which} {seen} in step {step}", hint=later if step else first
+                )
 
 
 @dataclass
@@ -426,16 +510,20 @@ class _RankRows:
             return error
         whose = f"{CODEC_WEIGHT_TEXT[self.name]}: rank {self.rank}'s rows"
         if self.found.isnan().any():
-            raise WrongAnswer(f"{whose} hold NaN", hint="Is something divided by the largest of a row of zeros?")
+            raise WrongAnswer(
+                f"{whose} hold NaN", hint="Is something divided by the largest of a row of zeros?"
+            )
         if not self.found.any():
             hint = "Rounded without a scale of their own, small numbers become 0."
             raise WrongAnswer(f"{whose} became 0", hint=hint)
         factor = float((self.found * self.exact).sum() / self.exact.square().sum())
-        if abs(factor - 1) > 0.2 and float((self.found - factor * self.exact).abs().max()) < 0.2 * abs(factor) * float(
-            largest
-        ):
+        if abs(factor - 1) > 0.2 and float(
+            (self.found - factor * self.exact).abs().max()
+        ) < 0.2 * abs(factor) * float(largest):
             hint = "Was each row multiplied by the scale of its own rank, or its own row?"
-            raise WrongAnswer(f"{whose} came back {value_text(round(factor, 1))} times as large", hint=hint)
+            raise WrongAnswer(
+                f"{whose} came back {value_text(round(factor, 1))} times as large", hint=hint
+            )
         said = f"{whose} are off by {error:.2g} of the parameter's largest weight"
         raise WrongAnswer(said, expected=f"expected at most {most_error:.2g}")
 
@@ -444,7 +532,9 @@ def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits:
     """Hold the weights that ranks gathered against the exact ones, and the bytes against float32's."""
     most_bytes, most_error = GATHER_LIMITS[limits]
     exact = {name: each.detach() for name, each in make_codec_model().named_parameters()}
-    in_float32 = theory.step_gather_bytes([tuple(weight.shape) for weight in exact.values()], RANKS, "fp32")
+    in_float32 = theory.step_gather_bytes(
+        [tuple(weight.shape) for weight in exact.values()], RANKS, "fp32"
+    )
     ratio = error = 0.0
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
@@ -454,14 +544,18 @@ def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits:
             found, rows = sent["weights"][name.removesuffix(".weight")], -(-len(weight) // RANKS)
             pieces = zip(found.split(rows), weight.split(rows), strict=True)
             parts = [_RankRows(name, rank, *both) for rank, both in enumerate(pieces)]
-            error = max(error, *(part.judge_error(weight.abs().max(), most_error) for part in parts))
+            error = max(
+                error, *(part.judge_error(weight.abs().max(), most_error) for part in parts)
+            )
         if not sent["loss"].isfinite():
             hint = "Is something divided by the largest of a row of zeros?"
             raise WrongAnswer("the loss is not a finite number", hint=hint)
         if ratio > most_bytes:
             said = f"it sends {ratio:.3f} of the bytes of float32"
             raise WrongAnswer(
-                said, expected=f"expected at most {most_bytes:g}", hint="Count all tensors that encode returns."
+                said,
+                expected=f"expected at most {most_bytes:g}",
+                hint="Count all tensors that encode returns.",
             )
 
     judge_on_ranks("extensions", encode, decode, judge=judge_rank, what="codec", **LAUNCH_OPTIONS)

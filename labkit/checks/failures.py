@@ -28,7 +28,11 @@ from labkit.theory.failures import is_only_rounding as right_rounding
 RANKS = 4
 WAIT_HINT = "does every rank make the same calls?"
 CONNECTION_ERROR = "RuntimeError: Connection closed by peer"
-SUM_CALL, MAX_CALL, BROADCAST_CALL = ("all_reduce", (8, 8)), ("all_reduce", (8,)), ("broadcast", (8,))
+SUM_CALL, MAX_CALL, BROADCAST_CALL = (
+    ("all_reduce", (8, 8)),
+    ("all_reduce", (8,)),
+    ("broadcast", (8,)),
+)
 
 
 @exercise
@@ -52,9 +56,17 @@ def culprit(answer: Callable[..., int]) -> Verdict:
         _rank_exit(2, 0, 8.0),
         _rank_exit(3, 1, 9.1, "ValueError: NaN"),
     ]
-    for name, ends in {"one that raised": raised, "one that was killed": killed, "two that raised": two}.items():
+    for name, ends in {
+        "one that raised": raised,
+        "one that was killed": killed,
+        "two that raised": two,
+    }.items():
         right = right_culprit(ends)
-        found = call_answer(answer, [dict(end) for end in ends], in_words=f"{answer_name(answer)} of a run with {name}")
+        found = call_answer(
+            answer,
+            [dict(end) for end in ends],
+            in_words=f"{answer_name(answer)} of a run with {name}",
+        )
         if found == right:
             continue
         end = next((end for end in ends if end["rank"] == found), None)
@@ -88,24 +100,48 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         if sent["kind"] != "int":
-            raise WrongAnswer(f"rank {index} got a {sent['kind']}", expected="expected an int", hint="tensor.item()")
+            raise WrongAnswer(
+                f"rank {index} got a {sent['kind']}",
+                expected="expected an int",
+                hint="tensor.item()",
+            )
         found[index] = sent["got"]
 
     judge_on_ranks(
-        "failures", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what="common"
+        "failures",
+        answer,
+        judge=judge_rank,
+        ranks=RANKS,
+        timeout_s=timeout_s,
+        waiting=WAIT_HINT,
+        what="common",
     )
-    got, had = [found[index] for index in range(RANKS)], f"of {list(BATCH_COUNTS)} batches the ranks take"
+    got, had = (
+        [found[index] for index in range(RANKS)],
+        f"of {list(BATCH_COUNTS)} batches the ranks take",
+    )
     if got == list(BATCH_COUNTS):
-        raise WrongAnswer(f"{had} {got} steps: each its own", hint="The ranks must agree. Which collective lets them?")
+        raise WrongAnswer(
+            f"{had} {got} steps: each its own",
+            hint="The ranks must agree. Which collective lets them?",
+        )
     if got == [max(BATCH_COUNTS)] * RANKS:
-        raise WrongAnswer(f"{had} {got[0]} steps: the others run dry", hint="Whoever has the fewest sets the number.")
+        raise WrongAnswer(
+            f"{had} {got[0]} steps: the others run dry",
+            hint="Whoever has the fewest sets the number.",
+        )
     if got == [sum(BATCH_COUNTS)] * RANKS:
         raise WrongAnswer(
-            f"{had} {got[0]} steps, which is the sum", hint="all_reduce adds up unless op= says otherwise."
+            f"{had} {got[0]} steps, which is the sum",
+            hint="all_reduce adds up unless op= says otherwise.",
         )
     if got != [min(BATCH_COUNTS)] * RANKS:
-        raise WrongAnswer(f"{had} {got} steps", expected=f"expected {min(BATCH_COUNTS)}", hint="ReduceOp.MIN")
-    return passing_verdict(f"of {list(BATCH_COUNTS)} batches, all {RANKS} ranks take {min(BATCH_COUNTS)} steps")
+        raise WrongAnswer(
+            f"{had} {got} steps", expected=f"expected {min(BATCH_COUNTS)}", hint="ReduceOp.MIN"
+        )
+    return passing_verdict(
+        f"of {list(BATCH_COUNTS)} batches, all {RANKS} ranks take {min(BATCH_COUNTS)} steps"
+    )
 
 
 @exercise
@@ -142,9 +178,15 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
     }
     for name, logs in cases.items():
         right = right_part(logs)
-        found = call_answer(answer, [list(log) for log in logs], in_words=f"{answer_name(answer)} of {name}")
+        found = call_answer(
+            answer, [list(log) for log in logs], in_words=f"{answer_name(answer)} of {name}"
+        )
         if (tuple(found) if isinstance(found, list) else found) != right:
-            raise WrongAnswer(f"of {name} it gave {value_text(found)}", expected=f"expected {right}", hint=hints[name])
+            raise WrongAnswer(
+                f"of {name} it gave {value_text(found)}",
+                expected=f"expected {right}",
+                hint=hints[name],
+            )
     return passing_verdict(f"{len(cases)} sets of logs agree")
 
 
@@ -156,7 +198,8 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         two = [{"call": "all_reduce", "shape": shape, "done": True} for shape in ([3], [2, 2])]
         if sent["handle"] == "NoneType":
             raise WrongAnswer(
-                f"rank {index} got None from an asynchronous call", hint="Return what the collective returned."
+                f"rank {index} got None from an asynchronous call",
+                hint="Return what the collective returned.",
             )
         if not is_tensor_close(sent["sums"][0], torch.full((3,), 2.0)) or not is_tensor_close(
             sent["sums"][1], torch.full((2, 2), 2.0)
@@ -167,7 +210,9 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             )
         last = sent["during"][-1:]
         if not sent["called"] or len(sent["log"]) != 2:
-            raise WrongAnswer(f"after two calls the log of rank {index} has {len(sent['log'])} entries")
+            raise WrongAnswer(
+                f"after two calls the log of rank {index} has {len(sent['log'])} entries"
+            )
         if not last or last[0]["call"] != "all_gather":
             raise WrongAnswer(
                 f"while a call was under way, rank {index}'s log did not have it",
@@ -175,13 +220,17 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             )
         if last[0]["done"]:
             raise WrongAnswer(
-                f"while a call was under way, rank {index}'s log called it done", hint="Set done after the call."
+                f"while a call was under way, rank {index}'s log called it done",
+                hint="Set done after the call.",
             )
         if sent["log"] != two:
             first = next(pair for pair in zip(sent["log"], two, strict=True) if pair[0] != pair[1])
             raise WrongAnswer(f"rank {index} logged {first[0]}", expected=f"expected {first[1]}")
         if sent["swallowed"]:
-            raise WrongAnswer(f"on rank {index} an error of the collective did not come out", hint="Catch nothing.")
+            raise WrongAnswer(
+                f"on rank {index} an error of the collective did not come out",
+                hint="Catch nothing.",
+            )
         if sent["after"] and sent["after"][0]["done"]:
             raise WrongAnswer(
                 f"rank {index} called a collective done that raised an error",
@@ -189,9 +238,17 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             )
 
     judge_on_ranks(
-        "failures", answer, judge=judge_rank, ranks=2, timeout_s=timeout_s, waiting=WAIT_HINT, what="recorded"
+        "failures",
+        answer,
+        judge=judge_rank,
+        ranks=2,
+        timeout_s=timeout_s,
+        waiting=WAIT_HINT,
+        what="recorded",
     )
-    return passing_verdict("four calls recorded on 2 ranks: done, asynchronous, under way and failed")
+    return passing_verdict(
+        "four calls recorded on 2 ranks: done, asynchronous, under way and failed"
+    )
 
 
 @exercise
@@ -207,18 +264,21 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
             dealt = [[int(index) for index in each] for each in found]
         except Exception:
             raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected="expected a list of indices for each rank"
+                f"{asked} gave {value_text(found)}",
+                expected="expected a list of indices for each rank",
             ) from None
         if len(dealt) != ranks:
             raise WrongAnswer(f"{asked} gave {len(dealt)} lists", expected=f"expected {ranks}")
         taken = Counter(index for each in dealt for index in each)
         if lost := [index for index in range(len(lengths)) if index not in taken]:
             raise WrongAnswer(
-                f"{asked} gave sample {lost[0]} to nobody", hint="Each index from 0 to len(lengths) - 1, once."
+                f"{asked} gave sample {lost[0]} to nobody",
+                hint="Each index from 0 to len(lengths) - 1, once.",
             )
         if twice := [index for index, times in taken.items() if times > 1]:
             raise WrongAnswer(
-                f"{asked} gave sample {twice[0]} to two", hint="Each index from 0 to len(lengths) - 1, once."
+                f"{asked} gave sample {twice[0]} to two",
+                hint="Each index from 0 to len(lengths) - 1, once.",
             )
         work = [sum(lengths[index] for index in each) for each in dealt]
         best = max(sum(lengths[index] for index in each) for each in right_deal(lengths, ranks))
@@ -229,7 +289,9 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
             said = f"{like} each{rule}: rank {work.index(max(work))} has {max(work)} of {sum(lengths)} to do"
             hint = "The longest first, each to the rank that has least so far."
             raise WrongAnswer(said, expected=f"expected at most {best}", hint=hint)
-    return passing_verdict(f"{len(cases)} batches dealt, and no rank has much more to do than it must")
+    return passing_verdict(
+        f"{len(cases)} batches dealt, and no rank has much more to do than it must"
+    )
 
 
 @exercise
@@ -250,11 +312,16 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
             else:
                 asked = f"{answer_name(answer)}(model, inputs, targets, pieces={pieces})"
                 call_answer(answer, model, inputs.clone(), targets.clone(), pieces, in_words=asked)
-        gradients[how] = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+        gradients[how] = [
+            None if each.grad is None else each.grad.clone() for each in model.parameters()
+        ]
     _judge_gradients(gradients["pieces"], gradients["whole"], inputs, targets, model, pieces)
     if kept.most > 0.6 * whole:
         said = f"the gradient is right, and {kept.most / whole:.0%} of the whole batch's activations were held at once"
-        raise WrongAnswer(said, hint="Each piece needs a backward pass of its own, before the next piece computes.")
+        raise WrongAnswer(
+            said,
+            hint="Each piece needs a backward pass of its own, before the next piece computes.",
+        )
     return passing_verdict(f"the same gradient, with {kept.most / whole:.0%} of the activations")
 
 
@@ -297,23 +364,37 @@ def _judge_gradients(
 ) -> None:
     """Raise Wrong, with the likely reason, unless these are the gradients of the whole batch."""
     if any(each is None for each in found):
-        raise WrongAnswer("a parameter has no gradient", hint="Call backward() on the loss of each piece.")
+        raise WrongAnswer(
+            "a parameter has no gradient", hint="Call backward() on the loss of each piece."
+        )
     if _is_equal_gradients(found, right):
         return
     parts = list(zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True))
     each = [_batch_gradients(model, *part) for part in parts]
     added = [sum(place[1:], place[0]) for place in zip(*each, strict=True)]
     likely = {
-        f"{pieces} means added up, {pieces} times too much": (added, "Each piece is a part of the batch: weigh it."),
+        f"{pieces} means added up, {pieces} times too much": (
+            added,
+            "Each piece is a part of the batch: weigh it.",
+        ),
         "the plain mean of the pieces, though some are shorter": (
             [place / pieces for place in added],
             "A piece of 3 samples out of 10 counts 3 / 10.",
         ),
         "the last piece's gradient alone": (each[-1], "Gradients add up in .grad until zero_grad."),
-        "sums over samples, not a mean": ([place * 10 for place in right if place is not None], "Divide by the batch."),
+        "sums over samples, not a mean": (
+            [place * 10 for place in right if place is not None],
+            "Divide by the batch.",
+        ),
     }
-    reason = next((name for name, (wrong, _) in likely.items() if _is_equal_gradients(found, wrong)), "")
-    hint = likely[reason][1] if reason else "Add up len(piece) / len(inputs) times the gradient of each piece."
+    reason = next(
+        (name for name, (wrong, _) in likely.items() if _is_equal_gradients(found, wrong)), ""
+    )
+    hint = (
+        likely[reason][1]
+        if reason
+        else "Add up len(piece) / len(inputs) times the gradient of each piece."
+    )
     raise WrongAnswer(f"the gradient is {reason or 'not that of the whole batch'}", hint=hint)
 
 
@@ -337,7 +418,15 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         found[index] = [torch.as_tensor(each) for each in sent["got"]]
 
-    judge_on_ranks("failures", answer, judge=judge_rank, ranks=2, timeout_s=timeout_s, waiting=WAIT_HINT, what="mended")
+    judge_on_ranks(
+        "failures",
+        answer,
+        judge=judge_rank,
+        ranks=2,
+        timeout_s=timeout_s,
+        waiting=WAIT_HINT,
+        what="mended",
+    )
     right = train_with_faults(2)
     if all(_is_equal_gradients(found[index], right[index]) for index in range(2)):
         return passing_verdict("2 ranks ended with the weights of one device that saw all samples")
@@ -346,21 +435,34 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             "the last layer's weight is still zero after 3 steps: a stale parameter",
             hint="Which tensors does the optimizer hold, and since when?",
         )
-    names = ("first layer's weight", "first layer's bias", "last layer's weight", "last layer's bias")
+    names = (
+        "first layer's weight",
+        "first layer's bias",
+        "last layer's weight",
+        "last layer's bias",
+    )
     apart = [
-        name for name, one, other in zip(names, found[0], found[1], strict=True) if not is_tensor_close(one, other)
+        name
+        for name, one, other in zip(names, found[0], found[1], strict=True)
+        if not is_tensor_close(one, other)
     ]
     if apart:
         said = f"the {apart[0]} differs between the ranks: a missed reduction"
         raise WrongAnswer(said, hint="Which parameters are left out of the all-reduce?")
-    for divisor, what in ((SAMPLES, f"sums divided by {SAMPLES} samples"), (1, "sums"), (2 * SAMPLES, "too small")):
+    for divisor, what in (
+        (SAMPLES, f"sums divided by {SAMPLES} samples"),
+        (1, "sums"),
+        (2 * SAMPLES, "too small"),
+    ):
         if _is_equal_gradients(found[0], train_with_faults(2, divisor=divisor)[0]):
             said = f"all ranks agree, and their gradients are {what}: a wrong scaling"
             raise WrongAnswer(
-                said, hint="mse_loss is a mean over this rank's samples already. What is left to divide by?"
+                said,
+                hint="mse_loss is a mean over this rank's samples already. What is left to divide by?",
             )
     raise WrongAnswer(
-        "all ranks agree, on other weights than one device's", hint="Compare one gradient with one device's."
+        "all ranks agree, on other weights than one device's",
+        hint="Compare one gradient with one device's.",
     )
 
 
@@ -369,9 +471,15 @@ def rounding_alone(answer: Callable[..., Any]) -> Verdict:
     """Exercise 8: whether a difference is rounding, from its size in float32 and in float64."""
     cases = {
         (3e-6, 4e-15): "In float64 it is a billionth: what shrinks with the digits is rounding.",
-        (1e-2, 3e-11): "Rounding can grow over a long run. What matters is how far it shrinks in float64.",
+        (
+            1e-2,
+            3e-11,
+        ): "Rounding can grow over a long run. What matters is how far it shrinks in float64.",
         (2e-7, 2e-7): "It is small, and float64 does not make it smaller.",
-        (1e-3, 0.9e-3): "A little less is not enough: float64 has 29 bits more, a factor of 500 million.",
+        (
+            1e-3,
+            0.9e-3,
+        ): "A little less is not enough: float64 has 29 bits more, a factor of 500 million.",
         (0.0, 0.0): "No difference is no fault. Do you divide by zero?",
     }
     for (single, double), hint in cases.items():
@@ -379,7 +487,9 @@ def rounding_alone(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({single:g}, {double:g})"
         found = call_answer(answer, single, double, in_words=asked)
         if not isinstance(found, bool):
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="expected True or False")
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected="expected True or False"
+            )
         if found != right:
             raise WrongAnswer(f"{asked} gave {found}", expected=f"expected {right}", hint=hint)
     return passing_verdict(f"{len(cases)} differences told apart")
@@ -396,7 +506,9 @@ def my_indices(answer: Callable[..., Any]) -> Verdict:
         try:
             return [int(index) for index in found]
         except Exception:
-            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="expected a list of indices") from None
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}", expected="expected a list of indices"
+            ) from None
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -410,10 +522,23 @@ def my_indices(answer: Callable[..., Any]) -> Verdict:
     taken = Counter(index for each in first for index in each)
     if set(taken) != set(range(count)) or len(first[0]) * ranks != count:
         twice = [index for index, times in taken.items() if times > 1]
-        said = f"sample {twice[0]} goes to two ranks" if twice else "some samples go to no rank, or not evenly"
-        raise WrongAnswer(said, hint="All ranks shuffle alike, with the same seed; each then takes its own part.")
+        said = (
+            f"sample {twice[0]} goes to two ranks"
+            if twice
+            else "some samples go to no rank, or not evenly"
+        )
+        raise WrongAnswer(
+            said, hint="All ranks shuffle alike, with the same seed; each then takes its own part."
+        )
     if [call_for_rank(1, rank) for rank in range(ranks)] == first:
-        raise WrongAnswer("epoch 1 takes the samples in the order of epoch 0", hint="Let the epoch change the seed.")
+        raise WrongAnswer(
+            "epoch 1 takes the samples in the order of epoch 0",
+            hint="Let the epoch change the seed.",
+        )
     if [call_for_rank(0, rank, seed=6) for rank in range(ranks)] == first:
-        raise WrongAnswer("another seed takes the samples in the same order", hint="Use seed, and epoch.")
-    return passing_verdict(f"{count} samples on {ranks} ranks: shuffled anew in each epoch, and the same tomorrow")
+        raise WrongAnswer(
+            "another seed takes the samples in the same order", hint="Use seed, and epoch."
+        )
+    return passing_verdict(
+        f"{count} samples on {ranks} ranks: shuffled anew in each epoch, and the same tomorrow"
+    )

@@ -25,7 +25,14 @@ from labkit.checks.judge import (
     value_text,
 )
 from labkit.checks.on_ranks import judge_on_ranks
-from labkit.checks.ranks.fsdp import RATE, expert_names, gradients_by_name, make_expert_model, rank_batch, two_units
+from labkit.checks.ranks.fsdp import (
+    RATE,
+    expert_names,
+    gradients_by_name,
+    make_expert_model,
+    rank_batch,
+    two_units,
+)
 from labkit.models import catalog
 from labkit.parallel.fsdp import WrapMode, random_block_index
 from labkit.parallel.small_fsdp import flatten_tensors
@@ -42,9 +49,7 @@ ROLE_HINTS = {
 }
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-7}
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
-EMPTY_BUFFER_HINT = (
-    "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
-)
+EMPTY_BUFFER_HINT = "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
 SHARD_ERROR_HINTS = {
     "SIGSEGV": EMPTY_BUFFER_HINT,
     "out of bounds for storage": EMPTY_BUFFER_HINT,
@@ -68,7 +73,9 @@ PLAN_CHOICES: dict[str, tuple[Any, ...]] = {
 IDENTITY_HINT = "Tied means the same object: compare with `is`, or by id()."
 CONTAINER_HINT = "A container holds nothing itself, its parts do: see parameters(recurse=False)."
 INSIDE_HINT = "What is inside the block is in its unit already."
-ALL_MODULES_HINT = "Look at every module of the model, and at every parameter of the block, also deep inside."
+ALL_MODULES_HINT = (
+    "Look at every module of the model, and at every parameter of the block, also deep inside."
+)
 
 
 @exercise
@@ -82,7 +89,9 @@ def zero_bytes(answer: Callable[..., float]) -> Verdict:
     ]
     return judge_values(
         answer,
-        lambda parameters, ranks, stage: int(sum(theory.zero_bytes(parameters, ranks, stage).values())),
+        lambda parameters, ranks, stage: int(
+            sum(theory.zero_bytes(parameters, ranks, stage).values())
+        ),
         [(1000, 1, 0), (1000, 4, 0), (1000, 4, 1), (1000, 4, 2), (1000, 4, 3), (6, 2, 3)],
         [hints[stage] for stage in (0, 0, 1, 2, 3, 3)],
     )
@@ -101,7 +110,13 @@ def all_gathers(answer: Callable[..., int]) -> Verdict:
     def right_count(units: int, reshard_after_forward: bool, root_has_parameters: bool) -> int:
         return 2 * units - root_has_parameters if reshard_after_forward else units
 
-    cases = [(3, False, False), (4, False, True), (3, True, False), (4, True, True), (1, True, True)]
+    cases = [
+        (3, False, False),
+        (4, False, True),
+        (3, True, False),
+        (4, True, True),
+        (1, True, True),
+    ]
     return judge_values(answer, right_count, cases, [once, once, twice, root, root])
 
 
@@ -117,7 +132,14 @@ def wire_bytes(answer: Callable[..., float]) -> Verdict:
         gathers = 2 if technique == "fsdp" else 1
         return int(sum(theory.wire_bytes(parameter_bytes, ranks, all_gathers=gathers).values()))
 
-    cases = [(800, 2, "ddp"), (800, 8, "ddp"), (800, 8, "fsdp"), (800, 8, "kept"), (1600, 4, "fsdp"), (800, 1, "fsdp")]
+    cases = [
+        (800, 2, "ddp"),
+        (800, 8, "ddp"),
+        (800, 8, "fsdp"),
+        (800, 8, "kept"),
+        (1600, 4, "fsdp"),
+        (800, 1, "fsdp"),
+    ]
     return judge_values(answer, right_bytes, cases, [ddp, one, fsdp, kept, one, one])
 
 
@@ -130,13 +152,20 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
         (copy(inputs) - targets).square().mean().backward()
     whole = [flatten_tensors([p.detach() for p in unit.parameters()], RANKS) for unit in model]
     own = [
-        [flatten_tensors([p.grad for p in unit.parameters() if p.grad is not None], RANKS) for unit in copy]
+        [
+            flatten_tensors([p.grad for p in unit.parameters() if p.grad is not None], RANKS)
+            for unit in copy
+        ]
         for copy in plain
     ]
     mean = [torch.stack(each).mean(dim=0) for each in zip(*own, strict=True)]
     after = nn.Sequential(*two_units())
-    for parameter, *each in zip(after.parameters(), *(copy.parameters() for copy in plain), strict=True):
-        parameter.data -= RATE * torch.stack([p.grad for p in each if p.grad is not None]).mean(dim=0)
+    for parameter, *each in zip(
+        after.parameters(), *(copy.parameters() for copy in plain), strict=True
+    ):
+        parameter.data -= RATE * torch.stack([p.grad for p in each if p.grad is not None]).mean(
+            dim=0
+        )
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         inputs, size = rank_batch(index)[0], whole[0].nbytes
@@ -148,18 +177,28 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
         first, second = (each(inputs) for each in (model, after))
         if not is_tensor_close(sent["outputs"][0], first, **TOLERANCES):
             said = f"on rank {index}, the forward pass gives another output than one device"
-            raise WrongAnswer(said, hint="The buffer must hold every rank's share, in the order of the ranks.")
+            raise WrongAnswer(
+                said, hint="The buffer must hold every rank's share, in the order of the ranks."
+            )
         _judge_freed_memory(held["forward"][:1], "after its forward pass", size)
         for place, gradient in enumerate(sent["gradients"]):
             _judge_gradient(index, place, gradient, mean[place], [each[place] for each in own])
         for place, left in enumerate(sent["left"]):
             if left:
                 said = f"unit {place} still has {left} bytes of whole gradients after the backward pass"
-                raise WrongAnswer(said, expected="expected 0", hint="Set .grad of the unit's own parameters to None.")
+                raise WrongAnswer(
+                    said,
+                    expected="expected 0",
+                    hint="Set .grad of the unit's own parameters to None.",
+                )
         _judge_freed_memory(held["after"], "after the backward pass", size)
         if not is_tensor_close(sent["outputs"][1], second, **TOLERANCES):
             stale = is_tensor_close(sent["outputs"][1], first, **TOLERANCES)
-            said = "is that of the parameters before the update" if stale else "is another than one device's"
+            said = (
+                "is that of the parameters before the update"
+                if stale
+                else "is another than one device's"
+            )
             raise WrongAnswer(
                 f"on rank {index}, the output after an update {said}",
                 hint="Gather what the shard holds now, in every forward pass: the optimizer has changed it.",
@@ -189,16 +228,26 @@ def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
     """Whether what the answer gave for a unit is this rank's share of it."""
     parts, unit = whole.chunk(RANKS), f"on rank {index}, what you return for unit {place}"
     if not isinstance(shard, Tensor):
-        raise WrongAnswer(f"{unit} is a {shard}, no nn.Parameter", hint="Return the shard; an optimizer will train it.")
+        raise WrongAnswer(
+            f"{unit} is a {shard}, no nn.Parameter",
+            hint="Return the shard; an optimizer will train it.",
+        )
     if shard.shape != parts[0].shape:
         hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them, one part a rank."
         raise WrongAnswer(
-            f"{unit} has shape {tuple(shard.shape)}", expected=f"expected {tuple(parts[0].shape)}", hint=hint
+            f"{unit} has shape {tuple(shard.shape)}",
+            expected=f"expected {tuple(parts[0].shape)}",
+            hint=hint,
         )
     if not is_tensor_close(shard, parts[index], **TOLERANCES):
-        other = next((rank for rank, part in enumerate(parts) if is_tensor_close(shard, part, **TOLERANCES)), None)
+        other = next(
+            (rank for rank, part in enumerate(parts) if is_tensor_close(shard, part, **TOLERANCES)),
+            None,
+        )
         seen = "is not its part of the parameters" if other is None else f"is rank {other}'s part"
-        raise WrongAnswer(f"{unit} {seen}", hint="Flatten unit.parameters() in their order; rank r keeps part r.")
+        raise WrongAnswer(
+            f"{unit} {seen}", hint="Flatten unit.parameters() in their order; rank r keeps part r."
+        )
 
 
 def _judge_freed_memory(held: Sequence[int], moment: str, size: int) -> None:
@@ -206,14 +255,23 @@ def _judge_freed_memory(held: Sequence[int], moment: str, size: int) -> None:
     for place, amount in enumerate(held):
         if amount:
             said = f"{moment}, unit {place} still holds {amount} bytes of whole parameters"
-            raise WrongAnswer(said, expected="expected 0", hint=f"Resize the buffer's storage of {size} bytes to 0.")
+            raise WrongAnswer(
+                said,
+                expected="expected 0",
+                hint=f"Resize the buffer's storage of {size} bytes to 0.",
+            )
 
 
-def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, own: Sequence[Tensor]) -> None:
+def _judge_gradient(
+    index: int, place: int, got: Tensor | None, mean: Tensor, own: Sequence[Tensor]
+) -> None:
     """Whether a shard's gradient is its part of the mean over the ranks."""
     shard = f"on rank {index}, the gradient of unit {place}'s shard"
     if got is None:
-        raise WrongAnswer(f"{shard} is None", hint="Once the last of the unit's gradients is there, set shard.grad.")
+        raise WrongAnswer(
+            f"{shard} is None",
+            hint="Once the last of the unit's gradients is there, set shard.grad.",
+        )
     known = {
         "is the sum over the ranks": RANKS * mean,
         "is the sum, divided twice": mean / RANKS,
@@ -221,11 +279,19 @@ def _judge_gradient(index: int, place: int, got: Tensor | None, mean: Tensor, ow
         "is this rank's own, divided": own[index] / RANKS,
     }
     seen = {f"{words}, not the mean": each.chunk(RANKS)[index] for words, each in known.items()}
-    seen |= {f"is rank {rank}'s part": part for rank, part in enumerate(mean.chunk(RANKS)) if rank != index}
+    seen |= {
+        f"is rank {rank}'s part": part
+        for rank, part in enumerate(mean.chunk(RANKS))
+        if rank != index
+    }
     if not is_tensor_close(got, mean.chunk(RANKS)[index], **TOLERANCES):
-        words = next((words for words, each in seen.items() if is_tensor_close(got, each, **TOLERANCES)), "is wrong")
+        words = next(
+            (words for words, each in seen.items() if is_tensor_close(got, each, **TOLERANCES)),
+            "is wrong",
+        )
         raise WrongAnswer(
-            f"{shard} {words}", hint="reduce_scatter_tensor adds up; a mean is a sum divided by the ranks."
+            f"{shard} {words}",
+            hint="reduce_scatter_tensor adds up; a mean is a sum divided by the ranks.",
         )
 
 
@@ -274,14 +340,20 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     ]  # fmt: skip
     for expected, mine, what, hint in cases:
         reference = right if mine else {}
-        found = call_answer(answer, mine, reference, in_words=f"for {what}, {answer_name(answer)}(mine, reference)")
+        found = call_answer(
+            answer, mine, reference, in_words=f"for {what}, {answer_name(answer)}(mine, reference)"
+        )
         if isinstance(found, Tensor) and found.numel() == 1:
             found = found.item()
         if not isinstance(found, bool):
-            raise WrongAnswer(f"for {what}, the answer is {value_text(found)}, neither True nor False")
+            raise WrongAnswer(
+                f"for {what}, the answer is {value_text(found)}, neither True nor False"
+            )
         if found != expected:
             raise WrongAnswer(
-                f"{what[0].upper()}{what[1:]}: your test says {found}", expected=f"expected {expected}", hint=hint
+                f"{what[0].upper()}{what[1:]}: your test says {found}",
+                expected=f"expected {expected}",
+                hint=hint,
             )
     return passing_verdict(f"{len(cases)} cases agree: it can pass, and it can fail")
 
@@ -293,7 +365,10 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
     Right to 1 part in a million: the order of the operations is free.
     """
     cases = [
-        ((600.0, 1.0, 2, 4), "Three passes, each of (ranks - 1) / ranks of the bytes, at so many bytes a second."),
+        (
+            (600.0, 1.0, 2, 4),
+            "Three passes, each of (ranks - 1) / ranks of the bytes, at so many bytes a second.",
+        ),
         ((1200.0, 1.0, 2, 4), "Arithmetic that is twice as fast hides half as much."),
         ((600.0, 1.0, 4, 4), "In a ring of 4, a rank sends 3/4 of the parameters in each pass."),
         ((600.0, 1.0, 4, 2), "A bfloat16 number has 2 bytes."),
@@ -302,7 +377,9 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
     for arguments, hint in cases:
         expected = theory.tokens_to_hide(*arguments)
         named: dict[str, Any] = dict(
-            zip(("flops_per_s", "wire_bytes_per_s", "ranks", "number_bytes"), arguments, strict=True)
+            zip(
+                ("flops_per_s", "wire_bytes_per_s", "ranks", "number_bytes"), arguments, strict=True
+            )
         )
         found = call_answer(answer, **named)
         said = f"{call_text(answer, **named)} gave {value_text(found)}"
@@ -313,7 +390,9 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
     return passing_verdict(f"{len(cases)} cases agree")
 
 
-def replace_source_line(function: Callable[..., Any], line: str, instead: str = "pass") -> Callable[..., Any]:
+def replace_source_line(
+    function: Callable[..., Any], line: str, instead: str = "pass"
+) -> Callable[..., Any]:
     """The same function with one line of its text replaced: a mutant, which a good test should catch.
 
     Raises:
@@ -322,7 +401,9 @@ def replace_source_line(function: Callable[..., Any], line: str, instead: str = 
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     places = [number for number, each in enumerate(lines) if each.strip() == line.strip()]
     if len(places) != 1:
-        raise ValueError(f"{line!r} stands {len(places)} times in {function.__name__}: take a line that stands once")
+        raise ValueError(
+            f"{line!r} stands {len(places)} times in {function.__name__}: take a line that stands once"
+        )
     (place,) = places
     indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
     lines[place] = f"{indent}{instead}"
@@ -335,7 +416,9 @@ def replace_source_line(function: Callable[..., Any], line: str, instead: str = 
 
 
 @exercise
-def memory_plan(answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers: int, **setup: Any) -> Verdict:
+def memory_plan(
+    answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers: int, **setup: Any
+) -> Verdict:
     """Exercise 7: choose among ``wrap``, ``checkpointing`` and ``reshard_after_forward`` to stay within two limits.
 
     The plan is launched for real. What a run says of itself moves by some kB from time to time, so the verdict names
@@ -365,16 +448,25 @@ def memory_plan(answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers:
     excess = result.value("peak_total_bytes") / bound_bytes - 1
     if excess > 0:
         peaks = result.summary().filter(regex="^peak_(?!total_).*_bytes$").max()
-        sizes = {str(name).removeprefix("peak_").removesuffix("_bytes"): size for name, size in peaks.items()}
+        sizes = {
+            str(name).removeprefix("peak_").removesuffix("_bytes"): size
+            for name, size in peaks.items()
+        }
         kept = () if result.params["wrap"] == "none" else PERSISTENT_CATEGORIES
-        largest = max((size, name) for name, size in sizes.items() if name not in kept)[1].replace("_", " ")
+        largest = max((size, name) for name, size in sizes.items() if name not in kept)[1].replace(
+            "_", " "
+        )
         percent = f"{100 * excess:.0f} %" if excess >= 0.005 else "less than 1 %"
         hint = f"Of the parts that a plan can change, the largest is {CATEGORY_TEXT.get(largest, largest)}."
         raise WrongAnswer(f"the peak is {percent} above the bound", hint=hint)
     if counted > gathers:
         hint = "Large units, and units that stay after the forward pass, are gathered less often."
-        raise WrongAnswer(f"{counted} all-gathers a step are too many", expected=f"at most {gathers}", hint=hint)
-    return passing_verdict(f"below the bound, with {counted} all-gathers a step, and {gathers} are allowed")
+        raise WrongAnswer(
+            f"{counted} all-gathers a step are too many", expected=f"at most {gathers}", hint=hint
+        )
+    return passing_verdict(
+        f"below the bound, with {counted} all-gathers a step, and {gathers} are allowed"
+    )
 
 
 @exercise
@@ -387,19 +479,27 @@ def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdic
     forgotten = tuple(result.params.get("skip", ()))
     entry, seed = catalog.MODELS[result.params["model"]], result.params.get("forget")
     if seed is not None:
-        forgotten += (random_block_index(seed, sum(entry.class_counts[name] for name in entry.block_types)),)
+        forgotten += (
+            random_block_index(seed, sum(entry.class_counts[name] for name in entry.block_types)),
+        )
     if len(forgotten) != 1:
-        raise ValueError(f"skip = {forgotten}: this check takes a run that forgot one block, such as skip=(1,)")
+        raise ValueError(
+            f"skip = {forgotten}: this check takes a run that forgot one block, such as skip=(1,)"
+        )
     index = call_answer(answer)
     said = f"{answer_name(answer)}() gave {value_text(index)}"
     if not isinstance(index, Integral) or int(index) < 0:
         raise WrongAnswer(f"{said}, not the index of a block: count from 0")
     if index == forgotten[0] + FIRST_BLOCK_POSITION and result.params["model"] == "toy":
         hint = f"Blocks 0–8 stand at positions {FIRST_BLOCK_POSITION}–{FIRST_BLOCK_POSITION + 8}."
-        raise WrongAnswer(f"{said}: {value_text(index)} is its position in the model, not its number", hint=hint)
+        raise WrongAnswer(
+            f"{said}: {value_text(index)} is its position in the model, not its number", hint=hint
+        )
     if index != forgotten[0]:
         hint = "Above the all-gathers stand the units' positions: which one of 4 to 12 is missing?"
-        raise WrongAnswer(f"{said}, but block {value_text(index)} was wrapped or is not there", hint=hint)
+        raise WrongAnswer(
+            f"{said}, but block {value_text(index)} was wrapped or is not there", hint=hint
+        )
     return passing_verdict(f"block {index} stayed with the root")
 
 
@@ -418,14 +518,25 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
         ValueError: the run keeps parameters after the forward pass, so that the root does not differ from the others.
     """
     if not result.params["reshard_after_forward"]:
-        raise ValueError("reshard_after_forward = False gathers every unit once, the root too: take a run with True")
-    gathered, reduced = _collective_count(result, "all_gather"), _collective_count(result, "reduce_scatter")
+        raise ValueError(
+            "reshard_after_forward = False gathers every unit once, the root too: take a run with True"
+        )
+    gathered, reduced = (
+        _collective_count(result, "all_gather"),
+        _collective_count(result, "reduce_scatter"),
+    )
     units = gathered - reduced
     seen = f"units beside the root: {units} ({gathered} all-gathers less {reduced} reduce-scatters)"
     if units != blocks:
         missing = "one block" if blocks - units == 1 else f"{blocks - units} blocks"
-        problem = f"{missing} stayed with the root" if units < blocks else "more than the blocks was wrapped"
-        raise WrongAnswer(seen, expected=f"expected {blocks}", hint=f"{problem[0].upper()}{problem[1:]}.")
+        problem = (
+            f"{missing} stayed with the root"
+            if units < blocks
+            else "more than the blocks was wrapped"
+        )
+        raise WrongAnswer(
+            seen, expected=f"expected {blocks}", hint=f"{problem[0].upper()}{problem[1:]}."
+        )
     return passing_verdict(f"{seen}, one for each block")
 
 
@@ -437,12 +548,19 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
     """
     cases = tying_cases()
     for case in cases:
-        names = {module: repr(name) if name else "the model" for name, module in case.model.named_modules()}
+        names = {
+            module: repr(name) if name else "the model"
+            for name, module in case.model.named_modules()
+        }
         asked = f"{answer_name(answer)}(model, {names[case.block]}), where {case.where},"
         # a RuntimeError comes of comparing tensors, which cannot tell if they are equal
         found = call_answer(answer, case.model, case.block, in_words=asked, hint=IDENTITY_HINT)
-        if not isinstance(found, list) or not all(isinstance(each, nn.Module) and each in names for each in found):
-            raise WrongAnswer(f"{asked} gave {value_text(found)}: return a list of modules of the model")
+        if not isinstance(found, list) or not all(
+            isinstance(each, nn.Module) and each in names for each in found
+        ):
+            raise WrongAnswer(
+                f"{asked} gave {value_text(found)}: return a list of modules of the model"
+            )
         missing, extra = case.together - set(found), set(found) - case.together
         said = [
             f"{what} {', '.join(name for module, name in names.items() if module in some)}"
@@ -470,7 +588,11 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
             mean = torch.stack([each[name] for each in before]).mean(dim=0)
             kind, expected, rule = "shared", mean, "it must be the mean over the ranks"
             if name in experts:
-                kind, expected, rule = "expert's", own / RANKS, "it must be this rank's own, divided by the ranks"
+                kind, expected, rule = (
+                    "expert's",
+                    own / RANKS,
+                    "it must be this rank's own, divided by the ranks",
+                )
             if left[name] is None:
                 raise WrongAnswer(f"on rank {index}, the {kind} gradient of {name} is gone")
             known = {
@@ -481,11 +603,17 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
             }
             if not is_tensor_close(left[name], expected, **TOLERANCES):
                 seen = next(
-                    (words for words, each in known.items() if is_tensor_close(left[name], each, **TOLERANCES)),
+                    (
+                        words
+                        for words, each in known.items()
+                        if is_tensor_close(left[name], each, **TOLERANCES)
+                    ),
                     "is wrong",
                 )
                 raise WrongAnswer(
-                    f"on rank {index}, the {kind} gradient of {name} {seen}", expected=rule, hint=ROLE_HINTS[kind]
+                    f"on rank {index}, the {kind} gradient of {name} {seen}",
+                    expected=rule,
+                    hint=ROLE_HINTS[kind],
                 )
 
     judge_on_ranks(
@@ -497,7 +625,9 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
         waiting=EXPERT_WAIT_HINT,
         hints=EXPERT_ERROR_HINTS,
     )
-    return passing_verdict(f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided")
+    return passing_verdict(
+        f"as asked on {RANKS} ranks: shared gradients are the mean, the experts' their own, divided"
+    )
 
 
 def _plan_error(plan: object) -> str:
@@ -507,7 +637,9 @@ def _plan_error(plan: object) -> str:
     for name, value in plan.items():
         if name not in PLAN_CHOICES:
             return f"{name!r} is not for the plan to choose: take some of {', '.join(PLAN_CHOICES)}"
-        if not any(type(value) is type(choice) and value == choice for choice in PLAN_CHOICES[name]):
+        if not any(
+            type(value) is type(choice) and value == choice for choice in PLAN_CHOICES[name]
+        ):
             return f"{name} = {value_text(value)} is none of {', '.join(map(repr, PLAN_CHOICES[name]))}"
     return ""
 
@@ -548,20 +680,34 @@ def tying_cases() -> list[TyingCase]:
     output.load_state_dict(embedding.state_dict(), strict=False)  # equal numbers in two parameters
     return [
         make_tying_case("nothing is tied", "blocks.0"),
-        make_tying_case("the output layer has the embedding's weight", "embedding", "embedding", "output"),
-        make_tying_case("two layers inside the block share a weight", "blocks.0", "blocks.0.0", "blocks.0.2"),
+        make_tying_case(
+            "the output layer has the embedding's weight", "embedding", "embedding", "output"
+        ),
+        make_tying_case(
+            "two layers inside the block share a weight", "blocks.0", "blocks.0.0", "blocks.0.2"
+        ),
         copied,
         make_tying_case(
-            "a layer inside it shares a bias with another block's", "blocks.0", "blocks.0.2", "blocks.1.0", name="bias"
+            "a layer inside it shares a bias with another block's",
+            "blocks.0",
+            "blocks.0.2",
+            "blocks.1.0",
+            name="bias",
         ),
-        make_tying_case("three modules share its weight", "output", "embedding", "output", "heads.0"),
+        make_tying_case(
+            "three modules share its weight", "output", "embedding", "output", "heads.0"
+        ),
     ]
 
 
 def make_tying_case(where: str, block: str, *holders: str, name: str = "weight") -> TyingCase:
     """A case in which some modules hold the first one's parameter of this name."""
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
-    parts = {"embedding": nn.Embedding(6, 4), "blocks": nn.Sequential(*blocks), "output": nn.Linear(4, 6)}
+    parts = {
+        "embedding": nn.Embedding(6, 4),
+        "blocks": nn.Sequential(*blocks),
+        "output": nn.Linear(4, 6),
+    }
     model = nn.ModuleDict(parts | {"heads": nn.Sequential(nn.Linear(4, 6))})
     unit, modules = model.get_submodule(block), [model.get_submodule(each) for each in holders]
     for module in modules[1:]:

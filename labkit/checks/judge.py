@@ -23,11 +23,19 @@ from numbers import Integral, Real  # numpy's numbers are among them
 from typing import Any, ParamSpec
 from unittest import mock
 
-from torch import Tensor, allclose  # bound here: an answer may replace torch.allclose, and must not judge itself
+from torch import (
+    Tensor,
+    allclose,
+)  # bound here: an answer may replace torch.allclose, and must not judge itself
 
 from labkit.course import verdict_store
 
-COLOURS = {"passed": "#00734F", "wrong": "#B3261E", "not attempted": "#5F5F5F", "not judged": "#5F5F5F"}
+COLOURS = {
+    "passed": "#00734F",
+    "wrong": "#B3261E",
+    "not attempted": "#5F5F5F",
+    "not judged": "#5F5F5F",
+}
 MAX_TEXT_LENGTH = 300
 EMPTY_BODY_OPCODES = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
 ENV_NBGRADER = "NBGRADER_EXECUTION"
@@ -66,7 +74,11 @@ class Verdict:
     def _repr_html_(self) -> str:
         colour = COLOURS[self.state]
         steps = {"Hint": self.hint, "Expected": self.expected.removeprefix("expected ")}
-        opened = [f"<details><summary>{name}</summary>{escape(text)}</details>" for name, text in steps.items() if text]
+        opened = [
+            f"<details><summary>{name}</summary>{escape(text)}</details>"
+            for name, text in steps.items()
+            if text
+        ]
         return f'<p style="color:{colour}"><b>{self.state}</b> {escape(self.detail)}</p>{"".join(opened)}'
 
 
@@ -156,7 +168,8 @@ def raise_if_not_attempted(answer: object) -> None:
         )
     code = getattr(answer, "__code__", None)
     if code and all(
-        each.opname in EMPTY_BODY_OPCODES and _is_empty_instruction(each) for each in dis.get_instructions(code)
+        each.opname in EMPTY_BODY_OPCODES and _is_empty_instruction(each)
+        for each in dis.get_instructions(code)
     ):
         raise NotAttempted
 
@@ -165,7 +178,9 @@ def _is_empty_instruction(instruction: dis.Instruction) -> bool:
     return "CONST" not in instruction.opname or instruction.argval is None
 
 
-def call_answer(answer: Callable[..., Any], *args: Any, in_words: str = "", hint: str = "", **kwargs: Any) -> Any:
+def call_answer(
+    answer: Callable[..., Any], *args: Any, in_words: str = "", hint: str = "", **kwargs: Any
+) -> Any:
     """What an answer gives for these arguments.
 
     Args:
@@ -221,9 +236,13 @@ def judge_values(
         in_words = call_text(answer, **arguments)
         found = call_answer(answer, in_words=in_words, **arguments)
         if not isinstance(found, Real):
-            raise WrongAnswer(f"{in_words} gave {value_text(found)}, not a number: does every path return?")
+            raise WrongAnswer(
+                f"{in_words} gave {value_text(found)}, not a number: does every path return?"
+            )
         if found != expected:
-            raise WrongAnswer(f"{in_words} gave {value_text(found)}", expected=f"expected {expected:,}", hint=hint)
+            raise WrongAnswer(
+                f"{in_words} gave {value_text(found)}", expected=f"expected {expected:,}", hint=hint
+            )
     return passing_verdict(f"{len(cases)} cases agree")
 
 
@@ -260,8 +279,12 @@ def value_text(value: object) -> str:
     return text if len(text) <= MAX_TEXT_LENGTH else f"{text[:MAX_TEXT_LENGTH]}…"
 
 
-def is_tensor_close(got: Tensor | None, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+def is_tensor_close(
+    got: Tensor | None, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8
+) -> bool:
     """Whether there is a tensor that agrees with another in shape and, but for rounding, in its numbers."""
     if got is None:
         return False
-    return got.shape == expected.shape and allclose(got.to(expected.dtype), expected, rtol=rtol, atol=atol)
+    return got.shape == expected.shape and allclose(
+        got.to(expected.dtype), expected, rtol=rtol, atol=atol
+    )

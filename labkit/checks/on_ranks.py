@@ -16,8 +16,19 @@ from typing import Any
 import torch
 
 import labkit
-from labkit.checks.judge import NotJudged, WrongAnswer, answer_name, error_text, raise_if_not_attempted
-from labkit.checks.ranks.answer_program import ANSWERS_FILE, EARLY_EXIT_TEXT, output_path, save_answer_output
+from labkit.checks.judge import (
+    NotJudged,
+    WrongAnswer,
+    answer_name,
+    error_text,
+    raise_if_not_attempted,
+)
+from labkit.checks.ranks.answer_program import (
+    ANSWERS_FILE,
+    EARLY_EXIT_TEXT,
+    output_path,
+    save_answer_output,
+)
 from labkit.launcher import payload_pickling
 from labkit.runs.folder import RunFolder, read_json
 
@@ -90,13 +101,22 @@ def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
         Wrong: they use something that cannot leave this process.
     """
     try:
-        return payload_pickling.pack_payload({f"answer {number}": answer for number, answer in enumerate(answers)})
+        return payload_pickling.pack_payload(
+            {f"answer {number}": answer for number, answer in enumerate(answers)}
+        )
     except payload_pickling.PayloadError as error:
         names = " and ".join(map(answer_name, answers))
         said = f"{names} cannot be sent to the ranks with what is used there: {error_text(error.__cause__ or error)}"
-        used = {name for answer in answers if hasattr(answer, "__code__") for name in answer.__code__.co_names}
+        used = {
+            name
+            for answer in answers
+            if hasattr(answer, "__code__")
+            for name in answer.__code__.co_names
+        }
         # a notebook's exit holds all of the notebook
-        raise WrongAnswer(f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said) from error
+        raise WrongAnswer(
+            f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said
+        ) from error
 
 
 def _failure_reason(
@@ -107,10 +127,15 @@ def _failure_reason(
         return failure.message
     run = RunFolder(failure.log.parent)
     if read_json(run.error(failure.rank)).get("echo"):
-        done, failures = _ranks_with_output(folder, ranks), read_json(run.exit_json()).get("failures")
+        done, failures = (
+            _ranks_with_output(folder, ranks),
+            read_json(run.exit_json()).get("failures"),
+        )
         # a rank that torchrun ended is among its failures; without them nobody knows who left by itself
         ended = {*done, *(end["rank"] for end in failures)} if failures else set(range(ranks))
-        gone = [index for index in range(ranks) if index not in ended and not run.error(index).exists()]
+        gone = [
+            index for index in range(ranks) if index not in ended and not run.error(index).exists()
+        ]
         if gone:
             return f"rank {' or '.join(map(str, gone))} {EARLY_EXIT_TEXT}"
         if done:
@@ -120,14 +145,22 @@ def _failure_reason(
     return f"{hint} ({error})" if hint else f"on rank {failure.rank}, {error}"
 
 
-def _timeout_reason(stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str) -> str:
+def _timeout_reason(
+    stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str
+) -> str:
     """What the ranks did when they were stopped: one was in a loop of the answer, or they waited for each other.
 
     Raises:
         NotJudged: a rank did neither, but was still importing or computing something else.
     """
-    own = {(code.co_filename, code.co_name): code for each in answers if (code := getattr(each, "__code__", None))}
-    frames = {index: _innermost_frame(stack, own) for index, stack in sorted(stopped.stacks.items())}
+    own = {
+        (code.co_filename, code.co_name): code
+        for each in answers
+        if (code := getattr(each, "__code__", None))
+    }
+    frames = {
+        index: _innermost_frame(stack, own) for index, stack in sorted(stopped.stacks.items())
+    }
     for index, (file, line, name, text) in frames.items():
         if (file, name) in own:
             number = line - own[file, name].co_firstlineno + 1
@@ -136,7 +169,9 @@ def _timeout_reason(stopped: labkit.RunTimedOut, answers: Sequence[Callable[...,
     for index, stack in stopped.stacks.items():
         if not any(frames[index]) and not stack.startswith(RANK_ENDED_TEXT):
             where = f"rank {index} was outside your function and waited for nobody"
-            raise NotJudged(f"after {stopped.timeout_s:g} s {where}: this machine is busy; run the check again")
+            raise NotJudged(
+                f"after {stopped.timeout_s:g} s {where}: this machine is busy; run the check again"
+            )
     return f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
 
 
@@ -145,7 +180,9 @@ def _innermost_frame(stack: str, own: Mapping[tuple[str, str], Any]) -> tuple[st
     for thread in THREAD_PATTERN.split(stack):
         for file, line, name in FRAME_PATTERN.findall(thread):  # the innermost first
             text = linecache.getline(file, int(line)).strip()
-            if "torch/distributed" in file or re.search(r"\bwait\(", text):  # a request has no frame of its own
+            if "torch/distributed" in file or re.search(
+                r"\bwait\(", text
+            ):  # a request has no frame of its own
                 return file, int(line), "", text
             if (file, name) in own or name == save_answer_output.__name__:
                 return file, int(line), name, text

@@ -34,7 +34,10 @@ RIGHT_PLACEMENTS: Mapping[str, tuple[list[Placement], str]] = {
         [Shard(0), Shard(3)],
         "The ranks along data take different samples, dimension 0 of [N, C, H, W]; those along space share the width.",
     ),
-    "weights": ([Replicate(), Replicate()], "A weight looks at every pixel of every sample: who can do without it?"),
+    "weights": (
+        [Replicate(), Replicate()],
+        "A weight looks at every pixel of every sample: who can do without it?",
+    ),
     "gradients": (
         [Partial(), Partial()],
         "Each rank adds up over its own samples and its own columns. What is the whole gradient, then?",
@@ -52,11 +55,15 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
     """Columns of a feature map that a rank holds in a stage, from (width, ranks, stage)."""
     hint = "The stem divides by 4, each later stage by 2 more, and the ranks share what is left."
     cases = [(256, 1, 0), (256, 4, 0), (256, 4, 1), (1024, 4, 3)]
-    verdict = judge_values(answer, lambda width, ranks, stage: width // 4 // 2**stage // ranks, cases, hint)
+    verdict = judge_values(
+        answer, lambda width, ranks, stage: width // 4 // 2**stage // ranks, cases, hint
+    )
     found = call_answer(answer, width=256, ranks=4, stage=1)
     if not isinstance(found, Integral):
         said = f"{call_text(answer, width=256, ranks=4, stage=1)} gave {value_text(found)}, a {type(found).__name__}"
-        raise WrongAnswer(said, expected="expected 8", hint="Columns are counted: // divides whole numbers.")
+        raise WrongAnswer(
+            said, expected="expected 8", hint="Columns are counted: // divides whole numbers."
+        )
     return verdict
 
 
@@ -66,13 +73,18 @@ def placements(answer: Callable[..., Any]) -> Verdict:
     found = call_answer(answer)
     if not isinstance(found, Mapping):
         raise WrongAnswer(
-            f"placements() gave {value_text(found)}", hint="Return a dict: a list of two placements for each name."
+            f"placements() gave {value_text(found)}",
+            hint="Return a dict: a list of two placements for each name.",
         )
     for name, (expected, hint) in RIGHT_PLACEMENTS.items():
         placed = found.get(name)
         right = f"expected [{', '.join(map(_placement_text, expected))}]"
         if not isinstance(placed, Sequence) or isinstance(placed, str) or len(placed) != 2:
-            raise WrongAnswer(f"{name}: {value_text(placed)} is no list of two placements", expected=right, hint=hint)
+            raise WrongAnswer(
+                f"{name}: {value_text(placed)} is no list of two placements",
+                expected=right,
+                hint=hint,
+            )
         for axis, said, wanted in zip(("data", "space"), placed, expected, strict=True):
             if said != wanted:
                 said_so = f"{name}: along {axis} you say {_placement_text(said)}, {_placement_meaning(said, axis)}"
@@ -111,7 +123,9 @@ def halo_bytes(answer: Callable[..., int]) -> Verdict:
         return spatial.halo_bytes(rows=rows, halo=(kernel - 1) // 2, channels=channels, batch=batch)
 
     hint = "A k x k kernel reaches (k - 1) / 2 columns over the cut; a float32 number has 4 bytes."
-    return judge_values(answer, right_bytes, [(1, 3, 1, 1), (32, 7, 32, 2), (16, 7, 64, 2), (16, 1, 64, 8)], hint)
+    return judge_values(
+        answer, right_bytes, [(1, 3, 1, 1), (32, 7, 32, 2), (16, 7, 64, 2), (16, 1, 64, 8)], hint
+    )
 
 
 @exercise
@@ -123,7 +137,9 @@ def halo_exchange(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         _judge_sent_bytes(index, sent["moved"])
 
     judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="forward")
-    return passing_verdict(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
+    return passing_verdict(
+        f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent"
+    )
 
 
 @exercise
@@ -135,7 +151,9 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         _judge_sent_bytes(index, sent["moved"])
 
     judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="backward")
-    return passing_verdict(f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent")
+    return passing_verdict(
+        f"equal to one device on {RANKS} ranks, and no byte more than the halos was sent"
+    )
 
 
 @exercise
@@ -143,7 +161,8 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
     """An autograd.Function whose forward pads a strip and whose backward returns gradients, on 4 real ranks."""
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
         raise WrongAnswer(
-            f"{value_text(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name."
+            f"{value_text(answer)} is no torch.autograd.Function",
+            hint="Hand over the class, by its name.",
         )
     if "forward" not in vars(answer) and "backward" not in vars(answer):
         raise NotAttempted
@@ -151,12 +170,16 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         _judge_padding(index, sent["got"])
         if sent["grad"] is None:
-            hint = "The first value that backward returns is the gradient of forward's first argument."
+            hint = (
+                "The first value that backward returns is the gradient of forward's first argument."
+            )
             raise WrongAnswer(f"on rank {index}, the strip got no gradient", hint=hint)
         _judge_gradient(index, sent["grad"], "the strip's gradient: ")
         _judge_sent_bytes(index, sent["moved"], both_ways=True)
 
-    arguments = "backward returns one value for each argument of forward, None for what has no gradient"
+    arguments = (
+        "backward returns one value for each argument of forward, None for what has no gradient"
+    )
     judge_on_line(
         answer,
         judge=judge_rank,
@@ -182,15 +205,22 @@ def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         if sent["moved"]:
             hint = "Nobody asks the neighbours: what is there on this rank that looks like their columns?"
-            raise WrongAnswer(f"on rank {index}, {sent['moved']} bytes were handed over, and none may be", hint=hint)
+            raise WrongAnswer(
+                f"on rank {index}, {sent['moved']} bytes were handed over, and none may be",
+                hint=hint,
+            )
         try:
             _judge_padding(index, sent["got"], "ones")
         except WrongAnswer as caught:
             hint = "Inside the image the test wants ones, at its border zeros. Which ranks have a border?"
-            raise WrongAnswer(f"the test of ones caught it: {caught}", expected=caught.expected, hint=hint) from None
+            raise WrongAnswer(
+                f"the test of ones caught it: {caught}", expected=caught.expected, hint=hint
+            ) from None
 
     judge_on_line(answer, judge=judge_rank, timeout_s=timeout_s, what="ones")
-    return passing_verdict("the test of ones passes, and nothing was exchanged: a test that cannot fail")
+    return passing_verdict(
+        "the test of ones passes, and nothing was exchanged: a test that cannot fail"
+    )
 
 
 @exercise
@@ -199,7 +229,10 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
     hint = "Go from left to right. Between the two 1 x 1 convolutions there are four times the channels."
     cases = [(1, 1, 1, 1), (2, 32, 32, 64), (2, 64, 16, 8)]
     return judge_values(
-        answer, lambda batch, channels, height, width: 48 * batch * channels * height * width, cases, hint
+        answer,
+        lambda batch, channels, height, width: 48 * batch * channels * height * width,
+        cases,
+        hint,
     )
 
 
@@ -210,23 +243,34 @@ def strip_step_s(answer: Callable[..., float]) -> Verdict:
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((1.0, 4, 0, 0, 0.0, 0.0), "The ranks share the arithmetic."),
         ((1.0, 2, 10, 0, 0.01, 0.0), "Each message costs its latency alpha once."),
-        ((1.0, 2, 10, 1000, 0.01, 1e-5), "Each message costs beta for each of its bytes, beside alpha."),
+        (
+            (1.0, 2, 10, 1000, 0.01, 1e-5),
+            "Each message costs beta for each of its bytes, beside alpha.",
+        ),
     ]
     for case, hint in cases:
         arguments: dict[str, Any] = dict(zip(names, case, strict=True))
         found, expected = call_answer(answer, **arguments), spatial.strip_step_s(**arguments)
         in_words = call_text(answer, **arguments)
         if not isinstance(found, Real):
-            raise WrongAnswer(f"{in_words} gave {value_text(found)}, not a number: does every path return?")
+            raise WrongAnswer(
+                f"{in_words} gave {value_text(found)}, not a number: does every path return?"
+            )
         if not math.isclose(found, expected, rel_tol=1e-6):
-            raise WrongAnswer(f"{in_words} gave {found:.6g}", expected=f"expected {expected:.6g}", hint=hint)
+            raise WrongAnswer(
+                f"{in_words} gave {found:.6g}", expected=f"expected {expected:.6g}", hint=hint
+            )
     return passing_verdict(f"{len(cases)} cases agree")
 
 
 def _judge_sent_bytes(index: int, moved: int, *, both_ways: bool = False) -> None:
     """Raise Wrong if a rank handed over more than its halos, once or in both passes."""
     neighbours = (index > 0) + (index < RANKS - 1)
-    halos = neighbours * rank_tasks("forward", RANKS)[index][0][..., :HALO].nbytes * (2 if both_ways else 1)
+    halos = (
+        neighbours
+        * rank_tasks("forward", RANKS)[index][0][..., :HALO].nbytes
+        * (2 if both_ways else 1)
+    )
     if moved > halos:
         said = f"on rank {index}, the numbers are right, but {moved} bytes were handed over; its halos are {halos}"
         raise WrongAnswer(said, hint="Send the outermost columns alone, each to one neighbour.")
@@ -242,13 +286,24 @@ def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None
         if not is_tensor_close(got[..., columns], expected[..., columns], atol=1e-5):
             inside = 0 <= owner < RANKS
             other = "last" if side == "first" else "first"
-            right = f"expected rank {owner}'s {other} {HALO}" if inside else "expected zeros, the image's border"
-            seen = _column_origin(got[..., columns]) if what == "forward" else _halo_fault(got[..., columns])
+            right = (
+                f"expected rank {owner}'s {other} {HALO}"
+                if inside
+                else "expected zeros, the image's border"
+            )
+            seen = (
+                _column_origin(got[..., columns])
+                if what == "forward"
+                else _halo_fault(got[..., columns])
+            )
             hint = "The halo is what lies next to this strip in the whole image." if inside else ""
-            raise WrongAnswer(f"on rank {index}, the {side} {HALO} columns are {seen}", expected=right, hint=hint)
+            raise WrongAnswer(
+                f"on rank {index}, the {side} {HALO} columns are {seen}", expected=right, hint=hint
+            )
     if not is_tensor_close(got[..., HALO:-HALO], expected[..., HALO:-HALO], atol=1e-5):
         raise WrongAnswer(
-            f"on rank {index}, the columns between are not the strip's own", hint="The strip itself is kept."
+            f"on rank {index}, the columns between are not the strip's own",
+            hint="The strip itself is kept.",
         )
 
 
@@ -294,16 +349,24 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
             "with the halo's gradient added that should have been sent": own[..., columns] + kept,
         }
         guess = next(
-            (name for name, wrong in likely.items() if is_tensor_close(got[..., columns], wrong, atol=1e-5)), None
+            (
+                name
+                for name, wrong in likely.items()
+                if is_tensor_close(got[..., columns], wrong, atol=1e-5)
+            ),
+            None,
         )
         right = f"expected this rank's own gradient plus what rank {owner} sends"
         if not 0 <= owner < RANKS:
             right = "expected this rank's own gradient: nobody is beyond the image's border"
         said = f"on rank {index}, {what}the {side} {HALO} columns are {guess or _halo_fault(got[..., columns])}"
-        raise WrongAnswer(said, expected=right, hint="A column that two ranks used gets the gradients of both.")
+        raise WrongAnswer(
+            said, expected=right, hint="A column that two ranks used gets the gradients of both."
+        )
     if not is_tensor_close(got, expected, atol=1e-5):
         raise WrongAnswer(
-            f"on rank {index}, {what}the columns between are wrong", hint="Only the outer columns change."
+            f"on rank {index}, {what}the columns between are wrong",
+            hint="Only the outer columns change.",
         )
 
 
@@ -311,12 +374,20 @@ def _judge_form(index: int, got: Tensor | str, expected: Tensor) -> None:
     """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what is no tensor."""
     if isinstance(got, str):
         raise WrongAnswer(
-            f"on rank {index}, the function returned {got}, not a tensor", hint="Does every path return the tensor?"
+            f"on rank {index}, the function returned {got}, not a tensor",
+            hint="Does every path return the tensor?",
         )
     if got.shape != expected.shape:
-        right, widths = f"expected {tuple(expected.shape)}", f"the strip has {COLUMNS} columns, the halo {HALO}"
+        right, widths = (
+            f"expected {tuple(expected.shape)}",
+            f"the strip has {COLUMNS} columns, the halo {HALO}",
+        )
         raise WrongAnswer(
-            f"on rank {index}, the shape is {tuple(got.shape)}", expected=right, hint=widths.capitalize() + "."
+            f"on rank {index}, the shape is {tuple(got.shape)}",
+            expected=right,
+            hint=widths.capitalize() + ".",
         )
     if got.dtype != expected.dtype:
-        raise WrongAnswer(f"on rank {index}, the numbers are {got.dtype}", expected=f"expected {expected.dtype}")
+        raise WrongAnswer(
+            f"on rank {index}, the numbers are {got.dtype}", expected=f"expected {expected.dtype}"
+        )

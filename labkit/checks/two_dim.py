@@ -23,7 +23,15 @@ from labkit.checks.judge import (
     value_text,
 )
 from labkit.checks.on_ranks import judge_on_ranks
-from labkit.checks.ranks.two_dim import CPU, DATA, TOKENS, TP, make_exercise_model, rank_tensors, whole_layer
+from labkit.checks.ranks.two_dim import (
+    CPU,
+    DATA,
+    TOKENS,
+    TP,
+    make_exercise_model,
+    rank_tensors,
+    whole_layer,
+)
 from labkit.theory import two_dim as theory
 
 RANKS = DATA * TP
@@ -39,7 +47,9 @@ AXIS_HINTS = {
     "tp/": "Along tp activations are added up, which is an all-reduce.",
     "data/": "Along data FSDP gathers parameters and reduce-scatters gradients.",
 }
-RETURN_HINT = "backward returns one value for each argument of forward, None for what has no gradient"
+RETURN_HINT = (
+    "backward returns one value for each argument of forward, None for what has no gradient"
+)
 FUNCTION_ERROR_HINTS = {
     "incorrect number of gradients": RETURN_HINT,
     "gradient for input": RETURN_HINT,
@@ -57,28 +67,46 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
     """
     for ranks, inner in ((2, 8), (4, 8), (1, 6)):
         draw = torch.Generator().manual_seed(ranks)
-        x, first, second = (torch.randn(shape, generator=draw) for shape in ((3, 5), (inner, 5), (5, inner)))
+        x, first, second = (
+            torch.randn(shape, generator=draw) for shape in ((3, 5), (inner, 5), (5, inner))
+        )
         shapes = f"with x {[*x.shape]} and first {[*first.shape]},"
         asked = f"{answer_name(answer)}(x, first, second, ranks={ranks}), {shapes}"
-        _judge_parts(call_answer(answer, x, first, second, ranks, in_words=asked), x, first, second, ranks, asked)
+        _judge_parts(
+            call_answer(answer, x, first, second, ranks, in_words=asked),
+            x,
+            first,
+            second,
+            ranks,
+            asked,
+        )
     return passing_verdict(
         "each rank computes with its own features alone, and the parts add up to one device's result"
     )
 
 
-def _judge_parts(found: Any, x: Tensor, first: Tensor, second: Tensor, ranks: int, asked: str) -> None:
+def _judge_parts(
+    found: Any, x: Tensor, first: Tensor, second: Tensor, ranks: int, asked: str
+) -> None:
     """Raise Wrong unless these are the parts of a pair's result."""
     if not isinstance(found, list | tuple) or not all(isinstance(each, Tensor) for each in found):
-        raise WrongAnswer(f"{asked} gave {type(found).__name__}, not a list of tensors", hint="Does every path return?")
+        raise WrongAnswer(
+            f"{asked} gave {type(found).__name__}, not a list of tensors",
+            hint="Does every path return?",
+        )
     if len(found) != ranks:
         raise WrongAnswer(
-            f"{asked} gave {len(found)} tensors", expected=f"expected {ranks}", hint="Every rank has one."
+            f"{asked} gave {len(found)} tensors",
+            expected=f"expected {ranks}",
+            hint="Every rank has one.",
         )
     shapes = {tuple(each.shape) for each in found} - {tuple(x.shape)}
     if shapes:
         hint = "Each rank's part is as large as the result: the inner features are gone after the second layer."
         raise WrongAnswer(
-            f"{asked} gave a tensor of shape {list(shapes.pop())}", expected=f"expected {[*x.shape]}", hint=hint
+            f"{asked} gave a tensor of shape {list(shapes.pop())}",
+            expected=f"expected {[*x.shape]}",
+            hint=hint,
         )
     cuts = list(zip(first.chunk(ranks), second.chunk(ranks, dim=1), strict=True))
     right = [relu(x @ rows.T) @ columns.T for rows, columns in cuts]
@@ -87,16 +115,21 @@ def _judge_parts(found: Any, x: Tensor, first: Tensor, second: Tensor, ranks: in
         without = sum((x @ rows.T @ columns.T for rows, columns in cuts), torch.zeros_like(x))
         if is_tensor_close(total, without, atol=1e-4):
             raise WrongAnswer(
-                f"{asked} gave parts without the ReLU", hint="It stands between the layers, on every rank."
+                f"{asked} gave parts without the ReLU",
+                hint="It stands between the layers, on every rank.",
             )
         if all(is_tensor_close(each, whole, atol=1e-4) for each in found):
-            raise WrongAnswer(f"{asked} gave the whole result for each rank", hint="A rank has its own features alone.")
+            raise WrongAnswer(
+                f"{asked} gave the whole result for each rank",
+                hint="A rank has its own features alone.",
+            )
         hint = "Rank r takes rows of first, dim 0, and the same columns of second, dim 1."
         raise WrongAnswer(f"{asked} gave parts whose sum is not the result", hint=hint)
     if not all(is_tensor_close(a, b, atol=1e-4) for a, b in zip(found, right, strict=True)):
         hint = "Cut in order, evenly."
         raise WrongAnswer(
-            f"{asked} gave parts that add up, but rank 0's is not what the first features give", hint=hint
+            f"{asked} gave parts that add up, but rank 0's is not what the first features give",
+            hint=hint,
         )
 
 
@@ -109,7 +142,10 @@ def tp_bytes(answer: Callable[..., int]) -> Verdict:
     first = "The first MLP's input are samples: nobody asks for their gradient."
     found = call_answer(answer, tokens=1, dim=1, mlps=3)
     likely = {24: first, 12: backward, 5: once}
-    hint = next((each for wrong, each in likely.items() if isinstance(found, Integral) and found == wrong), "")
+    hint = next(
+        (each for wrong, each in likely.items() if isinstance(found, Integral) and found == wrong),
+        "",
+    )
     return judge_values(
         answer,
         lambda tokens, dim, mlps: theory.activation_collectives([(dim, 4 * dim)] * mlps, tokens, 2)[
@@ -123,7 +159,8 @@ def tp_bytes(answer: Callable[..., int]) -> Verdict:
 def _check_function_class(answer: Any) -> None:
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
         raise WrongAnswer(
-            f"{value_text(answer)} is no torch.autograd.Function", hint="Hand over the class, by its name."
+            f"{value_text(answer)} is no torch.autograd.Function",
+            hint="Hand over the class, by its name.",
         )
     if "forward" not in vars(answer) and "backward" not in vars(answer):
         raise NotAttempted
@@ -138,14 +175,20 @@ def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
         got, (given, _) = _check_tensor(sent["got"], index), rank_tensors(index)
         if not is_tensor_close(got, given):
             words = _likely_tensor(got, index, own=0)
-            raise WrongAnswer(f"on rank {index}, forward returned {words}, not x", hint="Forward changes nothing.")
+            raise WrongAnswer(
+                f"on rank {index}, forward returned {words}, not x", hint="Forward changes nothing."
+            )
         _judge_sum(sent["grad"], index, 1, "backward returned")
         if not is_tensor_close(sent["arrived"], rank_tensors(index)[1]):
             hint = "The gradient that arrives may be used elsewhere: clone it, then all-reduce the clone."
-            raise WrongAnswer(f"on rank {index}, backward changed the gradient that it was given", hint=hint)
+            raise WrongAnswer(
+                f"on rank {index}, backward changed the gradient that it was given", hint=hint
+            )
 
     _judge_function(answer, judge_rank, timeout_s, "copy")
-    return passing_verdict(f"as it is forward, summed over the group backward, on {DATA} x {TP} ranks")
+    return passing_verdict(
+        f"as it is forward, summed over the group backward, on {DATA} x {TP} ranks"
+    )
 
 
 @exercise
@@ -157,22 +200,31 @@ def sum_over_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
         _judge_sum(_check_tensor(sent["got"], index), index, 0, "forward returned")
         if not is_tensor_close(sent["x"], rank_tensors(index)[0]):
             hint = "Autograd may still need the part: clone it, then all-reduce the clone."
-            raise WrongAnswer(f"on rank {index}, forward changed the part that it was given", hint=hint)
+            raise WrongAnswer(
+                f"on rank {index}, forward changed the part that it was given", hint=hint
+            )
         grad, arrived = sent["grad"], rank_tensors(index)[1]
         if grad is None:
             raise WrongAnswer(
-                f"on rank {index}, the part got no gradient", hint="The first value that backward returns is it."
+                f"on rank {index}, the part got no gradient",
+                hint="The first value that backward returns is it.",
             )
         if not is_tensor_close(grad, arrived):
             hint = "A part enters the sum once, and the next layers have the same gradient on every rank already."
             words = _likely_tensor(grad, index, own=1)
-            raise WrongAnswer(f"on rank {index}, backward returned {words}, not the gradient as it is", hint=hint)
+            raise WrongAnswer(
+                f"on rank {index}, backward returned {words}, not the gradient as it is", hint=hint
+            )
 
     _judge_function(answer, judge_rank, timeout_s, "sum")
-    return passing_verdict(f"summed over the group forward, as it is backward, on {DATA} x {TP} ranks")
+    return passing_verdict(
+        f"summed over the group forward, as it is backward, on {DATA} x {TP} ranks"
+    )
 
 
-def _judge_function(answer: Any, judge: Callable[[int, dict[str, Any]], None], timeout_s: float, what: str) -> None:
+def _judge_function(
+    answer: Any, judge: Callable[[int, dict[str, Any]], None], timeout_s: float, what: str
+) -> None:
     judge_on_ranks(
         "two_dim",
         answer,
@@ -187,18 +239,24 @@ def _judge_function(answer: Any, judge: Callable[[int, dict[str, Any]], None], t
 
 def _check_tensor(got: Tensor | str, index: int) -> Tensor:
     if isinstance(got, str):
-        raise WrongAnswer(f"on rank {index}, forward returned {got}, not a tensor", hint="Does every path return?")
+        raise WrongAnswer(
+            f"on rank {index}, forward returned {got}, not a tensor", hint="Does every path return?"
+        )
     return got
 
 
 def _judge_sum(got: Tensor | None, index: int, which: int, said: str) -> None:
     """Whether a rank has the sum over its group of what each was given (``which`` 0) or what came back (1)."""
     if got is None:
-        raise WrongAnswer(f"on rank {index}, x got no gradient", hint="The first value that backward returns is it.")
+        raise WrongAnswer(
+            f"on rank {index}, x got no gradient",
+            hint="The first value that backward returns is it.",
+        )
     if not is_tensor_close(got, _group_sum(index, which)):
         words = _likely_tensor(got, index, own=which)
         raise WrongAnswer(
-            f"on rank {index}, {said} {words}, not the sum over its group", hint="All-reduce with group=group."
+            f"on rank {index}, {said} {words}, not the sum over its group",
+            hint="All-reduce with group=group.",
         )
 
 
@@ -218,7 +276,9 @@ def _likely_tensor(got: Tensor, index: int, own: int) -> str:
         f"the sum over all {RANKS} ranks": every,
         "the sum, added up once more": TP * _group_sum(index, own),
     }
-    return next((words for words, each in known.items() if is_tensor_close(got, each)), "something else")
+    return next(
+        (words for words, each in known.items() if is_tensor_close(got, each)), "something else"
+    )
 
 
 @exercise
@@ -248,12 +308,18 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
         for rank, held in enumerate(sent["parameters"]):
             _judge_parameters(held, layer, which, rank)
         if "error" in sent:
-            raise WrongAnswer(f"on rank {index}, forward raised {sent['error']}", hint=CUT_HINTS[which])
+            raise WrongAnswer(
+                f"on rank {index}, forward raised {sent['error']}", hint=CUT_HINTS[which]
+            )
         dim = 0 if which == "column" else 1
         share = output.detach().chunk(TP, dim=-1) if which == "column" else [output.detach()] * TP
         _judge_output(sent["output"], share, layer, whole_x.detach(), which, index)
         grads = [x.grad] * TP if which == "column" else x.grad.chunk(TP, dim=-1)
-        own = gradient.chunk(TP, dim=-1)[place] @ layer.weight.detach().chunk(TP)[place] if which == "column" else None
+        own = (
+            gradient.chunk(TP, dim=-1)[place] @ layer.weight.detach().chunk(TP)[place]
+            if which == "column"
+            else None
+        )
         _judge_input_gradient(sent["grad"], grads[place], own, index)
         right = {"weight": layer.weight.grad.chunk(TP, dim=dim)[place], "bias": layer.bias.grad}
         if which == "column":
@@ -265,7 +331,9 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
             if sent[when] != calls:
                 said = f"the numbers are right, but rank {index} makes {sent[when]} calls in the {when} pass"
                 raise WrongAnswer(
-                    said, expected=f"expected {calls}", hint="A layer of the pair needs one, in one direction."
+                    said,
+                    expected=f"expected {calls}",
+                    hint="A layer of the pair needs one, in one direction.",
                 )
 
     judge_on_ranks(
@@ -277,31 +345,55 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
         waiting=GROUP_WAIT_HINT,
         what=which,
     )
-    how = "one all-reduce backward, none forward" if which == "column" else "one all-reduce forward, none backward"
-    return passing_verdict(f"output and gradients are the whole layer's on {DATA} x {TP} ranks, with {how}")
+    how = (
+        "one all-reduce backward, none forward"
+        if which == "column"
+        else "one all-reduce forward, none backward"
+    )
+    return passing_verdict(
+        f"output and gradients are the whole layer's on {DATA} x {TP} ranks, with {how}"
+    )
 
 
-def _judge_parameters(held: Mapping[str, Tensor] | str, layer: nn.Linear, which: str, index: int) -> None:
+def _judge_parameters(
+    held: Mapping[str, Tensor] | str, layer: nn.Linear, which: str, index: int
+) -> None:
     """Whether a rank holds its share of the weight and of the bias, and nothing else; text is a type's name."""
     if isinstance(held, str):
-        raise WrongAnswer(f"on rank {index}, what you made is a {held}, no nn.Module", hint="Hand over the class.")
+        raise WrongAnswer(
+            f"on rank {index}, what you made is a {held}, no nn.Module", hint="Hand over the class."
+        )
     dim, place = (0, index % TP) if which == "column" else (1, index % TP)
     weights = layer.weight.detach().chunk(TP, dim=dim)
     biases = layer.bias.detach().chunk(TP) if which == "column" else [layer.bias.detach()] * TP
     if held.keys() != {"weight", "bias"}:
         names = ", ".join(held) or "none"
         hint = "Set self.weight and self.bias to an nn.Parameter each."
-        raise WrongAnswer(f"on rank {index}, the parameters are {names}", expected="expected weight, bias", hint=hint)
+        raise WrongAnswer(
+            f"on rank {index}, the parameters are {names}",
+            expected="expected weight, bias",
+            hint=hint,
+        )
     for name, shares in (("weight", weights), ("bias", biases)):
         got, right = held[name], shares[place]
         if got.shape != right.shape:
             said = f"on rank {index}, the {name} has shape {[*got.shape]}"
             raise WrongAnswer(said, expected=f"expected {[*right.shape]}", hint=CUT_HINTS[which])
         if not is_tensor_close(got, right):
-            other = next((rank for rank, each in enumerate(shares) if is_tensor_close(got, each)), None)
-            whose = "no share of the layer's" if other is None else f"the share of place {other} in the group"
+            other = next(
+                (rank for rank, each in enumerate(shares) if is_tensor_close(got, each)), None
+            )
+            whose = (
+                "no share of the layer's"
+                if other is None
+                else f"the share of place {other} in the group"
+            )
             hint = "dist.get_rank(group) is this rank's place in the group; take that part."
-            raise WrongAnswer(f"on rank {index}, the {name} is {whose}", expected=f"expected place {place}", hint=hint)
+            raise WrongAnswer(
+                f"on rank {index}, the {name} is {whose}",
+                expected=f"expected place {place}",
+                hint=hint,
+            )
 
 
 CUT_HINTS = {
@@ -311,12 +403,19 @@ CUT_HINTS = {
 
 
 def _judge_output(
-    got: Tensor | str, shares: list[Tensor] | tuple[Tensor, ...], layer: nn.Linear, x: Tensor, which: str, index: int
+    got: Tensor | str,
+    shares: list[Tensor] | tuple[Tensor, ...],
+    layer: nn.Linear,
+    x: Tensor,
+    which: str,
+    index: int,
 ) -> None:
     """Whether a layer's output on a rank is right, and if not, what it most likely is."""
     right, bias = shares[index % TP], layer.bias.detach()
     if isinstance(got, str):
-        raise WrongAnswer(f"on rank {index}, forward returned {got}, not a tensor", hint="Does every path return?")
+        raise WrongAnswer(
+            f"on rank {index}, forward returned {got}, not a tensor", hint="Does every path return?"
+        )
     if got.shape != right.shape:
         raise WrongAnswer(
             f"on rank {index}, the output has shape {[*got.shape]}",
@@ -327,7 +426,8 @@ def _judge_output(
         return
     if which == "column":
         raise WrongAnswer(
-            f"on rank {index}, the output is not the layer's at this rank's features", hint=CUT_HINTS[which]
+            f"on rank {index}, the output is not the layer's at this rank's features",
+            hint=CUT_HINTS[which],
         )
     part = x.chunk(TP, dim=-1)[index % TP] @ layer.weight.detach().chunk(TP, dim=1)[index % TP].T
     known = {
@@ -341,18 +441,24 @@ def _judge_output(
         if is_tensor_close(got, each, **TOLERANCES):
             raise WrongAnswer(f"on rank {index}, the output {words}", hint=hint)
     raise WrongAnswer(
-        f"on rank {index}, the output is not the layer's", hint="Multiply, sum over the group, add the bias."
+        f"on rank {index}, the output is not the layer's",
+        hint="Multiply, sum over the group, add the bias.",
     )
 
 
-def _judge_input_gradient(got: Tensor | None, right: Tensor, own: Tensor | None, index: int) -> None:
+def _judge_input_gradient(
+    got: Tensor | None, right: Tensor, own: Tensor | None, index: int
+) -> None:
     if got is None:
         hint = "Compute with x itself: no detach(), no .data."
         raise WrongAnswer(f"on rank {index}, the input got no gradient", hint=hint)
     if is_tensor_close(got, right, **TOLERANCES):
         return
     known = {
-        f"is {TP} times the layer's": (TP * right, "Something is summed that every rank has whole already."),
+        f"is {TP} times the layer's": (
+            TP * right,
+            "Something is summed that every rank has whole already.",
+        ),
         "is this rank's share alone": (own, "Every rank used all of x: their gradients add up."),
     }
     for words, (each, hint) in known.items():
@@ -368,7 +474,10 @@ def _judge_layer_gradient(got: Tensor | None, right: Tensor, name: str, index: i
     said = f"the output is right, but on rank {index} the gradient of the {name} {_gradient_difference(got, right)}"
     hint = "Each rank holds the whole bias, and each must get its whole gradient: add it after the sum, on every rank."
     raise WrongAnswer(
-        said, hint=hint if name == "bias" else "The gradient of the output must reach the product as it is."
+        said,
+        hint=hint
+        if name == "bias"
+        else "The gradient of the output must reach the product as it is.",
     )
 
 
@@ -390,11 +499,19 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
         if "/" in name and name.endswith(ending)
     }
     if not measured:
-        raise ValueError("this run counted no collective along an axis: take a run of two_dim that measures")
+        raise ValueError(
+            "this run counted no collective along an axis: take a run of two_dim that measures"
+        )
     said = call_answer(answer)
     if not isinstance(said, Mapping):
-        raise WrongAnswer(f"{answer_name(answer)}() gave {value_text(said)}, not a dict such as {{'tp/all_reduce': 1}}")
-    strange = [name for name in said if not isinstance(name, str) or name.split("/")[0] not in ("tp", "data")]
+        raise WrongAnswer(
+            f"{answer_name(answer)}() gave {value_text(said)}, not a dict such as {{'tp/all_reduce': 1}}"
+        )
+    strange = [
+        name
+        for name in said
+        if not isinstance(name, str) or name.split("/")[0] not in ("tp", "data")
+    ]
     if strange:
         hint = "A key is an axis and a collective, with a / between: 'tp/all_reduce'. The axes are tp and data."
         raise WrongAnswer(f"the key {value_text(strange[0])} names no axis", hint=hint)
@@ -404,8 +521,14 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
             hint = COUNT_HINTS.get(name) or next(
                 (each for axis, each in AXIS_HINTS.items() if name.startswith(axis)), ""
             )
-            raise WrongAnswer(f"{name}: you say {value_text(mine)}", expected=f"the ranks counted {counted}", hint=hint)
-    return passing_verdict(", ".join(f"{count} {name}" for name, count in sorted(measured.items())) + ", as counted")
+            raise WrongAnswer(
+                f"{name}: you say {value_text(mine)}",
+                expected=f"the ranks counted {counted}",
+                hint=hint,
+            )
+    return passing_verdict(
+        ", ".join(f"{count} {name}" for name, count in sorted(measured.items())) + ", as counted"
+    )
 
 
 @exercise
@@ -419,7 +542,13 @@ def message_share(answer: Callable[..., float]) -> Verdict:
         lambda inner, tp, flops_per_s, wire_bytes_per_s, number_bytes: theory.message_share(
             inner, tp, flops_per_s, wire_bytes_per_s, number_bytes
         ),
-        [(4, 2, 24.0, 1.0, 2), (4, 4, 24.0, 1.0, 2), (4, 4, 24.0, 2.0, 4), (8, 2, 24.0, 1.0, 2), (8, 1, 24.0, 1.0, 2)],
+        [
+            (4, 2, 24.0, 1.0, 2),
+            (4, 4, 24.0, 1.0, 2),
+            (4, 4, 24.0, 2.0, 4),
+            (8, 2, 24.0, 1.0, 2),
+            (8, 1, 24.0, 1.0, 2),
+        ],
         [
             "Two all-reduces for a pair, forward and backward; each puts 2 (tp - 1) / tp of its bytes on the wire.",
             "With more ranks each computes less, and sends more.",
@@ -433,7 +562,9 @@ def message_share(answer: Callable[..., float]) -> Verdict:
 @exercise
 def block_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
     """Exercise 9: a plan for ``Block``, attention and gated MLP, on 2 x 2 real ranks."""
-    detail = "equal to one device on 2 x 2 ranks, every matrix shared out, four all-reduces along tp"
+    detail = (
+        "equal to one device on 2 x 2 ranks, every matrix shared out, four all-reduces along tp"
+    )
     return _judge_plan(answer, "block", timeout_s, detail, most_sent=4)
 
 
@@ -452,7 +583,11 @@ def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
 
 
 def _judge_plan(
-    answer: Callable[[], Any], model: str, timeout_s: float, detail: str, most_sent: int | None = None
+    answer: Callable[[], Any],
+    model: str,
+    timeout_s: float,
+    detail: str,
+    most_sent: int | None = None,
 ) -> Verdict:
     """Train with the plan on ranks and on one device, and hold one against the other, the output first."""
     reference = make_exercise_model(model)
@@ -467,19 +602,31 @@ def _judge_plan(
         if output is not None and output.shape != right.shape:
             hint = "input_layouts says how a tensor is laid out when it comes, output_layouts how it shall leave."
             said = f"the output has shape {[*output.shape]}"
-            raise WrongAnswer(said, expected=f"expected {[*right.shape]}, as on one device", hint=hint)
+            raise WrongAnswer(
+                said, expected=f"expected {[*right.shape]}, as on one device", hint=hint
+            )
         if output is not None and not is_tensor_close(output, right, **TOLERANCES):
             hint = "Is every part added up before it is used as the whole?"
-            raise WrongAnswer("the output is not one device's, and nothing has raised an error", hint=hint)
+            raise WrongAnswer(
+                "the output is not one device's, and nothing has raised an error", hint=hint
+            )
         if "error" in sent:
             raise WrongAnswer(
-                f"the model does not run with this plan: {_stop_place(sent)}", hint=f"PyTorch says: {sent['error']}"
+                f"the model does not run with this plan: {_stop_place(sent)}",
+                hint=f"PyTorch says: {sent['error']}",
             )
         _judge_gradients(sent["gradients"], {name: each.grad for name, each in expected.items()})
-        matrices = [name for name, each in expected.items() if each.dim() > 1 and sent["held"][name] == each.numel()]
+        matrices = [
+            name
+            for name, each in expected.items()
+            if each.dim() > 1 and sent["held"][name] == each.numel()
+        ]
         if matrices:
             hint = "Every layer is named in the plan, as a column- or a row-parallel one."
-            raise WrongAnswer(f"every rank holds all of {', '.join(matrices)}: nothing is shared out there", hint=hint)
+            raise WrongAnswer(
+                f"every rank holds all of {', '.join(matrices)}: nothing is shared out there",
+                hint=hint,
+            )
         if most_sent is not None and sum(sent["sent"].values()) > most_sent:
             seen = ", ".join(f"{count} {name}" for name, count in sorted(sent["sent"].items()))
             said = f"the result is right, but a step sends more than it needs to along tp: {seen}"
@@ -490,7 +637,15 @@ def _judge_plan(
             said = f"all is right, but between the MLPs every rank holds all {TOKENS} tokens: the sequence is not cut"
             raise WrongAnswer(said, expected=f"expected {TOKENS // TP}", hint=hint)
 
-    judge_on_ranks("two_dim", answer, judge=judge_rank, ranks=RANKS, timeout_s=timeout_s, waiting=WAIT_HINT, what=model)
+    judge_on_ranks(
+        "two_dim",
+        answer,
+        judge=judge_rank,
+        ranks=RANKS,
+        timeout_s=timeout_s,
+        waiting=WAIT_HINT,
+        what=model,
+    )
     return passing_verdict(detail)
 
 
@@ -501,7 +656,9 @@ def _stop_place(sent: Mapping[str, Any]) -> str:
     name, got, whole = sent["entered"]
     if "same reduction dim" in sent["error"] or "mat1 and mat2" in sent["error"]:
         comes, wants = (
-            ("cut", "a colwise layer expects whole") if got < whole else ("whole", "a rowwise layer expects cut")
+            ("cut", "a colwise layer expects whole")
+            if got < whole
+            else ("whole", "a rowwise layer expects cut")
         )
         return f"`{name}` receives {comes} inputs, {got} of {whole} features, and {wants} ones"
     if "must match the size" in sent["error"]:
@@ -509,7 +666,9 @@ def _stop_place(sent: Mapping[str, Any]) -> str:
     return f"at or after `{name}`"
 
 
-def _judge_gradients(gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
+def _judge_gradients(
+    gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> None:
     """Raise Wrong, naming the parameters, where gradients differ from one device's."""
     problems = {
         name: _gradient_difference(gradients[name], right)

@@ -32,13 +32,17 @@ def start_lab(
         print(f"made {place / made.path.name}")
     if new := copies.labs_to_update(place):
         names = ", ".join(each.name for each in new)
-        print(f"There is something new in {names}: `python -m labkit update` brings it into your copies.")
+        print(
+            f"There is something new in {names}: `python -m labkit update` brings it into your copies."
+        )
     jupyter.exec_jupyter(place, wanted.path.name, browser=browser, more=jupyter_options)
     return 0
 
 
 def reset_lab(
-    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")], /, folder: Path | None = None
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LAB")],
+    /,
+    folder: Path | None = None,
 ) -> int:
     """Begin a lab anew, with a fresh copy. The earlier one is kept beside it, with the time in its name.
 
@@ -74,7 +78,9 @@ def show_progress(folder: Path | None = None) -> int:
 
 
 def export_progress(
-    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PROGRESS_FILE")] = None,
+    file: Annotated[
+        tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="PROGRESS_FILE")
+    ] = None,
     /,
     name: str | None = None,
     folder: Path | None = None,
@@ -106,7 +112,9 @@ def _ask_name() -> str:
 
 
 def collect_exports(
-    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PROGRESS_FILE")],
+    files: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PROGRESS_FILE")
+    ],
     /,
     csv: Path | None = None,
     html: Path | None = None,

@@ -56,7 +56,10 @@ class CopyPaths:
     def free_backup_path(self) -> Path:
         """A name for the copy that a reset keeps, with the time; one that is free."""
         stamp = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-        names = (f"{self.lab.name}.{stamp}{more}.ipynb" for more in ("", *(f"_{number}" for number in range(2, 100))))
+        names = (
+            f"{self.lab.name}.{stamp}{more}.ipynb"
+            for more in ("", *(f"_{number}" for number in range(2, 100)))
+        )
         return next(path for name in names if not (path := self.folder / name).exists())
 
 
@@ -102,7 +105,11 @@ def labs_to_update(folder: Path) -> list[Lab]:
     """The labs of which there is something new since their copies were made or updated."""
     places = [CopyPaths(folder, lab) for lab in lab_catalog.all_labs()]
     known = [place for place in places if place.pristine_path.exists()]
-    return [place.lab for place in known if place.pristine_path.read_bytes() != place.lab.path.read_bytes()]
+    return [
+        place.lab
+        for place in known
+        if place.pristine_path.read_bytes() != place.lab.path.read_bytes()
+    ]
 
 
 def update_copies(folder: Path) -> tuple[list[str], list[str]]:
@@ -118,7 +125,9 @@ def update_copies(folder: Path) -> tuple[list[str], list[str]]:
     said, problems = [], []
     for lab in lab_catalog.all_labs():
         try:
-            said.append(f"{lab.name}: {'a new copy' if lab.name in made else _update_copy(CopyPaths(folder, lab))}")
+            said.append(
+                f"{lab.name}: {'a new copy' if lab.name in made else _update_copy(CopyPaths(folder, lab))}"
+            )
         except LabError as error:  # the others are updated all the same
             problems.append(f"{lab.name}: left as it is. {error}")
     return said, problems
@@ -128,7 +137,9 @@ def _update_copy(place: CopyPaths) -> str:
     if not place.pristine_path.exists():
         fix = f"keep it beside and begin anew: python -m labkit reset {place.lab.name}"
         raise LabError(f"Nobody knows what {place.copy_path} was made from; {fix}")
-    base, new, mine = (_read_notebook(path) for path in (place.pristine_path, place.lab.path, place.copy_path))
+    base, new, mine = (
+        _read_notebook(path) for path in (place.pristine_path, place.lab.path, place.copy_path)
+    )
     if base == new:
         return "nothing new"
     merged = merge_notebooks(base, new, mine)
@@ -136,7 +147,9 @@ def _update_copy(place: CopyPaths) -> str:
         place.earlier_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(place.earlier_path, place.copy_path.read_text(encoding="utf-8"))
         write_text(place.copy_path, _notebook_text(merged.notebook))
-        write_text(place.pristine_path, place.lab.path.read_text(encoding="utf-8"))  # last: cut off, it is done again
+        write_text(
+            place.pristine_path, place.lab.path.read_text(encoding="utf-8")
+        )  # last: cut off, it is done again
     done = f"{merged.changed} cells with a new text, {merged.added} new, {merged.removed} removed"
     left = [f"  left: {each}".replace("\n", "\n    ") for each in merged.left]
     return "\n".join([f"{done}, {len(left)} left as you have them", *left])
@@ -172,4 +185,6 @@ def _explain_write_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         fix = "make room, mend its permissions, or take another with --folder"
-        raise LabError(f"{folder}: no copies can be written there ({error.strerror}); {fix}") from error
+        raise LabError(
+            f"{folder}: no copies can be written there ({error.strerror}); {fix}"
+        ) from error

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from labkit.course import lab_catalog
-from labkit.course.verdict_store import LEGEND, MARKS, OPEN_MARK, Verdicts, verdicts_from_json, verdicts_to_json
+from labkit.course.verdict_store import (
+    LEGEND,
+    MARKS,
+    OPEN_MARK,
+    Verdicts,
+    verdicts_from_json,
+    verdicts_to_json,
+)
 from labkit.errors import LabError
 from labkit.runs.folder import write_json, write_text
 
@@ -41,14 +48,18 @@ def write_export(path: Path, name: str, verdicts: Verdicts) -> None:
         LabError: the name is empty, or the path holds something else than such a file, or cannot be written.
     """
     if not name.strip():
-        raise LabError("the file needs a name, so that a teacher knows whose it is: give it with --name")
+        raise LabError(
+            "the file needs a name, so that a teacher knows whose it is: give it with --name"
+        )
     if path.exists():
         read_export(path)  # another file of this kind may be written over, nothing else
     content = {
         "kind": EXPORT_KIND,
         "name": name.strip(),
         "when": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "labkit": next((found.version for found in metadata.distributions(name="labkit")), "unknown"),
+        "labkit": next(
+            (found.version for found in metadata.distributions(name="labkit")), "unknown"
+        ),
         **verdicts_to_json(verdicts),
     }
     try:
@@ -73,7 +84,9 @@ def read_export(path: Path) -> Export:
         raise LabError(f"{path}: not made by `python -m labkit export`")
     name, when, version = (str(content.get(field) or "") for field in ("name", "when", "labkit"))
     if not (name and version and _parse_time(when)):
-        raise LabError(f"{path}: broken, its name, version or time is missing; ask for a new export")
+        raise LabError(
+            f"{path}: broken, its name, version or time is missing; ask for a new export"
+        )
     return Export(name, when, version, verdicts_from_json(content, path), path)
 
 
@@ -97,7 +110,9 @@ def newest_exports(paths: Sequence[Path]) -> tuple[list[Export], list[str]]:
         other = by_name.get(found.name)
         if other:
             older, newer = sorted([other, found], key=lambda each: str(_parse_time(each.when)))
-            problems.append(f"{older.path}: left out, {newer.path} is of {found.name}, too, and not older")
+            problems.append(
+                f"{older.path}: left out, {newer.path} is of {found.name}, too, and not older"
+            )
             found = newer
         by_name[found.name] = found
     return sorted(by_name.values(), key=lambda each: each.name.casefold()), problems
@@ -107,17 +122,31 @@ def progress_frame(exports: Sequence[Export]) -> Any:
     """Learners × exercises as a pandas DataFrame: how many passed, then the state of each; "" for never checked."""
     import pandas
 
-    columns = {(lab.key, each.name): each.number for lab in lab_catalog.all_labs() for each in lab.exercises}
+    columns = {
+        (lab.key, each.name): each.number
+        for lab in lab_catalog.all_labs()
+        for each in lab.exercises
+    }
     for one in exports:  # of another version of labkit
         columns |= {
-            (lab, name): f"{lab}.{name}" for lab, name in _exercise_keys(one.verdicts) if (lab, name) not in columns
+            (lab, name): f"{lab}.{name}"
+            for lab, name in _exercise_keys(one.verdicts)
+            if (lab, name) not in columns
         }
     rows = []
     for one in exports:
         states = {key: one.verdicts.get(key[0], {}).get(key[1]) for key in columns}
         shown = {columns[key]: kept.state if kept else "" for key, kept in states.items()}
         passed = sum(state == "passed" for state in shown.values())
-        rows.append({"name": one.name, "passed": passed, "exported": one.when, "labkit": one.labkit, **shown})
+        rows.append(
+            {
+                "name": one.name,
+                "passed": passed,
+                "exported": one.when,
+                "labkit": one.labkit,
+                **shown,
+            }
+        )
     names = ["name", "passed", "exported", "labkit", *columns.values()]
     return pandas.DataFrame(rows, columns=names).set_index("name")
 
@@ -128,7 +157,13 @@ def _exercise_keys(verdicts: Verdicts) -> list[tuple[str, str]]:
 
 def write_csv(frame: Any, path: Path) -> None:
     """Write the table for a spreadsheet, in which no learner's text is computed."""
-    _write_file(path, frame.reset_index().map(_escape_formula).rename(columns=_escape_formula).to_csv(index=False))
+    _write_file(
+        path,
+        frame.reset_index()
+        .map(_escape_formula)
+        .rename(columns=_escape_formula)
+        .to_csv(index=False),
+    )
 
 
 def _escape_formula(value: Any) -> Any:
@@ -138,9 +173,7 @@ def _escape_formula(value: Any) -> Any:
 
 def write_html(frame: Any, path: Path) -> None:
     """Write the table as a page that needs no other file."""
-    head = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit: progress</title><style>{PAGE_CSS}</style>'
-    )
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit: progress</title><style>{PAGE_CSS}</style>'
     rows = (
         frame.replace({**MARKS, "not attempted": OPEN_MARK})
         .reset_index()

@@ -29,7 +29,9 @@ def prepare_environment(folder: Path) -> dict[str, str]:
         private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
         private_files.make_own_folder(folder)
     except OSError as error:
-        raise LabError(f"{error.filename}: {error.strerror}; take another folder with --folder") from None
+        raise LabError(
+            f"{error.filename}: {error.strerror}; take another folder with --folder"
+        ) from None
     ours = folder / LABKIT_FOLDER_NAME / "jupyter"
     page = ours / "labconfig" / "page_config.json"
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -39,11 +41,15 @@ def prepare_environment(folder: Path) -> dict[str, str]:
         **os.environ,
         "JUPYTER_CONFIG_PATH": os.pathsep.join(config_path),
         "JUPYTERLAB_WORKSPACES_DIR": str(ours / "workspaces"),
-        ENV_RUNS_FOLDER: str(runs_folder()),  # a kernel works in the folder of copies, and its runs do not belong there
+        ENV_RUNS_FOLDER: str(
+            runs_folder()
+        ),  # a kernel works in the folder of copies, and its runs do not belong there
     }
 
 
-def jupyter_command(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> list[str]:
+def jupyter_command(
+    folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()
+) -> list[str]:
     """What starts JupyterLab; ``more`` are options of its own."""
     return [
         *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder}"),

@@ -51,19 +51,27 @@ def all_labs() -> tuple[Lab, ...]:
 def _load_labs(folder: Path) -> tuple[Lab, ...]:
     paths = sorted(folder.glob("[0-9]*.ipynb"))
     if not paths:
-        raise LabError(f"no labs in {folder}: install labkit again, or run `make notebooks` in a checkout")
+        raise LabError(
+            f"no labs in {folder}: install labkit again, or run `make notebooks` in a checkout"
+        )
     return tuple(map(_read_lab, paths))
 
 
 def _read_lab(path: Path) -> Lab:
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        marks = [cell["metadata"]["labkit"] for cell in notebook["cells"] if "labkit" in cell["metadata"]]
-        exercises = tuple(Exercise(mark["exercise"], mark["number"], mark["title"]) for mark in marks)
+        marks = [
+            cell["metadata"]["labkit"] for cell in notebook["cells"] if "labkit" in cell["metadata"]
+        ]
+        exercises = tuple(
+            Exercise(mark["exercise"], mark["number"], mark["title"]) for mark in marks
+        )
         return Lab(path, notebook["metadata"].get("labkit", {}).get("lab", ""), exercises)
     except (OSError, ValueError, LookupError, TypeError) as error:
         fix = "install labkit again, or run `make notebooks` in a checkout"
-        raise LabError(f"{path} is no learner's notebook ({type(error).__name__}: {error}); {fix}") from None
+        raise LabError(
+            f"{path} is no learner's notebook ({type(error).__name__}: {error}); {fix}"
+        ) from None
 
 
 def find_lab(name: str) -> Lab:
@@ -75,7 +83,9 @@ def find_lab(name: str) -> Lab:
     wanted = name.removesuffix(".ipynb")
     found = [lab for lab in all_labs() if wanted and wanted in (lab.name, lab.key)]
     if wanted.isdigit():
-        found = [lab for lab in all_labs() if lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)]
+        found = [
+            lab for lab in all_labs() if lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)
+        ]
     if len(found) != 1:
         there = ", ".join(lab.name for lab in all_labs())
         raise ParameterError(f"no lab is called {name!r}. Give a lab's number, or one of: {there}")

@@ -63,12 +63,19 @@ def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResul
 def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
     """For the places of cells, those of the same cells in the new notebook: with the same id, or similar in a gap."""
     places = {(cell.cell_type, cell.id): place for place, cell in enumerate(new)}
-    found = {old: places[key] for old, cell in enumerate(base) if (key := (cell.cell_type, cell.id)) in places}
+    found = {
+        old: places[key]
+        for old, cell in enumerate(base)
+        if (key := (cell.cell_type, cell.id)) in places
+    }
     for old, cell in enumerate(base):
         if old in found:
             continue
         start = max((place for earlier, place in found.items() if earlier < old), default=-1) + 1
-        end = min((place for later, place in found.items() if later > old and place >= start), default=len(new))
+        end = min(
+            (place for later, place in found.items() if later > old and place >= start),
+            default=len(new),
+        )
         free = [place for place in range(start, end) if place not in found.values()]
         scores = {place: _text_similarity(cell, new[place]) for place in free}
         best = max(scores, key=lambda place: scores[place], default=-1)
@@ -80,7 +87,9 @@ def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
 def _text_similarity(one: Cell, other: Cell) -> float:
     if one.cell_type != other.cell_type:
         return 0.0
-    return difflib.SequenceMatcher(None, one.source.split(), other.source.split(), autojunk=False).ratio()
+    return difflib.SequenceMatcher(
+        None, one.source.split(), other.source.split(), autojunk=False
+    ).ratio()
 
 
 def _place_cells(
@@ -109,9 +118,13 @@ def _locate_cells(
 ) -> Iterator[tuple[Cell, int | None, int | None]]:
     """Each cell of the learner with its place in the old and in the new notebook, each place once."""
     by_id = {cell.id: old for old, cell in enumerate(base)}
-    by_new_id = {cell.id: place for place, cell in enumerate(new)}  # after an update that was cut off
+    by_new_id = {
+        cell.id: place for place, cell in enumerate(new)
+    }  # after an update that was cut off
     ids = {cell.get("id") for cell in mine}
-    by_text = {(cell.cell_type, cell.source): old for old, cell in enumerate(base) if cell.id not in ids}
+    by_text = {
+        (cell.cell_type, cell.source): old for old, cell in enumerate(base) if cell.id not in ids
+    }
     taken: set[int] = set()
     for cell in mine:
         text = (cell.cell_type, cell.source)  # some editors drop ids
@@ -136,7 +149,8 @@ def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult
     known = {} if before is None else before.metadata
     mine.id = cell.id
     mine.metadata = type(mine.metadata)(
-        {name: value for name, value in mine.metadata.items() if name not in known} | copy.deepcopy(cell.metadata)
+        {name: value for name, value in mine.metadata.items() if name not in known}
+        | copy.deepcopy(cell.metadata)
     )
     return mine
 
@@ -144,15 +158,21 @@ def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult
 def _make_ids_unique(cells: list[Cell], reserved: set[str]) -> None:
     """Give a cell without an id, or with one that is taken, another."""
     seen: set[str] = set()
-    for cell in sorted(cells, key=lambda each: each.get("id") not in reserved):  # the notebook's own keep theirs
+    for cell in sorted(
+        cells, key=lambda each: each.get("id") not in reserved
+    ):  # the notebook's own keep theirs
         if cell.get("id", "") in seen | {""}:
             cell.id = secrets.token_hex(4)
         seen.add(cell.id)
 
 
 def _conflict_text(before: Cell, cell: Cell, why: str) -> str:
-    lines = difflib.unified_diff(before.source.split("\n"), cell.source.split("\n"), lineterm="", n=1)
-    return "\n".join([f"{_cell_title(before)}: it has a new text, but {why}. New in it:", *list(lines)[2:]])
+    lines = difflib.unified_diff(
+        before.source.split("\n"), cell.source.split("\n"), lineterm="", n=1
+    )
+    return "\n".join(
+        [f"{_cell_title(before)}: it has a new text, but {why}. New in it:", *list(lines)[2:]]
+    )
 
 
 def _cell_title(cell: Cell) -> str:

@@ -58,7 +58,9 @@ class ExerciseProgress:
     def with_verdict(self, verdict: str, when: str) -> "ExerciseProgress":
         """This exercise after one more verdict."""
         tries = self.tries + (verdict in ("passed", "wrong"))
-        return ExerciseProgress(verdict, when, tries, self.first_passed or (when if verdict == "passed" else ""))
+        return ExerciseProgress(
+            verdict, when, tries, self.first_passed or (when if verdict == "passed" else "")
+        )
 
 
 Verdicts = Mapping[str, Mapping[str, ExerciseProgress]]
@@ -129,7 +131,9 @@ def read_verdicts(path: Path) -> dict[str, dict[str, ExerciseProgress]]:
     return verdicts_from_json(content, path)
 
 
-def verdicts_from_json(content: Mapping[str, Any], path: Path) -> dict[str, dict[str, ExerciseProgress]]:
+def verdicts_from_json(
+    content: Mapping[str, Any], path: Path
+) -> dict[str, dict[str, ExerciseProgress]]:
     """Verdicts as ``as_json`` wrote them; ``path`` is for the message.
 
     Raises:
@@ -138,7 +142,9 @@ def verdicts_from_json(content: Mapping[str, Any], path: Path) -> dict[str, dict
     if not content:
         return {}
     if content.get("version") != FORMAT_VERSION:
-        raise LabError(f"{path}: version {content.get('version')!r} of verdicts, not {FORMAT_VERSION}; {FIX}")
+        raise LabError(
+            f"{path}: version {content.get('version')!r} of verdicts, not {FORMAT_VERSION}; {FIX}"
+        )
     try:
         kept = {
             lab: {name: ExerciseProgress(**fields) for name, fields in exercises.items()}
@@ -152,13 +158,17 @@ def verdicts_from_json(content: Mapping[str, Any], path: Path) -> dict[str, dict
             if each.verdict not in STATES or not all(isinstance(text, str) for text in texts):
                 raise LabError(f"{path}: {lab}.{name} = {asdict(each)} is no verdict; {FIX}")
             if not isinstance(each.tries, int) or each.tries < 0:
-                raise LabError(f"{path}: {lab}.{name}: tries = {each.tries!r} is no number of tries; {FIX}")
+                raise LabError(
+                    f"{path}: {lab}.{name}: tries = {each.tries!r} is no number of tries; {FIX}"
+                )
     return kept
 
 
 def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
     """Verdicts as a file holds them."""
-    plain = {lab: {name: asdict(kept) for name, kept in each.items()} for lab, each in verdicts.items()}
+    plain = {
+        lab: {name: asdict(kept) for name, kept in each.items()} for lab, each in verdicts.items()
+    }
     return {"version": FORMAT_VERSION, "verdicts": plain}
 
 
@@ -193,17 +203,25 @@ class LabProgress:
 
     def __repr__(self) -> str:
         titles = [f"{each.number} {each.title}" for each in self.pending_exercises]
-        return f"{self.pass_count_text}, these are open: {'; '.join(titles)}" if titles else self.pass_count_text
+        return (
+            f"{self.pass_count_text}, these are open: {'; '.join(titles)}"
+            if titles
+            else self.pass_count_text
+        )
 
     def _repr_html_(self) -> str:
-        items = "".join(f"<li>{each.number} {escape(each.title)}</li>" for each in self.pending_exercises)
+        items = "".join(
+            f"<li>{each.number} {escape(each.title)}</li>" for each in self.pending_exercises
+        )
         return f"<p><b>{self.pass_count_text}</b>{', these are open:' if items else ''}</p>" + (
             items and f"<ul>{items}</ul>"
         )
 
     def table_line(self) -> str:
         """A line of the table: a mark for each exercise."""
-        marks = [MARKS.get(self.states.get(each.name, ""), OPEN_MARK) for each in self.lab.exercises]
+        marks = [
+            MARKS.get(self.states.get(each.name, ""), OPEN_MARK) for each in self.lab.exercises
+        ]
         return f"{self.lab.name:<26}{self.pass_count_text:<16}{''.join(f'{mark:>3}' for mark in marks)}"
 
 
@@ -228,7 +246,9 @@ def so_far(lab: str) -> LabProgress:
         warnings.warn(str(error), stacklevel=2)
         earlier = {}
     before, now = lab_progress(known, earlier).states, lab_progress(known, _process_verdicts).states
-    passed = {name: state for each in (before, now) for name, state in each.items() if state == "passed"}
+    passed = {
+        name: state for each in (before, now) for name, state in each.items() if state == "passed"
+    }
     return LabProgress(known, {**before, **now, **passed})
 
 

@@ -96,9 +96,15 @@ def find_buckets(code: str) -> list[Bucket]:
     program = InductorProgram(code)
     found = []
     for index, request in enumerate(program.all_reduces):
-        pieces = [piece for sent in request.sent for piece in program.bucket_pieces(sent, request.line)]
+        pieces = [
+            piece for sent in request.sent for piece in program.bucket_pieces(sent, request.line)
+        ]
         gradients = tuple(_make_gradient(piece, request.line) for piece in pieces)
-        found.append(Bucket(index, gradients, request.line, tuple(request.waits), program.overlap_lines(request)))
+        found.append(
+            Bucket(
+                index, gradients, request.line, tuple(request.waits), program.overlap_lines(request)
+            )
+        )
     return found
 
 
@@ -112,9 +118,13 @@ def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: as ``buckets``; or another number of gradients travels.
     """
-    travelling = [[gradient.buffer for gradient in bucket.gradients] for bucket in find_buckets(code)]
+    travelling = [
+        [gradient.buffer for gradient in bucket.gradients] for bucket in find_buckets(code)
+    ]
     if sum(map(len, travelling)) != len(gradients):
-        raise ValueError(f"{sum(map(len, travelling))} gradients travel in the program, and {len(gradients)} are named")
+        raise ValueError(
+            f"{sum(map(len, travelling))} gradients travel in the program, and {len(gradients)} are named"
+        )
     return name_linear_buffers(InductorProgram(code), gradients, travelling)
 
 
@@ -124,7 +134,11 @@ def missing_waits(code: str) -> list[ProgramLine]:
     Raises:
         ValueError: as ``read``.
     """
-    return [request.line for request in InductorProgram(code).requests if request.too_early or request.pending]
+    return [
+        request.line
+        for request in InductorProgram(code).requests
+        if request.too_early or request.pending
+    ]
 
 
 def _make_gradient(piece: BufferView, request: ProgramLine) -> Gradient:

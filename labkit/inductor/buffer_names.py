@@ -25,13 +25,19 @@ def name_linear_buffers(
         gradients: the parameters in the order in which their gradients travel.
         buckets: the buffers that travel, likewise.
     """
-    layers = iter([name.removesuffix(WEIGHT_SUFFIX) for name in gradients if name.endswith(WEIGHT_SUFFIX)])
+    layers = iter(
+        [name.removesuffix(WEIGHT_SUFFIX) for name in gradients if name.endswith(WEIGHT_SUFFIX)]
+    )
     found: dict[str, str] = {}
     products = list(_find_gemms(program.lines))
     for left, right, out, transposed in products:
         layer = next(layers, "") if transposed else ""
         if layer:
-            found |= {left: f"{layer}.output.grad", right: f"{layer}.input", out: f"{layer}.weight.grad"}
+            found |= {
+                left: f"{layer}.output.grad",
+                right: f"{layer}.input",
+                out: f"{layer}.weight.grad",
+            }
     for left, right, out, transposed in products:
         layer = found.get(left, "").removesuffix(".output.grad")
         if not transposed and layer:

@@ -6,7 +6,12 @@ from html import escape
 
 from labkit.inductor.program import InductorProgram, ProgramLine
 
-KIND_COLOURS = {"collective": "#F0E442", "wait": "#D55E00", "kernel": "#E69F00", "extern": "#E69F00"}
+KIND_COLOURS = {
+    "collective": "#F0E442",
+    "wait": "#D55E00",
+    "kernel": "#E69F00",
+    "extern": "#E69F00",
+}
 """All-reduce, exposed and backward, as on a time line (Okabe and Ito's palette); black text is legible on each."""
 PLAIN_COLOUR = "#E8E8E8"
 HIGHLIGHT_COLOURS = {"asks": "#F7F0A0", "waits": "#F5C9A8", "hides": "#FBE3B3"}
@@ -14,9 +19,13 @@ HIGHLIGHT_COLOURS = {"asks": "#F7F0A0", "waits": "#F5C9A8", "hides": "#FBE3B3"}
 MAX_BUFFERS = 4
 _FOLDER_PATTERN = re.compile(r"""(?<![\w/.])/(?:[\w.+@-]+/)+""")
 _KERNEL_PATH_PATTERN = re.compile(r"^\s*# kernel path: .*\n", re.MULTILINE)
-_LABEL_STYLE = "display:inline-block;width:6.5em;padding:0 .5em;margin:0 1em;color:black;background:"
+_LABEL_STYLE = (
+    "display:inline-block;width:6.5em;padding:0 .5em;margin:0 1em;color:black;background:"
+)
 _HIGHLIGHT_STYLE = "{color:black;background:"
-_SCROLL_STYLE = "overflow-x:auto;white-space:pre;line-height:1.5;font-size:13px;font-family:monospace"
+_SCROLL_STYLE = (
+    "overflow-x:auto;white-space:pre;line-height:1.5;font-size:13px;font-family:monospace"
+)
 
 
 class ProgramListing:
@@ -37,7 +46,9 @@ class ProgramListing:
         return _FOLDER_PATTERN.sub("", _KERNEL_PATH_PATTERN.sub("", self.code))
 
     def __repr__(self) -> str:
-        return "\n".join(f"{line.number:>5}  {kind:<10}  {text}" for line, kind, text in self._program_rows())
+        return "\n".join(
+            f"{line.number:>5}  {kind:<10}  {text}" for line, kind, text in self._program_rows()
+        )
 
     def _repr_html_(self) -> str:
         """Point at a line that asks or waits, or reach it by Tab: its request and what hides it are marked, by CSS."""
@@ -62,7 +73,11 @@ class ProgramListing:
             named = [("asks", [request.line]), ("waits", request.waits), ("hides", hiding)]
             classes += [f"{name}-{index}" for name, lines in named if line in lines]
             if line in (request.line, *request.waits):
-                between = f"{len(hiding)} lines compute meanwhile" if hiding else "nothing computes meanwhile"
+                between = (
+                    f"{len(hiding)} lines compute meanwhile"
+                    if hiding
+                    else "nothing computes meanwhile"
+                )
                 title = f"bucket {index}, asked for in line {request.line.number}: {between}"
         found = f' class="{" ".join(classes)}"' if classes else ""
         return found + (f' tabindex="0" title="{title}"' if title else "")
@@ -71,17 +86,22 @@ class ProgramListing:
         """What is marked while somebody points at a row, or has the focus on it."""
         rules = []
         for index in range(len(self._program.all_reduces)):
-            looked_at = ",".join(f".{name}-{index}:{how}" for name in ("asks", "waits") for how in ("hover", "focus"))
+            looked_at = ",".join(
+                f".{name}-{index}:{how}" for name in ("asks", "waits") for how in ("hover", "focus")
+            )
             inside = f".labkit-program:has({looked_at})"
             rules += [
-                f"{inside} .{name}-{index}{_HIGHLIGHT_STYLE}{colour}}}" for name, colour in HIGHLIGHT_COLOURS.items()
+                f"{inside} .{name}-{index}{_HIGHLIGHT_STYLE}{colour}}}"
+                for name, colour in HIGHLIGHT_COLOURS.items()
             ]
         return "".join(rules)
 
     def _text_with_line_numbers(self) -> str:
         """The whole program with the numbers of its lines, from ``def call`` on."""
         lines = self.full_text.splitlines()
-        start = next(index for index, line in enumerate(lines) if line.lstrip().startswith("def call("))
+        start = next(
+            index for index, line in enumerate(lines) if line.lstrip().startswith("def call(")
+        )
         numbered = enumerate(lines, 1 - start)
         return "\n".join(f"{number if number > 0 else '':>5}  {line}" for number, line in numbered)
 
@@ -95,7 +115,9 @@ class ProgramListing:
             kind = "return" if line.name == "return" else str(line.kind)
             if kind in (*KIND_COLOURS, "return"):
                 names = [self._buffer_label(buffer) for buffer in line.buffers[:MAX_BUFFERS]]
-                names += [f"... {len(line.buffers)} in all"] if len(line.buffers) > MAX_BUFFERS else []
+                names += (
+                    [f"... {len(line.buffers)} in all"] if len(line.buffers) > MAX_BUFFERS else []
+                )
                 yield line, kind, f"{line.name}({', '.join(names)}){notes.get(line.number, '')}"
 
     def _buffer_label(self, buffer: str) -> str:

@@ -10,7 +10,9 @@ from typing import Literal, TypeGuard
 LineKind = Literal["collective", "wait", "kernel", "extern", "allocation", "free", "other"]
 Shape = tuple[int, ...]
 COMPUTE_KINDS = ("kernel", "extern")
-_CALL_PATTERNS: tuple[tuple[LineKind, str], ...] = (  # what a call is, by its full name: the first that matches
+_CALL_PATTERNS: tuple[
+    tuple[LineKind, str], ...
+] = (  # what a call is, by its full name: the first that matches
     ("wait", r"torch\.ops\._c10d_functional\.(wait_tensor)\."),
     ("collective", r"torch\.ops\._c10d_functional\.(\w+)\."),
     ("kernel", r"(cpp_fused\w*|cpp_CppMicroGemm\w*)$|(\w+)\.run$"),
@@ -91,7 +93,9 @@ class InductorProgram:
         self.requests: list[CollectiveRequest] = []
         self.views: dict[str, BufferView] = {}
         # of inputs, from the example that each program brings along for a benchmark of itself
-        self._dtypes = dict(re.findall(r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)", code, re.MULTILINE))
+        self._dtypes = dict(
+            re.findall(r"^\s*(\w+) = rand_strided\(.*dtype=torch\.(\w+)\)", code, re.MULTILINE)
+        )
         self._stretches: list[tuple[ProgramLine, BufferView]] = []  # every reinterpret_tensor
         by_line: dict[int, list[ast.stmt]] = {}
         for statement in _flatten_statements(function.body):
@@ -108,18 +112,30 @@ class InductorProgram:
         """What runs while a collective travels: kernels and externs before the first wait for it."""
         return self.compute_between(request.line, request.waits[0] if request.waits else None)
 
-    def compute_between(self, first: ProgramLine, last: ProgramLine | None) -> tuple[ProgramLine, ...]:
+    def compute_between(
+        self, first: ProgramLine, last: ProgramLine | None
+    ) -> tuple[ProgramLine, ...]:
         """Kernels and externs after one line and before another, or up to the end."""
         end = last.number if last else math.inf
-        return tuple(line for line in self.lines if first.number < line.number < end and line.kind in COMPUTE_KINDS)
+        return tuple(
+            line
+            for line in self.lines
+            if first.number < line.number < end and line.kind in COMPUTE_KINDS
+        )
 
     def bucket_pieces(self, sent: BufferView, request: ProgramLine) -> list[BufferView]:
         """The tensors that were copied into one flat buffer before the request, by place, or the tensor itself.
 
         The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
         """
-        writers = [line for line in self.lines if line.number < request.number and line.kind in COMPUTE_KINDS]
-        writer = next((each for each in reversed(writers) if sent.root in self._memory_roots(each)), None)
+        writers = [
+            line
+            for line in self.lines
+            if line.number < request.number and line.kind in COMPUTE_KINDS
+        ]
+        writer = next(
+            (each for each in reversed(writers) if sent.root in self._memory_roots(each)), None
+        )
         sources = [self.views[name] for name in writer.buffers] if writer else []
         for source in [sent, *(each for each in sources if each.elements == sent.elements)]:
             before = [view for line, view in self._stretches if line.number < request.number]
@@ -127,7 +143,9 @@ class InductorProgram:
             parts = [by_offset[offset] for offset in sorted(by_offset)]
             if _is_gapless(parts, sent.elements):
                 return [
-                    self._view_after_wait(replace(sent, offset=part.offset, shape=part.shape), request)
+                    self._view_after_wait(
+                        replace(sent, offset=part.offset, shape=part.shape), request
+                    )
                     for part in parts
                 ]
         return [sent]
@@ -141,16 +159,24 @@ class InductorProgram:
 
     def _read_statements(self, number: int, statements: Sequence[ast.stmt]) -> None:
         first = statements[0]
-        if isinstance(first, ast.Assign) and isinstance(first.value, ast.Name) and first.value.id == "args":
+        if (
+            isinstance(first, ast.Assign)
+            and isinstance(first.value, ast.Name)
+            and first.value.id == "args"
+        ):
             for given in ast.walk(first.targets[0]):
                 if isinstance(given, ast.Name):
-                    self.views[given.id] = BufferView(given.id, given.id, dtype=self._dtypes.get(given.id))
+                    self.views[given.id] = BufferView(
+                        given.id, given.id, dtype=self._dtypes.get(given.id)
+                    )
         kind, name = _classify_statement(first)
         self._update_views(first)
         text = " ".join(line.strip() for line in self._source[first.lineno - 1 : first.end_lineno])
         line = ProgramLine(number, kind, name, self._find_buffers(first), text)
         self.lines.append(line)
-        self._stretches += [(line, self._resolve_view(call)) for call in ast.walk(first) if _is_reinterpret(call)]
+        self._stretches += [
+            (line, self._resolve_view(call)) for call in ast.walk(first) if _is_reinterpret(call)
+        ]
         call = _get_call(first)
         if call and kind == "wait":
             self._record_wait(line, call)
@@ -166,7 +192,11 @@ class InductorProgram:
             pending = {view.root for view in sent}
         else:
             into = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or targets
-            outputs = [each for value in into for each in (value.elts if isinstance(value, ast.List) else [value])]
+            outputs = [
+                each
+                for value in into
+                for each in (value.elts if isinstance(value, ast.List) else [value])
+            ]
             pending = {self._resolve_view(output).root for output in outputs}
             if line.name.endswith("_coalesced"):
                 pending = {f"{root}[{index}]" for root in pending for index in range(len(given))}
@@ -188,14 +218,28 @@ class InductorProgram:
         return {self.views[name].root for name in line.buffers}
 
     def _find_buffers(self, statement: ast.stmt) -> tuple[str, ...]:
-        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id in self.views]
-        return tuple(dict.fromkeys(node.id for node in sorted(names, key=lambda node: (node.lineno, node.col_offset))))
+        names = [
+            node
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and node.id in self.views
+        ]
+        return tuple(
+            dict.fromkeys(
+                node.id for node in sorted(names, key=lambda node: (node.lineno, node.col_offset))
+            )
+        )
 
     def _update_views(self, statement: ast.stmt) -> None:
         """Learn what a line gives a name to, and the shapes that it checks."""
         for target in _assignment_targets(statement):
-            if isinstance(target, ast.Name) and target.id.startswith("buf") and isinstance(statement, ast.Assign):
-                self.views[target.id] = replace(self._resolve_view(statement.value, target.id), name=target.id)
+            if (
+                isinstance(target, ast.Name)
+                and target.id.startswith("buf")
+                and isinstance(statement, ast.Assign)
+            ):
+                self.views[target.id] = replace(
+                    self._resolve_view(statement.value, target.id), name=target.id
+                )
         call = _get_call(statement)
         if call and ast.unparse(call.func) == "assert_size_stride":
             seen = self._resolve_view(call.args[0])
@@ -223,7 +267,11 @@ class InductorProgram:
             return self._resolve_view(value.args[0])
         if kind == "allocation":
             return BufferView(
-                new, new, 0, _literal_shape(value.args[0]), ast.unparse(value.args[2]).removeprefix("torch.")
+                new,
+                new,
+                0,
+                _literal_shape(value.args[0]),
+                ast.unparse(value.args[2]).removeprefix("torch."),
             )
         return BufferView(new, new)
 
@@ -232,7 +280,9 @@ def _find_call_function(code: str) -> ast.FunctionDef:
     try:
         tree = ast.parse(code)
     except SyntaxError as error:
-        raise ValueError(f"line {error.lineno}: not Python ({error.msg}); give the text that inductor wrote") from None
+        raise ValueError(
+            f"line {error.lineno}: not Python ({error.msg}); give the text that inductor wrote"
+        ) from None
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             return node
@@ -244,7 +294,9 @@ def _find_call_function(code: str) -> ast.FunctionDef:
 def _flatten_statements(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements in order, those under ``with`` (a GPU's guard) among them."""
     for statement in statements:
-        yield from _flatten_statements(statement.body) if isinstance(statement, ast.With) else [statement]
+        yield from (
+            _flatten_statements(statement.body) if isinstance(statement, ast.With) else [statement]
+        )
 
 
 def _get_call(statement: ast.stmt) -> ast.Call | None:

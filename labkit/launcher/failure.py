@@ -69,13 +69,17 @@ def read_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 def _exception_failure(folder: RunFolder, error: dict[str, Any], remark: str = "") -> RankFailed:
     message = error["message"] + remark + shortage_fix(f"{error['exc_type']}: {error['message']}")
-    return RankFailed(error["rank"], error["exc_type"], message, error["traceback"], folder.log(error["rank"]))
+    return RankFailed(
+        error["rank"], error["exc_type"], message, error["traceback"], folder.log(error["rank"])
+    )
 
 
 def _torchrun_error_log(folder: RunFolder) -> Path:
     """The log of the torchrun that failed: of several, the first in which there is an exception."""
     logs = sorted(folder.path.glob("torchrun*.log"))
-    return next((log for log in logs if "Traceback" in log.read_text(errors="replace")), folder.torchrun_log)
+    return next(
+        (log for log in logs if "Traceback" in log.read_text(errors="replace")), folder.torchrun_log
+    )
 
 
 def _early_exit_remark(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
@@ -86,7 +90,11 @@ def _early_exit_remark(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
     failed = {end["rank"] for end in [*ends, *errors]}
     started = {int(path.stem.removeprefix("rank_")) for path in folder.path.glob("rank_*.pid")}
     early = ", ".join(str(rank) for rank in sorted(started - failed))
-    return f"\n(rank {early} had already ended, with status 0: every rank must take part to the end)" if early else ""
+    return (
+        f"\n(rank {early} had already ended, with status 0: every rank must take part to the end)"
+        if early
+        else ""
+    )
 
 
 def _first_silent_exit(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
@@ -100,11 +108,17 @@ def _first_silent_exit(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
 
 def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFailed:
     """The failure of a rank, or of torchrun (-1), that ended with this status and without an exception."""
-    log, stack, silent = folder.log(rank), read_stack(folder, rank), "the rank left without an exception"
+    log, stack, silent = (
+        folder.log(rank),
+        read_stack(folder, rank),
+        "the rank left without an exception",
+    )
     if rank < 0:
         log = _torchrun_error_log(folder)
         stack = shorten(read_tail(log))
         silent = "no rank says why; the end of torchrun's log:"
     reason = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + shortage_fix(read_tail(log) + stack)
+    message = disk_problem(folder.path) or SIGNAL_MEANINGS.get(reason, silent) + shortage_fix(
+        read_tail(log) + stack
+    )
     return RankFailed(rank, reason, message, stack, log if log.exists() else folder.torchrun_log)

@@ -56,7 +56,9 @@ def main() -> None:
         importlib.import_module(name)
     for name in list_program_modules():
         pause_when_asked(control)
-        with contextlib.suppress(Exception):  # a broken module is the business of the ranks that import it
+        with contextlib.suppress(
+            Exception
+        ):  # a broken module is the business of the ranks that import it
             importlib.import_module(name)
     warm_up_parsers()
     sys.path[:] = path  # setuptools adds a folder of its own
@@ -110,7 +112,9 @@ class ProcessTag:
 
     def set_folder(self, folder: str) -> None:
         """Show this folder, in this process and in those that it forks from now on."""
-        ctypes.memmove(self._address, os.fsencode(folder).ljust(MAX_PATH_BYTES, b"\0"), MAX_PATH_BYTES)
+        ctypes.memmove(
+            self._address, os.fsencode(folder).ljust(MAX_PATH_BYTES, b"\0"), MAX_PATH_BYTES
+        )
 
 
 def serve_forks(control: socket.socket, notebook: int, mark: ProcessTag) -> None:
@@ -140,7 +144,9 @@ def serve_forks(control: socket.socket, notebook: int, mark: ProcessTag) -> None
                 still = True
 
 
-def _fork_torchrun(selector: selectors.BaseSelector, mark: ProcessTag, request_file: int, answer_file: int) -> None:
+def _fork_torchrun(
+    selector: selectors.BaseSelector, mark: ProcessTag, request_file: int, answer_file: int
+) -> None:
     """Fork torchrun for a request; 0 for its process id says that this cannot be done from here any more."""
     answer = socket.socket(fileno=answer_file)
     with open(request_file) as file:
@@ -175,10 +181,14 @@ def _send_number(answer: socket.socket, number: int) -> None:
         answer.sendall(INT_STRUCT.pack(number))
 
 
-def _run_as_torchrun(selector: selectors.BaseSelector, answer: socket.socket, request: Any, parent: int) -> NoReturn:
+def _run_as_torchrun(
+    selector: selectors.BaseSelector, answer: socket.socket, request: Any, parent: int
+) -> NoReturn:
     """In the fork: what Popen and a new Python would have done, then torchrun. Does not return."""
     try:
-        for key in list(selector.get_map().values()):  # other runs' sockets must close when their owners close them
+        for key in list(
+            selector.get_map().values()
+        ):  # other runs' sockets must close when their owners close them
             os.close(key.fd)
             if key.data:
                 key.data[1].close()

@@ -18,11 +18,15 @@ def find_huge_page_addresses() -> list[int]:
         if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):  # of no file, and not the stack
             begin, end = (int(each, 16) for each in words[0].split("-"))
             addresses += range(
-                -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES
+                -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES,
+                end - HUGE_PAGE_BYTES + 1,
+                HUGE_PAGE_BYTES,
             )
     return addresses
 
 
 def collapse_pages(address: int) -> None:
     """Move what lies in small pages here into a huge one, in 5 ms. Where the system cannot, all stays as it is."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE_BYTES), MADV_COLLAPSE)
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE_BYTES), MADV_COLLAPSE
+    )

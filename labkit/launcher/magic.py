@@ -41,21 +41,36 @@ class TorchrunMagics(Magics):
 
     @magic_arguments()
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
-    @argument("--timeout", type=float, default=60, help="the ranks are stopped after so many seconds; 60 by default")
     @argument(
-        "--name", default="", help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed"
+        "--timeout",
+        type=float,
+        default=60,
+        help="the ranks are stopped after so many seconds; 60 by default",
+    )
+    @argument(
+        "--name",
+        default="",
+        help="the notebook's name for the result, a labkit.RunResult, or for what --fails showed",
     )
     @argument("--device", default="auto", help="auto, cpu or cuda")
     @argument(
-        "--fails", action="store_true", help="the cell is meant to fail: show in red how, and let the notebook go on"
+        "--fails",
+        action="store_true",
+        help="the cell is meant to fail: show in red how, and let the notebook go on",
     )
-    @argument("--use", default="", help="names of the notebook that the cell uses, with commas; modules come anyway")
+    @argument(
+        "--use",
+        default="",
+        help="names of the notebook that the cell uses, with commas; modules come anyway",
+    )
     @cell_magic
     def torchrun(self, line: str, cell: str) -> None:
         """Run this cell on real ranks, each a new process that torchrun starts."""
         options = parse_argstring(self.torchrun, line)
         if options.name and (not options.name.isidentifier() or keyword.iskeyword(options.name)):
-            raise UsageError(f"--name {options.name} is no name for a value: use letters, digits and _")
+            raise UsageError(
+                f"--name {options.name} is no name for a value: use letters, digits and _"
+            )
         text = "\n" + cell  # so that lines are counted as in the cell, whose first is the magic's
         tree = parse_cell(text)
         assert self.shell
@@ -104,14 +119,18 @@ def parse_cell(text: str) -> ast.Module:
 def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
     """The modules of the notebook that code refers to, by the notebook's names for them."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return {name: known[name] for name in sorted(used) if isinstance(known.get(name), types.ModuleType)}
+    return {
+        name: known[name] for name in sorted(used) if isinstance(known.get(name), types.ModuleType)
+    }
 
 
 def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the names that --use lists."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"--use {', '.join(unknown)}: the notebook has no such name; run the cell that makes it first")
+        raise UsageError(
+            f"--use {', '.join(unknown)}: the notebook has no such name; run the cell that makes it first"
+        )
     return {name: known[name] for name in wanted}
 
 
@@ -167,7 +186,9 @@ def strip_traceback(log: str, error: Path) -> str:
     chain = read_json(error).get("traceback", "").count(TRACEBACK_HEADER)
     parts = log.split(TRACEBACK_HEADER)
     return re.sub(
-        r"(\[rank\d+\]: ?|  \+ Exception Group )*$", "", TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)])
+        r"(\[rank\d+\]: ?|  \+ Exception Group )*$",
+        "",
+        TRACEBACK_HEADER.join(parts[: max(1, len(parts) - chain)]),
     )
 
 
@@ -178,7 +199,9 @@ def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> st
     lines += [mark_line(text, numbers[-1])] if numbers else []
     missing = re.match(r"name '(\w+)' is not defined", failure.message)
     if failure.exc_type == "NameError" and missing and missing[1] in known:
-        lines.append(f"{missing[1]} is a name of the notebook: hand it to the ranks with --use {missing[1]}")
+        lines.append(
+            f"{missing[1]} is a name of the notebook: hand it to the ranks with --use {missing[1]}"
+        )
     return "\n".join(lines)
 
 
@@ -187,7 +210,9 @@ def timeout_text(late: RunTimedOut, text: str) -> str:
     lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
     places = {rank: main_thread_line(stack) for rank, stack in sorted(late.stacks.items())}
     said = {
-        rank: mark_line(text, int(number)) if number else "not in the cell: " + late.stacks[rank].strip()
+        rank: mark_line(text, int(number))
+        if number
+        else "not in the cell: " + late.stacks[rank].strip()
         for rank, number in places.items()
     }
     return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in group_by_text(said))])
@@ -203,7 +228,9 @@ def mark_line(text: str, number: int) -> str:
     """Some lines of a cell with their numbers, and an arrow at one."""
     numbered = list(enumerate(text.rstrip().split("\n"), start=1))[1:]
     near = [(each, line) for each, line in numbered if abs(each - number) <= CONTEXT_LINES]
-    return "\n".join(f"{'-->' if each == number else '   '} {each:3} | {line}" for each, line in near)
+    return "\n".join(
+        f"{'-->' if each == number else '   '} {each:3} | {line}" for each, line in near
+    )
 
 
 def replace_traceback(error: LabError, text: str) -> LabError:

@@ -35,7 +35,9 @@ def is_namespace_requested() -> bool:
             f"{ENV_NETWORK}={said!r} is not {OWN_NETWORK!r} (a network of its own for each run); unset it"
         )
     if said and sys.platform != "linux":
-        raise ParameterError(f"{ENV_NETWORK}={OWN_NETWORK} needs Linux, and this is {sys.platform}; unset it")
+        raise ParameterError(
+            f"{ENV_NETWORK}={OWN_NETWORK} needs Linux, and this is {sys.platform}; unset it"
+        )
     return bool(said)
 
 

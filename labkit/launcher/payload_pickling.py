@@ -36,7 +36,9 @@ def pack_payload(given: Mapping[str, Any]) -> bytes:
     pickle.dump({"path": [path or here for path in sys.path], "sources": _cell_sources()}, file)
     known = {*sys.stdlib_module_names, *cloudpickle.list_registry_pickle_by_value()}
     with contextlib.ExitStack() as afterwards:
-        for module in {sys.modules.get(getattr(value, "__module__", None) or "") for value in given.values()}:
+        for module in {
+            sys.modules.get(getattr(value, "__module__", None) or "") for value in given.values()
+        }:
             if module and not module.__package__ and module.__name__ not in known:
                 cloudpickle.register_pickle_by_value(module)
                 afterwards.callback(cloudpickle.unregister_pickle_by_value, module)
@@ -45,7 +47,9 @@ def pack_payload(given: Mapping[str, Any]) -> bytes:
         except Exception as error:
             text = shorten(f"{type(error).__name__}: {error}", 300)
             names = " and ".join(name for name, value in given.items() if not _is_picklable(value))
-            raise PayloadError(f"{names} cannot be sent to the ranks with what is used there: {text}") from error
+            raise PayloadError(
+                f"{names} cannot be sent to the ranks with what is used there: {text}"
+            ) from error
     return file.getvalue()
 
 
@@ -71,16 +75,25 @@ def function_source(function: Callable[..., Any]) -> str:
         return repr(function)
 
 
-def validate_replacements(given: Mapping[str, Any], wanted: Mapping[str, inspect.Signature], program: str) -> None:
+def validate_replacements(
+    given: Mapping[str, Any], wanted: Mapping[str, inspect.Signature], program: str
+) -> None:
     """Raise ParameterError unless each is a function that a program can call in place of its own of that name."""
     if not isinstance(given, Mapping):
-        raise ParameterError(f"use = {given!r} is no dict: give functions by name, such as {{'name': function}}")
+        raise ParameterError(
+            f"use = {given!r} is no dict: give functions by name, such as {{'name': function}}"
+        )
     for name, function in given.items():
         if name not in wanted:
-            can = ", ".join(f"{each}{signature}" for each, signature in wanted.items()) or "no function"
+            can = (
+                ", ".join(f"{each}{signature}" for each, signature in wanted.items())
+                or "no function"
+            )
             raise ParameterError(f"use= gives {name!r}, and {program} lets replace {can}")
         if not callable(function):
-            raise ParameterError(f"use= gives {name} = {function!r}, which is no function: give it by its name")
+            raise ParameterError(
+                f"use= gives {name} = {function!r}, which is no function: give it by its name"
+            )
         if not _accepts_signature(function, wanted[name]):
             raise ParameterError(
                 f"use= gives {name}{inspect.signature(function)}, and {program} calls {name}{wanted[name]}: "
@@ -90,7 +103,11 @@ def validate_replacements(given: Mapping[str, Any], wanted: Mapping[str, inspect
 
 def _accepts_signature(function: Callable[..., Any], wanted: inspect.Signature) -> bool:
     """Whether a function can be called with the arguments of a signature."""
-    by_name = {name for name, each in wanted.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    by_name = {
+        name
+        for name, each in wanted.parameters.items()
+        if each.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     by_place = wanted.parameters.keys() - by_name
     try:
         takes = inspect.signature(function)

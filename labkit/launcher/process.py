@@ -44,7 +44,10 @@ TORCHRUN_ENV_PREFIX = "PET_"
 """How the names of environment variables begin that are options of torchrun."""
 STARTUP_FRAMES = (
     "<frozen runpy>",
-    *(str(Path(__file__).with_name(name)) for name in ("worker.py", "torchrun.py", "fork_server.py")),
+    *(
+        str(Path(__file__).with_name(name))
+        for name in ("worker.py", "torchrun.py", "fork_server.py")
+    ),
     "torch/distributed/elastic/",
     "torch/distributed/launcher/",
     "torch/distributed/run.py",
@@ -80,7 +83,9 @@ def start_torchrun(
     return spawn_torchrun(words, own, folder.torchrun_log)
 
 
-def spawn_torchrun(words: Sequence[str], own: dict[str, str], log: Path, *files: int) -> subprocess.Popen[bytes]:
+def spawn_torchrun(
+    words: Sequence[str], own: dict[str, str], log: Path, *files: int
+) -> subprocess.Popen[bytes]:
     """A new Python that is torchrun, with these arguments, this environment and these open files."""
     with private_files.open_file(log, "wb") as output:
         return subprocess.Popen(
@@ -110,19 +115,22 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
         if name not in outer and not name.startswith(TORCHRUN_ENV_PREFIX)
     }
     loopback = loopback_interface()
-    return inherited | {
-        ENV_RUN_FOLDER: str(folder.path),
-        ENV_NOTEBOOK_PID: str(os.getpid()),
-        ENV_DEVICE: device,
-        ENV_PAYLOAD_SHA256: folder.payload_sha256,
-        "OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // nproc)),
-        ENV_EXPECTED_WORLD_SIZE: str(hosts * nproc),
-        "GLOO_SOCKET_IFNAME": loopback,  # of several hosts another, which they say when they have met
-        "NCCL_SOCKET_IFNAME": loopback,
-        "PYTHONUNBUFFERED": "1",
-        **_compile_cache_variables(inherited),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
-    }
+    return (
+        inherited
+        | {
+            ENV_RUN_FOLDER: str(folder.path),
+            ENV_NOTEBOOK_PID: str(os.getpid()),
+            ENV_DEVICE: device,
+            ENV_PAYLOAD_SHA256: folder.payload_sha256,
+            "OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // nproc)),
+            ENV_EXPECTED_WORLD_SIZE: str(hosts * nproc),
+            "GLOO_SOCKET_IFNAME": loopback,  # of several hosts another, which they say when they have met
+            "NCCL_SOCKET_IFNAME": loopback,
+            "PYTHONUNBUFFERED": "1",
+            **_compile_cache_variables(inherited),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
+        }
+    )
 
 
 def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -134,17 +142,30 @@ def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), TORCH_CACHE_PREFIX)):
         return {}
     with contextlib.suppress(OSError):  # no place for it: torch will say so, if it compiles
-        return {ENV_COMPILE_CACHE: str(private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}"))}
+        return {
+            ENV_COMPILE_CACHE: str(
+                private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}")
+            )
+        }
     return {}
 
 
 def loopback_interface() -> str:
     """Name of the network interface that holds 127.0.0.1."""
     interfaces = psutil.net_if_addrs()
-    return next((name for name, found in interfaces.items() if any(a.address == "127.0.0.1" for a in found)), "lo")
+    return next(
+        (
+            name
+            for name, found in interfaces.items()
+            if any(a.address == "127.0.0.1" for a in found)
+        ),
+        "lo",
+    )
 
 
-def find_run_processes(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[psutil.Process]:
+def find_run_processes(
+    folder: Path, torchrun_pid: int | None = None, node: str | None = None
+) -> list[psutil.Process]:
     """The living processes of the run with this folder, except the one that asks; given ``node``, of one host."""
     found, family = [], set()
     if torchrun_pid is not None:
@@ -153,7 +174,9 @@ def find_run_processes(folder: Path, torchrun_pid: int | None = None, node: str 
             family = {torchrun, *torchrun.children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # another user's, or gone
-            own = process in family or (_is_in_run(process.environ(), folder, node) and _is_own_process(process))
+            own = process in family or (
+                _is_in_run(process.environ(), folder, node) and _is_own_process(process)
+            )
             if own and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
@@ -165,10 +188,15 @@ def _is_own_process(process: psutil.Process) -> bool:
 
 
 def _is_in_run(environment: Mapping[str, str], folder: Path, node: str | None) -> bool:
-    return environment.get(ENV_RUN_FOLDER) == str(folder) and node in (None, environment.get(ENV_HOST_INDEX))
+    return environment.get(ENV_RUN_FOLDER) == str(folder) and node in (
+        None,
+        environment.get(ENV_HOST_INDEX),
+    )
 
 
-def kill_run_processes(folder: Path, torchrun_pid: int | None = None, node: str | None = None) -> list[int]:
+def kill_run_processes(
+    folder: Path, torchrun_pid: int | None = None, node: str | None = None
+) -> list[int]:
     """Kill every process of the run, again until all have ended, and touch no other; those of one host, given ``node``.
 
     Returns:
@@ -203,7 +231,9 @@ def read_stack(folder: RunFolder, rank: int) -> str:
     return "\n".join(line for line in lines if not any(frame in line for frame in STARTUP_FRAMES))
 
 
-def collect_stacks(folder: RunFolder, ranks: Iterable[int], host: str | None = None) -> dict[int, str]:
+def collect_stacks(
+    folder: RunFolder, ranks: Iterable[int], host: str | None = None
+) -> dict[int, str]:
     """The Python stacks of every rank at this moment, for as many as answer within a second.
 
     Args:
@@ -217,7 +247,11 @@ def collect_stacks(folder: RunFolder, ranks: Iterable[int], host: str | None = N
         if host is not None and read_host_name(folder, rank) != host:
             continue
         pid = read_pid(folder, rank)
-        stacks[rank] = "(this rank had ended already)" if pid else "(this rank had not started its program yet)"
+        stacks[rank] = (
+            "(this rank had ended already)"
+            if pid
+            else "(this rank had not started its program yet)"
+        )
         if pid in living:
             with contextlib.suppress(ProcessLookupError):  # gone since
                 os.kill(pid, signal.SIGUSR1)
@@ -242,7 +276,14 @@ def read_host_name(folder: RunFolder, rank: int) -> str:
 
 
 def _torchrun_arguments(folder: RunFolder, nproc: int) -> list[str]:
-    rendezvous = ["--rdzv-backend", ONE_HOST, "--rdzv-endpoint", "127.0.0.1", "--rdzv-id", folder.path.name]
+    rendezvous = [
+        "--rdzv-backend",
+        ONE_HOST,
+        "--rdzv-endpoint",
+        "127.0.0.1",
+        "--rdzv-id",
+        folder.path.name,
+    ]
     local = ["--nnodes", "1", "--nproc-per-node", str(nproc), "--local-addr", "127.0.0.1"]
     local += ["--log-dir", str(folder.torchrun_folder())]
     return [*rendezvous, *local, *WORKER_ARGUMENTS]

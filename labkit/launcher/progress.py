@@ -47,7 +47,9 @@ class TailReader:
         except OSError:  # not there yet, or deleted
             return []
         self._position += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")  # bytes: a read may end inside a letter
+        *lines, self._rest = (self._rest + new).split(
+            b"\n"
+        )  # bytes: a read may end inside a letter
         return [line.decode(errors="replace") for line in lines]
 
     def read_remainder(self) -> list[str]:
@@ -166,7 +168,9 @@ class NotebookDisplay(Display):
     def show_wait_reason(self, text: str) -> None:
         if time.monotonic() - self._drawn > REDRAW_PERIOD_S:
             self._drawn = time.monotonic()
-            self._handle.update({"text/html": f"<div><progress></progress> {escape(text)}</div>"}, raw=True)
+            self._handle.update(
+                {"text/html": f"<div><progress></progress> {escape(text)}</div>"}, raw=True
+            )
 
     def show(self, state: ProgressState, lines: list[str]) -> None:
         self._lines = [*self._lines, *lines][-MAX_DISPLAY_LINES:]
@@ -175,7 +179,9 @@ class NotebookDisplay(Display):
             value = f'max="1" value="{state.fraction:.3f}"' if state.planned_steps else ""
             bar = f"<progress {value}></progress>"
             output = f"<pre>{escape(chr(10).join(self._lines))}</pre>" if self._lines else ""
-            self._handle.update({"text/html": f"<div>{bar} {escape(str(state))}</div>{output}"}, raw=True)
+            self._handle.update(
+                {"text/html": f"<div>{bar} {escape(str(state))}</div>{output}"}, raw=True
+            )
 
     def close(self, state: ProgressState, outcome: str) -> None:
         self._handle.update({"text/html": ""}, raw=True)
@@ -194,7 +200,9 @@ class RunMonitor:
     def update(self) -> None:
         """Read what is new and show it."""
         for record in self._records.read_lines():
-            with contextlib.suppress(*PARSE_ERRORS):  # the reader of results reports it, with its place
+            with contextlib.suppress(
+                *PARSE_ERRORS
+            ):  # the reader of results reports it, with its place
                 self._count_steps(json.loads(record))
         if self.state.started_ranks < self.state.nproc:
             self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in self._ranks)
@@ -209,13 +217,17 @@ class RunMonitor:
     def _new_output_lines(self, read: Callable[[TailReader], list[str]]) -> list[str]:
         prefixes = [f"[rank {rank}] " if index else "" for index, rank in enumerate(self._ranks)]
         together = zip(prefixes, self._logs, strict=True)
-        return [prefix + _clip_line(line, log.path) for prefix, log in together for line in read(log)]
+        return [
+            prefix + _clip_line(line, log.path) for prefix, log in together for line in read(log)
+        ]
 
     def _count_steps(self, record: Any) -> None:
         if record["name"] == records.PLANNED_STEPS:
             self.state.planned_steps = int(record["value"])
         elif record["name"] == "step" and record["kind"] == "span":
-            self.state.done_steps = max(self.state.done_steps, min(record["step"] + 1, self.state.planned_steps))
+            self.state.done_steps = max(
+                self.state.done_steps, min(record["step"] + 1, self.state.planned_steps)
+            )
 
 
 def _clip_line(line: str, log: Path) -> str:

@@ -111,16 +111,24 @@ class MultiHostHandler(SingleRoundHandler):
         address, port = said["address"], said["port"]
         for door in doors:
             inode = os.fstat(door).st_ino
-            os.register_at_fork(after_in_child=functools.partial(_close_listener_in_fork, door, inode))
+            os.register_at_fork(
+                after_in_child=functools.partial(_close_listener_in_fork, door, inode)
+            )
         store = _make_tcp_store(address, port, *doors)
         where = RendezvousStoreInfo(address, port)
-        return RendezvousInfo(store, rank=said["index"], world_size=said["hosts"], bootstrap_store_info=where)
+        return RendezvousInfo(
+            store, rank=said["index"], world_size=said["hosts"], bootstrap_store_info=where
+        )
 
 
 def _make_tcp_store(address: str, port: int, listening: int | None = None) -> Any:
     """The store at this address: this process's own where it has the listening socket, else another's."""
     return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=listening is not None, wait_for_workers=False, master_listen_fd=listening
+        address,
+        port,
+        is_master=listening is not None,
+        wait_for_workers=False,
+        master_listen_fd=listening,
     )
 
 
@@ -144,9 +152,13 @@ def _close_listener_in_fork(listening: int, inode: int) -> None:
 
 def register_handlers() -> None:
     """Let torchrun find both by their names."""
-    rendezvous_handler_registry.register(ONE_HOST, lambda parameters: SingleHostHandler(parameters.run_id))
+    rendezvous_handler_registry.register(
+        ONE_HOST, lambda parameters: SingleHostHandler(parameters.run_id)
+    )
     rendezvous_handler_registry.register(SEVERAL_HOSTS, _make_multi_host_handler)
 
 
 def _make_multi_host_handler(parameters: RendezvousParameters) -> MultiHostHandler:
-    return MultiHostHandler(parameters.run_id, socket.socket(fileno=int(parameters.get("told", ""))))
+    return MultiHostHandler(
+        parameters.run_id, socket.socket(fileno=int(parameters.get("told", "")))
+    )

@@ -11,9 +11,18 @@ from collections.abc import Iterator
 from labkit.errors import LabError, MemoryCapExceeded
 
 FILE_LIMIT_WORDS = ("Too many open files", "Failed to init uv loop")
-PROCESS_LIMIT_WORDS = ("can't start new thread", "Resource temporarily unavailable", "std::system_error")
+PROCESS_LIMIT_WORDS = (
+    "can't start new thread",
+    "Resource temporarily unavailable",
+    "std::system_error",
+)
 GPU_LIMIT_WORDS = ("CUDA out of memory", "device(s) is/are busy")
-MEMORY_LIMIT_WORDS = ("MemoryError", "Cannot allocate memory", "can't allocate memory", "std::bad_alloc")
+MEMORY_LIMIT_WORDS = (
+    "MemoryError",
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "std::bad_alloc",
+)
 MEMORY_CAP_WORDS = MemoryCapExceeded.__name__
 """An error of labkit that says itself what to do."""
 

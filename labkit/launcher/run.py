@@ -20,12 +20,27 @@ from typing import Any, NoReturn, cast
 from labkit import config, requirements
 from labkit.environment import ENV_NETWORK, ENV_QUEUE
 from labkit.errors import LabError, ParameterError, RecordError, RunTimedOut
-from labkit.launcher import failure, network_namespace, payload_pickling, process, resource_limits, run_queue
+from labkit.launcher import (
+    failure,
+    network_namespace,
+    payload_pickling,
+    process,
+    resource_limits,
+    run_queue,
+)
 from labkit.launcher.backend import Backend, LocalBackend, RunHost, load_cluster, watch_ranks
 from labkit.launcher.progress import Display, RunMonitor, choose_display
 from labkit.launcher.warm_start import ForkServer, choose_warm_start, fork_server_manager
 from labkit.runs import private_files
-from labkit.runs.folder import IN_CHECKOUT, ROOT, RunFolder, disk_problem, read_json, runs_folder, write_json
+from labkit.runs.folder import (
+    IN_CHECKOUT,
+    ROOT,
+    RunFolder,
+    disk_problem,
+    read_json,
+    runs_folder,
+    write_json,
+)
 from labkit.runs.records import FORMAT_VERSION
 from labkit.runs.result import RunResult, load
 from labkit.runs.verdict import finished_exit
@@ -76,7 +91,14 @@ def run(
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
     plan = make_run_request(
-        program, nproc=nproc, device=device, timeout_s=timeout_s, warm=warm, use=use, hosts=hosts, **params
+        program,
+        nproc=nproc,
+        device=device,
+        timeout_s=timeout_s,
+        warm=warm,
+        use=use,
+        hosts=hosts,
+        **params,
     )
     return execute_request(plan, b"" if use is None else payload_pickling.pack_payload(use))
 
@@ -103,10 +125,14 @@ def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> Ru
 
 def run_with_payload(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
     """``run`` for a program of labkit's own that takes whatever it is given, see rank/given.py."""
-    return execute_request(make_run_request(program, **arguments), payload_pickling.pack_payload(given))
+    return execute_request(
+        make_run_request(program, **arguments), payload_pickling.pack_payload(given)
+    )
 
 
-def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: Any) -> list[RunResult]:
+def sweep(
+    program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: Any
+) -> list[RunResult]:
     """Run a program once for every combination of some arguments, in order.
 
     Args:
@@ -123,7 +149,9 @@ def sweep(program: str | Path, *, over: Mapping[str, Iterable[Any]], **fixed: An
     return [run(program, **(fixed | one)) for one in chosen]
 
 
-def argument_combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def argument_combinations(
+    over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Every combination of the values of some arguments, in order; the last one varies fastest.
 
     Raises:
@@ -131,7 +159,9 @@ def argument_combinations(over: Mapping[str, Iterable[Any]], fixed: Mapping[str,
     """
     twice = sorted(set(over) & set(fixed))
     if twice:
-        raise ParameterError(f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out")
+        raise ParameterError(
+            f"{', '.join(twice)}: given both in over= and as a fixed value; leave one out"
+        )
     for name, each in over.items():
         if isinstance(each, str) or not isinstance(each, Iterable):
             raise ParameterError(
@@ -195,11 +225,17 @@ def make_run_request(
     **params: Any,
 ) -> RunRequest:
     """Check everything that can be checked before a start; the arguments are those of ``run``."""
-    nproc = require_positive("nproc", nproc, int, "not a number of ranks: give an int of at least 1")
-    timeout_s = require_positive("timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds")
+    nproc = require_positive(
+        "nproc", nproc, int, "not a number of ranks: give an int of at least 1"
+    )
+    timeout_s = require_positive(
+        "timeout_s", timeout_s, float, "not a time limit: give a positive number of seconds"
+    )
     cores = len(requirements.usable_cores())
     if nproc > RANKS_PER_CORE * cores:
-        limit = f"{RANKS_PER_CORE} for each of {cores} cores = {RANKS_PER_CORE * cores} is the limit"
+        limit = (
+            f"{RANKS_PER_CORE} for each of {cores} cores = {RANKS_PER_CORE * cores} is the limit"
+        )
         raise ParameterError(f"nproc = {nproc} is too many processes for this machine: {limit}")
     if not isinstance(device, str) or device not in DEVICES:
         raise ParameterError(f"device = {device!r} is none of {', '.join(DEVICES)}")
@@ -207,15 +243,28 @@ def make_run_request(
         raise ParameterError(f"warm = {warm!r} is none of True, False and None (labkit chooses)")
     places = load_cluster().parse_hosts(hosts) if hosts is not None else []
     if network_namespace.is_namespace_requested() and places:
-        raise ParameterError(f"{ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it")
+        raise ParameterError(
+            f"{ENV_NETWORK}=own keeps ranks to this machine, so none can run on hosts: unset it"
+        )
     nproc *= max(1, len(places))
     path, target = find_program(program)
     if use is not None:
         payload_pickling.validate_replacements(use, config.read_replaceable(path), path.stem)
-    sources = {name: payload_pickling.function_source(function) for name, function in (use or {}).items()}
+    sources = {
+        name: payload_pickling.function_source(function) for name, function in (use or {}).items()
+    }
     resolved = resolve_params(path, params, nproc)
     return RunRequest(
-        path.stem, str(path), target, *resolved, nproc, device, timeout_s, choose_warm_start(warm), sources, places
+        path.stem,
+        str(path),
+        target,
+        *resolved,
+        nproc,
+        device,
+        timeout_s,
+        choose_warm_start(warm),
+        sources,
+        places,
     )
 
 
@@ -242,7 +291,9 @@ def execute_request(plan: RunRequest, given: bytes) -> RunResult:
 
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(plan)
-        here, device = (0, "cpu") if plan.hosts else (len(plan.active_ranks), plan.device)  # on hosts: other machines
+        here, device = (
+            (0, "cpu") if plan.hosts else (len(plan.active_ranks), plan.device)
+        )  # on hosts: other machines
         need = run_queue.ResourceNeeds.for_run(here, device)
         with run_queue.wait_for_turn(need, show_queue_position):
             return _execute_now(plan, given, display)
@@ -256,7 +307,9 @@ def _refuse_unusable_machine(plan: RunRequest) -> None:
         what = "the current folder was deleted, and PyTorch cannot be loaded from there"
         raise LabError(f"{what}: go to another (cd, os.chdir), or restart the kernel") from None
     if not plan.hosts and (problem := requirements.loopback_problem()):
-        raise LabError(f"{problem}, and ranks of one machine talk over it: {requirements.LOOPBACK_FIX}")
+        raise LabError(
+            f"{problem}, and ranks of one machine talk over it: {requirements.LOOPBACK_FIX}"
+        )
 
 
 def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
@@ -288,7 +341,9 @@ def initial_run_info(plan: RunRequest) -> dict[str, Any]:
         **asdict(plan),
         "hosts": [host.name for host in plan.hosts],
         "python": platform.python_version(),
-        "labkit": next((found.version for found in metadata.distributions(name="labkit")), "unknown"),
+        "labkit": next(
+            (found.version for found in metadata.distributions(name="labkit")), "unknown"
+        ),
         "start": timestamp_now(),
         "exit": "running",
     }
@@ -310,11 +365,15 @@ def find_program(program: str | Path) -> tuple[Path, str]:
     found = {path.stem: path for path in sorted((ROOT / "launch").glob("[!_]*.py"))}
     if str(program) not in found:
         names = ", ".join(found)
-        raise ParameterError(f"no program is called {str(program)!r}. Give the path of a .py file or one of: {names}")
+        raise ParameterError(
+            f"no program is called {str(program)!r}. Give the path of a .py file or one of: {names}"
+        )
     return found[str(program)], f"launch.{program}"
 
 
-def resolve_params(path: Path, params: Mapping[str, Any], nproc: int) -> tuple[dict[str, Any], list[str]]:
+def resolve_params(
+    path: Path, params: Mapping[str, Any], nproc: int
+) -> tuple[dict[str, Any], list[str]]:
     """All parameters of the program by name, and its command line."""
     config_class = config.read_config(path)
     if config_class is None:
@@ -343,7 +402,10 @@ def make_run_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFo
         if given:
             folder.write_payload(given)
     except OSError as error:
-        fix = resource_limits.shortage_fix(str(error)) or "set LABKIT_RUNS to a folder that can be written"
+        fix = (
+            resource_limits.shortage_fix(str(error))
+            or "set LABKIT_RUNS to a folder that can be written"
+        )
         raise LabError(f"cannot write to {parent} ({error.strerror}): {fix}") from error
     return folder
 
@@ -358,7 +420,10 @@ def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> No
     """Complete run.json. Raises LabError where that cannot be written."""
     info = info | {"duration_s": round(time.monotonic() - started, 3)}
     with contextlib.suppress(RecordError):  # load tells it, with the name of the file
-        info |= {"session": read_json(folder.session_json), "verdict": read_json(folder.verdict_json)}
+        info |= {
+            "session": read_json(folder.session_json),
+            "verdict": read_json(folder.verdict_json),
+        }
     try:
         write_json(folder.run_json, info)
     except OSError as error:
@@ -375,8 +440,12 @@ def _folder_lost_error(folder: RunFolder) -> LabError:
     """The error of a run whose folder can no longer be written."""
     if not folder.path.is_dir():
         what = f"the run's folder {folder.path} was deleted during the run, so its results are lost"
-        return LabError(f"{what}: delete a run's folder only after its end, and not from its program")
-    return LabError(disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again")
+        return LabError(
+            f"{what}: delete a run's folder only after its end, and not from its program"
+        )
+    return LabError(
+        disk_problem(folder.path) or f"cannot write to {folder.path}: make it writable again"
+    )
 
 
 def _run_ranks(
@@ -442,7 +511,9 @@ def _run_uninterrupted(work: Callable[[], None]) -> None:
         thread.join()
 
 
-def _watch_backend(backend: Backend, folder: RunFolder, plan: RunRequest, progress: RunMonitor) -> int:
+def _watch_backend(
+    backend: Backend, folder: RunFolder, plan: RunRequest, progress: RunMonitor
+) -> int:
     """Wait for the end of the ranks, show their progress, and return their exit status."""
 
     def has_failed() -> bool:
@@ -473,6 +544,8 @@ def git_revision() -> str | None:
         return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=5
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

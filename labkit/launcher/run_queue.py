@@ -64,7 +64,9 @@ def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[
     """
     switch = os.environ.get(ENV_QUEUE, "1")
     if switch not in ("0", "1"):
-        raise ParameterError(f"{ENV_QUEUE}={switch!r} is neither 0 (do not wait for other runs) nor 1; unset it")
+        raise ParameterError(
+            f"{ENV_QUEUE}={switch!r} is neither 0 (do not wait for other runs) nor 1; unset it"
+        )
     if switch == "0" or ENV_RUN_FOLDER in os.environ:
         yield
         return
@@ -89,7 +91,9 @@ class Ticket:
 
     def __init__(self, folder: Path, number: int, need: ResourceNeeds):
         self.folder, self.need = folder, need
-        self.path = folder / f"{number:08d}-{need.cores}-{int(need.uses_gpus)}-{os.getpid()}-waiting"
+        self.path = (
+            folder / f"{number:08d}-{need.cores}-{int(need.uses_gpus)}-{os.getpid()}-waiting"
+        )
         self._lock: IO[bytes] = private_files.open_file(self.path, "wb")
         Ticket.lock_files.add(self._lock)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -100,12 +104,18 @@ class Ticket:
             if not self.path.exists():  # someone cleaned up
                 return 1
             others = [path for path in live_tickets(self.folder) if path != self.path]
-            earlier = [path for path in others if path.name.endswith("waiting") and path.name < self.path.name]
+            earlier = [
+                path
+                for path in others
+                if path.name.endswith("waiting") and path.name < self.path.name
+            ]
             waiting = [path for path in earlier if not _is_suspended(path)]
             running = [path for path in others if path.name.endswith("running")]
             if waiting or (running and not self._has_room_beside(running)):
                 return len(waiting) + len(running)
-            self.path = self.path.rename(self.path.with_name(self.path.name.replace("waiting", "running")))
+            self.path = self.path.rename(
+                self.path.with_name(self.path.name.replace("waiting", "running"))
+            )
             return 0
 
     def _has_room_beside(self, running: list[Path]) -> bool:
@@ -141,7 +151,9 @@ def _is_suspended(path: Path) -> bool:
 
 def _create_ticket(need: ResourceNeeds) -> Ticket:
     with _explain_os_errors():
-        folder = private_files.per_user_folder(f"labkit-queue-{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", ""))
+        folder = private_files.per_user_folder(
+            f"labkit-queue-{os.getuid()}", os.environ.get("XDG_RUNTIME_DIR", "")
+        )
     with _lock_queue(folder):
         numbers = [int(path.name.split("-")[0]) for path in folder.glob(TICKET_PATTERN)]
         return Ticket(folder, max(numbers, default=0) + 1, need)
@@ -176,4 +188,6 @@ def _explain_os_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LabError(f"no queue: {error.filename}: {error.strerror}; mend it, or set {ENV_QUEUE}=0") from error
+        raise LabError(
+            f"no queue: {error.filename}: {error.strerror}; mend it, or set {ENV_QUEUE}=0"
+        ) from error

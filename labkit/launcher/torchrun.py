@@ -46,7 +46,9 @@ def main() -> None:
     """Be torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
     folder = RunFolder(Path(sys.argv[1]))
     _adopt_orphans()
-    if process.ONE_HOST in sys.argv and network_namespace.is_namespace_requested():  # before there is a thread
+    if (
+        process.ONE_HOST in sys.argv and network_namespace.is_namespace_requested()
+    ):  # before there is a thread
         network_namespace.enter_namespace()
     threading.Thread(target=_watch_notebook, args=[folder], daemon=True).start()
     os.environ[ENV_TORCHRUN_PID] = str(os.getpid())
@@ -92,7 +94,9 @@ def can_fork() -> bool:
     Linux the systems' own libraries do not survive it: forking after they were loaded can crash (Python's own default
     there is spawn).
     """
-    return sys.platform == "linux" and not any(name.startswith("/dev/nvidia") for name in _list_open_files())
+    return sys.platform == "linux" and not any(
+        name.startswith("/dev/nvidia") for name in _list_open_files()
+    )
 
 
 def _list_open_files() -> Iterator[str]:
@@ -113,12 +117,16 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     _fork_ranks()
     if can_fork():
         _import_for_ranks(arguments)
-    pause = FORK_POLL_PERIOD_S if can_fork() else POLL_PERIOD_S  # a forked rank's poll waits by itself
+    pause = (
+        FORK_POLL_PERIOD_S if can_fork() else POLL_PERIOD_S
+    )  # a forked rank's poll waits by itself
     try:
         run.main(["--monitor-interval", str(pause), *arguments])
     except ChildFailedError as error:
         failures = [_failure_entry(rank, failed) for rank, failed in error.failures.items()]
-        write_json(folder.exit_json(int(os.environ.get(ENV_HOST_INDEX, "0"))), {"failures": failures})
+        write_json(
+            folder.exit_json(int(os.environ.get(ENV_HOST_INDEX, "0"))), {"failures": failures}
+        )
         return 1
     return 0
 
@@ -147,7 +155,10 @@ def list_imports(program: Path) -> list[str]:
         if isinstance(statement, ast.Import):
             names += (each.name for each in statement.names)
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            names += (statement.module, *(f"{statement.module}.{each.name}" for each in statement.names))
+            names += (
+                statement.module,
+                *(f"{statement.module}.{each.name}" for each in statement.names),
+            )
     if any(isinstance(node, ast.keyword) and node.arg == "track" for node in ast.walk(tree)):
         names.append(torch_private.MEMORY_TRACKER_MODULE)
     return [name for name in names if name.startswith(("torch.", "labkit."))]
@@ -215,7 +226,9 @@ class RankProcess:
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         if self.returncode is None:
-            select.select([*RankProcess.pidfds.values()], [], [], POLL_PERIOD_S / len(RankProcess.pidfds))
+            select.select(
+                [*RankProcess.pidfds.values()], [], [], POLL_PERIOD_S / len(RankProcess.pidfds)
+            )
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -244,7 +257,9 @@ def _run_as_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
         os.environ.clear()
         os.environ.update(env)
         _reseed_generators()
-        sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))  # a new one reads it when it imports torch
+        sys.modules["torch"].set_num_threads(
+            int(env["OMP_NUM_THREADS"])
+        )  # a new one reads it when it imports torch
         sys.argv = [WORKER_MODULE, *arguments]
         worker.main()
     except BaseException:  # before the program began

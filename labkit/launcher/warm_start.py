@@ -70,11 +70,17 @@ class ForkServer:
         self.state = process_state()
         self._ready = False
         self._control, theirs = socket.socketpair()
-        ours = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        ours = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        }
         # numpy makes as many threads as this says when it is imported; the ranks set their own number later
         ours |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         room = {ENV_RUN_FOLDER: "." * MAX_PATH_BYTES}  # last, see parent.Mark
-        inherited = {name: value for name, value in os.environ.items() if name not in (ENV_RUN_FOLDER, "MPLBACKEND")}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in (ENV_RUN_FOLDER, "MPLBACKEND")
+        }
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", *FORK_SERVER_ARGUMENTS, str(theirs.fileno())],
@@ -115,7 +121,9 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         pid = 0
         with contextlib.ExitStack() as on_error:
-            on_error.callback(ours.close)  # if this is interrupted, the fork learns by it that nobody wants it
+            on_error.callback(
+                ours.close
+            )  # if this is interrupted, the fork learns by it that nobody wants it
             with theirs, open(os.memfd_create("labkit-request"), "w+") as file:
                 json.dump(request, file)
                 file.flush()
@@ -192,7 +200,9 @@ class ForkServerManager:
             self._parent = ForkServer()
         try:
             return (
-                self._parent if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0) else None
+                self._parent
+                if self._parent and self._parent.wait_until_ready(READY_TIMEOUT_S if wait else 0)
+                else None
             )
         except ForkServerGone:
             self._retire_server()
@@ -229,7 +239,9 @@ def choose_warm_start(wish: bool | None) -> bool | None:
     """
     said = os.environ.get(ENV_WARM, "")
     if said not in ("", "0", "1"):
-        raise ParameterError(f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit choose")
+        raise ParameterError(
+            f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit choose"
+        )
     if sys.platform != "linux":  # elsewhere no fork is safe, see torchrun.may_fork
         return False
     if wish is not None:
@@ -241,11 +253,19 @@ def choose_warm_start(wish: bool | None) -> bool | None:
 
 def process_state() -> tuple[Any, ...]:
     """What a new Python would find that began now. A parent that began with another state must not stand for it."""
-    variables = {name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIXES_AT_IMPORT)}
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIXES_AT_IMPORT)
+    }
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
-    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
+    limits = {
+        name: resource.getrlimit(getattr(resource, name))
+        for name in dir(resource)
+        if name.startswith("RLIMIT_")
+    }
     process = requirements.usable_cores(), os.getpriority(os.PRIO_PROCESS, 0), _read_umask()
-    relative = not all(map(os.path.isabs, os.environ.get("PYTHONPATH", ROOT.anchor).split(os.pathsep)))
+    relative = not all(
+        map(os.path.isabs, os.environ.get("PYTHONPATH", ROOT.anchor).split(os.pathsep))
+    )
     return variables, _source_mtimes(), installed, limits, process, os.getcwd() if relative else ""
 
 

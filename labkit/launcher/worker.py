@@ -50,7 +50,10 @@ CONNECTION_LOSS_WORDS = (
 def main() -> NoReturn:
     """Be this rank: run the program named in sys.argv to its end."""
     _die_with_torchrun()
-    rank, folder = rank_of_process(int(os.environ["RANK"])), RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
+    rank, folder = (
+        rank_of_process(int(os.environ["RANK"])),
+        RunFolder(Path(os.environ[ENV_RUN_FOLDER])),
+    )
     os.environ["RANK"] = str(rank)
     _redirect_output(folder.log(rank))
     stacks = private_files.open_file(folder.stack(rank), "w")
@@ -58,7 +61,9 @@ def main() -> NoReturn:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if ENV_HOST_NAME in os.environ:
         write_text(folder.host(rank), os.environ[ENV_HOST_NAME])
-    write_text(folder.pid(rank), str(os.getpid()))  # last: whoever reads it may send SIGUSR1 at once
+    write_text(
+        folder.pid(rank), str(os.getpid())
+    )  # last: whoever reads it may send SIGUSR1 at once
     status = 1
     try:
         status = _run_to_exit_status(folder.error(rank), rank)
@@ -97,7 +102,9 @@ def is_echo(error: BaseException) -> bool:
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
     words = _error_text(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(known in words for known in CONNECTION_LOSS_WORDS)
+    return isinstance(error, RuntimeError | OSError) and any(
+        known in words for known in CONNECTION_LOSS_WORDS
+    )
 
 
 def _die_with_torchrun() -> None:
@@ -105,7 +112,9 @@ def _die_with_torchrun() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get(ENV_TORCHRUN_PID, os.getppid())):  # it died before the request
+    if os.getppid() != int(
+        os.environ.get(ENV_TORCHRUN_PID, os.getppid())
+    ):  # it died before the request
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -135,7 +144,9 @@ def run_program(program: str, arguments: list[str]) -> None:
         assert spec and spec.origin and isinstance(spec.loader, SourceLoader)
         sys.argv[0] = spec.origin
         code = spec.loader.get_code(program)
-        vars(module).update(__file__=spec.origin, __spec__=spec, __package__=spec.parent, __loader__=spec.loader)
+        vars(module).update(
+            __file__=spec.origin, __spec__=spec, __package__=spec.parent, __loader__=spec.loader
+        )
     sys.modules["__main__"] = module
     exec(code, vars(module))
 
@@ -145,12 +156,16 @@ def _unload_shadowed_modules(folder: Path) -> None:
 
     What a rank cannot do without stays: a torch.py beside the program is not PyTorch.
     """
-    own = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    own = {path.stem for path in folder.glob("*.py")} | {
+        path.parent.name for path in folder.glob("*/__init__.py")
+    }
     for name in own & sys.modules.keys() - {"__main__", "labkit", "numpy", "torch"}:
         spec = getattr(sys.modules[name], "__spec__", None)
         origin = (spec and spec.origin) or ""
         if origin not in ("", "frozen", "built-in") and not Path(origin).is_relative_to(folder):
-            for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+            for each in [
+                each for each in sys.modules if each == name or each.startswith(f"{name}.")
+            ]:
                 del sys.modules[each]
 
 
@@ -158,13 +173,19 @@ def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
     content = {
         "rank": rank,
         "time": time.time()
-        + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),  # of several hosts: by the clock of the first
+        + float(
+            os.environ.get(ENV_CLOCK_AHEAD_S, 0)
+        ),  # of several hosts: by the clock of the first
         "exc_type": type(error).__name__,
-        "message": shorten(f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)),
+        "message": shorten(
+            f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)
+        ),
         "traceback": shorten("".join(traceback.format_exception(error))),
         "echo": is_echo(error),
     }
-    with contextlib.suppress(OSError):  # the disk is full or the folder was deleted, which the launcher sees
+    with contextlib.suppress(
+        OSError
+    ):  # the disk is full or the folder was deleted, which the launcher sees
         write_json(path, content)
 
 
@@ -181,7 +202,8 @@ def _drop_launcher_frames(frames: types.TracebackType | None) -> types.Traceback
     A module that runs the program in its turn hides its frames by a global ``__tracebackhide__``.
     """
     while frames and (
-        frames.tb_frame.f_code.co_filename == __file__ or "__tracebackhide__" in frames.tb_frame.f_globals
+        frames.tb_frame.f_code.co_filename == __file__
+        or "__tracebackhide__" in frames.tb_frame.f_globals
     ):
         frames = frames.tb_next
     return frames

@@ -136,8 +136,12 @@ MODELS: dict[str, ModelEntry] = {
         "Linear 6, MLP 3, ModuleList 1",
         sizes={"dim": 16, "batch": 2, "layers": 3},
     ),
-    "double_linear": ModelEntry("labkit.models.mlp", "DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
-    "unused_linear": ModelEntry("labkit.models.mlp", "UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
+    "double_linear": ModelEntry(
+        "labkit.models.mlp", "DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}
+    ),
+    "unused_linear": ModelEntry(
+        "labkit.models.mlp", "UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}
+    ),
     "skip": ModelEntry(
         "labkit.models.skip",
         "SkipModel",
@@ -170,7 +174,9 @@ def check_model(
     entry = MODELS[model]
     if entry.extra and importlib.util.find_spec(entry.extra) is None:
         others = ", ".join(name for name, other in MODELS.items() if not other.extra)
-        raise ValueError(f"model {model} needs {entry.extra}: pip install 'labkit[hf]'; without it: {others}")
+        raise ValueError(
+            f"model {model} needs {entry.extra}: pip install 'labkit[hf]'; without it: {others}"
+        )
     missing = [name for name in block_types if name not in entry.class_counts]
     if missing:
         raise ValueError(
@@ -178,7 +184,9 @@ def check_model(
         )
     for name, size in (sizes or {}).items():
         if name not in entry.sizes:
-            raise ValueError(f"model {model} has no size {name}: it has {', '.join(entry.sizes) or 'none to choose'}")
+            raise ValueError(
+                f"model {model} has no size {name}: it has {', '.join(entry.sizes) or 'none to choose'}"
+            )
         least = min(1, entry.sizes[name])  # a delay may be 0
         if size < least:
             raise ValueError(f"{name} {size} must be at least {least}")
@@ -190,11 +198,15 @@ def check_model(
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
             last = f"{blocks} blocks, from 0 to {blocks - 1}"
-            raise ValueError(f"{name} {tuple(chosen)} counts blocks that are not there: model {model} has {last}")
+            raise ValueError(
+                f"{name} {tuple(chosen)} counts blocks that are not there: model {model} has {last}"
+            )
     return entry
 
 
-def create_model(model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int) -> LabModel:
+def create_model(
+    model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int
+) -> LabModel:
     """A model by name, with random weights from the global RNG.
 
     Args:
@@ -211,5 +223,9 @@ def create_model(model: str, *, seed: int | None = None, expert_seed: int = 0, *
     chosen: type[LabModel] = getattr(importlib.import_module(entry.module), entry.class_name)
     if seed is not None:
         importlib.import_module("torch").manual_seed(seed)
-    differs = {"expert_seed": expert_seed} if "expert_seed" in inspect.signature(chosen).parameters else {}
+    differs = (
+        {"expert_seed": expert_seed}
+        if "expert_seed" in inspect.signature(chosen).parameters
+        else {}
+    )
     return chosen.build(**{**entry.sizes, **sizes, **differs})

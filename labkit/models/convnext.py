@@ -33,7 +33,9 @@ class ChannelLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[N, C, H, W] to the same shape."""
         channels_last = x.permute(0, 2, 3, 1)
-        normed = functional.layer_norm(channels_last, (x.shape[1],), self.weight, self.bias, self.eps)
+        normed = functional.layer_norm(
+            channels_last, (x.shape[1],), self.weight, self.bias, self.eps
+        )
         return normed.permute(0, 3, 1, 2)
 
 
@@ -157,13 +159,17 @@ class ConvNeXt(nn.Module):
     ):
         super().__init__()
         if len(depths) != len(dims) or not depths:
-            raise ValueError(f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, at least one")
+            raise ValueError(
+                f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, at least one"
+            )
         rates = numpy.linspace(0, drop_path_rate, sum(depths)).tolist()
         stages: list[nn.Module] = []
         for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
             dim_in = dims[stage - 1] if stage else in_chans
             stages.append(Downsample(dim_in, dim, scale=2 if stage else 4, norm_first=stage > 0))
-            stages.extend(ConvNeXtBlock(dim, rates.pop(0), layer_scale_init_value) for _ in range(depth))
+            stages.extend(
+                ConvNeXtBlock(dim, rates.pop(0), layer_scale_init_value) for _ in range(depth)
+            )
         self.stages = nn.Sequential(*stages)
         self.mean = GlobalMean()
         self.head = nn.Linear(dims[-1], num_classes)

@@ -38,11 +38,16 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         """[N, S, D], and ``rotations`` of the model, to [N, S, D]."""
         query, key, value = (
-            layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, self.head_width))
+            for layer in (self.query, self.key, self.value)
         )  # [N, S, H, E], [N, S, K, E] twice
         query, key = apply_rotary(query, rotations), apply_rotary(key, rotations)
-        query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # heads before places
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        query, key, value = (
+            each.transpose(1, 2) for each in (query, key, value)
+        )  # heads before places
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
@@ -116,15 +121,21 @@ class DecoderModel(LabModel):
         self.kv_heads, self.feedforward, self.vocab = kv_heads, feedforward, vocab
         self.input_shape = batch, sequence
         self.embedding = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(DecoderBlock(width, heads, kv_heads, feedforward) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            DecoderBlock(width, heads, kv_heads, feedforward) for _ in range(layers)
+        )
         self.norm = nn.RMSNorm(width, eps=EPSILON)
         self.output = nn.Linear(width, vocab, bias=False)
-        self.register_buffer("rotations", rotary_cos_sin(sequence, width // heads), persistent=False)
+        self.register_buffer(
+            "rotations", rotary_cos_sin(sequence, width // heads), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [N, S] to logits [N, S, V]."""
         x = self.embedding(tokens)
-        rotations = torch.view_as_complex(self.rotations)  # complex, so that mixed precision leaves them alone
+        rotations = torch.view_as_complex(
+            self.rotations
+        )  # complex, so that mixed precision leaves them alone
         for block in self.blocks:
             x = block(x, rotations)
         return self.output(self.norm(x))
@@ -136,7 +147,9 @@ class DecoderModel(LabModel):
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Mean cross-entropy of the logits with the tokens that come next; after a sample's last comes its first."""
         following = inputs[0].roll(-1, dims=1)
-        return functional.cross_entropy(upcast_to_float32(output).flatten(0, 1), following.flatten())
+        return functional.cross_entropy(
+            upcast_to_float32(output).flatten(0, 1), following.flatten()
+        )
 
 
 def rotary_cos_sin(sequence: int, head_width: int) -> Tensor:

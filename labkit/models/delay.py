@@ -37,7 +37,9 @@ def pause_device(ms: float, device: torch.device) -> None:
     if ms <= 0:
         return
     if device.type == "cuda":
-        torch_private.sleep(int(ms * _cycles_per_ms(device)))  # PyTorch has no public kernel that only waits
+        torch_private.sleep(
+            int(ms * _cycles_per_ms(device))
+        )  # PyTorch has no public kernel that only waits
     else:
         time.sleep(ms / 1e3)
 
@@ -73,7 +75,9 @@ def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
 
 def _output_device(values: Any, module: nn.Module) -> torch.device:
     """Where a module's output is."""
-    tensors = [value for value in [*tree_leaves(values), *module.parameters()] if isinstance(value, Tensor)]
+    tensors = [
+        value for value in [*tree_leaves(values), *module.parameters()] if isinstance(value, Tensor)
+    ]
     return tensors[0].device
 
 
@@ -129,7 +133,9 @@ class ModuleWithDelay(LabModel):
         delay_before_reduction_ms: pause in the backward of every block of ``module.block_types``: see delay_reduction.
     """
 
-    def __init__(self, module: LabModel, delay_after_loss_ms: float = 0, delay_before_reduction_ms: float = 0):
+    def __init__(
+        self, module: LabModel, delay_after_loss_ms: float = 0, delay_before_reduction_ms: float = 0
+    ):
         super().__init__()
         self.module = module
         self.block_types = module.block_types  # type: ignore[misc]  # of this object, not of the class

@@ -23,7 +23,9 @@ class _TokenModel(LabModel):
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Mean cross-entropy of the logits with the input's own tokens."""
-        return functional.cross_entropy(upcast_to_float32(output).flatten(0, 1), inputs[0].flatten())
+        return functional.cross_entropy(
+            upcast_to_float32(output).flatten(0, 1), inputs[0].flatten()
+        )
 
 
 class Bert(_TokenModel):

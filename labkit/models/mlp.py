@@ -61,7 +61,13 @@ class MLPStack(FloatInputModel):
 
     block_types = ("MLP",)
 
-    def __init__(self, dim: int = 16, with_layer_norm: bool = False, batch: int = 2, layers: int = len(MULTIPLIERS)):
+    def __init__(
+        self,
+        dim: int = 16,
+        with_layer_norm: bool = False,
+        batch: int = 2,
+        layers: int = len(MULTIPLIERS),
+    ):
         super().__init__()
         self.dim, self.input_shape = dim, (batch, SEQUENCE_LENGTH, dim)
         inner = islice(cycle(MULTIPLIERS), layers)
@@ -95,7 +101,9 @@ class DoubleLinear(FloatInputModel):
         first = functional.relu(self.lin1(x))
         return (first, functional.relu(self.lin2(x))) if self.use_second_linear else first
 
-    def get_loss(self, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor] | Tensor) -> Tensor:
+    def get_loss(
+        self, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor] | Tensor
+    ) -> Tensor:
         """The mean squared distance to 1, summed over the results."""
         results = output if isinstance(output, tuple) else (output,)
         losses = [super(DoubleLinear, self).get_loss(inputs, result) for result in results]

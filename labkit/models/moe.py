@@ -48,9 +48,15 @@ class MixtureOfExperts(FloatInputModel):
 
     def __init__(self, expert_seed: int = 0, delay_before_free_ms: int = 0):
         super().__init__()
-        shared, expert = Shared(SHARED_WIDTH, EXPERT_WIDTH), Expert(EXPERT_WIDTH, SHARED_WIDTH, expert_seed)
+        shared, expert = (
+            Shared(SHARED_WIDTH, EXPERT_WIDTH),
+            Expert(EXPERT_WIDTH, SHARED_WIDTH, expert_seed),
+        )
         self.net = nn.Sequential(
-            nn.Linear(INPUT_WIDTH, SHARED_WIDTH), shared, expert, nn.Linear(SHARED_WIDTH, INPUT_WIDTH)
+            nn.Linear(INPUT_WIDTH, SHARED_WIDTH),
+            shared,
+            expert,
+            nn.Linear(SHARED_WIDTH, INPUT_WIDTH),
         )
         if delay_before_free_ms:
 

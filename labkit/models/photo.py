@@ -20,9 +20,13 @@ REGION_ROWS, REGION_COLUMNS = 5, 2
 @functools.cache
 def load_photo() -> numpy.ndarray:
     """The photo, [height, width, 3] = [600, 512, 3], bytes, read-only."""
-    matplotlib = importlib.util.find_spec("matplotlib")  # found, not imported: that would take each rank half a second
+    matplotlib = importlib.util.find_spec(
+        "matplotlib"
+    )  # found, not imported: that would take each rank half a second
     assert matplotlib and matplotlib.origin
-    with Image.open(Path(matplotlib.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg") as file:
+    with Image.open(
+        Path(matplotlib.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg"
+    ) as file:
         return numpy.asarray(file)
 
 
@@ -50,14 +54,18 @@ def image_batch(
     """
     regions = REGION_ROWS * REGION_COLUMNS
     if kind == "photo" and classes < regions:
-        raise ValueError(f"{classes} classes cannot label the photo's {regions} regions: take at least {regions}")
+        raise ValueError(
+            f"{classes} classes cannot label the photo's {regions} regions: take at least {regions}"
+        )
     random = numpy.random.default_rng(seed)
     if kind == "photo":
         images, labels = photo_tiles(random, count, height, width)
     else:
         images = random.standard_normal((count, 3, height, width), dtype=numpy.float32)
         labels = random.integers(0, classes, count)
-    return torch.from_numpy(images).contiguous(memory_format=torch.channels_last), torch.from_numpy(labels)
+    return torch.from_numpy(images).contiguous(memory_format=torch.channels_last), torch.from_numpy(
+        labels
+    )
 
 
 def photo_tiles(
@@ -71,6 +79,11 @@ def photo_tiles(
     rows, columns = picture.shape[:2]
     padded = numpy.pad(picture, ((0, height), (0, width), (0, 0)), mode="symmetric")
     tops, lefts = random.integers(0, rows, count), random.integers(0, columns, count)
-    cut = [padded[top : top + height, left : left + width] for top, left in zip(tops, lefts, strict=True)]
+    cut = [
+        padded[top : top + height, left : left + width]
+        for top, left in zip(tops, lefts, strict=True)
+    ]
     regions = tops * REGION_ROWS // rows * REGION_COLUMNS + lefts * REGION_COLUMNS // columns
-    return (numpy.stack(cut).transpose(0, 3, 1, 2) / numpy.float32(127.5) - 1).astype(numpy.float32), regions
+    return (numpy.stack(cut).transpose(0, 3, 1, 2) / numpy.float32(127.5) - 1).astype(
+        numpy.float32
+    ), regions

@@ -92,9 +92,13 @@ def upcast_to_float32(x: Tensor) -> Tensor:
 
 def random_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
     """Standard normal numbers, drawn on the CPU so that every device gets the same."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(
+        device
+    )
 
 
 def random_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
     """Whole numbers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the same."""
-    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
+    return torch.randint(
+        below, shape, generator=torch.Generator().manual_seed(seed), device="cpu"
+    ).to(device)

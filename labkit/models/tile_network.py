@@ -18,7 +18,10 @@ BATCH = 64  # tiles in a step of training
 
 def tile_network(dim: int) -> nn.Sequential:
     """A linear layer, two multilayer perceptrons, and a linear layer: [N, 3, 16, 16] to [N, 10], all without bias."""
-    first, last = nn.Linear(3 * TILE_PIXELS * TILE_PIXELS, dim, bias=False), nn.Linear(dim, CLASSES, bias=False)
+    first, last = (
+        nn.Linear(3 * TILE_PIXELS * TILE_PIXELS, dim, bias=False),
+        nn.Linear(dim, CLASSES, bias=False),
+    )
     return nn.Sequential(nn.Flatten(), first, MLP(dim, bias=False), MLP(dim, bias=False), last)
 
 
@@ -46,7 +49,9 @@ def _train_weights(dim: int, steps: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tile_network(dim)
-    images, labels = tile_batch(max(1, steps) * BATCH, seed=0)  # at once, since each call reads the photo
+    images, labels = tile_batch(
+        max(1, steps) * BATCH, seed=0
+    )  # at once, since each call reads the photo
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
     for part in torch.arange(steps * BATCH).split(BATCH) if steps else ():
         optimizer.zero_grad()

@@ -72,9 +72,13 @@ class TransformerWithSharedParams(LabModel):
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         """Source [2, 6] and target [2, 4], token ids."""
-        tokens = random_tokens(BATCH, SOURCE_TOKENS + TARGET_TOKENS, below=self.vocab, device=device, seed=seed)
+        tokens = random_tokens(
+            BATCH, SOURCE_TOKENS + TARGET_TOKENS, below=self.vocab, device=device, seed=seed
+        )
         return tokens[:, :SOURCE_TOKENS], tokens[:, SOURCE_TOKENS:]
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Mean cross-entropy of the logits with the target's own tokens."""
-        return functional.cross_entropy(upcast_to_float32(output).flatten(0, 1), inputs[1].flatten())
+        return functional.cross_entropy(
+            upcast_to_float32(output).flatten(0, 1), inputs[1].flatten()
+        )

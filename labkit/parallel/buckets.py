@@ -20,10 +20,18 @@ BucketRule = Callable[[list[int], int], list[list[int]]]
 """From the sizes of gradients in bytes, in the order in which they come, and a limit: the indices in each bucket."""
 
 
-def apply_gradient_buckets(model: LabModel, mesh: DeviceMesh, ignored: Iterable[nn.Module] = ()) -> None:
+def apply_gradient_buckets(
+    model: LabModel, mesh: DeviceMesh, ignored: Iterable[nn.Module] = ()
+) -> None:
     """Average a model's gradients over the ranks of a mesh, in place: all but those of local and ignored modules."""
-    local = {id(parameter) for module in [*model.local_modules(), *ignored] for parameter in module.parameters()}
-    GradientBuckets([parameter for parameter in model.parameters() if id(parameter) not in local], mesh)
+    local = {
+        id(parameter)
+        for module in [*model.local_modules(), *ignored]
+        for parameter in module.parameters()
+    }
+    GradientBuckets(
+        [parameter for parameter in model.parameters() if id(parameter) not in local], mesh
+    )
 
 
 class GradientBuckets:
@@ -55,7 +63,9 @@ class GradientBuckets:
         self._flights: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._count_gradient(index))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, index=index: self._count_gradient(index)
+                )
 
     def _count_gradient(self, index: int) -> None:
         if self._waiting == self._sizes:  # the first of a backward pass
@@ -88,7 +98,9 @@ class GradientBuckets:
         for bucket, flat, work in self._flights:
             if work is not None:
                 work.wait()
-            for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            for parameter, mean in zip(
+                bucket, flat.split([p.numel() for p in bucket]), strict=True
+            ):
                 assert parameter.grad is not None
                 parameter.grad.copy_(mean.view_as(parameter.grad))
         self._flights.clear()
@@ -108,10 +120,16 @@ def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
     return buckets
 
 
-def bucket_parameters(parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule) -> list[list[nn.Parameter]]:
+def bucket_parameters(
+    parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule
+) -> list[list[nn.Parameter]]:
     """Parameters in reverse order, in the buckets of a rule. Raises ValueError unless each is in exactly one."""
     coming = parameters[::-1]
-    buckets = rule([parameter.numel() * parameter.element_size() for parameter in coming], bucket_bytes)
+    buckets = rule(
+        [parameter.numel() * parameter.element_size() for parameter in coming], bucket_bytes
+    )
     if sorted(index for bucket in buckets for index in bucket) != list(range(len(coming))):
-        raise ValueError(f"the buckets {buckets} do not hold each of the gradients 0 to {len(coming) - 1} once")
+        raise ValueError(
+            f"the buckets {buckets} do not hold each of the gradients 0 to {len(coming) - 1} once"
+        )
     return [[coming[index] for index in bucket] for bucket in buckets if bucket]

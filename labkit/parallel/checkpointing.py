@@ -35,7 +35,9 @@ OPS_TO_SAVE = tuple(
 """What a selectively checkpointed block keeps each result of: attention, and what took communication."""
 
 
-def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str], *, selective: bool = False) -> int:
+def apply_activation_checkpointing(
+    model: nn.Module, block_types: Collection[str], *, selective: bool = False
+) -> int:
     """Checkpoint every block of these types in place: non-reentrant, activations stay on their device.
 
     Names of parameters do not change. A block inside a checkpointed block is not checkpointed again.
@@ -53,9 +55,13 @@ def apply_activation_checkpointing(model: nn.Module, block_types: Collection[str
     """
     chosen = outer_blocks(model, block_types)
     how: dict[str, Any] = (
-        {"context_fn": lambda: create_selective_checkpoint_contexts(SelectiveCheckpointPolicy())} if selective else {}
+        {"context_fn": lambda: create_selective_checkpoint_contexts(SelectiveCheckpointPolicy())}
+        if selective
+        else {}
     )
-    non_reentrant = partial(wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT, **how)
+    non_reentrant = partial(
+        wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT, **how
+    )
     wrapper.apply_activation_checkpointing(model, non_reentrant, lambda module: module in chosen)
     return len(chosen)
 
@@ -66,7 +72,9 @@ class SelectiveCheckpointPolicy:
     def __init__(self) -> None:
         self._products: Counter[bool] = Counter()
 
-    def __call__(self, context: Any, operator: Any, *unused: Any, **others: Any) -> CheckpointPolicy:
+    def __call__(
+        self, context: Any, operator: Any, *unused: Any, **others: Any
+    ) -> CheckpointPolicy:
         """Keep the operator's result, or compute it again."""
         keep = operator in OPS_TO_SAVE
         if operator in GEMM_OPS:
@@ -88,7 +96,9 @@ def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Modu
     blocks = find_blocks(model, block_types)
     inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
     if not blocks:
-        raise ValueError(f"no block of type {', '.join(block_types) or '(none given)'} in {type(model).__name__}")
+        raise ValueError(
+            f"no block of type {', '.join(block_types) or '(none given)'} in {type(model).__name__}"
+        )
     return [block for block in blocks if id(block) not in inside]
 
 
@@ -100,14 +110,18 @@ def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collec
     """
     blocks = find_blocks(model, block_types)
     if not set(chosen) <= set(range(len(blocks))):
-        raise ValueError(f"freeze {sorted(chosen)} counts blocks that are not there: there are {len(blocks)}, from 0")
+        raise ValueError(
+            f"freeze {sorted(chosen)} counts blocks that are not there: there are {len(blocks)}, from 0"
+        )
     for index in chosen:
         blocks[index].requires_grad_(False)
 
 
 def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointWrapper]:
     """The wrapper of every checkpointed block, by block."""
-    wrappers = [module for module in model.modules() if isinstance(module, wrapper.CheckpointWrapper)]
+    wrappers = [
+        module for module in model.modules() if isinstance(module, wrapper.CheckpointWrapper)
+    ]
     return {each._checkpoint_wrapped_module: each for each in wrappers}
 
 

@@ -16,7 +16,11 @@ from labkit.parallel.checkpointing import checkpoint_wrappers, outer_blocks
 
 
 def apply_compile(
-    model: nn.Module, block_types: Collection[str] = (), *, inductor: bool = True, eager_random: bool = False
+    model: nn.Module,
+    block_types: Collection[str] = (),
+    *,
+    inductor: bool = True,
+    eager_random: bool = False,
 ) -> int:
     """Compile every block of these types in place, or without types the whole model. Names do not change.
 
@@ -44,7 +48,9 @@ def apply_compile(
     blocks, wrappers = outer_blocks(model, block_types), checkpoint_wrappers(model)
     for block in blocks:
         outermost = wrappers.get(block, block)
-        outermost.forward = torch.compile(outermost.forward, **how)  # not its hooks, which FSDP will hang there
+        outermost.forward = torch.compile(
+            outermost.forward, **how
+        )  # not its hooks, which FSDP will hang there
     return len(blocks)
 
 

@@ -116,7 +116,9 @@ def apply_technique(
         yield replicated, programs
 
 
-def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB) -> DistributedDataParallel:
+def apply_ddp(
+    model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
+) -> DistributedDataParallel:
     """Wrap a model with DistributedDataParallel; its parameters are made rank 0's.
 
     A bucket is sent once it holds ``bucket_mb`` MiB. At 25, the default, the first one is sent at 1 MiB already; for
@@ -126,7 +128,9 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_
     return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
 
-def apply_replicate(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB) -> nn.Module:
+def apply_replicate(
+    model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
+) -> nn.Module:
     """The same in place, without a wrapper: the module keeps its names. See ``apply_ddp``.
 
     Where the mesh is one axis of a larger one and parameters are DTensors on another axis, they leave the module's
@@ -195,7 +199,11 @@ def fuse_all_reduces(
         fuse = getattr(ddp_fusion, f"fuse_ddp_with_{mode}_op")
         # not by its name, with which inductor would give it DDP's bucket size, rounded down to a whole number
         passes.insert(0, lambda graph: fuse(graph, bucket_mb))
-    settings = {"_fuse_ddp_communication": True, "_fuse_ddp_communication_passes": passes, "_fuse_ddp_bucket_size": 25}
+    settings = {
+        "_fuse_ddp_communication": True,
+        "_fuse_ddp_communication_passes": passes,
+        "_fuse_ddp_bucket_size": 25,
+    }
     inlined = set(rules.LEGACY_MOD_INLINELIST)
     torch.compiler.reset()
     try:
@@ -225,7 +233,9 @@ def compile_backward(*, inductor: bool = True) -> Iterator[None]:
     from labkit.torch_private import compiled_autograd
 
     def compile_graph(graph: Any) -> Any:
-        return torch.compile(graph, fullgraph=True, dynamic=False, backend="inductor" if inductor else "eager")
+        return torch.compile(
+            graph, fullgraph=True, dynamic=False, backend="inductor" if inductor else "eager"
+        )
 
     with compiled_autograd._enable(compile_graph, dynamic=False):
         yield

@@ -42,9 +42,13 @@ def apply_extension(
             drops the others (torch 2.13).
     """
     if mesh.size() < 2:
-        raise ValueError("an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing")
+        raise ValueError(
+            "an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing"
+        )
     if extension == "two_tensor" or callable(extension):
-        tensors.convert_parameters(model, extension if callable(extension) else tensors.make_two_tensor)
+        tensors.convert_parameters(
+            model, extension if callable(extension) else tensors.make_two_tensor
+        )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     for child in model:
         if list(child.parameters()):

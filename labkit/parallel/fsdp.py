@@ -36,7 +36,12 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from labkit.models.protocol import CUDAInitMode, FSDPInitMode, LabModel
 from labkit.parallel.buckets import apply_gradient_buckets
-from labkit.parallel.checkpointing import BlockTypes, apply_activation_checkpointing, find_blocks, plain_name
+from labkit.parallel.checkpointing import (
+    BlockTypes,
+    apply_activation_checkpointing,
+    find_blocks,
+    plain_name,
+)
 from labkit.parallel.units import (
     ROOT,
     Units,
@@ -108,20 +113,37 @@ def apply_fsdp(
         return model, {}
     types: BlockTypes = tuple(blocks) or model.block_types
     if wrap in ("every", "size"):
-        chosen = set(modules_with_parameters(model) if wrap == "every" else large_modules(model, min_numbers))
+        chosen = set(
+            modules_with_parameters(model) if wrap == "every" else large_modules(model, min_numbers)
+        )
         types = chosen.__contains__ if chosen else ()  # a model that is too small is one unit
     elif wrap != "block":
-        types = is_unit if wrap == "yours" and is_unit else {"root": (), "layer": layer_types(model)}[wrap]
+        types = (
+            is_unit
+            if wrap == "yours" and is_unit
+            else {"root": (), "layer": layer_types(model)}[wrap]
+        )
     compute = GATHER_DTYPES.get(precision)
     reduce = torch.float32 if compute else None
-    shared: dict[str, Any] = {"block_types": types, "skip": skip, "local_modules": model.local_modules()}
-    shared |= {"ignored_modules": find_blocks(model, ignore), "reshard_after_forward": reshard_after_forward}
+    shared: dict[str, Any] = {
+        "block_types": types,
+        "skip": skip,
+        "local_modules": model.local_modules(),
+    }
+    shared |= {
+        "ignored_modules": find_blocks(model, ignore),
+        "reshard_after_forward": reshard_after_forward,
+    }
     if fsdp == 1:
         mixed = MixedPrecision(compute, reduce) if compute else None
         device = next(model.parameters()).device
         how = shared | fsdp1_options
-        wrapped = apply_fsdp1(model, mixed_precision=mixed, cpu_offload=offload, device=device, mesh=mesh, **how)
-        shards = {n: m for n, m in wrapped.named_modules() if isinstance(m, FullyShardedDataParallel)}
+        wrapped = apply_fsdp1(
+            model, mixed_precision=mixed, cpu_offload=offload, device=device, mesh=mesh, **how
+        )
+        shards = {
+            n: m for n, m in wrapped.named_modules() if isinstance(m, FullyShardedDataParallel)
+        }
         return wrapped, {plain_name(name) or ROOT: [module] for name, module in shards.items()}
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     to_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else None
@@ -209,22 +231,33 @@ def apply_fsdp2(
     outside = [*local_modules, *ignored_modules]
     units = fsdp_units(model, block_types, outside, skip)
     apart = [*outside, *(module for modules in units.values() for module in modules)]
-    own = set(model.parameters()) - {parameter for module in apart for parameter in module.parameters()}
+    own = set(model.parameters()) - {
+        parameter for module in apart for parameter in module.parameters()
+    }
     precision, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     ignored = {parameter for module in ignored_modules for parameter in module.parameters()}
     shard = partial(fully_shard, offload_policy=offload, ignored_params=ignored or None)
     for module in local_modules:
         shard(module, mesh=mesh["alone"], mp_policy=precision)
     lines, norms = sharding_mesh(mesh), set[nn.Module]()
-    if precision.param_dtype:  # statistics of a batch norm stay in float32, and so must it; FSDP1 does so by itself
+    if (
+        precision.param_dtype
+    ):  # statistics of a batch norm stay in float32, and so must it; FSDP1 does so by itself
         norms = {module for module in model.modules() if isinstance(module, BatchNorm)}
         norms -= {part for module in outside for part in module.modules()}
     own_units = {modules[0] for modules in units.values() if len(modules) == 1}
     for modules in [*([norm] for norm in norms - own_units), *inner_first(units)]:
         together = modules if len(modules) > 1 else modules[0]
-        policy = MixedPrecisionPolicy(param_dtype=torch.float32) if modules[0] in norms else precision
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.float32) if modules[0] in norms else precision
+        )
         shard(together, mesh=lines, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    shard(model, mesh=lines, mp_policy=precision, reshard_after_forward=None if reshard_after_forward else False)
+    shard(
+        model,
+        mesh=lines,
+        mp_policy=precision,
+        reshard_after_forward=None if reshard_after_forward else False,
+    )
     return units | ({ROOT: [model]} if own else {})
 
 
@@ -271,7 +304,9 @@ def apply_fsdp1(
         ValueError: the model has no block of these types; offload without a GPU, for which FSDP1 pins memory.
     """
     if cpu_offload and not torch.cuda.is_available():
-        raise ValueError("FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no offload")
+        raise ValueError(
+            "FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no offload"
+        )
     if use_checkpointing:
         assert not callable(block_types)
         apply_activation_checkpointing(model, block_types)
@@ -290,7 +325,11 @@ def apply_fsdp1(
     def wrap_rule(module: nn.Module) -> bool | dict[str, Any]:
         return to_itself if module in local_modules else module in single
 
-    prefetch = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+    prefetch = {
+        "pre": BackwardPrefetch.BACKWARD_PRE,
+        "post": BackwardPrefetch.BACKWARD_POST,
+        "none": None,
+    }
     return FullyShardedDataParallel(
         model,
         sharding_strategy=full if reshard_after_forward else kept,

@@ -59,7 +59,9 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     Raises:
         ValueError: the convolution's output cannot stay cut where its input is.
     """
-    kernel, stride, dilation = (setting[dim - 2] for setting in (conv.kernel_size, conv.stride, conv.dilation))
+    kernel, stride, dilation = (
+        setting[dim - 2] for setting in (conv.kernel_size, conv.stride, conv.dilation)
+    )
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
         raise ValueError(
             f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a number and zeros"
@@ -76,7 +78,13 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
 
 
 def halo_conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, halo: int, strip: Strip, settings: ConvolutionSettings
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    halo: int,
+    strip: Strip,
+    settings: ConvolutionSettings,
 ) -> Tensor:
     """Convolve one strip of an image as if the whole image were here.
 
@@ -129,7 +137,13 @@ class ConvolutionSettings(NamedTuple):
 class _HaloConv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: int, strip: Strip, settings: ConvolutionSettings
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        halo: int,
+        strip: Strip,
+        settings: ConvolutionSettings,
     ) -> Tensor:
         padded = pad_with_halo(x, halo, strip)
         ctx.save_for_backward(padded, weight)
@@ -144,13 +158,29 @@ class _HaloConv2d(torch.autograd.Function):
 
         def convolution_gradients(*wanted: bool) -> list[Tensor | None]:
             return torch.ops.aten.convolution_backward(
-                grads[0], padded, weight, [len(weight)], stride, padding, dilation, False, [0, 0], groups, wanted
+                grads[0],
+                padded,
+                weight,
+                [len(weight)],
+                stride,
+                padding,
+                dilation,
+                False,
+                [0, 0],
+                groups,
+                wanted,
             )
 
         grad_padded = convolution_gradients(wants_x, False, False)[0]
-        homecoming = None if grad_padded is None else return_halo_gradients(grad_padded, ctx.halo, ctx.strip)
-        grad_weight = convolution_gradients(False, wants_weight, False)[1]  # while the halos' gradients travel
-        grad_bias = grads[0].sum(dim=(0, 2, 3)) if wants_bias else None  # on CPU far faster than from the convolution
+        homecoming = (
+            None if grad_padded is None else return_halo_gradients(grad_padded, ctx.halo, ctx.strip)
+        )
+        grad_weight = convolution_gradients(False, wants_weight, False)[
+            1
+        ]  # while the halos' gradients travel
+        grad_bias = (
+            grads[0].sum(dim=(0, 2, 3)) if wants_bias else None
+        )  # on CPU far faster than from the convolution
         grad_x = None if homecoming is None else homecoming()
         return grad_x, grad_weight, grad_bias, None, None, None
 
@@ -158,7 +188,9 @@ class _HaloConv2d(torch.autograd.Function):
 def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     """A strip with ``halo`` columns of the neighbours at both ends; zeros at the borders of the image."""
     size, dim = x.shape[strip.dim], strip.dim
-    arrivals = _exchange_with_neighbours(x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip)
+    arrivals = _exchange_with_neighbours(
+        x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip
+    )
     padded = _empty_with_size(x, dim, size + 2 * halo)
     padded.narrow(dim, halo, size).copy_(x)  # while the halos travel
     for start, arrived in zip((0, size + halo), arrivals(), strict=True):
@@ -187,7 +219,9 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
     return wait_and_add
 
 
-def _exchange_with_neighbours(first: Tensor, last: Tensor, strip: Strip) -> Callable[[], list[Tensor | None]]:
+def _exchange_with_neighbours(
+    first: Tensor, last: Tensor, strip: Strip
+) -> Callable[[], list[Tensor | None]]:
     """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as much from each.
 
     Call what is returned to wait for what the two send; None at a border of the image.

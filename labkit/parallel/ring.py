@@ -23,7 +23,10 @@ def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
     for step in range(2 * (ranks - 1)):
         leaves, comes = (rank - step) % ranks, (rank - step - 1) % ranks
         arrived = torch.empty_like(parts[comes])
-        requests = [dist.isend(parts[leaves], (rank + 1) % ranks), dist.irecv(arrived, (rank - 1) % ranks)]
+        requests = [
+            dist.isend(parts[leaves], (rank + 1) % ranks),
+            dist.irecv(arrived, (rank - 1) % ranks),
+        ]
         for request in requests:
             assert request is not None, "every rank of the world is in its own group"
             request.wait()

@@ -42,7 +42,9 @@ def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int)
     """
     plain = path.suffix == PLAIN_FILE_SUFFIX
     on_gpu = next(model.parameters()).device.type == "cuda"
-    options = StateDictOptions(full_state_dict=plain, cpu_offload=plain and on_gpu)  # FSDP1 on a CPU crashes with it
+    options = StateDictOptions(
+        full_state_dict=plain, cpu_offload=plain and on_gpu
+    )  # FSDP1 on a CPU crashes with it
     weights, updates = get_state_dict(model, optimizer, options=options)
     state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": step}
     if not plain:
@@ -69,13 +71,19 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     if path.suffix != PLAIN_FILE_SUFFIX:
         weights, updates = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": 0}
-        state_dict_loader.load(state, storage_reader=SafeCheckpointReader(path), planner=SafeLoadPlanner())
+        state_dict_loader.load(
+            state, storage_reader=SafeCheckpointReader(path), planner=SafeLoadPlanner()
+        )
         options = StateDictOptions()
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
         options = StateDictOptions(full_state_dict=True)
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
     )
     return int(state["step"])
 
@@ -100,7 +108,10 @@ class CheckpointFolder:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".step_*"):  # of a run that was killed
                 shutil.rmtree(leftover)
-            word = [f".seen_{uuid.uuid4().hex}", max((path.name for path in folder.glob("step_*")), default=None)]
+            word = [
+                f".seen_{uuid.uuid4().hex}",
+                max((path.name for path in folder.glob("step_*")), default=None),
+            ]
             (folder / word[0]).touch()
         dist.broadcast_object_list(word)
         mark, self._newest = word
@@ -109,7 +120,9 @@ class CheckpointFolder:
         if self._is_first:
             (folder / mark).unlink()
         if blind := [rank for rank, does in enumerate(sees) if not does]:
-            raise ValueError(f"ranks {blind} do not see rank 0's folder {folder}: take one on a disk that all share")
+            raise ValueError(
+                f"ranks {blind} do not see rank 0's folder {folder}: take one on a disk that all share"
+            )
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Put the newest save into a model and its optimizer; returns how many steps were trained, 0 without a save."""
@@ -118,7 +131,9 @@ class CheckpointFolder:
     def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
         """Save a training after so many steps."""
         name = f"step_{step:08d}"
-        save_training(self._folder / f".{name}", model, optimizer, step)  # none leaves it before all have written
+        save_training(
+            self._folder / f".{name}", model, optimizer, step
+        )  # none leaves it before all have written
         if self._is_first:
             (self._folder / f".{name}").rename(self._folder / name)
             for old in sorted(self._folder.glob("step_*"))[:-CHECKPOINTS_TO_KEEP]:

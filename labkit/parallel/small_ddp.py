@@ -19,7 +19,9 @@ def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
         model: equal on all ranks; each backward pass gives a gradient to every parameter.
         bucket_bytes: a bucket is closed once it holds so many.
     """
-    parameters = list(model.parameters())[::-1]  # as DDP does before it knows better: the last layer's come first
+    parameters = list(model.parameters())[
+        ::-1
+    ]  # as DDP does before it knows better: the last layer's come first
     plan = assign_buckets([parameter.nbytes for parameter in parameters], bucket_bytes)
     buckets = [[parameters[position] for position in bucket] for bucket in plan]
     missing = [len(bucket) for bucket in buckets]

@@ -70,7 +70,10 @@ def flatten_tensors(tensors: Iterable[Tensor], ranks: int) -> Tensor:
 def split_flat(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat tensor, shaped as these tensors, in their order."""
     sizes = [tensor.numel() for tensor in like]
-    return [piece.view(each.shape) for piece, each in zip(row[: sum(sizes)].split(sizes), like, strict=True)]
+    return [
+        piece.view(each.shape)
+        for piece, each in zip(row[: sum(sizes)].split(sizes), like, strict=True)
+    ]
 
 
 class FlatShards(nn.Module):
@@ -85,16 +88,24 @@ class FlatShards(nn.Module):
         ValueError: units overlap or leave parameters out, or what ``shard`` returned is no share of its unit.
     """
 
-    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module], shard: ShardUnit = shard_unit):
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, nn.Module], shard: ShardUnit = shard_unit
+    ):
         super().__init__()
         self._model = [model]  # in a list, so that its parameters are not this module's
         self._units = {name: list(unit.parameters()) for name, unit in units.items()}
         held = [id(parameter) for parameters in self._units.values() for parameter in parameters]
-        missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+        missing = [
+            name for name, parameter in model.named_parameters() if id(parameter) not in held
+        ]
         if missing or len(set(held)) < len(held):
             what = f"{missing[0]} is in no unit" if missing else "two units share a parameter"
-            raise ValueError(f"{what}, and nobody but a unit gathers it: choose units that hold each parameter once")
-        self.shards = nn.ParameterList(_make_share(shard, name, unit) for name, unit in units.items())
+            raise ValueError(
+                f"{what}, and nobody but a unit gathers it: choose units that hold each parameter once"
+            )
+        self.shards = nn.ParameterList(
+            _make_share(shard, name, unit) for name, unit in units.items()
+        )
 
     def forward(self, *inputs: Tensor) -> Any:
         """Of the model."""
@@ -104,7 +115,11 @@ class FlatShards(nn.Module):
         """The model with all parameters and gradients, and no longer sharded. A collective."""
         for parameters, shard in zip(self._units.values(), self.shards, strict=True):
             values = split_flat(_all_gather_flat(shard.detach()), parameters)
-            gradients = values if shard.grad is None else split_flat(_all_gather_flat(shard.grad), parameters)
+            gradients = (
+                values
+                if shard.grad is None
+                else split_flat(_all_gather_flat(shard.grad), parameters)
+            )
             for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
                 parameter.data, parameter.grad = value, None if shard.grad is None else gradient
         return self._model[0]

@@ -123,9 +123,15 @@ def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: Shar
     return model
 
 
-def _check_share(own: Any, layer: nn.Linear, name: str, placements: Mapping[str, Placement], ranks: int) -> None:
+def _check_share(
+    own: Any, layer: nn.Linear, name: str, placements: Mapping[str, Placement], ranks: int
+) -> None:
     """Raise ValueError unless this module holds one rank's share of a layer."""
-    has = {each: tuple(p.shape) for each, p in own.named_parameters()} if isinstance(own, nn.Module) else {}
+    has = (
+        {each: tuple(p.shape) for each, p in own.named_parameters()}
+        if isinstance(own, nn.Module)
+        else {}
+    )
     wants = {}
     for each, parameter in layer.named_parameters():
         shape, placement = list(parameter.shape), placements[each]
@@ -133,7 +139,9 @@ def _check_share(own: Any, layer: nn.Linear, name: str, placements: Mapping[str,
             shape[placement.dim] //= ranks
         wants[each] = tuple(shape)
     if has != wants:
-        raise ValueError(f"{name}: one of {ranks} ranks needs a module with parameters {wants}, and got {has or own!r}")
+        raise ValueError(
+            f"{name}: one of {ranks} ranks needs a module with parameters {wants}, and got {has or own!r}"
+        )
 
 
 class TensorParallelPairs(nn.Module):

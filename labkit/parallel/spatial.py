@@ -80,7 +80,11 @@ def apply_spatial(
     axis = axis_index(mesh, mesh_dim)
     strip = Strip.from_mesh(mesh, axis, tensor_dim)
     strip.pad = pad
-    halos = {module: halo_size(module, tensor_dim) for module in model.modules() if isinstance(module, nn.Conv2d)}
+    halos = {
+        module: halo_size(module, tensor_dim)
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d)
+    }
     _agree_on_dropped_samples(model, mesh, axis)
     if strategy == "local":
         _apply_local(model, mesh, strip, halos)
@@ -92,11 +96,15 @@ def apply_spatial(
 def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
     """The index of the mesh axis along which strips lie. Raises ValueError for one that the mesh does not have."""
     if mesh.ndim > 2:
-        raise ValueError(f"mesh of {mesh.ndim} axes: spatial sharding takes one (space) or two (data x space)")
+        raise ValueError(
+            f"mesh of {mesh.ndim} axes: spatial sharding takes one (space) or two (data x space)"
+        )
     if isinstance(mesh_dim, str):
         names = mesh.mesh_dim_names or ()
         if mesh_dim not in names:
-            raise ValueError(f"mesh axis {mesh_dim!r} is none of {', '.join(names) or 'an unnamed mesh'}")
+            raise ValueError(
+                f"mesh axis {mesh_dim!r} is none of {', '.join(names) or 'an unnamed mesh'}"
+            )
         return names.index(mesh_dim)
     index = mesh.ndim - 1 if mesh_dim is None else mesh_dim
     if not 0 <= index < mesh.ndim:
@@ -169,8 +177,12 @@ def _local_parameter(parameter: Tensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
-def _apply_local(model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn.Conv2d, int]) -> None:
-    _replace_modules(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo})
+def _apply_local(
+    model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn.Conv2d, int]
+) -> None:
+    _replace_modules(
+        model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo}
+    )
     for tensor in [*model.parameters(), *model.buffers()]:
         for axis in range(mesh.ndim):
             dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
@@ -185,7 +197,9 @@ def _apply_local(model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn
     GradientBuckets(model.parameters(), mesh)
 
 
-def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, halos: dict[nn.Conv2d, int]) -> None:
+def _apply_dtensor(
+    model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, halos: dict[nn.Conv2d, int]
+) -> None:
     data_ranks = mesh.size() // mesh.size(axis)
     replicated = [Replicate()] * mesh.ndim
     for module in model.modules():
@@ -193,7 +207,9 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
             whole = distribute_tensor(parameter.detach(), mesh, replicated)
             shared = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             if shared.requires_grad:
-                shared.register_post_accumulate_grad_hook(lambda p: _sum_gradient(p, replicated, data_ranks))
+                shared.register_post_accumulate_grad_hook(
+                    lambda p: _sum_gradient(p, replicated, data_ranks)
+                )
             module.register_parameter(name, shared)
     _replace_modules(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
     for module in model.modules():
@@ -207,11 +223,15 @@ def _apply_dtensor(model: ConvNeXt, mesh: DeviceMesh, axis: int, strip: Strip, h
         size = args[0].shape[strip.dim]
         if left_over := size % strip.ranks:
             rule = f"{size} % {strip.ranks} = {left_over}; use strategy local or a size that {strip.ranks} divides"
-            raise ValueError(f"{strip.ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor: {rule}")
+            raise ValueError(
+                f"{strip.ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor: {rule}"
+            )
 
     model.register_forward_pre_hook(check_strips)
     samples = [Replicate() if index == axis else Shard(0) for index in range(mesh.ndim)]
-    model.mean.register_forward_hook(lambda module, args, features: features.redistribute(placements=samples))
+    model.mean.register_forward_hook(
+        lambda module, args, features: features.redistribute(placements=samples)
+    )
     model.register_forward_hook(lambda module, args, logits: logits.to_local())
 
 
@@ -226,11 +246,15 @@ def _relabel_as_strips(model: nn.Module) -> None:
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
         x = args[0]
         unreduced = [Replicate()] * x.device_mesh.ndim  # what torch calls the gradient of a strip
-        return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, grad_placements=unreduced)
+        return DTensor.from_local(
+            x.to_local(), x.device_mesh, x.placements, grad_placements=unreduced
+        )
 
     def relabel_output(conv: nn.Module, args: tuple[DTensor], out: DTensor) -> DTensor:
         placements = args[0].placements
-        return DTensor.from_local(out.to_local(grad_placements=placements), out.device_mesh, placements)
+        return DTensor.from_local(
+            out.to_local(grad_placements=placements), out.device_mesh, placements
+        )
 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -258,7 +282,9 @@ def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> 
     seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
     for index in range(mesh.ndim):
         dist.broadcast(seed, group=mesh.get_group(index), group_src=0)
-    drawn = int(seed) if type(seed) is Tensor else torch.initial_seed()  # a fake tensor has no value
+    drawn = (
+        int(seed) if type(seed) is Tensor else torch.initial_seed()
+    )  # a fake tensor has no value
     generator = torch.Generator().manual_seed(drawn)
     for module in model.modules():
         if isinstance(module, StochasticDepth):

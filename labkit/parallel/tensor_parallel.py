@@ -45,7 +45,11 @@ CHAIN_PAIRS: dict[str, ParallelStyle] = {"fc[13]": ColwiseParallel(), "fc[24]": 
 
 
 def apply_tensor_parallel(
-    model: MLPStack, mesh: DeviceMesh, *, sequence_parallel: bool, plan: Mapping[str, ParallelStyle] | None = None
+    model: MLPStack,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    plan: Mapping[str, ParallelStyle] | None = None,
 ) -> MLPStack:
     """Share a stack's matrices over the axis ``tp``, in place.
 
@@ -67,21 +71,29 @@ def apply_tensor_parallel(
             width evenly.
     """
     _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
-    line = mesh["tp"]  # taken once: inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
+    line = mesh[
+        "tp"
+    ]  # taken once: inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
     if line.size() > 1:
         parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
         if sequence_parallel:
             whole = Replicate()
             parallelize_module(
-                model, line, PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE_LAYOUT)
+                model,
+                line,
+                PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE_LAYOUT),
             )
             parallelize_module(
-                model, line, PrepareModuleOutput(output_layouts=SEQUENCE_LAYOUT, desired_output_layouts=whole)
+                model,
+                line,
+                PrepareModuleOutput(output_layouts=SEQUENCE_LAYOUT, desired_output_layouts=whole),
             )
     return model
 
 
-def apply_decoder_tensor_parallel(model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_decoder_tensor_parallel(
+    model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool
+) -> None:
     """Share a decoder's matrices over the axis ``tp``, in place: pairs in every block, the embedding, the output layer.
 
     Ranks of one ``tp`` line take the same tokens. Logits stay cut over words, a DTensor: compute the loss and its
@@ -141,7 +153,9 @@ class PlainParameters(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """The model's result."""
-        return functional_call(self.model, self.as_dtensors(dict(self.model.named_parameters())), inputs)
+        return functional_call(
+            self.model, self.as_dtensors(dict(self.model.named_parameters())), inputs
+        )
 
     def as_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's shards of parameters or gradients, by the names of the model's parameters, as DTensors."""
@@ -173,7 +187,9 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     taken = {name: columns for name in ("attention.query", "attention.key", "attention.value")}
     taken |= {name: columns for name in ("feedforward.gate", "feedforward.up")}
     block: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(whole, None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(between, None), desired_input_layouts=(whole, None)
+        ),
         "feedforward": PrepareModuleInput(input_layouts=between, desired_input_layouts=whole),
         **taken,
         "attention.output": rows,
@@ -192,8 +208,12 @@ def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> Non
     """Refuse a mesh without the two axes, and inner widths that the ranks of the sharing ones cannot share."""
     names = mesh.mesh_dim_names or ()
     if not {"data", "tp"} <= set(names):
-        raise ValueError(f"the mesh has axes {', '.join(names) or 'without names'}: it needs data and tp")
+        raise ValueError(
+            f"the mesh has axes {', '.join(names) or 'without names'}: it needs data and tp"
+        )
     ranks = math.prod(mesh[axis].size() for axis in sharing)
     for width in widths:
         if width % ranks:
-            raise ValueError(f"{ranks} ranks cannot share the inner width {width}: {width} % {ranks} = {width % ranks}")
+            raise ValueError(
+                f"{ranks} ranks cannot share the inner width {width}: {width} % {ranks} = {width % ranks}"
+            )

@@ -24,20 +24,28 @@ def layer_types(model: nn.Module) -> tuple[str, ...]:
 
     The inside of nn.MultiheadAttention is left out: nothing would gather it.
     """
-    holders = [module for module in _callable_parts(model) if any(True for _ in module.parameters(recurse=False))]
+    holders = [
+        module
+        for module in _callable_parts(model)
+        if any(True for _ in module.parameters(recurse=False))
+    ]
     return tuple(sorted({type(module).__name__ for module in holders}))
 
 
 def modules_with_parameters(model: nn.Module) -> tuple[nn.Module, ...]:
     """What ``--wrap every`` wraps: all that is called and holds parameters, one inside the other."""
-    return tuple(module for module in _self_contained_parts(model) if any(True for _ in module.parameters()))
+    return tuple(
+        module for module in _self_contained_parts(model) if any(True for _ in module.parameters())
+    )
 
 
 def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
     """What ``--wrap size`` wraps: each module that holds so many numbers outside of the units inside it."""
     chosen: list[nn.Module] = []
     taken: set[int] = set()
-    for module in reversed(_self_contained_parts(model)):  # a module comes after those that contain it
+    for module in reversed(
+        _self_contained_parts(model)
+    ):  # a module comes after those that contain it
         own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if own and sum(own.values()) >= numbers:
             chosen.append(module)
@@ -67,9 +75,18 @@ def _callable_parts(model: nn.Module) -> list[nn.Module]:
 
     Lists and dicts of modules have no forward pass; attention uses its parts' weights without calling the parts.
     """
-    uncalled = {part for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.children()}
+    uncalled = {
+        part
+        for m in model.modules()
+        if isinstance(m, nn.MultiheadAttention)
+        for part in m.children()
+    }
     containers = (nn.ModuleList, nn.ModuleDict)
-    return [m for m in model.modules() if m is not model and m not in uncalled and not isinstance(m, containers)]
+    return [
+        m
+        for m in model.modules()
+        if m is not model and m not in uncalled and not isinstance(m, containers)
+    ]
 
 
 def _self_contained_parts(model: nn.Module) -> list[nn.Module]:
@@ -81,7 +98,8 @@ def _self_contained_parts(model: nn.Module) -> list[nn.Module]:
     return [
         part
         for part in parts
-        if any(True for _ in part.parameters(recurse=False)) or not modules_sharing_weights(model, part)
+        if any(True for _ in part.parameters(recurse=False))
+        or not modules_sharing_weights(model, part)
     ]
 
 
@@ -106,7 +124,11 @@ def fsdp_units(
         ValueError: block types are given and the model has none of them, or not as many as ``skip`` counts.
     """
     outside = {part for module in local_modules for part in module.modules()}
-    blocks = [block for block in find_blocks(model, block_types) if block not in outside and list(block.parameters())]
+    blocks = [
+        block
+        for block in find_blocks(model, block_types)
+        if block not in outside and list(block.parameters())
+    ]
     if block_types and not blocks:
         if apart := [block for block in find_blocks(model, block_types) if block in outside]:
             kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
@@ -114,20 +136,34 @@ def fsdp_units(
                 f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is left to wrap"
             )
         if callable(block_types):
-            raise ValueError(f"is_unit chose no module of {type(model).__name__} that has parameters: choose one")
+            raise ValueError(
+                f"is_unit chose no module of {type(model).__name__} that has parameters: choose one"
+            )
         has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-        raise ValueError(f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has {has}")
+        raise ValueError(
+            f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has {has}"
+        )
     if not set(skip) <= set(range(len(blocks))):
-        raise ValueError(f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)}, from 0")
+        raise ValueError(
+            f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)}, from 0"
+        )
     blocks = [block for index, block in enumerate(blocks) if index not in skip]
-    wrappers, names = checkpoint_wrappers(model), {module: name for name, module in model.named_modules()}
+    wrappers, names = (
+        checkpoint_wrappers(model),
+        {module: name for name, module in model.named_modules()},
+    )
     units: Units = {}
     unit_of: dict[nn.Module, str] = {}
     for block in blocks:
         tied = modules_sharing_weights(model, block)
-        name = next((unit_of[other] for other in (block, *tied) if other in unit_of), plain_name(names[block]))
+        name = next(
+            (unit_of[other] for other in (block, *tied) if other in unit_of),
+            plain_name(names[block]),
+        )
         for module in (block, *tied):
-            if module not in unit_of and not any(module in set(member.modules()) for member in units.get(name, [])):
+            if module not in unit_of and not any(
+                module in set(member.modules()) for member in units.get(name, [])
+            ):
                 units.setdefault(name, []).append(wrappers.get(module, module))
                 unit_of[module] = name
     return units
@@ -135,8 +171,14 @@ def fsdp_units(
 
 def inner_first(units: Units) -> Iterator[list[nn.Module]]:
     """The units in an order in which each comes before those that contain one of its modules, as wrapping needs it."""
-    inside = {name: {part for m in modules for part in m.modules()} - set(modules) for name, modules in units.items()}
-    needs = {name: {other for other in units if other != name and inside[name] & set(units[other])} for name in units}
+    inside = {
+        name: {part for m in modules for part in m.modules()} - set(modules)
+        for name, modules in units.items()
+    }
+    needs = {
+        name: {other for other in units if other != name and inside[name] & set(units[other])}
+        for name in units
+    }
     return (units[name] for name in TopologicalSorter(needs).static_order())
 
 
@@ -144,4 +186,6 @@ def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Modul
     """Modules outside ``block`` that hold one of its parameters themselves."""
     own, inside = {id(p) for p in block.parameters()}, set(block.modules())
     others = [module for module in model.modules() if module not in inside]
-    return [module for module in others if any(id(p) in own for p in module.parameters(recurse=False))]
+    return [
+        module for module in others if any(id(p) in own for p in module.parameters(recurse=False))
+    ]

@@ -27,7 +27,9 @@ from labkit.theory.ddp import chain_buckets
 COMPARISON_MODES: tuple[ddp.DDPMode, ...] = ("ddp", "replicate", "compiled_ddp", "compiled")
 
 
-def build_chain(dim: int, case: DDPCase, device: torch.device, batch: int, layers: int = 4) -> LinearChain:
+def build_chain(
+    dim: int, case: DDPCase, device: torch.device, batch: int, layers: int = 4
+) -> LinearChain:
     """The model of both checks and of the training, equal on all ranks."""
     torch.manual_seed(0)
     return LinearChain(dim, case.checkpoint, batch, layers).to(device)
@@ -57,7 +59,9 @@ def compare_techniques(
         so that nobody compares eager runs with each other.
     """
     build = partial(build_chain, dim, case, device, batch, layers)
-    one_device = OneDevice(lambda rank: build(), mesh.size(), device=device, batches=len(case.batches))
+    one_device = OneDevice(
+        lambda rank: build(), mesh.size(), device=device, batches=len(case.batches)
+    )
     reference, found, expected = one_device.copies[0], Parity(), []
     for step in range(steps):
         one_device.train_step(step)
@@ -69,15 +73,23 @@ def compare_techniques(
     for mode in modes:
         lab, before = build(), ddp.count_traced_backwards()
         with ddp.apply_technique(lab, mesh, mode, case, **how) as (model, programs):
-            sent = _train_and_compare(found, mode, lab, model, case, mesh.get_local_rank(), expected)
+            sent = _train_and_compare(
+                found, mode, lab, model, case, mesh.get_local_rank(), expected
+            )
         found.compare_named(
-            f"{mode}, parameter", tensors_by_name(lab, "parameter"), tensors_by_name(reference, "parameter")
+            f"{mode}, parameter",
+            tensors_by_name(lab, "parameter"),
+            tensors_by_name(reference, "parameter"),
         )
         sent_bytes[mode] = sent.total()
         traced = ddp.count_traced_backwards() - before
-        backwards[mode] = sum("_c10d_functional" in program for program in programs) if with_inductor else traced
+        backwards[mode] = (
+            sum("_c10d_functional" in program for program in programs) if with_inductor else traced
+        )
         without_sync += sent[False]
-    each = steps * (1 + count_tensors(reference, "gradient")) + count_tensors(reference, "parameter")
+    each = steps * (1 + count_tensors(reference, "gradient")) + count_tensors(
+        reference, "parameter"
+    )
     verdict = found.verdict(LIMITS[case.dtype], len(modes) * each)
     compiled = all((backwards[mode] > 0) == mode.startswith("compiled") for mode in modes)
     return verdict | {
@@ -108,12 +120,16 @@ def _train_and_compare(
                 loss.backward()
             sent[synced] += counter.bytes["all_reduce"]
         found.compare_tensor(f"{mode}, step {step}, output", output.detach(), expected_output)
-        found.compare_named(f"{mode}, step {step}, gradient", tensors_by_name(lab, "gradient"), gradients)
+        found.compare_named(
+            f"{mode}, step {step}, gradient", tensors_by_name(lab, "gradient"), gradients
+        )
         optimizer.step()
     return sent
 
 
-def _output_and_loss(lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: int) -> tuple[Tensor, Tensor]:
+def _output_and_loss(
+    lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: int
+) -> tuple[Tensor, Tensor]:
     """Output and loss of one of a rank's batches: its index, and how many there are."""
     inputs = draw_samples(lab, lab.fc1.weight.device, step, rank, *batch)
     output = model(*inputs)
@@ -139,15 +155,26 @@ def compare_buckets(
     Returns:
         What ``Here.verdict`` takes; lists hold a value for each of the two backward passes.
     """
-    expected = chain_buckets(dim, bucket_mb, way="compiled" if case.forward else "backward_only", layers=layers)
+    expected = chain_buckets(
+        dim, bucket_mb, way="compiled" if case.forward else "backward_only", layers=layers
+    )
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
     assert predicted_bytes, "a chain has gradients, and they are in some bucket"
     lab, rounds = build_chain(dim, case, device, batch, layers), []
-    with ddp.apply_technique(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how) as (model, programs):
+    with ddp.apply_technique(lab, mesh, "compiled", case, bucket_mb=bucket_mb, **how) as (
+        model,
+        programs,
+    ):
         for step in range(2):
             with BucketRecorder() as wire:
                 _output_and_loss(lab, model, step, mesh.get_local_rank())[1].backward()
-            rounds.append((ddp.pop_bucket_count(), programs[-1], wire.gradients_by_bucket(lab.named_parameters())))
+            rounds.append(
+                (
+                    ddp.pop_bucket_count(),
+                    programs[-1],
+                    wire.gradients_by_bucket(lab.named_parameters()),
+                )
+            )
     counts, written, sent = zip(*rounds, strict=True)
     listed = [inductor.find_buckets(program) for program in written]
     result: dict[str, Any] = {
@@ -164,7 +191,9 @@ def compare_buckets(
     ok = (
         result["counted"] == [len(expected)] * 2
         and result["listed_bytes"] == result["handed_bytes"] == [predicted_bytes] * 2
-        and all(list(map(OrderedDict, buckets)) == list(map(OrderedDict, expected)) for buckets in sent)
+        and all(
+            list(map(OrderedDict, buckets)) == list(map(OrderedDict, expected)) for buckets in sent
+        )
         and (result["programs"], result["waits_missing"]) == (2, 0)
         and all(_is_in_bucket_order(order, "request") for order in result["orders"])
         and _is_in_bucket_order(result["orders"][0], "wait")
@@ -176,7 +205,11 @@ def compare_buckets(
 def request_wait_order(buckets: Sequence[inductor.Bucket]) -> list[str]:
     """Requests and waits of a program in its order, as "request 0" and "wait 0": each bucket once or more."""
     events = [(bucket.request.number, f"request {index}") for index, bucket in enumerate(buckets)]
-    events += [(wait.number, f"wait {index}") for index, bucket in enumerate(buckets) for wait in bucket.waits]
+    events += [
+        (wait.number, f"wait {index}")
+        for index, bucket in enumerate(buckets)
+        for wait in bucket.waits
+    ]
     return [event for event, _ in itertools.groupby(text for _, text in sorted(events))]
 
 

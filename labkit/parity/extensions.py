@@ -51,12 +51,20 @@ def compare_extension_training(
     for reshard in (True, False):
         torch.manual_seed(0)
         reference = three_mlps(device)
-        model = apply_extension(copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard)
+        model = apply_extension(
+            copy.deepcopy(reference), mesh, extension, reshard_after_forward=reshard
+        )
         halves = len(tensors.plain_shards(next(model.parameters())))
-        optimizer, expected_optimizer = make_foreach_adam(model.parameters()), make_foreach_adam(reference.parameters())
+        optimizer, expected_optimizer = (
+            make_foreach_adam(model.parameters()),
+            make_foreach_adam(reference.parameters()),
+        )
         for step in range(steps):
             x = _local_samples(mesh, device, step)
-            loss, expected = _forward_backward(model, optimizer, x), _forward_backward(reference, expected_optimizer, x)
+            loss, expected = (
+                _forward_backward(model, optimizer, x),
+                _forward_backward(reference, expected_optimizer, x),
+            )
             for parameter in reference.parameters():
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, group=mesh.get_group())
@@ -68,7 +76,9 @@ def compare_extension_training(
             for plain in tensors.plain_tensors(loss):
                 found.compare_tensor(f"loss {where}", plain, expected)
             _compare_shards(found, where, model, reference)
-    a_step = halves * (1 + count_tensors(reference, "parameter")) + count_tensors(reference, "gradient")
+    a_step = halves * (1 + count_tensors(reference, "parameter")) + count_tensors(
+        reference, "gradient"
+    )
     return found.verdict(limit=0.0, expected=2 * steps * a_step) | {"reference": "plain training"}
 
 
@@ -79,7 +89,9 @@ def train_from_meta_device(
 
     With and without resharding after the forward pass; the losses are those of the second.
     """
-    first, second = (_train_one_way(mesh, device, extension, steps, reshard) for reshard in (True, False))
+    first, second = (
+        _train_one_way(mesh, device, extension, steps, reshard) for reshard in (True, False)
+    )
     counted = {name: first[name] + second[name] for name in ("compared", *COUNT_KEYS)}
     return {"check": "meta"} | second | counted | {"ok": first["ok"] and second["ok"]}
 
@@ -93,25 +105,38 @@ def _train_one_way(
     changed in it. A TwoTensor's halves must start alike.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = apply_extension(three_mlps("meta"), mesh, extension, mp_policy=policy, reshard_after_forward=reshard)
+    model = apply_extension(
+        three_mlps("meta"), mesh, extension, mp_policy=policy, reshard_after_forward=reshard
+    )
     on_meta = sum(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device=device)
     parameters = list(model.parameters())
     for parameter in parameters:
-        nn.init.constant_(parameter, math.nan)  # memory that is fresh often holds zeros, which hide what was forgotten
+        nn.init.constant_(
+            parameter, math.nan
+        )  # memory that is fresh often holds zeros, which hide what was forgotten
     poisoned = sum(map(_has_nan, parameters))
     torch.manual_seed(0)
     for parameter in parameters:
         _initialise_shard(parameter)
-    alike = all(half.equal(halves[0]) for halves in map(tensors.plain_shards, parameters) for half in halves)
+    alike = all(
+        half.equal(halves[0]) for halves in map(tensors.plain_shards, parameters) for half in halves
+    )
     add_extension_hooks(model, extension)
     start = [tensors.plain_shards(parameter)[0].clone() for parameter in parameters]
-    optimizer, x, losses = make_foreach_adam(parameters), _local_samples(mesh, device, 0).bfloat16(), []
+    optimizer, x, losses = (
+        make_foreach_adam(parameters),
+        _local_samples(mesh, device, 0).bfloat16(),
+        [],
+    )
     for _ in range(steps):
         losses.append(float(_forward_backward(model, optimizer, x)))
         optimizer.step()
     nan_after = sum(map(_has_nan, parameters))
-    trained = sum(not tensors.plain_shards(now)[0].equal(old) for now, old in zip(parameters, start, strict=True))
+    trained = sum(
+        not tensors.plain_shards(now)[0].equal(old)
+        for now, old in zip(parameters, start, strict=True)
+    )
     all_of_them = len(parameters) == on_meta == poisoned == trained
     return {
         "compared": len(parameters),
@@ -127,7 +152,10 @@ def _train_one_way(
 
 
 def compare_bytes(
-    mesh: DeviceMesh, build: Callable[[str], nn.Module], backward: Callable[[nn.Module], Any], reshard: bool
+    mesh: DeviceMesh,
+    build: Callable[[str], nn.Module],
+    backward: Callable[[nn.Module], Any],
+    reshard: bool,
 ) -> dict[str, Any]:
     """Hold the bytes of each extension's all-gathers in one step against theory. A collective.
 
@@ -146,7 +174,9 @@ def compare_bytes(
     return {"check": "wire", "compared": len(measured), **measured, "theory": predicted, "ok": ok}
 
 
-def compare_final_losses(mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]) -> dict[str, Any]:
+def compare_final_losses(
+    mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]
+) -> dict[str, Any]:
     """Train with each extension, and hold the mean loss of all ranks at the end against that of fp32. A collective.
 
     ``train`` takes an extension, the same samples whatever it is, and returns this rank's losses.
@@ -156,7 +186,9 @@ def compare_final_losses(mesh: DeviceMesh, train: Callable[[str], Sequence[Tenso
         total = torch.stack([*train(name)][-theory.FINAL_STEPS :]).mean()
         dist.all_reduce(total, group=mesh.get_group())
         final[name] = float(total) / mesh.size()
-    ok = all(abs(final[name] / final["fp32"] - 1) <= limit for name, limit in theory.LOSS_LIMITS.items())
+    ok = all(
+        abs(final[name] / final["fp32"] - 1) <= limit for name, limit in theory.LOSS_LIMITS.items()
+    )
     return {"check": "loss", "compared": len(final), **final, "ok": ok}
 
 
@@ -174,8 +206,13 @@ def _forward_backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tens
 
 def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.Module) -> None:
     """Add this rank's shard of every gradient and parameter, and both halves where there are two."""
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        for what, mine, whole in (("parameter", parameter, expected), ("gradient", parameter.grad, expected.grad)):
+    for (name, parameter), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        for what, mine, whole in (
+            ("parameter", parameter, expected),
+            ("gradient", parameter.grad, expected.grad),
+        ):
             assert isinstance(mine, DTensor) and whole is not None
             part = local_shard(whole.detach(), mine)
             for index, plain in enumerate(tensors.plain_shards(mine)):
@@ -185,7 +222,9 @@ def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.M
 def _initialise_shard(parameter: Tensor) -> None:
     """Draw a shard's values, and give both halves of a TwoTensor the same, since each draws its own."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="DTensor random operators")  # ranks need not draw alike on a CPU
+        warnings.filterwarnings(
+            "ignore", message="DTensor random operators"
+        )  # ranks need not draw alike on a CPU
         nn.init.trunc_normal_(parameter, std=0.2)
     first, *others = tensors.plain_shards(parameter)
     for other in others:

@@ -56,7 +56,12 @@ def forward_backward(
 
 
 def compare_fsdp_training(
-    one_device: OneDevice, model: nn.Module, trained: Sequence[StepOutcome], *, rank: int, steps: int
+    one_device: OneDevice,
+    model: nn.Module,
+    trained: Sequence[StepOutcome],
+    *,
+    rank: int,
+    steps: int,
 ) -> dict[str, Any]:
     """Let one device, not trained yet, train as many steps as this rank has, and compare. A collective.
 
@@ -70,17 +75,25 @@ def compare_fsdp_training(
         ValueError: there is no step; a parameter that is used has no gradient; an output's structure is another.
     """
     if not trained:
-        raise ValueError("no loss, so nothing was trained that could be compared: train 1 step or more")
+        raise ValueError(
+            "no loss, so nothing was trained that could be compared: train 1 step or more"
+        )
     floor = FLOORS.get(one_device.dtype, 0.0) if one_device.rounding == "everything" else 0.0
     found, reference, kinds = Parity(floor=floor), one_device.copies[rank], comparable_kinds(model)
     each = 0
     for index, step in enumerate(trained):
-        found.compare_tensor(f"loss of step {index}", step.loss.detach(), one_device.train_step(index)[rank])
+        found.compare_tensor(
+            f"loss of step {index}", step.loss.detach(), one_device.train_step(index)[rank]
+        )
         found.compare_leaves(f"output of step {index}", step.output, one_device.outputs[rank])
         each = 1 + count_leaves(one_device.outputs[rank])
-        for place, (mine, expected) in enumerate(zip(step.inputs, one_device.inputs[rank], strict=True)):
+        for place, (mine, expected) in enumerate(
+            zip(step.inputs, one_device.inputs[rank], strict=True)
+        ):
             if expected.requires_grad:
-                found.compare_tensor(f"gradient of input {place} of step {index}", mine.grad, expected.grad)
+                found.compare_tensor(
+                    f"gradient of input {place} of step {index}", mine.grad, expected.grad
+                )
                 each += 1
     gather = FullyShardedDataParallel.summon_full_params(model, with_grads="gradient" in kinds)
     with gather if isinstance(model, FullyShardedDataParallel) else contextlib.nullcontext():

@@ -42,7 +42,9 @@ def draw_samples(
 
 def make_sgd(model: nn.Module) -> Optimizer:
     """SGD with momentum for a check: Adam turns the rounding of a gradient near zero into a step of full size."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    return torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9
+    )
 
 
 class OneDevice:
@@ -115,12 +117,24 @@ class OneDevice:
         if self.rounding == "autocast":
             with torch.autocast(self.device.type, self.dtype):
                 return copy(*inputs)
-        kept = {id(p) for module in copy.modules() if isinstance(module, BatchNorm) for p in module.parameters()}
-        rounded = {name: p if id(p) in kept else p.to(self.dtype) for name, p in copy.named_parameters()}
-        return torch.func.functional_call(copy, rounded, tuple(cast_floats(each, self.dtype) for each in inputs))
+        kept = {
+            id(p)
+            for module in copy.modules()
+            if isinstance(module, BatchNorm)
+            for p in module.parameters()
+        }
+        rounded = {
+            name: p if id(p) in kept else p.to(self.dtype) for name, p in copy.named_parameters()
+        }
+        return torch.func.functional_call(
+            copy, rounded, tuple(cast_floats(each, self.dtype) for each in inputs)
+        )
 
     def _average_shared_gradients(self) -> None:
-        local = [{id(p) for module in self._local_modules(copy) for p in module.parameters()} for copy in self.copies]
+        local = [
+            {id(p) for module in self._local_modules(copy) for p in module.parameters()}
+            for copy in self.copies
+        ]
         for same in zip(*(copy.parameters() for copy in self.copies), strict=True):
             gradients = [parameter.grad for parameter in same if parameter.grad is not None]
             if gradients and id(same[0]) not in local[0]:

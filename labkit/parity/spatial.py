@@ -9,7 +9,12 @@ from labkit.parity.training import LIMITS, Parity, count_tensors
 
 
 def compare_spatial_step(
-    model: nn.Module, outputs: Tensor, reference: nn.Module, expected: Tensor, *, drops_samples: bool = False
+    model: nn.Module,
+    outputs: Tensor,
+    reference: nn.Module,
+    expected: Tensor,
+    *,
+    drops_samples: bool = False,
 ) -> dict[str, Any]:
     """The verdict on outputs, gradients and parameters after one step of two models that started equal. A collective.
 
@@ -20,4 +25,6 @@ def compare_spatial_step(
     found.compare_tensor("outputs", outputs, expected)
     found.compare_models(model, reference, "gradient", some_zeros=drops_samples)
     found.compare_models(model, reference, "parameter")
-    return found.verdict(LIMITS[torch.float32], 1 + count_tensors(reference, "gradient", "parameter"))
+    return found.verdict(
+        LIMITS[torch.float32], 1 + count_tensors(reference, "gradient", "parameter")
+    )

@@ -20,7 +20,9 @@ from labkit.parity.one_device import cast_floats
 from labkit.parity.training import local_shard, to_full_tensor
 
 
-def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()) -> int:
+def check_sharded_parity(
+    replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()
+) -> int:
     """Compare this rank's shard of every parameter and gradient with the same part of a whole model's.
 
     No communication. It has this name in torch's FSDP tests, too.
@@ -43,7 +45,9 @@ def check_sharded_parity(replicated: nn.Module, sharded: nn.Module, prefixes_to_
     compared = 0
     for name, expected, actual in pairs:
         if not isinstance(actual, DTensor):
-            raise ValueError(f"{name} is a plain tensor, not a shard: shard the model before it is compared")
+            raise ValueError(
+                f"{name} is a plain tensor, not a shard: shard the model before it is compared"
+            )
         _refuse_ambiguous(name, actual.placements)
         _compare_shard(f"parameter {name}", actual, expected.detach(), actual)
         compared += 1
@@ -71,13 +75,18 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
     if not names:
-        raise ValueError(f"nothing to compare: {type(model).__name__} has neither parameters nor buffers")
+        raise ValueError(
+            f"nothing to compare: {type(model).__name__} has neither parameters nor buffers"
+        )
     for name in names:
         holders: dict[bytes | None, list[int]] = {}
         for rank, digests in enumerate(everyone):
             holders.setdefault(digests.get(name), []).append(rank)
         if len(holders) > 1:
-            camps = [f"{_ranks_text(ranks)} {'one value' if digest else 'none'}" for digest, ranks in holders.items()]
+            camps = [
+                f"{_ranks_text(ranks)} {'one value' if digest else 'none'}"
+                for digest, ranks in holders.items()
+            ]
             raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
 
 
@@ -99,12 +108,19 @@ def full_params(model: nn.Module) -> dict[str, Tensor]:
     """
     _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
-        whole_ones = [(name, to_full_tensor(parameter.detach())) for name, parameter in model.named_parameters()]
-        return {plain_name(name): tensor.clone() for name, tensor in whole_ones if tensor is not None}
+        whole_ones = [
+            (name, to_full_tensor(parameter.detach()))
+            for name, parameter in model.named_parameters()
+        ]
+        return {
+            plain_name(name): tensor.clone() for name, tensor in whole_ones if tensor is not None
+        }
 
 
 def broadcast_state_dict(
-    state: Mapping[str, Tensor] | None, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    state: Mapping[str, Tensor] | None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Rank 0's state dict, on every rank, on ``device``. A collective.
 
@@ -117,7 +133,11 @@ def broadcast_state_dict(
     if dist.get_rank(group) == 0:
         shards = [name for name, tensor in (state or {}).items() if isinstance(tensor, DTensor)]
         if state is None or shards:
-            box = [f"{shards[0]} is a shard: gather it first, with full_params" if shards else "rank 0 has no state"]
+            box = [
+                f"{shards[0]} is a shard: gather it first, with full_params"
+                if shards
+                else "rank 0 has no state"
+            ]
         else:
             box = [{name: tensor.detach().cpu() for name, tensor in state.items()}]
     dist.broadcast_object_list(box, group=group, group_src=0)
@@ -126,7 +146,9 @@ def broadcast_state_dict(
     return {name: tensor.to(device) for name, tensor in box[0].items()}
 
 
-def copy_state_dict(model: nn.Module, cpu_offload: bool = False, half: bool = False) -> dict[str, Tensor]:
+def copy_state_dict(
+    model: nn.Module, cpu_offload: bool = False, half: bool = False
+) -> dict[str, Tensor]:
     """A copy of the model's state dict; the model itself stays as it is. FSDP2's gives shards, FSDP1's is a collective.
 
     ``_get_state_dict`` in torch's FSDP tests, which changes the model instead. ``cpu_offload`` puts the copies into
@@ -156,7 +178,9 @@ def _pair_parameters(
         actual[name] = parameter
     if list(expected) != list(actual):
         differing = sorted(expected.keys() ^ actual.keys()) or "the order alone differs"
-        raise AssertionError(f"the names of the replicated and the sharded parameters differ: {differing}")
+        raise AssertionError(
+            f"the names of the replicated and the sharded parameters differ: {differing}"
+        )
     return [(name, parameter, actual[name]) for name, parameter in expected.items()]
 
 
@@ -176,18 +200,24 @@ def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter
     if not isinstance(actual, DTensor):
         raise ValueError(f"{what} is a plain tensor, not a shard")
     if actual.placements != parameter.placements:
-        raise AssertionError(f"{what} is placed {actual.placements}, its parameter {parameter.placements}")
+        raise AssertionError(
+            f"{what} is placed {actual.placements}, its parameter {parameter.placements}"
+        )
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
     where = f"{what}, the shard of rank {dist.get_rank()}"
-    torch.testing.assert_close(actual.to_local(), local_shard(expected, actual), msg=lambda text: f"{where}: {text}")
+    torch.testing.assert_close(
+        actual.to_local(), local_shard(expected, actual), msg=lambda text: f"{where}: {text}"
+    )
 
 
 def _tensor_digest(name: str, tensor: Tensor) -> bytes:
     """Equal for equal dtype, shape and bits, so that only this crosses the wire."""
     if isinstance(tensor, DTensor):
         if not all(placement.is_replicate() for placement in tensor.placements):
-            raise ValueError(f"{name} is a shard, {tensor.placements}: it differs between ranks by design")
+            raise ValueError(
+                f"{name} is a shard, {tensor.placements}: it differs between ranks by design"
+            )
         tensor = tensor.to_local()
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
@@ -195,4 +225,6 @@ def _tensor_digest(name: str, tensor: Tensor) -> bytes:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"
+    return (
+        f"ranks {', '.join(map(str, ranks))} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"
+    )

@@ -73,7 +73,10 @@ class Parity:
         Raises:
             ValueError: the structures differ, or one of them has no tensor.
         """
-        (left, shape), (right, wanted) = tree_flatten_with_path(actual), tree_flatten_with_path(expected)
+        (left, shape), (right, wanted) = (
+            tree_flatten_with_path(actual),
+            tree_flatten_with_path(expected),
+        )
         if shape != wanted:
             raise ValueError(f"{name}: structure {shape} is not {wanted}")
         if not count_leaves(expected):
@@ -104,10 +107,18 @@ class Parity:
         left, right = tensors_by_name(actual, what), tensors_by_name(expected, what)
         if what == "gradient":
             unused = find_unused_parameters(expected)
-            touched = [name for name, tensor in left if name in unused and tensor is not None and bool(tensor.any())]
+            touched = [
+                name
+                for name, tensor in left
+                if name in unused and tensor is not None and bool(tensor.any())
+            ]
             if touched:
-                raise ValueError(f"the model does not use {', '.join(touched)}, which must have no gradient")
-            left, right = ([pair for pair in pairs if pair[0] not in unused] for pairs in (left, right))
+                raise ValueError(
+                    f"the model does not use {', '.join(touched)}, which must have no gradient"
+                )
+            left, right = (
+                [pair for pair in pairs if pair[0] not in unused] for pairs in (left, right)
+            )
             self.count_gradients(expected, some_zeros=some_zeros)
         self.compare_named(what, left, right)
 
@@ -117,7 +128,11 @@ class Parity:
         With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are zeros.
         """
         unused = find_unused_parameters(reference)
-        used = [gradient for name, gradient in tensors_by_name(reference, "gradient") if name not in unused]
+        used = [
+            gradient
+            for name, gradient in tensors_by_name(reference, "gradient")
+            if name not in unused
+        ]
         zeros = [gradient is None or not bool(gradient.any()) for gradient in used]
         self.gradients += len(zeros)
         self.zero_gradients += sum(zeros) if all(zeros) or not some_zeros else 0
@@ -167,7 +182,11 @@ def find_unused_parameters(model: nn.Module) -> set[str]:
     """Names of the trained parameters that a LabModel leaves out of its forward pass on purpose."""
     unused = model.unused_modules() if isinstance(model, LabModel) else []
     numbers = {id(parameter) for module in unused for parameter in module.parameters()}
-    return {plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) in numbers}
+    return {
+        plain_name(name)
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) in numbers
+    }
 
 
 def count_tensors(model: nn.Module, *kinds: TensorKind) -> int:
@@ -188,7 +207,9 @@ def to_full_tensor(tensor: Tensor | None) -> Tensor | None:
 
 def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
     """This rank's part of a whole tensor, cut as ``like`` is: its own tensor, where torch's default takes rank 0's."""
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return distribute_tensor(
+        tensor, like.device_mesh, like.placements, src_data_rank=None
+    ).to_local()
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

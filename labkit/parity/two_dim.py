@@ -22,7 +22,9 @@ from labkit.parity.training import LIMITS, Parity, count_tensors
 FLOAT32_LIMIT = LIMITS[torch.float32]
 ModelType = TypeVar("ModelType", bound=LabModel)
 NamedShards = list[tuple[str, Tensor]]  # by name; shards as DTensors
-BackwardContext = Callable[[], AbstractContextManager[None]]  # for forward and backward pass, such as the compiler's
+BackwardContext = Callable[
+    [], AbstractContextManager[None]
+]  # for forward and backward pass, such as the compiler's
 
 
 def compare_mesh_training(
@@ -50,7 +52,10 @@ def compare_mesh_training(
     def train_and_compare(
         name: str, model: nn.Module, backward: BackwardContext = contextlib.nullcontext
     ) -> list[NamedShards]:
-        one_device, optimizer = OneDevice(lambda _: build(), mesh["data"].size(), device=device), make_sgd(model)
+        one_device, optimizer = (
+            OneDevice(lambda _: build(), mesh["data"].size(), device=device),
+            make_sgd(model),
+        )
         reference, results = one_device.copies[line], []
         for index in range(steps):
             inputs = draw_samples(reference, device, index, line)
@@ -71,18 +76,33 @@ def compare_mesh_training(
             )
         return results
 
-    eager = train_and_compare("eager", apply(build()))  # not in fused(), where DDP would not use its own reducer
+    eager = train_and_compare(
+        "eager", apply(build())
+    )  # not in fused(), where DDP would not use its own reducer
     expected = steps * (1 + count_tensors(build(), "gradient", "parameter"))
     if not compile:
         return found.verdict(FLOAT32_LIMIT, expected)
     with fuse_all_reduces():
-        before, model = (count_compiled_graphs(), count_traced_backwards()), apply(build(), compile=True)
-        replicated = isinstance(model, PlainParameters)  # then DDP averages, in the backward pass that is compiled
-        compiled = train_and_compare("compiled", model, compile_backward if replicated else contextlib.nullcontext)
+        before, model = (
+            (count_compiled_graphs(), count_traced_backwards()),
+            apply(build(), compile=True),
+        )
+        replicated = isinstance(
+            model, PlainParameters
+        )  # then DDP averages, in the backward pass that is compiled
+        compiled = train_and_compare(
+            "compiled", model, compile_backward if replicated else contextlib.nullcontext
+        )
         for index, (result, uncompiled) in enumerate(zip(compiled, eager, strict=True)):
             compare_quietly(between, f"step {index},", result, uncompiled)
-        graphs, backwards = count_compiled_graphs() - before[0], count_traced_backwards() - before[1]
-    verdict, (against_eager, _) = found.verdict(FLOAT32_LIMIT, 2 * expected), between.largest_error()
+        graphs, backwards = (
+            count_compiled_graphs() - before[0],
+            count_traced_backwards() - before[1],
+        )
+    verdict, (against_eager, _) = (
+        found.verdict(FLOAT32_LIMIT, 2 * expected),
+        between.largest_error(),
+    )
     equal = between.compared == expected and against_eager <= FLOAT32_LIMIT
     enough = graphs > 0 and (backwards > 0 or not replicated)
     return verdict | {
@@ -117,8 +137,14 @@ def gradients_and_parameters(model: nn.Module) -> NamedShards:
         tensors = training.tensors_by_name(inner, what)
         without = [name for name, tensor in tensors if tensor is None]
         if without or not tensors:
-            raise ValueError(f"nothing to compare: no gradient for {', '.join(without) or 'no parameters'}")
+            raise ValueError(
+                f"nothing to compare: no gradient for {', '.join(without) or 'no parameters'}"
+            )
         shards = {name: tensor.clone() for name, tensor in tensors if tensor is not None}
-        whole = model.as_dtensors(shards) if isinstance(model, PlainParameters | TensorParallelPairs) else shards
+        whole = (
+            model.as_dtensors(shards)
+            if isinstance(model, PlainParameters | TensorParallelPairs)
+            else shards
+        )
         found += [(f"{what} {name}", tensor) for name, tensor in whole.items()]
     return found

@@ -18,7 +18,11 @@ def _find_figures() -> dict[str, Callable[..., Any]]:
     for each in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{each.name}")
         for name, value in inspect.getmembers(module, inspect.isfunction):
-            if value.__module__ == module.__name__ and not name.startswith("_") and each.name != "style":
+            if (
+                value.__module__ == module.__name__
+                and not name.startswith("_")
+                and each.name != "style"
+            ):
                 found[name] = value
     return found
 

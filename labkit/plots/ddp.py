@@ -47,7 +47,9 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
     """
     rows = _name_bucket_gradients(drawn) if isinstance(drawn, RunResult) else list(drawn)
     if not rows:
-        raise ValueError("no bucket to draw: the program holds no all-reduce; were gradients synchronised?")
+        raise ValueError(
+            "no bucket to draw: the program holds no all-reduce; were gradients synchronised?"
+        )
     ax = style.make_axes(ax, height=1.6 + 0.6 * len(rows))
     longest = max(bucket.bytes for bucket in rows)
     unit, size = byte_unit(longest)
@@ -71,13 +73,17 @@ def backward_program(result: RunResult) -> inductor.ProgramListing:
         FileNotFoundError: rank 0 kept no code.
     """
     code = result.ranks[0].artifact("code")
-    names = [gradient.name for bucket in _name_bucket_gradients(result) for gradient in bucket.gradients]
+    names = [
+        gradient.name for bucket in _name_bucket_gradients(result) for gradient in bucket.gradients
+    ]
     return inductor.ProgramListing(code, inductor.name_buffers(code, names))
 
 
 def pass_seconds(result: RunResult) -> pandas.Series:
     """Seconds of forward and backward pass in each timed step, of the slowest rank; messages are in the latter."""
-    spans = result.frame[(result.frame["kind"] == "span") & result.frame["name"].isin(["forward", "backward"])]
+    spans = result.frame[
+        (result.frame["kind"] == "span") & result.frame["name"].isin(["forward", "backward"])
+    ]
     return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
 
 
@@ -92,17 +98,33 @@ def pass_time_by_bucket_size(
     top = 1.25 * max(*medians.values(), *predicted.values())
     for column, (label, times) in enumerate(steps.items()):
         first = column == 0
-        ax.bar(column, medians[label], 0.5, color=style.BLUE, label="median step" if first else None)
+        ax.bar(
+            column, medians[label], 0.5, color=style.BLUE, label="median step" if first else None
+        )
         inside = times[times <= top]
-        places = [column - 0.12 + 0.24 * index / max(1, len(inside) - 1) for index in range(len(inside))]
-        ax.plot(places, inside, ".", color=style.ORANGE, ms=3.5, label="each step" if first else None)
+        places = [
+            column - 0.12 + 0.24 * index / max(1, len(inside) - 1) for index in range(len(inside))
+        ]
+        ax.plot(
+            places, inside, ".", color=style.ORANGE, ms=3.5, label="each step" if first else None
+        )
         text = f"{medians[label]:.3g}"
         if label in predicted:
             mark = "predicted" if first else None
-            ax.plot([column - 0.36, column + 0.36], [predicted[label]] * 2, label=mark, **style.PREDICTION_STYLE)
+            ax.plot(
+                [column - 0.36, column + 0.36],
+                [predicted[label]] * 2,
+                label=mark,
+                **style.PREDICTION_STYLE,
+            )
             text += f" ({predicted[label]:.3g})"
         height = max(medians[label], predicted.get(label, 0.0), inside.max())
-        place: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+        place: dict[str, Any] = {
+            "xytext": (0, 4),
+            "textcoords": "offset points",
+            "ha": "center",
+            "fontsize": 9,
+        }
         ax.annotate(text, (column, height), **place)
         if len(inside) < len(times):
             above = f"+{len(times) - len(inside)} above"
@@ -138,10 +160,17 @@ def backward_timeline(
     stops.append(computes_ms + sum(arrives - leaves for leaves, arrives in pauses))
     ax.broken_barh(_nonempty_spans(starts, stops), (-0.3, 0.6), facecolor=style.ORANGE)
     ends = [min(arrives, computes_ms) if hidden else leaves for leaves, arrives in messages]
-    look: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0}
+    look: dict[str, Any] = {
+        "edgecolor": "white",
+        "linewidth": 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0,
+    }
     for colour, first, last in (
         (style.COLLECTIVE_COLOURS["all_reduce"], [leaves for leaves, _ in messages], ends),
-        (style.EXPOSURE_COLOUR, [max(leaves, end) for (leaves, _), end in zip(messages, ends, strict=True)], None),
+        (
+            style.EXPOSURE_COLOUR,
+            [max(leaves, end) for (leaves, _), end in zip(messages, ends, strict=True)],
+            None,
+        ),
     ):
         stop = [arrives for _, arrives in messages] if last is None else last
         ax.broken_barh(_nonempty_spans(first, stop), (0.7, 0.6), facecolor=colour, **look)
@@ -150,11 +179,21 @@ def backward_timeline(
     labels = ["computes", style.count_text(len(messages), "bucket")]
     if measured_s is not None:
         ax.barh(2, 1e3 * measured_s, height=0.6, color=style.BLUE)
-        ax.text(1e3 * measured_s, 2, f" {style.short_number_text(1e3 * measured_s)}", va="center", fontsize=9)
+        ax.text(
+            1e3 * measured_s,
+            2,
+            f" {style.short_number_text(1e3 * measured_s)}",
+            va="center",
+            fontsize=9,
+        )
         labels.append("measured")
     longest = max(end, 1e3 * (measured_s or 0.0))
     ax.set_yticks(range(len(labels)), labels)
-    ax.set(xlim=(0, 1.12 * longest), ylim=(len(labels) - 0.5, -0.9), xlabel="since the backward pass began, ms")
+    ax.set(
+        xlim=(0, 1.12 * longest),
+        ylim=(len(labels) - 0.5, -0.9),
+        xlabel="since the backward pass began, ms",
+    )
     ax.tick_params(axis="y", length=0)
     ax.annotate(
         f"predicted {style.short_number_text(end)}",
@@ -169,13 +208,17 @@ def backward_timeline(
         "hidden message": style.COLLECTIVE_COLOURS["all_reduce"],
         "exposed": style.EXPOSURE_COLOUR,
     }
-    style.add_legend_above(ax, 3, [Patch(color=colour, label=label) for label, colour in named.items()])
+    style.add_legend_above(
+        ax, 3, [Patch(color=colour, label=label) for label, colour in named.items()]
+    )
     return ax
 
 
 def _nonempty_spans(starts: Sequence[float], stops: Sequence[float]) -> list[tuple[float, float]]:
     """Start and length of each stretch that has a length."""
-    return [(start, stop - start) for start, stop in zip(starts, stops, strict=True) if stop > start]
+    return [
+        (start, stop - start) for start, stop in zip(starts, stops, strict=True) if stop > start
+    ]
 
 
 def backward_time_by_bucket_size(
@@ -208,13 +251,17 @@ def backward_time_by_bucket_size(
     for row, end in enumerate(left):
         beside = max(end, 1.03e3 * (measured_s or 0.0)) if row == where else end
         weight = "bold" if row == where else "normal"
-        ax.text(beside, row, f" {style.short_number_text(end)}", va="center", fontsize=9, weight=weight)
+        ax.text(
+            beside, row, f" {style.short_number_text(end)}", va="center", fontsize=9, weight=weight
+        )
     if measured_s is not None:
         ax.plot(1e3 * measured_s, where, "o", color=style.BLUE, markeredgecolor="white")
     ax.set_yticks(rows, list(predicted_s))
     ax.get_yticklabels()[where].set_fontweight("bold")
     ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max([*left, 1e3 * (measured_s or 0.0)])))
-    ax.set_title("by size of bucket" + (", dot: measured" if measured_s else ""), fontsize=9, loc="left")
+    ax.set_title(
+        "by size of bucket" + (", dot: measured" if measured_s else ""), fontsize=9, loc="left"
+    )
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
     return ax
@@ -225,13 +272,19 @@ def _draw_gradient_boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> Non
     start, others = 0.0, []
     for gradient in bucket.gradients:
         width, name = gradient.bytes / size, gradient.name or gradient.buffer
-        ax.barh(row, width, left=start, height=0.56, color=style.SKY, edgecolor="black", linewidth=0.5)
+        ax.barh(
+            row, width, left=start, height=0.56, color=style.SKY, edgecolor="black", linewidth=0.5
+        )
         if len(name) * LETTER_WIDTH < width / ax.get_xlim()[1]:
             ax.text(start + width / 2, row, name, ha="center", va="center", fontsize=8)
         else:
             others.append(name)
         start += width
-    text = f"also here: {', '.join(others)}" if len(others) < len(bucket.gradients) else ", ".join(others)
+    text = (
+        f"also here: {', '.join(others)}"
+        if len(others) < len(bucket.gradients)
+        else ", ".join(others)
+    )
     text = text if len(text) <= MAX_LETTERS_BELOW else f"also here: {len(others)} gradients"
     if others:
         ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
@@ -244,11 +297,26 @@ def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
         asked, hidden_by = bucket.request.number, [line.number for line in bucket.hidden_by]
         waits = [line.number for line in bucket.waits]
         until = max([asked, *waits, *hidden_by]) + 1
-        order.barh(row, until - asked, left=asked, height=0.3, color=IN_FLIGHT_COLOUR, edgecolor="black", linewidth=0.5)
+        order.barh(
+            row,
+            until - asked,
+            left=asked,
+            height=0.3,
+            color=IN_FLIGHT_COLOUR,
+            edgecolor="black",
+            linewidth=0.5,
+        )
         order.plot(hidden_by, [row] * len(hidden_by), **DOT_STYLE)
         order.plot(waits, [row] * len(waits), **TICK_STYLE)
         text = f"{len(hidden_by) or 'nothing'} in between" if waits else "never waited for"
-        order.text(until, row - 0.2, text, ha="right", fontsize=7, color=style.GREY if waits else WAIT_COLOUR)
+        order.text(
+            until,
+            row - 0.2,
+            text,
+            ha="right",
+            fontsize=7,
+            color=style.GREY if waits else WAIT_COLOUR,
+        )
     order.spines[["top", "right", "left"]].set_visible(False)
     order.tick_params(axis="y", length=0, labelleft=False)
     order.set_xlim(1, order.get_xlim()[1])
@@ -265,7 +333,9 @@ def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
     """The buckets of rank 0's program with the names that the run recorded."""
     found = inductor.find_buckets(result.ranks[0].artifact("code"))
     frame = result.frame
-    records = frame[(frame["rank"] == 0) & (frame["kind"] == "bucket")].drop_duplicates(["index", "name"], keep="last")
+    records = frame[(frame["rank"] == 0) & (frame["kind"] == "bucket")].drop_duplicates(
+        ["index", "name"], keep="last"
+    )
     coded = [(bucket.index, gradient.bytes) for bucket in found for gradient in bucket.gradients]
     if coded != list(zip(records["index"], records["bytes"], strict=True)):
         raise ValueError(
@@ -274,6 +344,9 @@ def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
         )
     names = iter(records["name"])
     return [
-        replace(bucket, gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients))
+        replace(
+            bucket,
+            gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients),
+        )
         for bucket in found
     ]

@@ -12,10 +12,21 @@ from labkit.plots import style
 from labkit.plots.spatial import FRAME_GAP, shard_panels
 from labkit.runs.result import RunResult
 
-ROW_COLOURS = {"local shard": style.BLUE, "sent": style.ORANGE, "gathered": style.SKY, "parameter": style.GREEN}
+ROW_COLOURS = {
+    "local shard": style.BLUE,
+    "sent": style.ORANGE,
+    "gathered": style.SKY,
+    "parameter": style.GREEN,
+}
 ERROR_KINDS = {
-    "largest": ("weight_error", "largest error of a gathered weight,\nas a part of the largest weight"),
-    "rms": ("weight_rms_error", "RMS error of the gathered weights,\nas a part of the weights' own RMS"),
+    "largest": (
+        "weight_error",
+        "largest error of a gathered weight,\nas a part of the largest weight",
+    ),
+    "rms": (
+        "weight_rms_error",
+        "RMS error of the gathered weights,\nas a part of the weights' own RMS",
+    ),
 }
 """What a figure of errors draws: the value of a run, and the words for it."""
 GATHER_MOMENTS = ("pre hook", "all-gather", "post hook", "compute")
@@ -51,13 +62,31 @@ class TensorLife(NamedTuple):
 TENSOR_LIVES = {
     "TwoTensor": (
         TensorLife("sent", "pre hook", "all-gather", "local shard", "a and b", "a and b"),
-        TensorLife("gathered", "all-gather", "compute", "", "all rows of a and of b", "same tensors, new memory"),
-        TensorLife("parameter", "post hook", "compute", "gathered", "a TwoTensor of both", "nothing to do"),
+        TensorLife(
+            "gathered",
+            "all-gather",
+            "compute",
+            "",
+            "all rows of a and of b",
+            "same tensors, new memory",
+        ),
+        TensorLife(
+            "parameter", "post hook", "compute", "gathered", "a TwoTensor of both", "nothing to do"
+        ),
     ),
     "int8": (
         TensorLife("sent", "pre hook", "all-gather", "", "int8, scales", "int8, scales"),
-        TensorLife("gathered", "all-gather", "compute", "", "all int8, all scales", "same tensors, new memory"),
-        TensorLife("parameter", "post hook", "compute", "", "the decoded parameter", "decoded into out"),
+        TensorLife(
+            "gathered",
+            "all-gather",
+            "compute",
+            "",
+            "all int8, all scales",
+            "same tensors, new memory",
+        ),
+        TensorLife(
+            "parameter", "post hook", "compute", "", "the decoded parameter", "decoded into out"
+        ),
     ),
 }
 """What each gather holds beside the local shard, which is always there."""
@@ -68,16 +97,35 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     ax = style.make_axes(ax, 10.0, 3.4)
     moments = ("sharded", *GATHER_MOMENTS) * 2 + ("sharded",)
     _draw_tensor_life(
-        ax, "local shard", 0, len(moments), "", "this rank's rows: always there, the optimizer updates them"
+        ax,
+        "local shard",
+        0,
+        len(moments),
+        "",
+        "this rank's rows: always there, the optimizer updates them",
     )
     for call, title in enumerate(("the first gather", "every later gather, with out=")):
         offset = 1 + call * (len(GATHER_MOMENTS) + 1)
         for held in TENSOR_LIVES[extension]:
-            start, end = offset + GATHER_MOMENTS.index(held.start), offset + GATHER_MOMENTS.index(held.end) + 1
-            _draw_tensor_life(ax, held.row, start, end, held.shares, held.again if call else held.first)
+            start, end = (
+                offset + GATHER_MOMENTS.index(held.start),
+                offset + GATHER_MOMENTS.index(held.end) + 1,
+            )
+            _draw_tensor_life(
+                ax, held.row, start, end, held.shares, held.again if call else held.first
+            )
         ax.axvline(offset + len(GATHER_MOMENTS), color="black", lw=1, zorder=0)
-        ax.text(offset + len(GATHER_MOMENTS) / 2, -1.25, title, ha="center", weight="bold", fontsize=10)
-        ax.text(offset + len(GATHER_MOMENTS) + 0.5, 2, "freed\nby FSDP", ha="center", va="center", fontsize=8)
+        ax.text(
+            offset + len(GATHER_MOMENTS) / 2, -1.25, title, ha="center", weight="bold", fontsize=10
+        )
+        ax.text(
+            offset + len(GATHER_MOMENTS) + 0.5,
+            2,
+            "freed\nby FSDP",
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
     ax.set_xticks([column + 0.5 for column in range(len(moments))], moments, fontsize=8)
     ax.xaxis.tick_top()
     ax.set(
@@ -88,10 +136,21 @@ def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = No
     )
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
-    own, shared = Patch(color=style.GREY), Patch(facecolor="white", edgecolor=style.GREY, hatch="////")
+    own, shared = (
+        Patch(color=style.GREY),
+        Patch(facecolor="white", edgecolor=style.GREY, hatch="////"),
+    )
     meanings = ["memory of its own", "the memory of the row that has this colour"]
     below = (0.5, 0.0)
-    ax.legend([own, shared], meanings, loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=8)
+    ax.legend(
+        [own, shared],
+        meanings,
+        loc="upper center",
+        bbox_to_anchor=below,
+        ncols=2,
+        frameon=False,
+        fontsize=8,
+    )
     return ax
 
 
@@ -109,7 +168,8 @@ def shard_padding(
             (columns + FRAME_GAP) / 2,
         )  # where shards puts the matrix, which stands between four
         axes[first].set(
-            xlim=(right - 0.1, right + 2 * columns + FRAME_GAP + 0.1), ylim=(down + rows + 0.1, down - 0.75)
+            xlim=(right - 0.1, right + 2 * columns + FRAME_GAP + 0.1),
+            ylim=(down + rows + 0.1, down - 0.75),
         )
         axes[first + 1].set_ylim(rows + 0.1, -0.75)
     axes[2].set_title("the matrix, padded", fontsize=10, loc="left")
@@ -135,7 +195,9 @@ def error_by_bytes(
         ValueError: there is no run "fp32" to compare with.
     """
     if "fp32" not in results:
-        raise ValueError(f"no run 'fp32' among {', '.join(results) or 'no runs'}: add one, the bytes are parts of its")
+        raise ValueError(
+            f"no run 'fp32' among {', '.join(results) or 'no runs'}: add one, the bytes are parts of its"
+        )
     ax = style.make_axes(ax, 6.5, 3.8)
     whole = results["fp32"].value("all_gather_bytes")
     value, what = ERROR_KINDS[error]
@@ -145,14 +207,34 @@ def error_by_bytes(
         ax.plot(sent, found, "o", color=colour, ms=8, clip_on=False, zorder=3)
         text = f"{label}\n{found:.2g}"
         above = 20 if found == 0 else -20  # points; below the lowest one is the axis
-        ax.annotate(text, (sent, found), (0, above), textcoords="offset points", ha="center", va="center", fontsize=9)
+        ax.annotate(
+            text,
+            (sent, found),
+            (0, above),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=9,
+        )
         if bounds and label in bounds:
-            ax.plot([sent - 0.05, sent + 0.05], [bounds[label]] * 2, clip_on=False, **style.PREDICTION_STYLE)
+            ax.plot(
+                [sent - 0.05, sent + 0.05],
+                [bounds[label]] * 2,
+                clip_on=False,
+                **style.PREDICTION_STYLE,
+            )
     # 0, the error of float32, has a place on this axis
     ax.set_yscale("symlog", linthresh=1e-3)
-    ax.set(xlim=(0, 1.1), ylim=(0, 0.2), xlabel="bytes gathered in a step, as a part of float32's", ylabel=what)
+    ax.set(
+        xlim=(0, 1.1),
+        ylim=(0, 0.2),
+        xlabel="bytes gathered in a step, as a part of float32's",
+        ylabel=what,
+    )
     handles = [ax.plot([], [], "o", color=style.GREY, label="measured")[0]]
-    handles += [ax.plot([], [], label="theory: at most", **style.PREDICTION_STYLE)[0]] if bounds else []
+    handles += (
+        [ax.plot([], [], label="theory: at most", **style.PREDICTION_STYLE)[0]] if bounds else []
+    )
     ax.legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())
 
@@ -170,8 +252,14 @@ def gather_byte_bars(
     ax = style.make_axes(ax, 4.0, 3.6)
     parts = {"numbers": style.SKY, "scales": style.VERMILION, "measured": style.GREY}
     beside = {label: {"measured": size} for label, size in (measured or {}).items()}
-    shown = [name for name in parts if any(sizes.get(name) for sizes in (*predicted.values(), *beside.values()))]
-    style.draw_bar_stacks(ax, predicted, beside, parts, 1e6, {name: parts[name] for name in shown}, columns=2)
+    shown = [
+        name
+        for name in parts
+        if any(sizes.get(name) for sizes in (*predicted.values(), *beside.values()))
+    ]
+    style.draw_bar_stacks(
+        ax, predicted, beside, parts, 1e6, {name: parts[name] for name in shown}, columns=2
+    )
     ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
     ax.set_ylabel("handed to the all-gathers of a step, MB")
     return ax
@@ -195,9 +283,14 @@ def error_histogram(
     side = 115 * (bound or 0.001)
     shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
     tops = numpy.repeat(100 * shares / errors.size, 2)
-    ax.fill_between(numpy.repeat(edges, 2)[1:-1], tops, color=encoding_colour(label), alpha=0.45, lw=0)
+    ax.fill_between(
+        numpy.repeat(edges, 2)[1:-1], tops, color=encoding_colour(label), alpha=0.45, lw=0
+    )
     found: dict[str, Any] = {"color": style.VERMILION, "linewidth": 3, "alpha": 0.6, "zorder": 0}
-    for line, look, who in ((bound, style.PREDICTION_STYLE, "theory"), (measured, found, "measured")):
+    for line, look, who in (
+        (bound, style.PREDICTION_STYLE, "theory"),
+        (measured, found, "measured"),
+    ):
         if line is not None:
             ax.axvline(-100 * line, **look)
             ax.axvline(100 * line, label=f"{who}: at most {100 * line:.3g} %", **look)
@@ -209,7 +302,10 @@ def error_histogram(
 
 
 def gather_costs(
-    results: Mapping[str, RunResult], *, predicted: Mapping[str, float], axes: Sequence[Axes] | None = None
+    results: Mapping[str, RunResult],
+    *,
+    predicted: Mapping[str, float],
+    axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
     """Two panels of bars, one a run: time to gather all units once, and what is held of them while they compute.
 
@@ -224,18 +320,26 @@ def gather_costs(
         took = result.value("gather_ms")
         coding = result.value("hooks_ms")
         axes[0].bar(column, coding, 0.6, color=style.GREY)
-        axes[0].bar(column, took - coding, 0.6, coding, color=style.COLLECTIVE_COLOURS["all_gather"])
+        axes[0].bar(
+            column, took - coding, 0.6, coding, color=style.COLLECTIVE_COLOURS["all_gather"]
+        )
         held = result.value("held_bytes") / 1e6
         axes[1].bar(column, held, 0.6, color=style.MEMORY_CATEGORIES["gathered parameters"][1])
-        axes[1].plot([column - 0.35, column + 0.35], [predicted[label] / 1e6] * 2, **style.PREDICTION_STYLE)
+        axes[1].plot(
+            [column - 0.35, column + 0.35], [predicted[label] / 1e6] * 2, **style.PREDICTION_STYLE
+        )
         for ax, height in ((axes[0], took), (axes[1], held)):
-            text = ax.annotate(f"{height:.3g}", (column, height), (0, 4), textcoords="offset points", ha="center")
+            text = ax.annotate(
+                f"{height:.3g}", (column, height), (0, 4), textcoords="offset points", ha="center"
+            )
             text.set_fontsize(9)
     meanings = {
         "in the hooks: encode and decode": style.GREY,
         "the rest of the gather": style.COLLECTIVE_COLOURS["all_gather"],
     }
-    style.add_legend_above(axes[0], 2, [Patch(color=colour, label=meaning) for meaning, colour in meanings.items()])
+    style.add_legend_above(
+        axes[0], 2, [Patch(color=colour, label=meaning) for meaning, colour in meanings.items()]
+    )
     bar = Patch(color=style.MEMORY_CATEGORIES["gathered parameters"][1], label="measured")
     line = axes[1].plot([], [], label="predicted", **style.PREDICTION_STYLE)[0]
     style.add_legend_above(axes[1], 2, [bar, line])
@@ -280,9 +384,19 @@ def gather_time_by_bandwidth(
             ax.plot(bandwidth / 1e9, 1e3 * took, "o", color=colour, ms=7, label=f"{name}, measured")
     for name, bandwidth in machines.items():
         ax.axvline(bandwidth / 1e9, color=style.GREY, lw=1, ls=":", zorder=0)
-        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        ax.annotate(name, (bandwidth / 1e9, 0.02), (-3, 0), rotation=90, ha="right", fontsize=8, **place)
-    ax.set(xscale="log", yscale="log", xlabel="bandwidth on the wire, GB/s", ylabel="gathering all units once, ms")
+        place: dict[str, Any] = {
+            "xycoords": ("data", "axes fraction"),
+            "textcoords": "offset points",
+        }
+        ax.annotate(
+            name, (bandwidth / 1e9, 0.02), (-3, 0), rotation=90, ha="right", fontsize=8, **place
+        )
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bandwidth on the wire, GB/s",
+        ylabel="gathering all units once, ms",
+    )
     style.add_legend_above(ax, 2)
     return style.add_stamp(ax, results)
 

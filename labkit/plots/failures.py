@@ -14,7 +14,12 @@ LINE_COLOURS = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.OR
 
 
 def wait_times(
-    result: RunResult, *, predicted_ms: float | None = None, title: str = "", ax: Axes | None = None, key: bool = True
+    result: RunResult,
+    *,
+    predicted_ms: float | None = None,
+    title: str = "",
+    ax: Axes | None = None,
+    key: bool = True,
 ) -> Axes:
     """A line a rank: when it computed, and when it waited in a collective.
 
@@ -31,14 +36,25 @@ def wait_times(
     for rank in result.ranks:
         waited = computed = 0.0
         for begun, ready, done in rank.reported["steps"]:
-            for start, end, colour in ((begun, ready, style.BLUE), (ready, done, style.EXPOSURE_COLOUR)):
-                ax.broken_barh([(start * 1e3, (end - start) * 1e3)], (rank.rank - 0.35, 0.7), facecolors=colour)
-            computed, waited, last = computed + ready - begun, waited + done - ready, max(last, done)
+            for start, end, colour in (
+                (begun, ready, style.BLUE),
+                (ready, done, style.EXPOSURE_COLOUR),
+            ):
+                ax.broken_barh(
+                    [(start * 1e3, (end - start) * 1e3)], (rank.rank - 0.35, 0.7), facecolors=colour
+                )
+            computed, waited, last = (
+                computed + ready - begun,
+                waited + done - ready,
+                max(last, done),
+            )
         share = waited / (waited + computed)
         ax.text(done * 1e3, rank.rank, f"  waited {share:.0%}", va="center", fontsize=9)
     if predicted_ms is not None:
         ax.axvline(predicted_ms, **style.PREDICTION_STYLE)
-    ax.set(xlabel="time since the first step, ms", xlim=(0, max(last * 1e3, predicted_ms or 0) * 1.22))
+    ax.set(
+        xlabel="time since the first step, ms", xlim=(0, max(last * 1e3, predicted_ms or 0) * 1.22)
+    )
     ax.set_yticks(range(result.world_size), [f"rank {rank.rank}" for rank in result.ranks])
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
@@ -49,13 +65,22 @@ def wait_times(
             Patch(color=style.BLUE, label="computes"),
             Patch(color=style.EXPOSURE_COLOUR, label="waits in the all-reduce"),
         ]  # fmt: skip
-        handles += ax.plot([], [], label="predicted end", **style.PREDICTION_STYLE) if predicted_ms is not None else []
+        handles += (
+            ax.plot([], [], label="predicted end", **style.PREDICTION_STYLE)
+            if predicted_ms is not None
+            else []
+        )
         style.add_legend_above(ax, 3, handles, middle=0.6)
     return style.add_stamp(ax, [result])
 
 
 def values_by_step(
-    curves: Mapping[str, Sequence[float]], result: RunResult, *, ylabel: str, log: bool = False, ax: Axes | None = None
+    curves: Mapping[str, Sequence[float]],
+    result: RunResult,
+    *,
+    ylabel: str,
+    log: bool = False,
+    ax: Axes | None = None,
 ) -> Axes:
     """Numbers by training step, one line a label, later ones on top; on a logarithmic axis, zeros are left out."""
     ax = style.make_axes(ax)
@@ -81,7 +106,9 @@ def debug_costs(step_ms: Mapping[str, float], result: RunResult, *, ax: Axes | N
         ax.barh(row, duration, color=style.BLUE if row else style.GREY, height=0.6)
         text = f"  {duration:.2g} ms" + (f", {duration / plain:.2g} ×" if row else "")
         ax.text(duration, row, text, va="center", fontsize=9)
-    ax.set(yticks=range(len(step_ms)), yticklabels=list(step_ms), xlim=(0, max(step_ms.values()) * 1.4))
+    ax.set(
+        yticks=range(len(step_ms)), yticklabels=list(step_ms), xlim=(0, max(step_ms.values()) * 1.4)
+    )
     ax.set_xlabel("time of one step, ms (fastest round of the slowest rank)")
     ax.invert_yaxis()
     return style.add_stamp(ax, [result])

@@ -41,7 +41,9 @@ def memory_comparison(
     ax = style.make_axes(ax, width=8.0, height=4.2)
     bars = {label: _bytes_by_category(sizes) for label, sizes in predicted.items()}
     peaks = {label: peak_bytes_by_category(result) for label, result in measured.items()}
-    shown = {name for drawn in (*bars.values(), *peaks.values()) for name, size in drawn.items() if size}
+    shown = {
+        name for drawn in (*bars.values(), *peaks.values()) for name, size in drawn.items() if size
+    }
     colours = {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()}
     legend = {name: colour for name, colour in colours.items() if name in shown}
     style.draw_bar_stacks(ax, bars, peaks, colours, BYTE_UNITS[unit], legend, columns=4)
@@ -50,14 +52,19 @@ def memory_comparison(
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         ax.axhline(bound / BYTE_UNITS[unit], color="black", lw=1, ls=":")
         ax.annotate(
-            f"bound\n{bound / BYTE_UNITS[unit]:.3g} {unit}", (1, bound / BYTE_UNITS[unit]), (3, 0), **EDGE_LABEL_STYLE
+            f"bound\n{bound / BYTE_UNITS[unit]:.3g} {unit}",
+            (1, bound / BYTE_UNITS[unit]),
+            (3, 0),
+            **EDGE_LABEL_STYLE,
         )
     ax.set_ylabel(f"{ylabel}, {unit}")
     ax.margins(y=0.06)
     return style.add_stamp(ax, measured.values())
 
 
-def communication_passes(predicted: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None) -> Axes:
+def communication_passes(
+    predicted: Mapping[str, Mapping[str, float]], *, ax: Axes | None = None
+) -> Axes:
     """What a rank sends over the wire in one step, by collective, one bar a label, times the parameters' bytes.
 
     Predicted are passes over the parameters, such as ``{"all_gather": 1.5, "reduce_scatter": 0.75}``.
@@ -66,16 +73,26 @@ def communication_passes(predicted: Mapping[str, Mapping[str, float]], *, ax: Ax
     for row, sent in enumerate(predicted.values()):
         end = 0.0
         for name in (name for name in style.COLLECTIVE_COLOURS if name in sent):
-            ax.barh(row, sent[name], 0.6, end, color=style.COLLECTIVE_COLOURS[name], edgecolor="white")
-            ax.text(end + sent[name] / 2, row, f"{sent[name]:.3g}", ha="center", va="center", fontsize=9)
+            ax.barh(
+                row, sent[name], 0.6, end, color=style.COLLECTIVE_COLOURS[name], edgecolor="white"
+            )
+            ax.text(
+                end + sent[name] / 2, row, f"{sent[name]:.3g}", ha="center", va="center", fontsize=9
+            )
             end += sent[name]
         ax.text(end, row, f"  {end:.4g} in all", va="center", fontsize=9)
     ax.set(yticks=range(len(predicted)), yticklabels=list(predicted))
     ax.set_xlabel("sent over the wire by each rank in a step, times the parameters' bytes")
     ax.margins(x=0.15)
     ax.invert_yaxis()
-    shown = [name for name in style.COLLECTIVE_COLOURS if any(name in sent for sent in predicted.values())]
-    handles = [Patch(color=style.COLLECTIVE_COLOURS[name], label=name.replace("_", "-")) for name in shown]
+    shown = [
+        name
+        for name in style.COLLECTIVE_COLOURS
+        if any(name in sent for sent in predicted.values())
+    ]
+    handles = [
+        Patch(color=style.COLLECTIVE_COLOURS[name], label=name.replace("_", "-")) for name in shown
+    ]
     style.add_legend_above(ax, len(handles), handles)
     return ax
 
@@ -97,7 +114,9 @@ def memory_over_step(
     parts = [_bytes_by_category(moment) for moment in moments]
     shown = [name for name in style.MEMORY_CATEGORIES if any(part[name] for part in parts)]
     colours = [style.MEMORY_CATEGORIES[name][1] for name in shown]
-    tops = numpy.cumsum([[part[name] / 1e6 for part in parts] for name in shown], axis=0)  # [category, moment]
+    tops = numpy.cumsum(
+        [[part[name] / 1e6 for part in parts] for name in shown], axis=0
+    )  # [category, moment]
     edges = numpy.repeat(numpy.arange(len(parts) + 1), 2)[1:-1]
     outlines = [numpy.repeat(top, 2) for top in (numpy.zeros(len(parts)), *tops)]
     areas = [
@@ -105,7 +124,9 @@ def memory_over_step(
         for lower, upper in pairwise(outlines)
     ]
     # one collection without limits of its own, since an explorer redraws this at once
-    ax.add_collection(PolyCollection(areas, facecolors=colours, alpha=0.45, linewidths=0), autolim=False)
+    ax.add_collection(
+        PolyCollection(areas, facecolors=colours, alpha=0.45, linewidths=0), autolim=False
+    )
     ax.plot(edges, outlines[-1], **style.PREDICTION_STYLE)
     fullest, end = int(tops[-1].argmax()), len(parts)
     peak, middle, width = tops[-1][fullest], 1.09 * end, 0.09 * end
@@ -116,7 +137,13 @@ def memory_over_step(
         places["measured"] = middle
         for name, size in peak_bytes_by_category(result).items():
             ax.bar(
-                middle, size / 1e6, width, bar, color=style.MEMORY_CATEGORIES[name][1], edgecolor="white", linewidth=0.5
+                middle,
+                size / 1e6,
+                width,
+                bar,
+                color=style.MEMORY_CATEGORIES[name][1],
+                edgecolor="white",
+                linewidth=0.5,
             )
             bar += size / 1e6
         ax.text(middle, bar, f"{bar:.3g}", ha="center", va="bottom", fontsize=9)
@@ -151,11 +178,16 @@ def traffic_by_collective(
     given = (*predicted.values(), *(measured or {}).values())
     shown = [name for name in style.COLLECTIVE_COLOURS if any(name in sent for sent in given)]
     legend = {name.replace("_", "-"): style.COLLECTIVE_COLOURS[name] for name in shown}
-    style.draw_bar_stacks(ax, predicted, measured or {}, style.COLLECTIVE_COLOURS, 1e6, legend, columns=1)
+    style.draw_bar_stacks(
+        ax, predicted, measured or {}, style.COLLECTIVE_COLOURS, 1e6, legend, columns=1
+    )
     ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
     ax.set_ylabel("sent by a rank in a step, MB")
     return ax
 
 
 def _bytes_by_category(sizes: Mapping[str, float]) -> dict[str, float]:
-    return {name: sum(sizes.get(part, 0) for part in parts) for name, (parts, _) in style.MEMORY_CATEGORIES.items()}
+    return {
+        name: sum(sizes.get(part, 0) for part in parts)
+        for name, (parts, _) in style.MEMORY_CATEGORIES.items()
+    }

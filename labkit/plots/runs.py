@@ -36,16 +36,28 @@ def comparison_table(
     """
     if predicted is None:
         if yours is None:
-            raise ValueError("nothing to compare with what was measured: give predicted, yours, or both")
-        table = comparison_table(measured, dict.fromkeys(yours, 0.0), yours=yours, tolerance=tolerance, column=column)
+            raise ValueError(
+                "nothing to compare with what was measured: give predicted, yours, or both"
+            )
+        table = comparison_table(
+            measured, dict.fromkeys(yours, 0.0), yours=yours, tolerance=tolerance, column=column
+        )
         return table.drop(columns=["theory", "theory is"])
-    values = {name: measured.value(name) if isinstance(measured, RunResult) else measured[name] for name in predicted}
+    values = {
+        name: measured.value(name) if isinstance(measured, RunResult) else measured[name]
+        for name in predicted
+    }
     if yours is None:
-        rows = {name: _comparison_row(expected, values[name], tolerance) for name, expected in predicted.items()}
+        rows = {
+            name: _comparison_row(expected, values[name], tolerance)
+            for name, expected in predicted.items()
+        }
         return pandas.DataFrame.from_dict(rows, orient="index")
     unknown = yours.keys() - predicted.keys()
     if unknown:
-        raise ValueError(f"yours has {', '.join(sorted(unknown))}, which theory has not: {', '.join(predicted)}")
+        raise ValueError(
+            f"yours has {', '.join(sorted(unknown))}, which theory has not: {', '.join(predicted)}"
+        )
     lines = {}
     for name, expected in predicted.items():
         mine, value = yours.get(name), values[name]
@@ -88,7 +100,9 @@ def relative_error_text(predicted: float, measured: float, tolerance: float = 0.
     if not predicted or not measured or (predicted < 0) != (measured < 0):
         return "too large" if predicted > measured else "too small"
     factor, side = (
-        (predicted / measured, "large") if abs(predicted) > abs(measured) else (measured / predicted, "small")
+        (predicted / measured, "large")
+        if abs(predicted) > abs(measured)
+        else (measured / predicted, "small")
     )
     return f"{factor:.3g} × too {side}"
 
@@ -97,7 +111,12 @@ def _comparison_row(expected: float, measured: float, tolerance: float) -> dict[
     ratio = measured / expected if expected else float(measured == expected)
     close = f"within {tolerance:.0%}" if abs(ratio - 1) <= tolerance else "differs"
     verdict = "equal" if measured == expected else close
-    return {"predicted": expected, "measured": measured, "ratio": round(ratio, 4), "verdict": verdict}
+    return {
+        "predicted": expected,
+        "measured": measured,
+        "ratio": round(ratio, 4),
+        "verdict": verdict,
+    }
 
 
 def _number_text(value: float) -> str:
@@ -115,14 +134,20 @@ def latency_bars(results: Mapping[str, RunResult], *, ax: Axes | None = None) ->
         ends = ends + durations
     for row, end in enumerate(ends):
         ax.text(end, row, f"  {end:.0f} ms", va="center", fontsize=9)
-    ax.set(xlabel="time of one training step, ms (mean of the timed steps, slowest rank)", xlim=(0, max(ends) * 1.15))
+    ax.set(
+        xlabel="time of one training step, ms (mean of the timed steps, slowest rank)",
+        xlim=(0, max(ends) * 1.15),
+    )
     ax.invert_yaxis()
     style.add_legend_above(ax, 3)
     return style.add_stamp(ax, results.values())
 
 
 def memory_by_category(
-    results: Mapping[str, RunResult], *, predicted: Mapping[str, float] | None = None, ax: Axes | None = None
+    results: Mapping[str, RunResult],
+    *,
+    predicted: Mapping[str, float] | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
     """Peak memory of the fullest rank by category, one bar a run; a dashed line where theory puts the activations.
 
@@ -131,16 +156,36 @@ def memory_by_category(
     ax = style.make_axes(ax, height=4.0)
     peaks = {label: peak_bytes_by_category(result) for label, result in results.items()}
     style.draw_bar_stacks(
-        ax, {}, peaks, {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()}, 1e6, {}, 1
+        ax,
+        {},
+        peaks,
+        {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()},
+        1e6,
+        {},
+        1,
     )
     for column, parts in enumerate(peaks.values()):
         activations = parts["activations"] / 1e6
-        ax.text(column, activations / 2, f"{activations:.3g}", ha="center", va="center", fontsize=8, color="white")
-    shown = [name for name in style.MEMORY_CATEGORIES if any(parts[name] for parts in peaks.values())]
-    handles: list[Any] = [Patch(color=style.MEMORY_CATEGORIES[name][1], label=name) for name in shown]
+        ax.text(
+            column,
+            activations / 2,
+            f"{activations:.3g}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white",
+        )
+    shown = [
+        name for name in style.MEMORY_CATEGORIES if any(parts[name] for parts in peaks.values())
+    ]
+    handles: list[Any] = [
+        Patch(color=style.MEMORY_CATEGORIES[name][1], label=name) for name in shown
+    ]
     for label, expected in (predicted or {}).items():
         middle = list(results).index(label)
-        (line,) = ax.plot([middle - 0.3, middle + 0.3], [expected / 1e6] * 2, **style.PREDICTION_STYLE)
+        (line,) = ax.plot(
+            [middle - 0.3, middle + 0.3], [expected / 1e6] * 2, **style.PREDICTION_STYLE
+        )
     if predicted:
         line.set_label("activations, predicted")
         handles.append(line)
@@ -154,12 +199,16 @@ def peak_bytes_by_category(result: RunResult) -> dict[str, float]:
     """The bytes of a run's peak by what they are used for, as ``style.MEMORY_CATEGORIES`` names it."""
     known = result.summary()
     return {
-        name: sum(result.value(f"peak_{part}_bytes") for part in parts if f"peak_{part}_bytes" in known)
+        name: sum(
+            result.value(f"peak_{part}_bytes") for part in parts if f"peak_{part}_bytes" in known
+        )
         for name, (parts, _) in style.MEMORY_CATEGORIES.items()
     }
 
 
-def loss_curves(results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None) -> Axes:
+def loss_curves(
+    results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None
+) -> Axes:
     """The loss by step, one line a run. ``chance`` draws the loss of guessing, such as ln(classes).
 
     A run that went on from the checkpoints of another counts on: its line begins where the other's ends. Of a run that
@@ -169,13 +218,27 @@ def loss_curves(results: Mapping[str, RunResult], *, chance: float | None = None
     dashes: Sequence[str] = ("-", "--", ":", "-.")
     for index, (label, result) in enumerate(results.items()):
         losses = result.losses
-        look: dict[str, Any] = {"color": style.RANK_COLOURS[index % 4], "linestyle": dashes[index % 4], "lw": 2}
-        if len(losses) <= MAX_STEPS_WITH_MARKERS:  # each step is seen, also where lines lie on each other
-            look |= {"marker": "osD^"[index % 4], "markersize": 10 - 2 * (index % 4), "fillstyle": "none"}
+        look: dict[str, Any] = {
+            "color": style.RANK_COLOURS[index % 4],
+            "linestyle": dashes[index % 4],
+            "lw": 2,
+        }
+        if (
+            len(losses) <= MAX_STEPS_WITH_MARKERS
+        ):  # each step is seen, also where lines lie on each other
+            look |= {
+                "marker": "osD^"[index % 4],
+                "markersize": 10 - 2 * (index % 4),
+                "fillstyle": "none",
+            }
         ax.plot(losses.index, losses, label=label, **look)
     if chance is not None:
         ax.axhline(chance, color=style.GREY, lw=1)
-        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+        place: dict[str, Any] = {
+            "xycoords": ("axes fraction", "data"),
+            "textcoords": "offset points",
+            "ha": "right",
+        }
         ax.annotate("guessing", (1, chance), (-2, 2), fontsize=9, color=style.GREY, **place)
     ax.set(xlabel="training step", ylabel="loss (cross-entropy, nats)")
     ax.legend(frameon=False, fontsize=9)

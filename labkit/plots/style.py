@@ -41,7 +41,9 @@ def make_axes(ax: Axes | None, width: float = 7.0, height: float = 3.6) -> Axes:
     return ax
 
 
-def make_panels(given: Sequence[Axes] | None, names: Iterable[str], width: float, height: float) -> list[Axes]:
+def make_panels(
+    given: Sequence[Axes] | None, names: Iterable[str], width: float, height: float
+) -> list[Axes]:
     """The given Axes, or those of a new figure, side by side, each with its name on top; sizes of one in inches."""
     names = list(names)
     if given is None:
@@ -87,14 +89,21 @@ def draw_bar_stacks(
                 height = drawn[label].get(part, 0) / size
                 look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
                 if framed:
-                    look = {"facecolor": (colour, 0.45), "edgecolor": "black", "linewidth": 0.8, "linestyle": "--"}
+                    look = {
+                        "facecolor": (colour, 0.45),
+                        "edgecolor": "black",
+                        "linewidth": 0.8,
+                        "linestyle": "--",
+                    }
                 ax.bar(column + side * offset, height, 0.36, top, **look)
                 top += height
             ax.text(column + side * offset, top, f"{top:.3g}", ha="center", va="bottom", fontsize=8)
     ax.set_xticks(range(len(labels)), labels)
     handles = [Patch(color=colour, label=meaning) for meaning, colour in legend.items()]
     if predicted and measured:
-        handles.append(Patch(facecolor="#EEEEEE", edgecolor="black", linestyle="--", label="predicted"))
+        handles.append(
+            Patch(facecolor="#EEEEEE", edgecolor="black", linestyle="--", label="predicted")
+        )
     add_legend_above(ax, columns, handles)
 
 

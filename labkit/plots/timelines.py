@@ -21,7 +21,9 @@ LETTER_WIDTH_POINTS = 5.5  # width of a letter in a bar
 TOUCHING_MS = 0.01  # bars that overlap by less follow one another
 
 
-def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None) -> Axes:
+def timeline(
+    result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None
+) -> Axes:
     """Two rows a rank, compute and communication, over one step; exposed communication is underlined.
 
     What runs at the same time stands one above the other. All ``ranks`` that ran are shown by default. A line parts
@@ -34,7 +36,11 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
     shown = result.active_ranks if ranks is None else ranks
     missing = sorted(set(shown) - set(bars["rank"]))
     if missing:
-        fix = "simulate it for a hardware" if result.is_simulated else "run the program with its option timeline=True"
+        fix = (
+            "simulate it for a hardware"
+            if result.is_simulated
+            else "run the program with its option timeline=True"
+        )
         raise ValueError(f"no timeline of ranks {missing}: {fix}")
     ax = style.make_axes(ax, 8.5, 1.3 + 1.1 * len(shown))
     shown_bars = bars[bars["rank"].isin(shown)]
@@ -56,14 +62,22 @@ def timeline(result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] 
                 above = _draw_bar(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots, above)
         waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
         ax.broken_barh(
-            list(zip(waits["start"], waits["length"], strict=True)), (row + 0.42, 0.14), color=style.EXPOSURE_COLOUR
+            list(zip(waits["start"], waits["length"], strict=True)),
+            (row + 0.42, 0.14),
+            color=style.EXPOSURE_COLOUR,
         )
-    ax.set(yticks=list(labels), yticklabels=list(labels.values()), xlabel="time since each rank began its step, ms")
+    ax.set(
+        yticks=list(labels),
+        yticklabels=list(labels.values()),
+        xlabel="time since each rank began its step, ms",
+    )
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.4 * len(shown) - 0.45, -0.6)
     open_name, whole_name = EXPOSURE_VALUE_NAMES[result.is_simulated]
     ranks_shown = result.summary().loc[list(shown)]
-    _add_legend(ax, set(bars["phase"]), ranks_shown[open_name].mean() / ranks_shown[whole_name].mean())
+    _add_legend(
+        ax, set(bars["phase"]), ranks_shown[open_name].mean() / ranks_shown[whole_name].mean()
+    )
     return style.add_stamp(ax, [result])
 
 
@@ -88,7 +102,10 @@ def communication_exposure(results: Mapping[str, RunResult], *, ax: Axes | None 
 def _communication_ms(result: RunResult) -> tuple[float, ...]:
     """Communication, what of it was exposed, and the step, in ms: reckoned of a simulation, else profiled."""
     if result.is_simulated:
-        return tuple(1000 * result.value(f"reckoned_{part}_s") for part in ("communication", "exposed", "step"))
+        return tuple(
+            1000 * result.value(f"reckoned_{part}_s")
+            for part in ("communication", "exposed", "step")
+        )
     return tuple(map(result.value, ("communication", "exposed_communication", "profiled_step")))
 
 
@@ -107,7 +124,9 @@ def _overlap_slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
         if all(end <= start + TOUCHING_MS for end in ends):
             places.append([])
             ends = []
-        place = next((place for place, end in enumerate(ends) if end <= start + TOUCHING_MS), len(ends))
+        place = next(
+            (place for place, end in enumerate(ends) if end <= start + TOUCHING_MS), len(ends)
+        )
         ends[place : place + 1] = [start + length]
         places[-1].append(place)
     return [(place, max(group) + 1) for group in places for place in group]
@@ -119,7 +138,13 @@ def _draw_bar(ax: Axes, bar: Any, top: float, height: float, taken: float) -> fl
     That is above it, or below where the names above reach up to ``taken``. Gives back how far they reach now.
     """
     colour = BAR_COLOURS.get(bar.phase, style.GREY)
-    ax.broken_barh([(bar.start, bar.length)], (top, height), facecolors=colour, edgecolor="white", linewidth=0.4)
+    ax.broken_barh(
+        [(bar.start, bar.length)],
+        (top, height),
+        facecolors=colour,
+        edgecolor="white",
+        linewidth=0.4,
+    )
     text, middle = bar.name.rpartition(".")[2], bar.start + bar.length / 2
     a_point = bar.length / _length_in_points(ax, bar.length)  # in ms
     if text and bar.length > (LETTER_WIDTH_POINTS * len(text) + 2) * a_point:
@@ -141,8 +166,12 @@ def _length_in_points(ax: Axes, length: float) -> float:
 
 
 def _add_legend(ax: Axes, phases: set[str], share: float) -> None:
-    shown = {phase.replace("_", "-"): colour for phase, colour in BAR_COLOURS.items() if phase in phases}
+    shown = {
+        phase.replace("_", "-"): colour for phase, colour in BAR_COLOURS.items() if phase in phases
+    }
     shown |= {"other": style.GREY} if phases - BAR_COLOURS.keys() else {}
     patches = [Patch(color=colour, label=label) for label, colour in shown.items()]
     patches.append(Patch(color=style.EXPOSURE_COLOUR, label=f"exposed: {share:.0%} of the step"))
-    style.add_legend_above(ax, len(patches), patches, middle=0.45, fontsize=8, handlelength=1.2, columnspacing=1.2)
+    style.add_legend_above(
+        ax, len(patches), patches, middle=0.45, fontsize=8, handlelength=1.2, columnspacing=1.2
+    )

@@ -19,7 +19,9 @@ DARK_AXIS_COLOURS = {"tp": "#004C77", "data": "#8A5A00"}
 """The same colours, dark enough for text."""
 
 
-def pair_diagram(x: Matrix, first: Matrix, second: Matrix, ranks: int = 2, *, ax: Axes | None = None) -> Axes:
+def pair_diagram(
+    x: Matrix, first: Matrix, second: Matrix, ranks: int = 2, *, ax: Axes | None = None
+) -> Axes:
     """Two linear layers with a ReLU between, cut over ranks: one row a rank, from x to its part, and their sum.
 
     Each rank's numbers have its colour. Weights are drawn as PyTorch stores them, [features out, features in].
@@ -55,11 +57,26 @@ def pair_diagram(x: Matrix, first: Matrix, second: Matrix, ranks: int = 2, *, ax
             left = right + (1.15 if sign else 0.0)
             if sign:
                 ax.text(right + 0.57, middle, sign, ha="center", va="center", fontsize=12)
-    whole = [[sum(values) for values in zip(*lines, strict=True)] for lines in zip(*parts, strict=True)]
+    whole = [
+        [sum(values) for values in zip(*lines, strict=True)] for lines in zip(*parts, strict=True)
+    ]
     centre = -2.6 * (ranks - 1) / 2
     for rank in range(ranks):
-        ax.annotate("", (left + 1.3, centre), (left + 0.1, -2.6 * rank), arrowprops={"arrowstyle": "-|>", "lw": 1.2})
-    ax.text(left + 0.85, centre + 0.95, "all-reduce", ha="left", va="center", fontsize=9, color=DARK_AXIS_COLOURS["tp"])
+        ax.annotate(
+            "",
+            (left + 1.3, centre),
+            (left + 0.1, -2.6 * rank),
+            arrowprops={"arrowstyle": "-|>", "lw": 1.2},
+        )
+    ax.text(
+        left + 0.85,
+        centre + 0.95,
+        "all-reduce",
+        ha="left",
+        va="center",
+        fontsize=9,
+        color=DARK_AXIS_COLOURS["tp"],
+    )
     end = _draw_matrix(ax, left + 1.45, centre, whole, "#E8E8E8", "y, on each rank")
     ax.set(xlim=(-1.5, end + 0.3), ylim=(-2.6 * (ranks - 1) - 1.3, 1.35))
     ax.set_aspect("equal")
@@ -86,8 +103,17 @@ def _draw_matrix(
     for row, line in enumerate(matrix):
         for column, value in enumerate(line):
             corner = (left + column * width, top - (row + 1) * height)
-            ax.add_patch(Rectangle(corner, width, height, facecolor=colour, edgecolor="#444444", lw=0.6))
-            ax.text(corner[0] + width / 2, corner[1] + height / 2, f"{value:g}", ha="center", va="center", fontsize=8.5)
+            ax.add_patch(
+                Rectangle(corner, width, height, facecolor=colour, edgecolor="#444444", lw=0.6)
+            )
+            ax.text(
+                corner[0] + width / 2,
+                corner[1] + height / 2,
+                f"{value:g}",
+                ha="center",
+                va="center",
+                fontsize=8.5,
+            )
     ax.text(left + columns * width / 2, top + 0.12, name, ha="center", va="bottom", fontsize=8)
     return left + columns * width
 
@@ -102,14 +128,31 @@ def mesh_diagram(data: int, tp: int, *, ax: Axes | None = None) -> Axes:
     for line in range(data):
         _draw_axis_frame(ax, -0.44, line - 0.33, tp - 0.12, 0.66, "tp")
         said = f"tp group {line}:\nsamples {line}\n\nall-reduce\nactivations"
-        ax.text(-0.52, line, said, color=DARK_AXIS_COLOURS["tp"], ha="right", va="center", fontsize=9)
+        ax.text(
+            -0.52, line, said, color=DARK_AXIS_COLOURS["tp"], ha="right", va="center", fontsize=9
+        )
         for place in range(tp):
-            ax.text(place, line - 0.2, f"rank {line * tp + place}", ha="center", va="center", weight="bold")
+            ax.text(
+                place,
+                line - 0.2,
+                f"rank {line * tp + place}",
+                ha="center",
+                va="center",
+                weight="bold",
+            )
             _draw_weights(ax, place, line, tp, data)
     for place in range(tp):
         _draw_axis_frame(ax, place - 0.37, -0.4, 0.74, data - 0.2, "data")
         words = f"data group {place}: features {place}\nall-gather parameters,\nreduce-scatter gradients"
-        ax.text(place, -0.47, words, color=DARK_AXIS_COLOURS["data"], ha="center", va="bottom", fontsize=9)
+        ax.text(
+            place,
+            -0.47,
+            words,
+            color=DARK_AXIS_COLOURS["data"],
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
     ax.set(xlim=(-1.25, tp - 0.45), ylim=(data - 0.48, -0.82))
     ax.set_axis_off()
     return ax
@@ -117,7 +160,10 @@ def mesh_diagram(data: int, tp: int, *, ax: Axes | None = None) -> Axes:
 
 def _draw_weights(ax: Axes, place: int, line: int, tp: int, data: int) -> None:
     """The two weights of a pair in one rank of the mesh: ``first`` upright, ``second`` on its side."""
-    for name, left, width, height in (("first", place - 0.25, 0.13, 0.28), ("second", place + 0.05, 0.2, 0.18)):
+    for name, left, width, height in (
+        ("first", place - 0.25, 0.13, 0.28),
+        ("second", place + 0.05, 0.2, 0.18),
+    ):
         top = line - 0.1
         outline: dict[str, Any] = {"fill": False, "edgecolor": "#444444", "lw": 0.8}
         ax.add_patch(Rectangle((left, top), width, height, **outline))
@@ -129,7 +175,13 @@ def _draw_weights(ax: Axes, place: int, line: int, tp: int, data: int) -> None:
             own = (share[0], top + line * height / data, share[2], height / data)
         for (x, y, wide, high), strength in ((share, 0.35), (own, 1.0)):
             ax.add_patch(
-                Rectangle((x, y), wide, high, facecolor=_mix_with_white(style.GREEN, strength), edgecolor="none")
+                Rectangle(
+                    (x, y),
+                    wide,
+                    high,
+                    facecolor=_mix_with_white(style.GREEN, strength),
+                    edgecolor="none",
+                )
             )
         ax.text(left + width / 2, top + 0.3, name, ha="center", va="top", fontsize=8)
 
@@ -187,7 +239,9 @@ def step_time_by_tp(
         xlabel: of every panel.
     """
     count = len(seconds) + (sent is not None)
-    figure, panels = pyplot.subplots(1, count, figsize=(3.6 * count, 3.7), layout="constrained", squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, count, figsize=(3.6 * count, 3.7), layout="constrained", squeeze=False
+    )
     axes = list(panels.flat)
     if sent is not None:
         traffic_by_axis(sent, ax=axes[0], xlabel=xlabel)
@@ -201,8 +255,13 @@ def step_time_by_tp(
         ax.set_title(title, fontsize=10)
         ax.set(xlabel=xlabel, ylabel="one step of a rank, ms", ylim=(0, 1.12 * highest))
         _draw_prediction_frames(ax)
-    handles = [Rectangle((0, 0), 1, 1, color=TIME_COLOURS[part], label=TIME_LABELS[part]) for part in TIME_COLOURS]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    handles = [
+        Rectangle((0, 0), 1, 1, color=TIME_COLOURS[part], label=TIME_LABELS[part])
+        for part in TIME_COLOURS
+    ]
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9
+    )
     return axes
 
 
@@ -241,7 +300,9 @@ def step_time_by_split(
         side = "right" if column == place and measured_s else "center"
         x = column + 0.25 if side == "right" else column
         text = (
-            style.short_number_text(top) if list(seconds)[column] != best else f"best: {style.short_number_text(top)}"
+            style.short_number_text(top)
+            if list(seconds)[column] != best
+            else f"best: {style.short_number_text(top)}"
         )
         ax.text(x, top, text, ha=side, va="bottom", fontsize=8)
     if measured_s:
@@ -257,5 +318,7 @@ def step_time_by_split(
 
 def _draw_axis_frame(ax: Axes, x: float, y: float, width: float, height: float, axis: str) -> None:
     shape = "round,pad=0.02,rounding_size=0.08"
-    frame = FancyBboxPatch((x, y), width, height, boxstyle=shape, fill=False, lw=2.5, edgecolor=AXIS_COLOURS[axis])
+    frame = FancyBboxPatch(
+        (x, y), width, height, boxstyle=shape, fill=False, lw=2.5, edgecolor=AXIS_COLOURS[axis]
+    )
     ax.add_patch(frame)

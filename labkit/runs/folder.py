@@ -118,7 +118,9 @@ class RunFolder:
             ParameterError: a name that is no part of a file's name everywhere.
         """
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-            raise ParameterError(f"cannot keep a text as {name!r}: use letters, digits, - and _, at most 100")
+            raise ParameterError(
+                f"cannot keep a text as {name!r}: use letters, digits, - and _, at most 100"
+            )
         return self._rank_file(rank, f"{name}.txt")
 
     def artifact_names(self, rank: int) -> list[str]:
@@ -169,7 +171,9 @@ def require_fields(path: Path, content: Mapping[str, Any], types: Mapping[str, t
         if name not in content:
             raise RecordError(f"{path}: holds no {name!r}. {JSON_FIX}")
         if not isinstance(content[name], wanted):
-            raise RecordError(f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {JSON_FIX}")
+            raise RecordError(
+                f"{path}: {name} = {content[name]!r} is not {wanted.__name__}. {JSON_FIX}"
+            )
 
 
 def rank_of_process(index: int) -> int:
@@ -202,7 +206,11 @@ def workspace_folder() -> Path:
         return ROOT
     here = Path.cwd()
     return next(
-        (folder.parent for folder in (here, *here.parents) if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)),
+        (
+            folder.parent
+            for folder in (here, *here.parents)
+            if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)
+        ),
         here,
     )
 

@@ -102,11 +102,15 @@ def find_runs(*, program: str | None = None, limit: int | None = None) -> list[H
     except FileNotFoundError:  # nothing was recorded yet
         return []
     except OSError as error:
-        raise LabError(f"cannot list {place} ({error.strerror}): set LABKIT_RUNS to the folder of your runs") from error
+        raise LabError(
+            f"cannot list {place} ({error.strerror}): set LABKIT_RUNS to the folder of your runs"
+        ) from error
     entries = [entry for entry in map(_read_entry, paths) if entry]
     if program is not None:
         entries = [entry for entry in entries if entry.info.get("program") == program]
-    return sorted(entries, key=lambda entry: (entry.start_time_s, entry.folder.name), reverse=True)[:limit]
+    return sorted(entries, key=lambda entry: (entry.start_time_s, entry.folder.name), reverse=True)[
+        :limit
+    ]
 
 
 def _read_entry(path: str) -> HistoryEntry | None:
@@ -161,8 +165,12 @@ def find_run_folder(name: str) -> Path:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise RunFileNotFound(f"{len(fitting)} runs in {place} end with {name!r}: give more of the name")
-    raise RunFileNotFound(f"no run in {place} is called {name!r}, nor ends so: `python -m labkit runs` lists them")
+        raise RunFileNotFound(
+            f"{len(fitting)} runs in {place} end with {name!r}: give more of the name"
+        )
+    raise RunFileNotFound(
+        f"no run in {place} is called {name!r}, nor ends so: `python -m labkit runs` lists them"
+    )
 
 
 def format_table(entries: Sequence[HistoryEntry]) -> str:
@@ -176,8 +184,14 @@ def format_table(entries: Sequence[HistoryEntry]) -> str:
 
 
 def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
-    started = datetime.fromtimestamp(entry.start_time_s).isoformat(" ", "seconds") if entry.start_time_s else "?"
-    ranks, duration, given = (entry.info.get(name, "?") for name in ("nproc", "duration_s", "arguments"))
+    started = (
+        datetime.fromtimestamp(entry.start_time_s).isoformat(" ", "seconds")
+        if entry.start_time_s
+        else "?"
+    )
+    ranks, duration, given = (
+        entry.info.get(name, "?") for name in ("nproc", "duration_s", "arguments")
+    )
     texts = [
         started,
         str(entry.info.get("program", "?")),
@@ -187,7 +201,9 @@ def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
         shlex.join(map(str, given)) if isinstance(given, list) else "",
         entry.folder.name,
     ]
-    *others, name = ["".join(each if each.isprintable() else "?" for each in text) for text in texts]
+    *others, name = [
+        "".join(each if each.isprintable() else "?" for each in text) for text in texts
+    ]
     return [*(text if len(text) <= 40 else f"{text[:39]}…" for text in others), name]
 
 
@@ -202,15 +218,22 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
     results = list(results)
     names = [result.folder.name for result in results]
     if len(set(names)) < max(2, len(names)):
-        raise ParameterError(f"compare needs two runs or more, each once: {', '.join(names) or 'none'} given")
-    asked = [{name: result.info.get(name) for name in SETTING_NAMES} | result.params for result in results]
+        raise ParameterError(
+            f"compare needs two runs or more, each once: {', '.join(names) or 'none'} given"
+        )
+    asked = [
+        {name: result.info.get(name) for name in SETTING_NAMES} | result.params
+        for result in results
+    ]
     wanted = dict.fromkeys(name for each in asked for name in each)
     rows = [(name, [each.get(name, "") for each in asked]) for name in wanted]
     rows = [(name, row) for name, row in rows if any(value != row[0] for value in row)]
     values = [{name: result.value(name) for name in result.summary()} for result in results]
     measured = dict.fromkeys(name for each in values for name in each)
     rows += [(name, [each.get(name, "") for each in values]) for name in measured]
-    return pandas.DataFrame([row for _, row in rows], [name for name, _ in rows], names, dtype=object)
+    return pandas.DataFrame(
+        [row for _, row in rows], [name for name, _ in rows], names, dtype=object
+    )
 
 
 def find_prunable_runs(
@@ -227,11 +250,19 @@ def find_prunable_runs(
         ParameterError: neither limit is given, or one is negative.
     """
     if keep is None and older_than_days is None:
-        raise ParameterError("prune removes nothing without a limit: say how many to keep, or from which age to remove")
+        raise ParameterError(
+            "prune removes nothing without a limit: say how many to keep, or from which age to remove"
+        )
     if (keep or 0) < 0 or not (older_than_days or 0) >= 0:
-        raise ParameterError(f"keep = {keep} and older_than = {older_than_days}: neither may be negative")
+        raise ParameterError(
+            f"keep = {keep} and older_than = {older_than_days}: neither may be negative"
+        )
     begun_before = datetime.now().timestamp() - DAY_S * (older_than_days or 0)
-    old = [entry for entry in find_runs(program=program)[keep or 0 :] if entry.start_time_s < begun_before]
+    old = [
+        entry
+        for entry in find_runs(program=program)[keep or 0 :]
+        if entry.start_time_s < begun_before
+    ]
     in_use = folders_in_use()
     return [entry for entry in old if not _reason_to_stay(entry, in_use)]
 

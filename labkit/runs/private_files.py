@@ -64,7 +64,10 @@ def per_user_folder(name: str, *places: str) -> Path:
     """
     home = Path(os.path.realpath(os.path.expanduser("~")), f".{name}-{platform.node()}")
     problems = []
-    for folder in (*(Path(place, name) for place in (*places, os.path.realpath(tempfile.gettempdir()))), home):
+    for folder in (
+        *(Path(place, name) for place in (*places, os.path.realpath(tempfile.gettempdir()))),
+        home,
+    ):
         try:
             if folder.is_absolute() and _is_safe_parent(folder.parent):
                 make_own_folder(folder)
@@ -78,7 +81,9 @@ def _is_safe_parent(place: Path) -> bool:
     """Whether it is a folder in which nobody but this user and root can remove or rename what this user makes."""
     found = place.lstat()
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
-    return ours and bool(found.st_mode & stat.S_ISVTX or not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return ours and bool(
+        found.st_mode & stat.S_ISVTX or not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 @contextlib.contextmanager

@@ -45,9 +45,7 @@ FIELDS_BY_KIND: dict[str, dict[str, type]] = {
 }
 OPTIONAL_FIELDS = {"group_size", "hosts"}
 COMMON_FIELDS: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
-RECORD_FIX = (
-    "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
-)
+RECORD_FIX = "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
 PLANNED_STEPS = "planned_steps"
 """The scalar in which a rank says how many steps it will time, for whoever shows progress."""
 MAX_INT64 = 2**63 - 1  # that a column of a table holds
@@ -76,7 +74,14 @@ class RecordWriter:
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
         """Write one record. Raises RecordError for a field that its kind does not have, or a number that is not one."""
-        line = {"v": FORMAT_VERSION, "rank": self.rank, "step": step, "kind": kind, "name": name, **fields}
+        line = {
+            "v": FORMAT_VERSION,
+            "rank": self.rank,
+            "step": step,
+            "kind": kind,
+            "name": name,
+            **fields,
+        }
         problem = record_problem(line)
         if problem:
             raise RecordError(f"record {line}: {problem}")
@@ -94,9 +99,14 @@ def _lock_record_file(file: IO[str]) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):  # any other: there are no locks on this disk
+        if error.errno in (
+            errno.EAGAIN,
+            errno.EACCES,
+        ):  # any other: there are no locks on this disk
             fix = "give each run a folder of its own, or unset LABKIT_RUN_FOLDER"
-            raise RecordError(f"{file.name}: another process is writing records here: {fix}") from None
+            raise RecordError(
+                f"{file.name}: another process is writing records here: {fix}"
+            ) from None
 
 
 def collective_label(axis: str, name: str) -> str:
@@ -168,7 +178,10 @@ def read_records(folder: Path) -> Records:
             raise RecordError(f"{path}: cannot be read ({error.strerror}). {RECORD_FIX}") from None
         if rest:
             records.incomplete_files.append(path)
-        records.lines += [_parse_record(content, f"{path}:{number}") for number, content in enumerate(whole, start=1)]
+        records.lines += [
+            _parse_record(content, f"{path}:{number}")
+            for number, content in enumerate(whole, start=1)
+        ]
     return records
 
 

@@ -18,7 +18,9 @@ from labkit.theory.collectives import WIRE_FRACTIONS, collective_wire_bytes
 if TYPE_CHECKING:
     import pandas
 
-FIELD_TYPES = {name: wanted for kind in records.FIELDS_BY_KIND.values() for name, wanted in kind.items()}
+FIELD_TYPES = {
+    name: wanted for kind in records.FIELDS_BY_KIND.values() for name, wanted in kind.items()
+}
 INT_FIELDS = [name for name, wanted in FIELD_TYPES.items() if wanted is int]
 COLUMNS = ["rank", "step", "kind", "name", *FIELD_TYPES]
 RUN_JSON_TYPES = {"program": str, "params": dict, "nproc": int, "exit": str}
@@ -74,7 +76,9 @@ class RankOutput:
         if not path.exists():
             names = ", ".join(self.folder.artifact_names(self.rank)) or "nothing"
             fix = "take one of these, or run a program that calls here.keep with this name"
-            raise RunFileNotFound(f"rank {self.rank} kept no {name!r} in {self.folder.path}, it kept {names}: {fix}")
+            raise RunFileNotFound(
+                f"rank {self.rank} kept no {name!r} in {self.folder.path}, it kept {names}: {fix}"
+            )
         return path.read_bytes().decode(errors="replace")
 
 
@@ -117,7 +121,9 @@ class RunResult:
 
         A step that some rank did not record is left out.
         """
-        rows = self.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby("step")["value"]
+        rows = self.frame.query("kind == 'scalar' and name == 'loss' and step >= 0").groupby(
+            "step"
+        )["value"]
         return rows.mean()[rows.size() == rows.size().max()]
 
     @property
@@ -172,9 +178,9 @@ class RunResult:
         import pandas
 
         frame = pandas.DataFrame(self.lines, columns=COLUMNS)
-        for (
-            name
-        ) in INT_FIELDS:  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
+        for name in (
+            INT_FIELDS
+        ):  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
             frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
         return frame
 
@@ -211,7 +217,9 @@ class RunResult:
         rows: dict[int, dict[str, Any]] = {}
         for rank in self.active_ranks:
             host = {"host": self.hosts[rank]} if self.hosts else {}
-            rows[rank] = host | _rank_values(self.frame[self.frame["rank"] == rank], bool(self.hosts))
+            rows[rank] = host | _rank_values(
+                self.frame[self.frame["rank"] == rank], bool(self.hosts)
+            )
         table = pandas.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
         return table.drop(columns=records.PLANNED_STEPS, errors="ignore")
 
@@ -227,7 +235,9 @@ class RunResult:
         return combined
 
     def __repr__(self) -> str:
-        return "\n".join([*self._headlines(), self.summary().round(3).to_string(), *self._warnings()])
+        return "\n".join(
+            [*self._headlines(), self.summary().round(3).to_string(), *self._warnings()]
+        )
 
     def _repr_html_(self) -> str:
         warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self._warnings())
@@ -259,7 +269,9 @@ def stamp_text(results: Iterable[RunResult]) -> str:
     return "\n".join(_stamp_line(*origin, sorted(counts)) for origin, counts in ranks.items())
 
 
-def _stamp_line(device: str, cores: str, version: str, note: str, hosts: int, ranks: list[int]) -> str:
+def _stamp_line(
+    device: str, cores: str, version: str, note: str, hosts: int, ranks: list[int]
+) -> str:
     *others, last = map(str, ranks)
     counted = f"{', '.join(others)} and {last} ranks" if others else _count_text(ranks[0], "rank")
     crowded = [count for count in ranks if cores and count > int(cores)]
@@ -267,7 +279,10 @@ def _stamp_line(device: str, cores: str, version: str, note: str, hosts: int, ra
     if crowded:
         which = "" if crowded == ranks else f"{', '.join(map(str, crowded))} ranks: "
         warning = f"{which}mechanism, not speed"
-    places = [f"{hosts} hosts" if hosts > 1 else "", _count_text(int(cores), "core") if cores else ""]
+    places = [
+        f"{hosts} hosts" if hosts > 1 else "",
+        _count_text(int(cores), "core") if cores else "",
+    ]
     where = " with ".join(filter(None, places))
     on = f" on {where}" if where else ""
     return " · ".join(filter(None, [device, counted + on, warning, version, note]))
@@ -302,7 +317,9 @@ def _read_run_info(folder: RunFolder) -> dict[str, Any]:
         require_fields(path, info, {"hardware": dict})
         require_fields(path, info["hardware"], {"name": str})
     if not 0 < info["nproc"] <= MAX_RANKS:
-        raise RecordError(f"{path}: nproc = {info['nproc']} is not between 1 and {MAX_RANKS}. {JSON_FIX}")
+        raise RecordError(
+            f"{path}: nproc = {info['nproc']} is not between 1 and {MAX_RANKS}. {JSON_FIX}"
+        )
     if info.get("verdict"):
         require_fields(path, info, {"verdict": dict})
         require_fields(path, info["verdict"], VERDICT_TYPES)
@@ -322,15 +339,22 @@ def _count_text(number: int, thing: str) -> str:
 
 def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[str, float]:
     """The values of one rank by name, from its rows."""
-    spans, memory, comm, scalars = (rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar"))
+    spans, memory, comm, scalars = (
+        rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar")
+    )
     mean_us = _drop_warmup(spans).groupby("name")["dur_us"].mean()
     most_bytes = memory.groupby("name")["bytes"].max()  # the warm-up counts: a peak is a peak
     comm = comm.assign(
-        wire_bytes=_collective_wire_bytes(comm), name=list(map(records.collective_label, comm["axis"], comm["name"]))
+        wire_bytes=_collective_wire_bytes(comm),
+        name=list(map(records.collective_label, comm["axis"], comm["name"])),
     )
     if several_hosts:
         comm = _add_between_hosts_rows(comm)
-    steps = _drop_warmup(comm).groupby(["name", "step"])[["count", "bytes", "wire_bytes"]].sum(min_count=1)
+    steps = (
+        _drop_warmup(comm)
+        .groupby(["name", "step"])[["count", "bytes", "wire_bytes"]]
+        .sum(min_count=1)
+    )
     largest = steps.groupby("name").max().stack().dropna()
     last = scalars.sort_values("step", kind="stable").groupby("name")["value"].last()
     return {
@@ -364,7 +388,10 @@ def _collective_wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
     """What the collectives of each row put on the wire; None where the record does not say among how many ranks."""
     known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(WIRE_FRACTIONS)
     given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
-    return [collective_wire_bytes(name, size, ranks) if known else None for known, name, size, ranks in given]
+    return [
+        collective_wire_bytes(name, size, ranks) if known else None
+        for known, name, size, ranks in given
+    ]
 
 
 def _drop_warmup(rows: pandas.DataFrame) -> pandas.DataFrame:

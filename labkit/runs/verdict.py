@@ -44,7 +44,9 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
     """Why a verdict is not ok, as far as its numbers tell."""
     error, found = verdict.get("max_rel_error", 0.0), []
     if not error <= verdict.get("limit", math.inf):
-        found.append(f"they differ, most in {verdict.get('worst') or 'an unnamed one'}, by {_magnitude(error)}")
+        found.append(
+            f"they differ, most in {verdict.get('worst') or 'an unnamed one'}, by {_magnitude(error)}"
+        )
     if verdict.get("wrong"):
         found.append(f"{verdict['wrong']:,} of rank 0's differ")
     if not verdict["compared"] > 0:
@@ -57,4 +59,8 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
 
 
 def _magnitude(error: float) -> str:
-    return f"more than {100 * 10.0 ** math.floor(math.log10(error)):g} %" if math.isfinite(error) else f"{error}"
+    return (
+        f"more than {100 * 10.0 ** math.floor(math.log10(error)):g} %"
+        if math.isfinite(error)
+        else f"{error}"
+    )

@@ -32,14 +32,22 @@ MAX_LINE_LENGTH = 110
 
 def main() -> None:
     """Run the cell, and keep what its last expression gives."""
-    folder, rank = RunFolder(Path(os.environ[ENV_RUN_FOLDER])), int(os.environ["RANK"])  # the cell may change these
+    folder, rank = (
+        RunFolder(Path(os.environ[ENV_RUN_FOLDER])),
+        int(os.environ["RANK"]),
+    )  # the cell may change these
     kept = folder.artifact(rank, VALUE_ARTIFACT)
     if rank == 0 and not torch.cuda.is_available():  # with GPUs the cell decides where it computes
         machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}
         write_json(folder.session_json, machine | {"torch": torch.__version__})
     names = {"torch": torch, "dist": dist} | load_payload()
     text = names.pop(CELL_NAME)
-    linecache.cache[CELL_NAME] = (len(text), None, [f"{line}\n" for line in text.split("\n")], CELL_NAME)
+    linecache.cache[CELL_NAME] = (
+        len(text),
+        None,
+        [f"{line}\n" for line in text.split("\n")],
+        CELL_NAME,
+    )
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where pickle and dataclasses look for what the cell defines
     vars(module).update(names)
@@ -64,7 +72,11 @@ def execute_cell(text: str, names: dict[str, Any]) -> Any:
 def ends_in_semicolon(text: str) -> bool:
     """Whether the last thing before comments is a semicolon."""
     empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in empty]
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in empty
+    ]
     return bool(tokens) and tokens[-1].string == ";"
 
 

@@ -59,7 +59,9 @@ def _cap_gpu_memory(mib: int, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def _cap_cpu_memory(mib: int) -> Iterator[None]:
     if sys.platform != "linux":
-        raise ValueError(f"memory_cap_mib {mib} needs a GPU or Linux, and this is {sys.platform}: leave it out")
+        raise ValueError(
+            f"memory_cap_mib {mib} needs a GPU or Linux, and this is {sys.platform}: leave it out"
+        )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_writable_bytes() + mib * MIB, before[1]))
     try:

@@ -49,7 +49,9 @@ class Step:
         yield
         self._spans.append((name, start, self._meter.mark_time()))
 
-    def record_scalar(self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0) -> None:
+    def record_scalar(
+        self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0
+    ) -> None:
         """Record one number, such as the loss. A tensor is read only once the step is over.
 
         Args:
@@ -58,7 +60,14 @@ class Step:
             unit: its unit.
             before: how many steps an earlier run had trained, from which this one goes on: the record's step counts on.
         """
-        self._scalars.append((name, value.detach() if isinstance(value, Tensor) else value, unit, self.index + before))
+        self._scalars.append(
+            (
+                name,
+                value.detach() if isinstance(value, Tensor) else value,
+                unit,
+                self.index + before,
+            )
+        )
 
     def write_records(self) -> None:
         """Write this step's records. Waits for the device."""
@@ -154,7 +163,9 @@ class Meter:
         """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
         return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
 
-    def _step_with_profile(self, index: int, units: Mapping[str, Sequence[nn.Module]]) -> Iterator[Step]:
+    def _step_with_profile(
+        self, index: int, units: Mapping[str, Sequence[nn.Module]]
+    ) -> Iterator[Step]:
         from labkit.session import timeline  # brings in the profiler
 
         step, folder = Step(index, False, self), self.writer.folder
@@ -163,7 +174,9 @@ class Meter:
             yield step
         timeline.write_profile(recording, self.writer, index)
 
-    def step_with_counts(self, index: int, track: Sequence[Any], mesh: DeviceMesh | None) -> Iterator[Step]:
+    def step_with_counts(
+        self, index: int, track: Sequence[Any], mesh: DeviceMesh | None
+    ) -> Iterator[Step]:
         """One step in which communication is counted and, for what is in ``track``, memory."""
         step = Step(index, False, self)
         tracker = make_memory_tracker(track) if track else None
@@ -171,13 +184,19 @@ class Meter:
             yield step
             at_end = bytes_by_category(tracker, "current", self.device) if tracker else {}
         step.write_records()
-        memory = {"peak": bytes_by_category(tracker, "peak", self.device), "end": at_end} if tracker else {}
+        memory = (
+            {"peak": bytes_by_category(tracker, "peak", self.device), "end": at_end}
+            if tracker
+            else {}
+        )
         for moment, amounts in memory.items():
             for name, amount in amounts.items():
                 self.writer.write("memory", f"{moment}_{name}", index, bytes=amount)
 
     @contextlib.contextmanager
-    def count_traffic(self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None) -> Iterator[None]:
+    def count_traffic(
+        self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
+    ) -> Iterator[None]:
         """Count the communication of the step inside, and write it down at its end.
 
         Args:
@@ -192,8 +211,12 @@ class Meter:
 
     def _write_peaks(self, index: int) -> None:
         if self.device.type == "cuda":
-            self.writer.write("memory", "max_allocated", index, bytes=torch.cuda.max_memory_allocated(self.device))
-            self.writer.write("memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device))
+            self.writer.write(
+                "memory", "max_allocated", index, bytes=torch.cuda.max_memory_allocated(self.device)
+            )
+            self.writer.write(
+                "memory", "max_reserved", index, bytes=torch.cuda.max_memory_reserved(self.device)
+            )
         else:
             self.writer.write("memory", "resident", index, bytes=resident_peak_bytes())
 
@@ -203,7 +226,9 @@ def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: in
     for axis, sent in counter.along.items():
         for (name, size, hosts), count in sorted(sent.calls.items()):
             group = {"axis": axis, "group_size": size, "hosts": hosts}
-            writer.write("comm", name, index, **group, count=count, bytes=sent.input_bytes[name, size, hosts])
+            writer.write(
+                "comm", name, index, **group, count=count, bytes=sent.input_bytes[name, size, hosts]
+            )
 
 
 @contextlib.contextmanager
@@ -217,7 +242,11 @@ def let_gloo_free_tensors() -> Iterator[None]:
 
     # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
     with contextlib.ExitStack() as stack:
-        for owner, name in ((torch.distributed.Work, "wait"), (InFlight, "wait"), (InFlight, "trigger_wait")):
+        for owner, name in (
+            (torch.distributed.Work, "wait"),
+            (InFlight, "wait"),
+            (InFlight, "trigger_wait"),
+        ):
             stack.enter_context(patch_attribute(owner, name, add_pause))
         yield
 
@@ -246,7 +275,9 @@ def patch_attribute(owner: type, name: str, wrapper: Callable[[Any], Any]) -> It
 
 def make_memory_tracker(track: Sequence[Any]) -> Any:
     """A context that follows every tensor of these models and optimizers: FSDP2 has categories of its own."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has nothing that is sharded by it
+    fsdp = sys.modules.get(
+        "torch.distributed.fsdp"
+    )  # who has not imported it has nothing that is sharded by it
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
     if sharded is not None:
         from labkit.torch_private import FSDPMemTracker
@@ -257,9 +288,13 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
         # of a step that computes nothing
         tracker.memory_tracking = {}
         watch = tracker._fsdp_state_pre_forward
-        tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(tracker, watch(unit, begin), unit)
+        tracker._fsdp_state_pre_forward = lambda unit, begin: allow_second_forward(
+            tracker, watch(unit, begin), unit
+        )
         return tracker
-    from labkit.torch_private import MemTracker  # brings in the compiler: half a second for each rank
+    from labkit.torch_private import (
+        MemTracker,
+    )  # brings in the compiler: half a second for each rank
 
     tracker = MemTracker()
     tracker.track_external(*track)
@@ -267,7 +302,9 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
     return tracker
 
 
-def allow_second_forward(tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+def allow_second_forward(
+    tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None
+) -> Callable[..., Any]:
     """A tracker's hook before a module's forward pass, for steps of several batches: the model runs once for each.
 
     torch's trackers keep an account of each module as well, of one step with one batch, and refuse a second forward
@@ -299,7 +336,9 @@ def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[s
         device: whose memory.
     """
     snapshots = tracker.get_tracker_snapshot(moment)
-    snapshot: dict[Any, int] = next((amounts for where, amounts in snapshots.items() if where.type == device.type), {})
+    snapshot: dict[Any, int] = next(
+        (amounts for where, amounts in snapshots.items() if where.type == device.type), {}
+    )
     return {category_name(reftype): int(amount) for reftype, amount in snapshot.items()}
 
 

@@ -55,13 +55,23 @@ def check_replacements_called() -> None:
     """Raise ValueError if a function that was given has not been called: then the run says nothing of it."""
     if _replacements_not_called:
         names = ", ".join(sorted(_replacements_not_called))
-        raise ValueError(f"use= gave {names}, and this run never called it: choose parameters with which it is used")
+        raise ValueError(
+            f"use= gave {names}, and this run never called it: choose parameters with which it is used"
+        )
 
 
 def load_payload() -> dict[str, Any]:
     """Everything that the notebook gave to this run, by name; {} under a bare torchrun."""
-    path = RunFolder(Path(os.environ[ENV_RUN_FOLDER])).payload if ENV_RUN_FOLDER in os.environ else None
-    return unpack_payload(path, os.environ.get(ENV_PAYLOAD_SHA256, "")) if path and path.exists() else {}
+    path = (
+        RunFolder(Path(os.environ[ENV_RUN_FOLDER])).payload
+        if ENV_RUN_FOLDER in os.environ
+        else None
+    )
+    return (
+        unpack_payload(path, os.environ.get(ENV_PAYLOAD_SHA256, ""))
+        if path and path.exists()
+        else {}
+    )
 
 
 @functools.cache
@@ -107,7 +117,9 @@ def report(**values: Any) -> None:
     before = torch.load(path, weights_only=True) if path.exists() else {}
     unfinished = path.with_suffix(".part")
     with private_files.open_file(unfinished, "wb") as file:
-        torch.save(before | {name: plain_data_copy(value, name) for name, value in values.items()}, file)
+        torch.save(
+            before | {name: plain_data_copy(value, name) for name, value in values.items()}, file
+        )
     unfinished.replace(path)
 
 
@@ -118,7 +130,9 @@ def plain_data_copy(value: Any, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value
     if isinstance(value, dict):
-        return {plain_data_copy(key, name): plain_data_copy(each, name) for key, each in value.items()}
+        return {
+            plain_data_copy(key, name): plain_data_copy(each, name) for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain_data_copy(each, name) for each in value]
     if isinstance(value, torch.Tensor):

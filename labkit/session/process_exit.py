@@ -28,10 +28,14 @@ def exit_process(status: int) -> NoReturn:
         for last in (threading._shutdown, atexit._run_exitfuncs, flush_open_files):  # type: ignore[attr-defined]
             try:
                 last()
-            except BaseException:  # as Python does: an exit function that fails does not stop the end
+            except (
+                BaseException
+            ):  # as Python does: an exit function that fails does not stop the end
                 traceback.print_exc()
     finally:
-        os._exit(status & 0xFF)  # of a larger number the system keeps these bits, and os._exit refuses some
+        os._exit(
+            status & 0xFF
+        )  # of a larger number the system keeps these bits, and os._exit refuses some
 
 
 def exit_status(error: BaseException) -> int:
@@ -57,7 +61,9 @@ def flush_open_files() -> None:
     files = [each for each in objects if type(each) in kinds]
     files.sort(key=_flush_order)
     for file in [*files, sys.stdout, sys.stderr]:
-        with contextlib.suppress(Exception):  # closed already, a pipe that nobody reads, a full disk
+        with contextlib.suppress(
+            Exception
+        ):  # closed already, a pipe that nobody reads, a full disk
             if _is_compressed(file):
                 file.close()  # a .gz file has an end of its own
             else:
@@ -72,7 +78,11 @@ def reset_exit_handlers() -> None:
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
     # those that a new Python registers when it imports these modules, which a fork does not import again
-    for function in (logging.shutdown, weakref.finalize._exitfunc, multiprocessing.util._exit_function):  # type: ignore[attr-defined]
+    for function in (
+        logging.shutdown,
+        weakref.finalize._exitfunc,
+        multiprocessing.util._exit_function,
+    ):  # type: ignore[attr-defined]
         atexit.register(function)
 
 

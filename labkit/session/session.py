@@ -68,7 +68,9 @@ class Session:
         plain_steps: the same without measurement, for a check, see ``meter.Meter.plain_steps``.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, note: str, writer: RecordWriter):
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, note: str, writer: RecordWriter
+    ):
         self.rank, self.world_size, self.device, self.note = rank, world_size, device, note
         self._writer = writer
         self._meter = meter = hooks.make_meter(writer, device)
@@ -86,7 +88,9 @@ class Session:
             shape = " x ".join(map(str, axes.values()))
             raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
         with batch_schedule_new_threads(self.device):
-            return device_mesh.init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            return device_mesh.init_device_mesh(
+                self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+            )
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
         """In here, this rank may hold so many MiB more than it does now; see ``memory_cap.cap_memory``."""
@@ -129,7 +133,9 @@ class Session:
         """
         missing = sorted({"ok", "compared"} - result.keys())
         if missing:
-            raise ValueError(f"a verdict needs ok= and compared=, and {' and '.join(missing)} is missing")
+            raise ValueError(
+                f"a verdict needs ok= and compared=, and {' and '.join(missing)} is missing"
+            )
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, bool(result["ok"]) and result["compared"] > 0)
         result["ok"] = all(everyone)
@@ -154,7 +160,13 @@ def session() -> Iterator[Session]:
     Raises:
         ParameterError: ``cuda`` is asked for and there are fewer GPUs than ranks.
     """
-    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    one_rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
     os.environ.update(one_rank | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()
@@ -171,7 +183,10 @@ def session() -> Iterator[Session]:
     try:
         here = Session(rank, world_size, device, note, writer)
         if folder and rank == rank_of_process(0):
-            write_json(folder.session_json, session_info(here, int(os.environ.get(ENV_TOTAL_CORES, len(cores)))))
+            write_json(
+                folder.session_json,
+                session_info(here, int(os.environ.get(ENV_TOTAL_CORES, len(cores)))),
+            )
         yield here
         if not folder:
             tables: list[Any] = [None] * world_size
@@ -195,7 +210,9 @@ def choose_device() -> tuple[torch.device, str]:
         )
     if wish != "cpu" and gpus >= ranks:
         return torch.device("cuda", index), ""
-    return torch.device("cpu"), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
+    return torch.device(
+        "cpu"
+    ), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
 
 
 def local_world_size_and_rank() -> tuple[int, int]:
@@ -265,7 +282,9 @@ def records_text(writer: RecordWriter) -> str:
             case {"kind": "memory", "name": name, "bytes": size}:
                 rows.append(f"{name:<18} {readable_bytes(size):>13}")
             case {"kind": "comm", "name": name, "axis": axis, "count": count, "bytes": size}:
-                rows.append(f"{collective_label(axis, name):<18} {readable_bytes(size):>13}    in {count} calls a step")
+                rows.append(
+                    f"{collective_label(axis, name):<18} {readable_bytes(size):>13}    in {count} calls a step"
+                )
     return "\n".join([f"rank {writer.rank}", *rows, ""]) if rows else ""
 
 

@@ -60,7 +60,10 @@ CPU_GAP_US, KERNEL_GAP_US = (
     10.0,
 )  # a unit's compute is one bar across shorter gaps in which nothing is waited for
 _NON_COMPUTE_PREFIXES = (STEP_MARK, WAIT_MARK, "c10d::", "_c10d_functional::", "record_param_comms")
-_WAIT_NAMES = (WAIT_MARK, "_c10d_functional::wait_tensor")  # in a compiled program, the latter alone
+_WAIT_NAMES = (
+    WAIT_MARK,
+    "_c10d_functional::wait_tensor",
+)  # in a compiled program, the latter alone
 _BACKWARD_PREFIXES = (
     "autograd::engine",
     "Torch-Compiled Region: !",
@@ -123,7 +126,8 @@ def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
     sent = [bar for bar in bars if bar.lane == "communication"]
     open_parts = uncovered_in_turn([(bar.start_us, bar.end_us) for bar in sent], covers)
     return [
-        replace(sent[place], lane="exposed", start_us=start, dur_us=end - start) for place, start, end in open_parts
+        replace(sent[place], lane="exposed", start_us=start, dur_us=end - start)
+        for place, start, end in open_parts
     ]
 
 
@@ -134,7 +138,10 @@ def exposed_us(bars: Iterable[LaneBar]) -> float:
 
 @contextlib.contextmanager
 def profile_step(
-    path: Path | None = None, *, units: Mapping[str, Sequence[nn.Module]] | None = None, device: str = "cpu"
+    path: Path | None = None,
+    *,
+    units: Mapping[str, Sequence[nn.Module]] | None = None,
+    device: str = "cpu",
 ) -> Iterator[StepProfile]:
     """Profile the step inside; the recording is filled when it ends. A collective: the ranks start together.
 
@@ -152,7 +159,9 @@ def profile_step(
             profiler.start()
         stack.callback(_silence_stderr()(profiler.stop))
         stack.enter_context(name_units(units or {}))
-        stack.enter_context(patch_attribute(dist.Work, "wait", _add_wait_range))  # a blocking call waits there as well
+        stack.enter_context(
+            patch_attribute(dist.Work, "wait", _add_wait_range)
+        )  # a blocking call waits there as well
         if dist.is_initialized():
             dist.barrier()  # to start the profiler takes each rank its own time
         with record_function(STEP_MARK):
@@ -188,16 +197,22 @@ def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
         for module in modules:
             ranges: list[Any] = []
 
-            def begin_forward(_: Any, args: Any, kwargs: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+            def begin_forward(
+                _: Any, args: Any, kwargs: Any, name: str = name, ranges: list[Any] = ranges
+            ) -> None:
                 ranges.append(record_function(f"{FORWARD_MARK} {name}"))
                 ranges[-1].__enter__()
                 _mark_gradients((args, kwargs), f"{BACKWARD_END_MARK} {name}")
 
-            def end_forward(_: Any, args: Any, output: Any, name: str = name, ranges: list[Any] = ranges) -> None:
+            def end_forward(
+                _: Any, args: Any, output: Any, name: str = name, ranges: list[Any] = ranges
+            ) -> None:
                 _mark_gradients(output, f"{BACKWARD_MARK} {name}")
                 ranges.pop().__exit__(None, None, None)
 
-            handles.append(module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True))
+            handles.append(
+                module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
+            )
             handles.append(module.register_forward_hook(end_forward))
     try:
         yield
@@ -260,14 +275,21 @@ def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]
     Raises:
         ValueError: there is no step in the trace.
     """
-    step = next((e for e in events if e["name"] == STEP_MARK and e.get("cat") != "gpu_user_annotation"), None)
+    step = next(
+        (e for e in events if e["name"] == STEP_MARK and e.get("cat") != "gpu_user_annotation"),
+        None,
+    )
     if step is None:
-        raise ValueError(f"no range {STEP_MARK} among {len(events)} events: record the trace with timeline.record")
+        raise ValueError(
+            f"no range {STEP_MARK} among {len(events)} events: record the trace with timeline.record"
+        )
     inside = [e for e in events if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
     gpu = [e for e in inside if e.get("cat") in _GPU_WORK_CATEGORIES]
     gloo = [e for e in inside if e["name"].startswith("gloo:")]
     others = {e["tid"] for e in gloo}  # gloo's threads record operators as well
-    asked = _HostActivity([e for e in inside if e.get("cat") not in _GPU_CATEGORIES and e["tid"] not in others])
+    asked = _HostActivity(
+        [e for e in inside if e.get("cat") not in _GPU_CATEGORIES and e["tid"] not in others]
+    )
     nccl = [(e, e["name"], asked.launch_call(e)) for e in gpu if _is_nccl(e)]
     waits = sorted(e["ts"] for e in inside if e["name"] in _WAIT_NAMES)
     compute = (
@@ -297,13 +319,24 @@ class _HostActivity:
         for event in events:
             threads[event["tid"]].append(event)
         self.stretches = {tid: list(_thread_intervals(own)) for tid, own in threads.items()}
-        self.calls = sorted((e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"])
-        self._launches = {e["args"].get("correlation"): e for e in events if str(e.get("cat")).startswith("cuda_")}
+        self.calls = sorted(
+            (e for e in events if e["name"].startswith("c10d::")), key=lambda e: e["ts"]
+        )
+        self._launches = {
+            e["args"].get("correlation"): e for e in events if str(e.get("cat")).startswith("cuda_")
+        }
         moments = sorted(_unit_moments(events))
-        self._units = [(moment, unit) for (moment, _, _), unit in zip(moments, _current_units(moments), strict=True)]
-        ranges = [(e["ts"], e["ts"] + e["dur"], FSDP_RANGE_PATTERN.match(e["name"])) for e in events]
+        self._units = [
+            (moment, unit)
+            for (moment, _, _), unit in zip(moments, _current_units(moments), strict=True)
+        ]
+        ranges = [
+            (e["ts"], e["ts"] + e["dur"], FSDP_RANGE_PATTERN.match(e["name"])) for e in events
+        ]
         asking = ("all_gather", "post_backward_reduce")
-        self._fsdp = sorted((start, end, unit_name(it[2])) for start, end, it in ranges if it and it[1] in asking)
+        self._fsdp = sorted(
+            (start, end, unit_name(it[2])) for start, end, it in ranges if it and it[1] in asking
+        )
 
     def launch_call(self, event: TraceEvent) -> TraceEvent | None:
         """The call that put an event onto the GPU; None where it was made before the step."""
@@ -360,7 +393,11 @@ def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]
         else:
             what = inherited or phase
         stack.append(
-            (event["ts"] + event["dur"], not name.startswith(_NON_COMPUTE_PREFIXES), "" if name == STEP_MARK else what)
+            (
+                event["ts"] + event["dur"],
+                not name.startswith(_NON_COMPUTE_PREFIXES),
+                "" if name == STEP_MARK else what,
+            )
         )
     yield from intervals_until(max((end for end, _, _ in stack), default=now))
 
@@ -407,7 +444,9 @@ def unit_name(qualified_name: str | None) -> str:
 
 def _cpu_compute_bars(asked: _HostActivity) -> list[LaneBar]:
     return [
-        LaneBar("compute", "" if what == "optimizer" else asked.unit_at(start), what, start, end - start)
+        LaneBar(
+            "compute", "" if what == "optimizer" else asked.unit_at(start), what, start, end - start
+        )
         for stretches in asked.stretches.values()
         for start, end, busy, what in stretches
         if busy
@@ -451,7 +490,9 @@ def _collective_name(name: str) -> str:
     return next((what for what in _COLLECTIVE_NAMES if what.replace("_", "") in plain), plain)
 
 
-def _gloo_collectives(events: Iterable[TraceEvent], asked: _HostActivity) -> Iterator[CollectiveSpan]:
+def _gloo_collectives(
+    events: Iterable[TraceEvent], asked: _HostActivity
+) -> Iterator[CollectiveSpan]:
     """The stretches of gloo's threads with the calls that asked for them: first come, first served.
 
     gloo carries a reduce-scatter out as an all-reduce, so both stand in one line.
@@ -465,7 +506,9 @@ def _gloo_collectives(events: Iterable[TraceEvent], asked: _HostActivity) -> Ite
         yield event, (asked_by or event)["name"], asked_by
 
 
-def _communication_bars(collectives: Iterable[CollectiveSpan], asked: _HostActivity) -> Iterator[LaneBar]:
+def _communication_bars(
+    collectives: Iterable[CollectiveSpan], asked: _HostActivity
+) -> Iterator[LaneBar]:
     """Communication's bars, named by FSDP2 where it asked for them.
 
     FSDP1 names nothing; in the backward pass it gathers its units in the reverse of the forward pass's order, ahead of

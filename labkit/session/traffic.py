@@ -22,7 +22,13 @@ from labkit import torch_private
 from labkit.torch_private import TorchDispatchMode, tree_leaves
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
-NON_TRAFFIC_OPS = {"wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "_wrap_tensor_autograd"}
+NON_TRAFFIC_OPS = {
+    "wait_tensor",
+    "barrier",
+    "monitored_barrier_",
+    "check_for_nan",
+    "_wrap_tensor_autograd",
+}
 _VARIANT_PATTERN = re.compile("_(coalesced|into_tensor|tensor|out|base|single|any_source)(?=_|$)")
 _CANONICAL_NAMES = {
     "allreduce": "all_reduce",
@@ -38,8 +44,12 @@ def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tu
     """What an operation of torch's communication namespaces moves: a label and the tensors that this rank hands in."""
     if name == "batch_p2p_ops":
         kinds, _, _, tensors = args[:4]
-        return [(_CANONICAL_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)]
-    plain = _VARIANT_PATTERN.sub("", name).strip("_")  # allgather_into_tensor_coalesced_ is an allgather
+        return [
+            (_CANONICAL_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)
+        ]
+    plain = _VARIANT_PATTERN.sub("", name).strip(
+        "_"
+    )  # allgather_into_tensor_coalesced_ is an allgather
     label = _CANONICAL_NAMES.get(plain, plain)
     # c10d takes the output first where it is another tensor than the input
     return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE_COLLECTIVES else 0])]
@@ -143,14 +153,20 @@ class CommunicationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             return NotImplemented  # let DTensor turn the operation into local ones and collectives first
-        if func is torch.ops.prim.device.default:  # half of what autograd does with fake tensors; sends nothing
+        if (
+            func is torch.ops.prim.device.default
+        ):  # half of what autograd does with fake tensors; sends nothing
             return args[0].device
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace in COMMUNICATION_NAMESPACES and name not in NON_TRAFFIC_OPS:
             group, ranks = group_name_and_ranks(args)
             spans = len(ranks), count_hosts(ranks)
             for label, given in collective_inputs(namespace, name, args):
-                size = sum(t.numel() * t.element_size() for t in tree_leaves(given) if isinstance(t, Tensor))
+                size = sum(
+                    t.numel() * t.element_size()
+                    for t in tree_leaves(given)
+                    if isinstance(t, Tensor)
+                )
                 for axis in {"", self._axes.get(group, "")}:
                     self.along[axis].calls[label, *spans] += 1
                     self.along[axis].input_bytes[label, *spans] += size
@@ -168,17 +184,25 @@ class BucketRecorder(CommunicationCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         namespace, _, name = func.name().split(".")[0].partition("::")
-        if namespace in ("c10d", "_c10d_functional") and name.startswith(("all_reduce", "allreduce")):
+        if namespace in ("c10d", "_c10d_functional") and name.startswith(
+            ("all_reduce", "allreduce")
+        ):
             # a functional all-reduce that is not in place returns the tensor in which the sum arrives
             bucket = tree_leaves(result if namespace == "_c10d_functional" else args[0])
-            self._in_flight |= {tensor.data_ptr(): (bucket, place) for place, tensor in enumerate(bucket)}
+            self._in_flight |= {
+                tensor.data_ptr(): (bucket, place) for place, tensor in enumerate(bucket)
+            }
             self._sent.append(bucket)
         elif name == "wait_tensor" and result.data_ptr() in self._in_flight:
             bucket, place = self._in_flight.pop(result.data_ptr())
-            bucket[place] = result.clone()  # what was waited for is used, and then its memory may be used again
+            bucket[place] = (
+                result.clone()
+            )  # what was waited for is used, and then its memory may be used again
         return result
 
-    def gradients_by_bucket(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, int]]:
+    def gradients_by_bucket(
+        self, parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, int]]:
         """The buckets in the order in which they were sent: the bytes of each gradient, by name, as they lie in it.
 
         Args:
@@ -187,8 +211,13 @@ class BucketRecorder(CommunicationCounter):
         Raises:
             ValueError: a bucket brought something that is in no gradient.
         """
-        left = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
-        return [match_gradients(bucket, left, f"bucket {index}") for index, bucket in enumerate(self._sent)]
+        left = {
+            name: parameter.grad for name, parameter in parameters if parameter.grad is not None
+        }
+        return [
+            match_gradients(bucket, left, f"bucket {index}")
+            for index, bucket in enumerate(self._sent)
+        ]
 
 
 def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str) -> dict[str, int]:
@@ -197,10 +226,14 @@ def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str
     for tensor in bucket:
         flat = tensor.reshape(-1)
         while flat.numel():
-            name = next((name for name, gradient in left.items() if _starts_with(flat, gradient)), None)
+            name = next(
+                (name for name, gradient in left.items() if _starts_with(flat, gradient)), None
+            )
             if name is None:
                 size = flat.numel() * flat.element_size()
-                raise ValueError(f"{what} brought {size} bytes that are in no gradient of {', '.join(left) or 'any'}")
+                raise ValueError(
+                    f"{what} brought {size} bytes that are in no gradient of {', '.join(left) or 'any'}"
+                )
             count = left.pop(name).numel()
             found[name] = count * flat.element_size()
             flat = flat[count:]

@@ -22,7 +22,13 @@ from labkit.tensors.quantisation import (
     gather_on_one_rank,
     make_quantised_extension,
 )
-from labkit.tensors.two_tensor import TwoTensor, convert_parameters, make_two_tensor, pad_rows, refill
+from labkit.tensors.two_tensor import (
+    TwoTensor,
+    convert_parameters,
+    make_two_tensor,
+    pad_rows,
+    refill,
+)
 
 __all__ = [
     "EXTENSIONS",

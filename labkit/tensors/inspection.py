@@ -43,7 +43,9 @@ def gather_errors(model: nn.Module) -> GatherErrors:
     largest, rms = [torch.zeros(())], [torch.zeros(())]
     for name, unit in _fsdp_modules(model).items():
         unit.reshard()
-        sharded = [(key, each) for key, each in unit.named_parameters(name) if isinstance(each, DTensor)]  # type: ignore[attr-defined]
+        sharded = [
+            (key, each) for key, each in unit.named_parameters(name) if isinstance(each, DTensor)
+        ]  # type: ignore[attr-defined]
         # cloned, which waits for what may still be on its way
         exact = {key: plain_tensors(each.full_tensor().clone()) for key, each in sharded}
         for key, each in _unshard_unit(name, unit).items():
@@ -76,7 +78,9 @@ def gather_memory_bytes(model: nn.Module) -> int:
     for unit in _fsdp_modules(model).values():
         unit.reshard()  # what a forward pass has kept would count for its own unit and for the root
     for name, unit in _fsdp_modules(model).items():
-        held = [plain for each in _unshard_unit(name, unit).values() for plain in plain_tensors(each)]
+        held = [
+            plain for each in _unshard_unit(name, unit).values() for plain in plain_tensors(each)
+        ]
         memory = [each.untyped_storage() for each in (*held, *_all_gather_outputs(unit))]
         total += sum({each._cdata: each.nbytes() for each in memory}.values())
         unit.reshard()
@@ -86,7 +90,11 @@ def gather_memory_bytes(model: nn.Module) -> int:
 def _all_gather_outputs(unit: FSDPModule) -> list[Tensor]:
     """What FSDP2 gathered for a unit's parameters and keeps until they are resharded; private to it (2.11 to 2.13)."""
     group = unit._get_fsdp_state()._fsdp_param_group
-    return [tensor for each in (group.fsdp_params if group else ()) for tensor in each.all_gather_outputs]
+    return [
+        tensor
+        for each in (group.fsdp_params if group else ())
+        for tensor in each.all_gather_outputs
+    ]
 
 
 def leak_bytes(model: nn.Module) -> dict[str, int]:
@@ -115,7 +123,9 @@ def refuse_leak(model: nn.Module) -> None:
 
 
 def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    }
 
 
 def _unshard_unit(name: str, unit: FSDPModule) -> dict[str, Tensor]:

@@ -94,12 +94,19 @@ class _GatherHooks:
         sent = self.extension.encode(pad_rows(self.local, self.padded[0]))
         names = self.extension.sends
         if len(sent) != len(names):
-            raise ValueError(f"encode gave {len(sent)} tensors to send, not {len(names)}: {', '.join(names)}")
+            raise ValueError(
+                f"encode gave {len(sent)} tensors to send, not {len(names)}: {', '.join(names)}"
+            )
         self._ranks = mesh.size()
         return tuple(tensor.contiguous() for tensor in sent), None
 
     def post_all_gather(
-        self, gathered: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: Sequence[Tensor],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         whole = self.extension.decode(gathered, param_dtype)
         self._check_parameter(whole, param_dtype)
@@ -119,14 +126,18 @@ class _GatherHooks:
                 f"ranks, {wanted} in {dtype}: undo what encode did to a shard {tuple(self.padded)}"
             )
         if whole.untyped_storage().nbytes() != whole.nbytes:
-            raise ValueError("decode gave a view of a larger tensor, which cannot be freed by itself: clone it")
+            raise ValueError(
+                "decode gave a view of a larger tensor, which cannot be freed by itself: clone it"
+            )
 
 
 def _rows_with_padding(parameter: Tensor) -> int:
     """P of a parameter that can be extended."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
-        raise ValueError(f"a parameter of shape {shape} is not sharded along dim 0: call fully_shard first")
+        raise ValueError(
+            f"a parameter of shape {shape} is not sharded along dim 0: call fully_shard first"
+        )
     if parameter.ndim < 2:
         raise ValueError(f"a vector of shape {shape} has no rows to scale: leave it as it is")
     if parameter.is_meta:
@@ -156,13 +167,17 @@ def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
         raise ValueError(f"scales {scales!r} is none of {', '.join(_SCALE_MAXIMA)}")
     encode = partial(_encode_scaled, numbers=numbers, scales=share)
     return Extension(
-        ("numbers", f"one scale a {share}"), encode, partial(_decode_scaled, numbers=numbers, scales=share)
+        ("numbers", f"one scale a {share}"),
+        encode,
+        partial(_decode_scaled, numbers=numbers, scales=share),
     )
 
 
 def _encode_scaled(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor, ...]:
     flat = shard.flatten(1)
-    chosen = (_SCALE_MAXIMA[scales](flat.abs()).float() / _MAX_VALUES[numbers]).clamp(min=_SMALLEST_SCALE)
+    chosen = (_SCALE_MAXIMA[scales](flat.abs()).float() / _MAX_VALUES[numbers]).clamp(
+        min=_SMALLEST_SCALE
+    )
     scaled = (flat / _expand_scales(chosen, flat, scales)).view(shard.shape)
     if (
         numbers == "float8"
@@ -171,7 +186,9 @@ def _encode_scaled(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor,
     return (_pack_int4(scaled) if numbers == "int4" else scaled.round().to(torch.int8)), chosen
 
 
-def _decode_scaled(gathered: Sequence[Tensor], dtype: torch.dtype, *, numbers: str, scales: str) -> Tensor:
+def _decode_scaled(
+    gathered: Sequence[Tensor], dtype: torch.dtype, *, numbers: str, scales: str
+) -> Tensor:
     sent, chosen = gathered
     whole = _unpack_int4(sent) if numbers == "int4" else sent.float()
     flat = whole.flatten(1)
@@ -202,7 +219,11 @@ def _expand_scales(scales: Tensor, flat: Tensor, share: str) -> Tensor:
     """For each number of [rows, columns], or for each row, its scale."""
     if share == "shard":
         return scales.view(-1, 1).repeat_interleave(len(flat) // len(scales), dim=0)
-    return scales if share == "row" else scales.repeat_interleave(GROUP_SIZE, dim=1)[:, : flat.shape[1]]
+    return (
+        scales
+        if share == "row"
+        else scales.repeat_interleave(GROUP_SIZE, dim=1)[:, : flat.shape[1]]
+    )
 
 
 _MAX_VALUES: dict[str, float] = {"float8": torch.finfo(FLOAT8).max, "int8": 127, "int4": 7}

@@ -60,9 +60,16 @@ class TwoTensor(Tensor):
     def __new__(cls, a: Tensor, b: Tensor) -> TwoTensor:
         for name, of in _MUST_AGREE.items():
             if of(a) != of(b):
-                raise ValueError(f"the halves of a TwoTensor differ in {name}: {of(a)} and {of(b)}; make them equal")
+                raise ValueError(
+                    f"the halves of a TwoTensor differ in {name}: {of(a)} and {of(b)}; make them equal"
+                )
         two: TwoTensor = Tensor._make_wrapper_subclass(
-            cls, a.size(), strides=a.stride(), storage_offset=a.storage_offset(), dtype=a.dtype, device=a.device
+            cls,
+            a.size(),
+            strides=a.stride(),
+            storage_offset=a.storage_offset(),
+            dtype=a.dtype,
+            device=a.device,
         )
         two.a, two.b = a.detach(), b.detach()
         return two
@@ -75,7 +82,9 @@ class TwoTensor(Tensor):
         return ["a", "b"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: None, size: Any, stride: Any) -> TwoTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], metadata: None, size: Any, stride: Any
+    ) -> TwoTensor:
         """The inverse of ``__tensor_flatten__``; size and strides are those of the inner tensors."""
         return TwoTensor(inner["a"], inner["b"])
 
@@ -83,7 +92,9 @@ class TwoTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         _refuse_to_accumulate(func, args)
-        b = func(*_pick_half("b", args), **_pick_half("b", kwargs))  # first, so that a plain out= keeps the result of a
+        b = func(
+            *_pick_half("b", args), **_pick_half("b", kwargs)
+        )  # first, so that a plain out= keeps the result of a
         a = func(*_pick_half("a", args), **_pick_half("a", kwargs))
         flat, structure = tree_flatten(a)
         pairs = zip(flat, tree_leaves(b), strict=True)
@@ -159,7 +170,9 @@ def make_two_tensor(weight: Tensor) -> TwoTensor:
     return TwoTensor(weight, weight.detach().clone())
 
 
-def convert_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor) -> None:
+def convert_parameters(
+    model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor
+) -> None:
     """Give every parameter the type that ``convert`` makes of it, in place; before ``fully_shard``.
 
     Raises:
@@ -169,9 +182,13 @@ def convert_parameters(model: nn.Module, convert: Callable[[Tensor], Tensor] = m
         for name, each in list(module.named_parameters(recurse=False)):
             converted = convert(each.detach())
             if not isinstance(converted, Tensor) or converted.shape != each.shape:
-                shape = f" of shape {tuple(converted.shape)}" if isinstance(converted, Tensor) else ""
+                shape = (
+                    f" of shape {tuple(converted.shape)}" if isinstance(converted, Tensor) else ""
+                )
                 was = f"a parameter of shape {tuple(each.shape)}"
-                raise ValueError(f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same shape")
+                raise ValueError(
+                    f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same shape"
+                )
             module.register_parameter(name, nn.Parameter(converted, each.requires_grad))
 
 
@@ -210,13 +227,23 @@ def _refuse_to_accumulate(func: Any, args: Sequence[Any]) -> None:
         return
     for argument, value in zip(func._schema.arguments, args, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and not argument.is_out and not all(isinstance(leaf, TwoTensor) for leaf in tree_leaves(value)):
-            raise TypeError(f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one half")
+        if (
+            writes
+            and not argument.is_out
+            and not all(isinstance(leaf, TwoTensor) for leaf in tree_leaves(value))
+        ):
+            raise TypeError(
+                f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one half"
+            )
 
 
 def _check_gathered(outputs: Sequence[Tensor]) -> None:
     if len(outputs) != 2:
-        raise ValueError(f"a TwoTensor is gathered as 2 tensors, got {len(outputs)}: send both (a, b) before")
+        raise ValueError(
+            f"a TwoTensor is gathered as 2 tensors, got {len(outputs)}: send both (a, b) before"
+        )
     shapes = [tuple(tensor.shape) for tensor in outputs]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"the gathered halves differ in shape, {shapes[0]} and {shapes[1]}: send equal sizes")
+        raise ValueError(
+            f"the gathered halves differ in shape, {shapes[0]} and {shapes[1]}: send equal sizes"
+        )

@@ -24,7 +24,10 @@ WIRE_FRACTIONS: Mapping[str, Callable[[int], tuple[int, int]]] = {
     "reduce_scatter": lambda ranks: (ranks - 1, ranks),
     "all_gather": lambda ranks: (ranks - 1, 1),  # what is handed in is one part of what comes out
     "all_to_all": lambda ranks: (ranks - 1, ranks),  # all but the part that stays
-    "broadcast": lambda ranks: (ranks - 1, ranks),  # every rank but the last passes it on: the mean over the ranks
+    "broadcast": lambda ranks: (
+        ranks - 1,
+        ranks,
+    ),  # every rank but the last passes it on: the mean over the ranks
     "reduce": lambda ranks: (ranks - 1, ranks),
     "send": lambda ranks: (1, 1),
     "recv": lambda ranks: (0, 1),
@@ -48,7 +51,9 @@ def collective_wire_bytes(collective: str, handed_bytes: float, ranks: int) -> f
         ValueError: a collective of another name, or a group of no rank.
     """
     if collective not in WIRE_FRACTIONS or ranks < 1:
-        raise ValueError(f"{collective} of {ranks} ranks: take 1 rank or more, and one of {', '.join(WIRE_FRACTIONS)}")
+        raise ValueError(
+            f"{collective} of {ranks} ranks: take 1 rank or more, and one of {', '.join(WIRE_FRACTIONS)}"
+        )
     part, of = WIRE_FRACTIONS[collective](ranks)
     return handed_bytes * part / of
 
@@ -72,7 +77,9 @@ class AlphaBeta:
 
     def seconds(self, total_bytes: float, messages: int = 1) -> float:
         """Time of ``total_bytes`` in so many equal messages, one after another."""
-        one = message_s(total_bytes / messages, alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+        one = message_s(
+            total_bytes / messages, alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte
+        )
         return messages * one
 
     @property
@@ -103,7 +110,10 @@ def fit_alpha_beta(times_s: Mapping[int, float]) -> AlphaBeta:
     v = [size / time_s for size, time_s in times_s.items()]
     uu, uv, vv = _dot_product(u, u), _dot_product(u, v), _dot_product(v, v)
     determinant = uu * vv - uv * uv
-    alpha_s, beta = (sum(u) * vv - sum(v) * uv) / determinant, (sum(v) * uu - sum(u) * uv) / determinant
+    alpha_s, beta = (
+        (sum(u) * vv - sum(v) * uv) / determinant,
+        (sum(v) * uu - sum(u) * uv) / determinant,
+    )
     if alpha_s < 0:
         return AlphaBeta(0.0, sum(v) / vv)
     if beta < 0:

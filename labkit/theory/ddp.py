@@ -33,7 +33,9 @@ CompileMode = Literal["eager", "compiled", "backward_only"]
 
 
 def bucket_plan(
-    sizes_bytes: Sequence[int], bucket_mb: float = DEFAULT_BUCKET_MB, first_mb: float = FIRST_BUCKET_MB
+    sizes_bytes: Sequence[int],
+    bucket_mb: float = DEFAULT_BUCKET_MB,
+    first_mb: float = FIRST_BUCKET_MB,
 ) -> list[list[int]]:
     """Which gradients share a bucket, as places in ``sizes_bytes``; the first bucket is closed at ``first_mb`` MiB.
 
@@ -78,7 +80,11 @@ def chain_buckets(
     alone = way != "eager" and (compressed or not fuse)
     first_mb = FIRST_BUCKET_MB if way != "eager" or bucket_mb == DEFAULT_BUCKET_MB else bucket_mb
     sizes = [size for _, size in ready]
-    plan = [[place] for place in range(len(sizes))] if alone else bucket_plan(sizes, bucket_mb, first_mb)
+    plan = (
+        [[place] for place in range(len(sizes))]
+        if alone
+        else bucket_plan(sizes, bucket_mb, first_mb)
+    )
     shrink = 2 if compressed else 1
     return [{ready[place][0]: ready[place][1] // shrink for place in bucket} for bucket in plan]
 
@@ -94,7 +100,9 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
     return found
 
 
-def bucket_ready_times(buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float) -> list[float]:
+def bucket_ready_times(
+    buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float
+) -> list[float]:
     """When each of ``chain_buckets`` is full, in seconds: every layer takes an equal part of the backward pass."""
     last_layers = [int(list(bucket)[-1].partition(".")[0].removeprefix("fc")) for bucket in buckets]
     return [(layers - layer + 1) / layers * backward_s for layer in last_layers]
@@ -110,10 +118,15 @@ def bucket_transfer_times(
     """
     if not hidden:
         ready_s = [ready + sum(takes_s[:place]) for place, ready in enumerate(ready_s)]
-    return [(arrived - takes, arrived) for arrived, takes in zip(arrivals(ready_s, takes_s), takes_s, strict=True)]
+    return [
+        (arrived - takes, arrived)
+        for arrived, takes in zip(arrivals(ready_s, takes_s), takes_s, strict=True)
+    ]
 
 
-def smallest_bucket_bytes(total_bytes: float, backward_s: float, alpha_s: float, beta_s_per_byte: float) -> float:
+def smallest_bucket_bytes(
+    total_bytes: float, backward_s: float, alpha_s: float, beta_s_per_byte: float
+) -> float:
     """The smallest bucket whose messages all fit into the backward pass; infinite where the bytes alone do not.
 
     Buckets of b bytes are total / b messages: total / b * alpha + total * beta = backward. Smaller ones pay more
@@ -138,7 +151,9 @@ def backward_transfer_times(
     """
     buckets = chain_buckets(dim, bucket_mb, layers=layers)
     takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]
-    return bucket_transfer_times(bucket_ready_times(buckets, layers, backward_s), takes_s, hidden=hidden)
+    return bucket_transfer_times(
+        bucket_ready_times(buckets, layers, backward_s), takes_s, hidden=hidden
+    )
 
 
 def fit_from_message_counts(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:

@@ -43,12 +43,22 @@ def scale_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = 
             f"extension {extension} has no scales to share in a {scales}: take {' or '.join(SCALE_GRANULARITY)}"
         )
     rows = -(-shape[0] // ranks)
-    counts = {"": 0, "shard": 1, "row": rows, "group": rows * -(-math.prod(shape[1:]) // GROUP_SIZE)}
+    counts = {
+        "": 0,
+        "shard": 1,
+        "row": rows,
+        "group": rows * -(-math.prod(shape[1:]) // GROUP_SIZE),
+    }
     return SCALE_BYTES * counts[scales or SCALE_GRANULARITY.get(extension, "")]
 
 
 def step_gather_bytes(
-    shapes: Sequence[Sequence[int]], ranks: int, extension: str, *, reshard: bool = True, scales: str = ""
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    extension: str,
+    *,
+    reshard: bool = True,
+    scales: str = "",
 ) -> int:
     """Bytes that one rank hands to the all-gathers of a training step, of parameters outside the root's own unit.
 
@@ -57,7 +67,9 @@ def step_gather_bytes(
     return (1 + reshard) * sum(gather_bytes(shape, ranks, extension, scales) for shape in shapes)
 
 
-def held_bytes(shape: Sequence[int], ranks: int, extension: str, *, compute_bytes: int = 4, scales: str = "") -> int:
+def held_bytes(
+    shape: Sequence[int], ranks: int, extension: str, *, compute_bytes: int = 4, scales: str = ""
+) -> int:
     """Bytes that a rank holds of a parameter while it computes with so many bytes a number, padding included.
 
     What was gathered is the parameter itself where it has the right dtype. Otherwise both are there.

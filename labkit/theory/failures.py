@@ -22,10 +22,13 @@ def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
     own = [
         end
         for end in ends
-        if end["status"] not in (0, SIGTERM_STATUS) and CONNECTION_LOST_TEXT not in str(end.get("error", ""))
+        if end["status"] not in (0, SIGTERM_STATUS)
+        and CONNECTION_LOST_TEXT not in str(end.get("error", ""))
     ]
     if not own:
-        raise ValueError("no rank failed by itself: each ended well, was ended, or lost a connection")
+        raise ValueError(
+            "no rank failed by itself: each ended well, was ended, or lost a connection"
+        )
     return int(min(own, key=lambda end: end["time"])["rank"])
 
 
@@ -58,7 +61,9 @@ def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
     return dealt
 
 
-def break_even_slowdown(hours_between: float, hours_lost: float, hours_lost_with_aid: float) -> float:
+def break_even_slowdown(
+    hours_between: float, hours_lost: float, hours_lost_with_aid: float
+) -> float:
     """The slowdown, as a part of the step, up to which an aid pays that shortens the search after each failure."""
     return (hours_lost - hours_lost_with_aid) / hours_between
 

@@ -60,7 +60,9 @@ def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
     return kept + max(2 * size + sum(units[index:]) / ranks for index, size in enumerate(units))
 
 
-def tokens_to_hide(flops_per_s: float, wire_bytes_per_s: float, ranks: int, number_bytes: int = 2) -> float:
+def tokens_to_hide(
+    flops_per_s: float, wire_bytes_per_s: float, ranks: int, number_bytes: int = 2
+) -> float:
     """Tokens of a rank in a step from which on FSDP's communication can hide behind its arithmetic.
 
     Training takes about 6 operations for each parameter and token (2 forward, 4 backward), and three passes over the
@@ -101,7 +103,13 @@ class LinearLayer:
 
 
 def toy_layers(
-    wrap: str, hidden: int, narrow: int, inputs: int = 10, outputs: int = 5, tail: int = 7, skip: Sequence[int] = ()
+    wrap: str,
+    hidden: int,
+    narrow: int,
+    inputs: int = 10,
+    outputs: int = 5,
+    tail: int = 7,
+    skip: Sequence[int] = (),
 ) -> list[LinearLayer]:
     """The layers of labkit.models.toy.ToyModel, assigned to the units that ``--wrap`` makes."""
     widths = [inputs, hidden, hidden, hidden, narrow] + [narrow] * tail + [outputs]
@@ -110,7 +118,11 @@ def toy_layers(
     for index, (a, b) in enumerate(pairwise(widths)):
         block = f"block {index - 2}" if 2 <= index < last and index - 2 not in skip else ""
         unit = {"block": block or "root", "layer": f"layer {index}"}.get(wrap, "root")
-        layers.append(LinearLayer(a, b, unit, f"block {index - 2}" if 2 <= index < last else "", relu=index < last))
+        layers.append(
+            LinearLayer(
+                a, b, unit, f"block {index - 2}" if 2 <= index < last else "", relu=index < last
+            )
+        )
     return layers
 
 
@@ -119,7 +131,9 @@ def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[LinearLayer]:
     layers = []
     for index, times in zip(range(blocks), cycle((3, 4, 3))):  # a cycle has no end
         for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
-            unit = {"block": f"block {index}", "layer": f"layer {2 * index + part}"}.get(wrap, "root")
+            unit = {"block": f"block {index}", "layer": f"layer {2 * index + part}"}.get(
+                wrap, "root"
+            )
             layers.append(LinearLayer(a, b, unit, f"block {index}"))
     return layers
 
@@ -128,7 +142,9 @@ def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int
     """Bytes of each unit by name, in order: what a rank keeps of it, and what it holds while the unit is gathered."""
     kept: Counter[str] = Counter()
     for layer in layers:
-        kept[layer.unit] += FLOAT_BYTES * sum(shard_elements(shape, ranks) for shape in layer.shapes)
+        kept[layer.unit] += FLOAT_BYTES * sum(
+            shard_elements(shape, ranks) for shape in layer.shapes
+        )
     return {unit: (shard, shard * ranks) for unit, shard in kept.items()}
 
 
@@ -141,7 +157,9 @@ def step_collectives(
     root, which is not resharded since its backward pass comes next. Every unit's gradients are reduce-scattered once.
     """
     units = unit_bytes(layers, ranks)
-    again = {unit: sizes for unit, sizes in units.items() if reshard_after_forward and unit != "root"}
+    again = {
+        unit: sizes for unit, sizes in units.items() if reshard_after_forward and unit != "root"
+    }
     return {
         "all_gather_count": len(units) + len(again),
         "all_gather_bytes": sum(kept for kept, _ in [*units.values(), *again.values()]),
@@ -160,7 +178,11 @@ def stage_collectives(
     """
     whole = sum(FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes)
     if stage == 0:
-        coming = [FLOAT_BYTES * math.prod(shape) for layer in reversed(layers) for shape in reversed(layer.shapes)]
+        coming = [
+            FLOAT_BYTES * math.prod(shape)
+            for layer in reversed(layers)
+            for shape in reversed(layer.shapes)
+        ]
         buckets = bucket_plan(coming, first_mb=DEFAULT_BUCKET_MB)
         return {"all_reduce_count": len(buckets), "all_reduce_bytes": whole}
     if stage == 1:
@@ -171,7 +193,9 @@ def stage_collectives(
 
 def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float]:
     """Bytes that leave a rank in a step, by collective, from those handed to the calls by ``..._bytes``."""
-    names = [name for name in ("all_gather", "reduce_scatter", "all_reduce") if f"{name}_bytes" in handed]
+    names = [
+        name for name in ("all_gather", "reduce_scatter", "all_reduce") if f"{name}_bytes" in handed
+    ]
     return {name: collective_wire_bytes(name, handed[f"{name}_bytes"], ranks) for name in names}
 
 
@@ -191,7 +215,9 @@ def hybrid_collectives(
     }
 
 
-def resident_bytes(layers: Sequence[LinearLayer], ranks: int, *, frozen: Collection[str] = ()) -> dict[str, int]:
+def resident_bytes(
+    layers: Sequence[LinearLayer], ranks: int, *, frozen: Collection[str] = ()
+) -> dict[str, int]:
     """Bytes that the fullest rank holds after a step, gradients included, by the names of ``result.value``.
 
     Parameters of the units in ``frozen`` are not trained: they have neither gradient nor optimizer state.
@@ -314,14 +340,21 @@ class _StepMemory:
         checkpointing: bool,
         number_bytes: int,
     ):
-        self.layers, self.samples, self.reshard, self.checkpointing = layers, samples, reshard, checkpointing
+        self.layers, self.samples, self.reshard, self.checkpointing = (
+            layers,
+            samples,
+            reshard,
+            checkpointing,
+        )
         self.ranks, self.number_bytes = ranks, number_bytes
         self.short = number_bytes != FLOAT_BYTES
         self.units = unit_bytes(layers, ranks)
         self.now: Counter[str] = Counter()  # bytes that are allocated, by category
         self.moments: list[Mapping[str, int]] = []
         self.gathered: set[str] = set()
-        self.ahead: set[str] = set()  # gathered ahead of their use, still in the all-gather's buffer
+        self.ahead: set[str] = (
+            set()
+        )  # gathered ahead of their use, still in the all-gather's buffer
         self.buffer = 0  # of the last all-gather of the forward pass
         self.reducing = 0  # input of the last reduce-scatter, kept until the next one starts
         self.add_initial_state()
@@ -363,10 +396,18 @@ class _StepMemory:
             self._gather_unit(layer.unit)
             self._layer_forward(layer)
             following = self.layers[index + 1] if index + 1 < len(self.layers) else None
-            if self.checkpointing and layer.block and (following is None or following.block != layer.block):
+            if (
+                self.checkpointing
+                and layer.block
+                and (following is None or following.block != layer.block)
+            ):
                 for inner in self._inner_layers(layer.block):
                     self.free("activation", self._activation_bytes(inner.outputs))
-            if self.reshard and layer.unit != "root" and (following is None or following.unit != layer.unit):
+            if (
+                self.reshard
+                and layer.unit != "root"
+                and (following is None or following.unit != layer.unit)
+            ):
                 self._reshard_unit(layer.unit)
         self.free("all_gather", self.buffer)
         self._loss_forward(self._float_activation_bytes(self.layers[-1].outputs))
@@ -419,7 +460,14 @@ class _StepMemory:
 
     def _preceding_unit(self, index: int) -> str:
         unit = self.layers[index].unit
-        return next((each.unit for each in reversed(self.layers[:index]) if each.unit not in (unit, "root")), "")
+        return next(
+            (
+                each.unit
+                for each in reversed(self.layers[:index])
+                if each.unit not in (unit, "root")
+            ),
+            "",
+        )
 
     def _layer_backward(self, layer: LinearLayer, first: bool, kept_as: str) -> None:
         out, before = self._activation_bytes(layer.outputs), self._activation_bytes(layer.inputs)
@@ -429,7 +477,10 @@ class _StepMemory:
         self.free(kept_as, out)
         if not first:
             self.allocate("temp", before)
-        self.allocate(self.gradient_category, self.number_bytes * sum(math.prod(shape) for shape in layer.shapes))
+        self.allocate(
+            self.gradient_category,
+            self.number_bytes * sum(math.prod(shape) for shape in layer.shapes),
+        )
         self.free("temp", out)
         if first and self.short:  # the samples' copy; they themselves are the caller's
             self.free("activation", before)
@@ -471,8 +522,12 @@ class _StepMemory:
         )  # put in order of the ranks, before they become float32
         self.allocate("temp", copied)
         self.allocate("gradient", kept)
-        numbers = sum(math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes)
-        self.free("temp", copied + self.number_bytes * numbers)  # the whole gradients are the last to go
+        numbers = sum(
+            math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes
+        )
+        self.free(
+            "temp", copied + self.number_bytes * numbers
+        )  # the whole gradients are the last to go
         self.reducing = full
 
 
@@ -488,7 +543,8 @@ class _DDPStepMemory(_StepMemory):
     def add_initial_state(self) -> None:
         held, share = resident_bytes(self.layers, 1), resident_bytes(self.layers, self.ranks)
         self.set_resident_bytes(
-            held["end_parameter_bytes"], (share if self.shard_optimizer else held)["end_optstate_bytes"]
+            held["end_parameter_bytes"],
+            (share if self.shard_optimizer else held)["end_optstate_bytes"],
         )
 
     def backward(self) -> None:

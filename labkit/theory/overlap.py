@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 
-def uncovered(start: float, end: float, covers: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def uncovered(
+    start: float, end: float, covers: Iterable[tuple[float, float]]
+) -> Iterator[tuple[float, float]]:
     """What is left of a stretch where ``covers``, ordered by start, do not reach."""
     for cover_start, cover_end in covers:
         if cover_start >= end:

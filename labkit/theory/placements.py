@@ -24,7 +24,9 @@ class TensorPiece:
         return tuple(map(len, self.indices))
 
 
-def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[str], rank: int) -> TensorPiece:
+def local_piece(
+    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[str], rank: int
+) -> TensorPiece:
     """Which piece of a tensor a rank holds, as DTensor cuts it: axis by axis of the mesh, the first axis first.
 
     ``Shard(dim)`` leaves of what is left along ``dim`` the rank's chunk of ceil(size / ranks); the last ones get less,
@@ -44,7 +46,9 @@ def local_piece(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[
     Source: PyTorch, ``compute_local_shape_and_global_offset`` of DTensor.
     """
     if len(placements) != len(mesh):
-        raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis")
+        raise ValueError(
+            f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis"
+        )
     if not 0 <= rank < math.prod(mesh):
         raise ValueError(
             f"a mesh of {math.prod(mesh)} ranks has no rank {rank}: take one from 0 to {math.prod(mesh) - 1}"

@@ -6,7 +6,9 @@ import math
 def even_share(total: int, ranks: int, what: str = "a size of") -> int:
     """How many of ``total`` each rank gets. Raises ValueError, with the arithmetic, where that is no whole number."""
     if total % ranks:
-        raise ValueError(f"{ranks} ranks cannot share {what} {total}: {total} % {ranks} = {total % ranks}")
+        raise ValueError(
+            f"{ranks} ranks cannot share {what} {total}: {total} % {ranks} = {total % ranks}"
+        )
     return total // ranks
 
 
@@ -46,7 +48,9 @@ def parse_mesh_axes(text: str, world_size: int) -> dict[str, int]:
     """
     parts = text.split("x") if text else [str(world_size)]
     if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise ValueError(f"mesh {text!r} is neither one number of ranks, such as 4, nor data x space, such as 2x2")
+        raise ValueError(
+            f"mesh {text!r} is neither one number of ranks, such as 4, nor data x space, such as 2x2"
+        )
     lengths = [int(part) for part in parts]
     if math.prod(lengths) != world_size:
         raise ValueError(
@@ -62,7 +66,10 @@ def byte_unit(largest: float, *, base: int = 1000) -> tuple[str, int]:
     """
     names = ("GB", "MB", "kB") if base == 1000 else ("GiB", "MiB", "KiB")
     sizes = (base**3, base**2, base)
-    return next(((name, size) for name, size in zip(names, sizes, strict=True) if abs(largest) >= size), ("bytes", 1))
+    return next(
+        ((name, size) for name, size in zip(names, sizes, strict=True) if abs(largest) >= size),
+        ("bytes", 1),
+    )
 
 
 def readable_bytes(count: float, *, base: int = 1000) -> str:

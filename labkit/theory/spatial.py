@@ -27,7 +27,9 @@ class ConvNeXtStage:
     depth: int
 
 
-def convnext_stages(height: int, width: int, depths: Sequence[int], dims: Sequence[int]) -> list[ConvNeXtStage]:
+def convnext_stages(
+    height: int, width: int, depths: Sequence[int], dims: Sequence[int]
+) -> list[ConvNeXtStage]:
     """The sizes of every stage's feature maps: the stem divides height and width by 4, each later stage by 2 more."""
     strides = [4 * 2**index for index in range(len(dims))]
     return [
@@ -44,7 +46,9 @@ def total_stride(depths: Sequence[int]) -> int:
 def check_convnext(height: int, width: int, depths: Sequence[int], dims: Sequence[int]) -> None:
     """Raises ValueError, with the arithmetic, for images or stages that a ConvNeXt cannot have."""
     if len(depths) != len(dims) or not depths or min(*depths, *dims) < 1:
-        raise ValueError(f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, each at least 1")
+        raise ValueError(
+            f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, each at least 1"
+        )
     stride = total_stride(depths)
     for name, size in (("height", height), ("width", width)):
         if size < 1 or size % stride:
@@ -78,7 +82,12 @@ def halo_bytes(*, rows: int, halo: int, channels: int, batch: int, element_bytes
 
 
 def spatial_send_bytes(
-    *, stages: Sequence[ConvNeXtStage], batch: int, neighbours: int, tensor_dim: int = 3, halo: int = 3
+    *,
+    stages: Sequence[ConvNeXtStage],
+    batch: int,
+    neighbours: int,
+    tensor_dim: int = 3,
+    halo: int = 3,
 ) -> int:
     """Bytes of float32 that one rank sends to its neighbours in a whole training step of a ConvNeXt cut into strips.
 
@@ -89,11 +98,18 @@ def spatial_send_bytes(
     total = 0
     for stage in stages:
         rows = stage.height if tensor_dim == 3 else stage.width
-        total += 2 * neighbours * stage.depth * halo_bytes(rows=rows, halo=halo, channels=stage.channels, batch=batch)
+        total += (
+            2
+            * neighbours
+            * stage.depth
+            * halo_bytes(rows=rows, halo=halo, channels=stage.channels, batch=batch)
+        )
     return total
 
 
-def convnext_parameters(depths: Sequence[int], dims: Sequence[int], num_classes: int, in_chans: int = 3) -> int:
+def convnext_parameters(
+    depths: Sequence[int], dims: Sequence[int], num_classes: int, in_chans: int = 3
+) -> int:
     """Number of parameters of a ConvNeXt with layer scale, as labkit.models.convnext builds it.
 
     A block of C channels has a depthwise 7x7 (49 C + C), a norm (2 C), C to 4C and back (8 C^2 + 5 C) and gamma (C).
@@ -137,7 +153,11 @@ def spatial_all_reduces(
     elements, head = convnext_parameters(depths, dims, num_classes), (dims[-1] + 1) * num_classes
     axes = (space_ranks > 1) + (data_ranks > 1)
     head_axes = axes if strategy == "local" else axes - (space_ranks > 1)
-    count = axes if strategy == "local" else axes * (convnext_parameter_tensors(depths) - 2) + head_axes * 2
+    count = (
+        axes
+        if strategy == "local"
+        else axes * (convnext_parameter_tensors(depths) - 2) + head_axes * 2
+    )
     gradients = axes * (elements - head) + head_axes * head
     means = batch * dims[-1] if space_ranks > 1 else 0
     return count + (space_ranks > 1), (gradients + means) * 4
@@ -165,9 +185,17 @@ def convnext_activation_bytes(
     elements = 0
     for index, stage in enumerate(stages):
         pixels = batch * stage.height * stage.width
-        border = batch * (stage.height if tensor_dim == 3 else stage.width) * 2 * halo if ranks > 1 else 0
-        elements += stage.depth * (12 * pixels * stage.channels + border * stage.channels + 2 * pixels)
-        elements += pixels * stage.channels + 2 * pixels if index == 0 else 0  # the stem's norm: its input
+        border = (
+            batch * (stage.height if tensor_dim == 3 else stage.width) * 2 * halo
+            if ranks > 1
+            else 0
+        )
+        elements += stage.depth * (
+            12 * pixels * stage.channels + border * stage.channels + 2 * pixels
+        )
+        elements += (
+            pixels * stage.channels + 2 * pixels if index == 0 else 0
+        )  # the stem's norm: its input
         if index + 1 < len(stages):
             elements += 2 * pixels * stage.channels + 2 * pixels  # the norm's input and output
         else:
@@ -176,7 +204,12 @@ def convnext_activation_bytes(
 
 
 def strip_step_s(
-    plain_s: float, ranks: int, messages: int, message_bytes: float, alpha_s: float, beta_s_per_byte: float
+    plain_s: float,
+    ranks: int,
+    messages: int,
+    message_bytes: float,
+    alpha_s: float,
+    beta_s_per_byte: float,
 ) -> float:
     """Seconds of a step cut into strips, where nothing hides: the arithmetic's share, then every message.
 

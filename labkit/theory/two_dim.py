@@ -48,12 +48,20 @@ def rank_layers(pairs: LayerPairs, tp: int) -> list[fsdp.LinearLayer]:
     for index, (width, inner) in enumerate(pairs):
         share = even_share(inner, tp, "the inner width")
         unit = f"block {index}"
-        layers += [fsdp.LinearLayer(width, share, unit, unit), fsdp.LinearLayer(share, width, unit, unit)]
+        layers += [
+            fsdp.LinearLayer(width, share, unit, unit),
+            fsdp.LinearLayer(share, width, unit, unit),
+        ]
     return layers
 
 
 def activation_collectives(
-    pairs: LayerPairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+    pairs: LayerPairs,
+    tokens: int,
+    tp: int,
+    *,
+    sequence_parallel: bool = False,
+    checkpointing: bool = False,
 ) -> dict[str, int]:
     """Collectives of one training step along ``tp``, and the bytes that a rank hands to them.
 
@@ -82,7 +90,9 @@ def activation_collectives(
     }
 
 
-def parameter_collectives(pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+def parameter_collectives(
+    pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp"
+) -> dict[str, int]:
     """Collectives of one training step along ``data``, and the bytes that a rank hands to them.
 
     FSDP gathers each pair's thin parameters twice and reduce-scatters their gradients. DDP all-reduces the gradients;
@@ -92,7 +102,9 @@ def parameter_collectives(pairs: LayerPairs, *, data: int, tp: int, plan: str = 
     if data == 1:
         return {}
     if plan == "fsdp_tp":
-        return {f"data/{name}": value for name, value in fsdp.step_collectives(layers, data).items()}
+        return {
+            f"data/{name}": value for name, value in fsdp.step_collectives(layers, data).items()
+        }
     return {"data/all_reduce_bytes": fsdp.FLOAT_BYTES * parameter_count(layers)}
 
 
@@ -103,7 +115,9 @@ def step_collectives_by_axis(
 
     ``how`` is ``sequence_parallel`` and ``checkpointing``, both False by default.
     """
-    return activation_collectives(pairs, tokens, tp, **how) | parameter_collectives(pairs, data=data, tp=tp, plan=plan)
+    return activation_collectives(pairs, tokens, tp, **how) | parameter_collectives(
+        pairs, data=data, tp=tp, plan=plan
+    )
 
 
 def parameter_count(layers: Sequence[fsdp.LinearLayer]) -> int:
@@ -111,7 +125,9 @@ def parameter_count(layers: Sequence[fsdp.LinearLayer]) -> int:
     return sum(math.prod(shape) for layer in layers for shape in layer.shapes)
 
 
-def mesh_resident_bytes(pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp") -> dict[str, int]:
+def mesh_resident_bytes(
+    pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp"
+) -> dict[str, int]:
     """Bytes that the fullest rank holds after a step with Adam, by the names of ``result.value``."""
     return fsdp.resident_bytes(rank_layers(pairs, tp), data if plan == "fsdp_tp" else 1)
 
@@ -125,13 +141,22 @@ def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[st
     """
     wire = {}
     for axis, ranks in (("tp", tp), ("data", data)):
-        parts = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_reduce": 2 * (ranks - 1) / ranks}
+        parts = {
+            "all_gather": ranks - 1,
+            "reduce_scatter": (ranks - 1) / ranks,
+            "all_reduce": 2 * (ranks - 1) / ranks,
+        }
         wire[axis] = sum(part * sent.get(f"{axis}/{name}_bytes", 0) for name, part in parts.items())
     return wire
 
 
 def tp_activation_bytes(
-    pairs: LayerPairs, tokens: int, tp: int, *, sequence_parallel: bool = False, checkpointing: bool = False
+    pairs: LayerPairs,
+    tokens: int,
+    tp: int,
+    *,
+    sequence_parallel: bool = False,
+    checkpointing: bool = False,
 ) -> int:
     """Bytes of activations that a rank holds of an MLPStack when its forward pass ends.
 
@@ -148,7 +173,11 @@ def tp_activation_bytes(
     """
     width = pairs[0][0]
     whole = tokens * width
-    kept = 0 if checkpointing else sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
+    kept = (
+        0
+        if checkpointing
+        else sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
+    )
     if not sequence_parallel:
         return fsdp.FLOAT_BYTES * (kept + (len(pairs) + 2 - checkpointing) * whole)
     gathered = 0 if checkpointing else len(pairs) * whole
@@ -174,7 +203,9 @@ def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[s
     }
 
 
-def message_share(inner: float, tp: int, flops_per_s: float, wire_bytes_per_s: float, number_bytes: int) -> float:
+def message_share(
+    inner: float, tp: int, flops_per_s: float, wire_bytes_per_s: float, number_bytes: int
+) -> float:
     """Time of a pair's messages along ``tp``, as a part of the time that a rank computes for it.
 
     For each token of width d a pair takes 12 d inner operations in a training step, of which a rank does 1 / tp. It
@@ -213,7 +244,11 @@ def step_seconds(
     wire = axis_wire_bytes(sent, data=data, tp=tp)
     seconds = {"compute": step_flops_per_token(pairs) / tp * tokens / flops_per_s}
     for axis in ("tp", "data"):
-        calls = sum(count for name, count in sent.items() if name.startswith(f"{axis}/") and name.endswith("_count"))
+        calls = sum(
+            count
+            for name, count in sent.items()
+            if name.startswith(f"{axis}/") and name.endswith("_count")
+        )
         size = wire[axis] * number_bytes / fsdp.FLOAT_BYTES
         seconds[axis] = links[axis].seconds(size, calls) if calls else 0.0
     return seconds

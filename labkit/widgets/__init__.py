@@ -16,7 +16,11 @@ def _find_explorers() -> dict[str, type[Explorer]]:
     for each in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{each.name}")
         for name, value in inspect.getmembers(module, inspect.isclass):
-            if issubclass(value, Explorer) and value is not Explorer and value.__module__ == module.__name__:
+            if (
+                issubclass(value, Explorer)
+                and value is not Explorer
+                and value.__module__ == module.__name__
+            ):
                 found[name] = value
     return found
 

@@ -29,12 +29,18 @@ class BucketExplorer(Explorer):
 
     title = "Which gradients travel together, and what hides them?"
     controls: ClassVar = {
-        "network": Control("layers", {"100 × 64": (100, 64), "24 × 256": (24, 256), "4 × 1,000": (4, 1000)}, (100, 64)),
+        "network": Control(
+            "layers",
+            {"100 × 64": (100, 64), "24 × 256": (24, 256), "4 × 1,000": (4, 1000)},
+            (100, 64),
+        ),
         "bucket_mb": Control("bucket", BUCKET_SIZES_MB, 0.1),
         "alpha_us": Control("alpha, µs a message", (5, 20, 100, 400), 100),
         "gb_per_s": Control("1 / beta, GB/s", (1, 2, 10, 100), 2),
         "backward_ms": Control("arithmetic, ms", (2, 5, 20), 5),
-        "hidden": Control("messages are carried by", {"the computing core": False, "a network card": True}, False),
+        "hidden": Control(
+            "messages are carried by", {"the computing core": False, "a network card": True}, False
+        ),
     }
     formulas = (theory.bucket_plan, theory.bucket_transfer_times, theory.smallest_bucket_bytes)
     tolerances: ClassVar = {"backward_ms": 1 / 3}
@@ -43,12 +49,21 @@ class BucketExplorer(Explorer):
     def predict(self, **chosen: Any) -> dict[str, float]:
         layers, dim = chosen["network"]
         buckets = theory.chain_buckets(dim, chosen["bucket_mb"], layers=layers)
-        return {"all_reduce_count": len(buckets), "all_reduce_bytes": sum(sum(each.values()) for each in buckets)}
+        return {
+            "all_reduce_count": len(buckets),
+            "all_reduce_bytes": sum(sum(each.values()) for each in buckets),
+        }
 
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
         return {"backward_ms": 1e3 * _backward_end_s(**chosen | _costs_from_run(result))}
 
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         measured_s = result.value("backward_ms") / 1e3 if result else None
         drawn = chosen | (_costs_from_run(result) if result else {})
         backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
@@ -57,7 +72,10 @@ class BucketExplorer(Explorer):
         journeys = _bucket_transfer_times(**drawn)
         plots.backward_timeline(journeys, backward_s, hidden=hidden, measured_s=measured_s, ax=line)
         line.locator_params(axis="x", nbins=5)
-        ends_s = {label: _backward_end_s(**drawn | {"bucket_mb": size}) for label, size in BUCKET_SIZES_MB.items()}
+        ends_s = {
+            label: _backward_end_s(**drawn | {"bucket_mb": size})
+            for label, size in BUCKET_SIZES_MB.items()
+        }
         parts = {label: (backward_s, end_s - backward_s) for label, end_s in ends_s.items()}
         names = {size: label for label, size in BUCKET_SIZES_MB.items()}
         label = names[chosen["bucket_mb"]]
@@ -66,13 +84,19 @@ class BucketExplorer(Explorer):
         costs = f"alpha {drawn['alpha_us']:,.0f} µs, 1 / beta {drawn['gb_per_s']:.2g} GB/s"
         said = f"{'costs measured by this run' if result else 'costs as chosen'}: {costs}"
         figure.text(0.01, 0.985, said, fontsize=9, va="top")
-        size, ends_ms, exposed_ms = predicted["all_reduce_bytes"], 1e3 * ends_s[label], 1e3 * parts[label][1]
+        size, ends_ms, exposed_ms = (
+            predicted["all_reduce_bytes"],
+            1e3 * ends_s[label],
+            1e3 * parts[label][1],
+        )
         words = (
             f"{style.count_text(len(journeys), 'bucket')}, {size / 1e6:.3g} MB; "
             f"the backward pass is predicted to take {style.short_number_text(ends_ms)} ms, "
             f"of which {style.short_number_text(exposed_ms)} ms are exposed messages"
         )
-        return words + (f"; it took {style.short_number_text(1e3 * measured_s)} ms" if measured_s else "")
+        return words + (
+            f"; it took {style.short_number_text(1e3 * measured_s)} ms" if measured_s else ""
+        )
 
     def launch(self, **chosen: Any) -> RunResult:
         layers, dim = chosen["network"]
@@ -83,7 +107,11 @@ class BucketExplorer(Explorer):
 def _bucket_transfer_times(**values: Any) -> list[tuple[float, float]]:
     """When each bucket leaves and arrives, in seconds, for values by the names of the controls."""
     network = AlphaBeta(values["alpha_us"] / 1e6, 1e-9 / values["gb_per_s"])
-    how = {"backward_s": values["backward_ms"] / 1e3, "network": network, "hidden": values["hidden"]}
+    how = {
+        "backward_s": values["backward_ms"] / 1e3,
+        "network": network,
+        "hidden": values["hidden"],
+    }
     layers, dim = values["network"]
     return theory.backward_transfer_times(dim, layers, values["bucket_mb"], **how)
 

@@ -49,7 +49,11 @@ def can_show_widgets() -> bool:
         raise ParameterError(
             f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose"
         )
-    return said == "1" if said else in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
+    return (
+        said == "1"
+        if said
+        else in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class Control:
         """The values with what stands on them."""
         if isinstance(self.values, Mapping):
             return list(self.values.items())
-        return [(f"{value:,}" if isinstance(value, int) else str(value), value) for value in self.values]
+        return [
+            (f"{value:,}" if isinstance(value, int) else str(value), value) for value in self.values
+        ]
 
 
 class Explorer(ABC):
@@ -102,7 +108,13 @@ class Explorer(ABC):
         """
 
     @abstractmethod
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         """Draw into an empty figure, what was measured over what is predicted; one sentence on what is to be seen.
 
         The explorer sets the margins: finding a layout takes longer than drawing, and nothing is to jump.
@@ -145,7 +157,9 @@ class Explorer(ABC):
 
     def _run_key(self) -> tuple[Any, ...]:
         """What a run depends on, of the values that are chosen now."""
-        return tuple(value for name, value in self.chosen.items() if not self.controls[name].only_drawn)
+        return tuple(
+            value for name, value in self.chosen.items() if not self.controls[name].only_drawn
+        )
 
     def render_figure(self) -> tuple[bytes, str]:
         """The figure for the values that are chosen now, as PNG, and in words."""
@@ -158,7 +172,10 @@ class Explorer(ABC):
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         if not can_show_widgets():
             png, words = self.render_figure()
-            return {"image/png": base64.b64encode(png).decode(), "text/plain": f"{self.title}: {words}"}
+            return {
+                "image/png": base64.b64encode(png).decode(),
+                "text/plain": f"{self.title}: {words}",
+            }
         if self._panel is None:
             self._panel = _Panel(self)
         shown: dict[str, Any] = self._panel.box._repr_mimebundle_()
@@ -169,7 +186,9 @@ def _encode_png(figure: Figure) -> bytes:
     """The figure as PNG. ``savefig`` draws twice and packs for long; this takes half the time."""
     canvas, packed = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()
-    Image.fromarray(numpy.asarray(canvas.buffer_rgba())).convert("RGB").save(packed, "png", compress_level=1)
+    Image.fromarray(numpy.asarray(canvas.buffer_rgba())).convert("RGB").save(
+        packed, "png", compress_level=1
+    )
     return packed.getvalue()
 
 
@@ -209,7 +228,8 @@ class _Panel:
 
         self._explorer = explorer
         self._knobs = {
-            name: _control_widget(control, explorer.chosen[name]) for name, control in explorer.controls.items()
+            name: _control_widget(control, explorer.chosen[name])
+            for name, control in explorer.controls.items()
         }
         for knob in self._knobs.values():
             knob.observe(self._on_control_change, "value")
@@ -250,16 +270,21 @@ class _Panel:
             self._picture.value, self._table.value = f'<p role="alert">{escape(str(error))}</p>', ""
             self._run.disabled = True
             return
-        running, refusal = not self._cancel.disabled, self._explorer.refusal_reason(**self._explorer.chosen)
+        running, refusal = (
+            not self._cancel.disabled,
+            self._explorer.refusal_reason(**self._explorer.chosen),
+        )
         self._run.disabled = running or bool(refusal)
-        rows = text_comparison_table(self._explorer.prediction, self._explorer.result, self._explorer.tolerances)
+        rows = text_comparison_table(
+            self._explorer.prediction, self._explorer.result, self._explorer.tolerances
+        )
         cell = 'style="text-align: right; padding: 1px 12px"'
-        self._table.value = rows.to_html(border=0).replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
+        self._table.value = (
+            rows.to_html(border=0).replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
+        )
         data = base64.b64encode(png).decode()
         width = round(self._explorer.size[0] * DPI)
-        self._picture.value = (
-            f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" width="{width}" style="max-width: 100%">'
-        )
+        self._picture.value = f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" width="{width}" style="max-width: 100%">'
         if not running:
             self._show_text(refusal)
 

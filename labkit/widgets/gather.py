@@ -31,9 +31,13 @@ class GatherExplorer(Explorer):
     title = "What do fewer bits save, and what do they cost?"
     controls: ClassVar = {
         "extension": Control("bits of a number", EXTENSION_BY_BITS, "int8"),
-        "scales": Control("one scale for", {"a shard": "shard", "a row": "row", "32 numbers": "group"}, "row"),
+        "scales": Control(
+            "one scale for", {"a shard": "shard", "a row": "row", "32 numbers": "group"}, "row"
+        ),
         "steps": Control(
-            "weights", {"before training": 0, f"trained for {TRAINING_STEPS} steps": TRAINING_STEPS}, TRAINING_STEPS
+            "weights",
+            {"before training": 0, f"trained for {TRAINING_STEPS} steps": TRAINING_STEPS},
+            TRAINING_STEPS,
         ),
         "dim": Control("width", (128, 256), 128),
         "ranks": Control("ranks", (2, 4), 2),
@@ -47,19 +51,37 @@ class GatherExplorer(Explorer):
         extension, scales, ranks = chosen["extension"], _scale_sharing(**chosen), chosen["ranks"]
         shapes = _weight_shapes(chosen["dim"])
         largest, rms, _ = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
-        sent = theory.step_gather_bytes(shapes, ranks, extension, reshard=chosen["reshard"], scales=scales)
+        sent = theory.step_gather_bytes(
+            shapes, ranks, extension, reshard=chosen["reshard"], scales=scales
+        )
         held = sum(theory.held_bytes(shape, ranks, extension, scales=scales) for shape in shapes)
-        return {"all_gather_bytes": sent, "held_bytes": held, "weight_error": largest, "weight_rms_error": rms}
+        return {
+            "all_gather_bytes": sent,
+            "held_bytes": held,
+            "weight_error": largest,
+            "weight_rms_error": rms,
+        }
 
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         extension, scales, ranks = chosen["extension"], _scale_sharing(**chosen), chosen["ranks"]
         look = {"left": 0.07, "right": 0.985, "top": 0.83, "bottom": 0.18, "wspace": 0.25}
         narrow, wide = figure.subplots(1, 2, width_ratios=(1, 1.7), gridspec_kw=look)
         shapes, times = _weight_shapes(chosen["dim"]), 1 + chosen["reshard"]
         whole = theory.step_gather_bytes(shapes, ranks, "fp32", reshard=chosen["reshard"])
         sent = predicted["all_gather_bytes"]
-        of_scales = times * sum(theory.scale_bytes(shape, ranks, extension, scales) for shape in shapes)
-        bars = {"fp32": {"numbers": whole}, extension: {"numbers": sent - of_scales, "scales": of_scales}}
+        of_scales = times * sum(
+            theory.scale_bytes(shape, ranks, extension, scales) for shape in shapes
+        )
+        bars = {
+            "fp32": {"numbers": whole},
+            extension: {"numbers": sent - of_scales, "scales": of_scales},
+        }
         measured = {} if result is None else {extension: result.value("all_gather_bytes")}
         plots.gather_byte_bars(bars, measured, ax=narrow)
         *_, errors = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
@@ -124,12 +146,18 @@ def _rounding_errors(
     from labkit import tensors
     from labkit.models.tile_network import tile_network_weights
 
-    codec = tensors.make_quantised_extension(extension, scales) if scales else tensors.EXTENSIONS[extension]
+    codec = (
+        tensors.make_quantised_extension(extension, scales)
+        if scales
+        else tensors.EXTENSIONS[extension]
+    )
     pairs = [
-        (tensors.gather_on_one_rank(exact, ranks, codec), exact) for exact in tile_network_weights(dim, steps).values()
+        (tensors.gather_on_one_rank(exact, ranks, codec), exact)
+        for exact in tile_network_weights(dim, steps).values()
     ]
     largest, rms = (
-        max(map(float, each)) for each in zip(*(tensors.rounding_errors(*pair) for pair in pairs), strict=True)
+        max(map(float, each))
+        for each in zip(*(tensors.rounding_errors(*pair) for pair in pairs), strict=True)
     )
     errors = [((rounded - exact) / exact.abs().max()).flatten().numpy() for rounded, exact in pairs]
     return largest, rms, numpy.concatenate(errors)

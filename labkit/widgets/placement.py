@@ -36,24 +36,43 @@ class PlacementExplorer(Explorer):
         shape = photo_sample(chosen["every"]).shape
         mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
         rows, columns, colours = theory.local_piece(shape, mesh, names, rank).shape
-        sizes: dict[str, float] = {"rows": rows, "columns": columns, "bytes": 4 * rows * columns * colours}
+        sizes: dict[str, float] = {
+            "rows": rows,
+            "columns": columns,
+            "bytes": 4 * rows * columns * colours,
+        }
         held = {f"rank {rank} {name}": size for name, size in sizes.items()}
         return held | theory.full_tensor_collectives(shape, mesh, names) | {"values that differ": 0}
 
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         whole = photo_sample(chosen["every"])
         mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
         ranks = range(math.prod(mesh))
         pieces = {each: theory.local_piece(whole.shape, mesh, names, each) for each in ranks}
-        measured = {each: [int(result.value(f"rank {each} {name}")) for name in SIDES] for each in ranks if result}
+        measured = {
+            each: [int(result.value(f"rank {each} {name}")) for name in SIDES]
+            for each in ranks
+            if result
+        }
         held = {each: _rank_pixels(whole, piece) for each, piece in pieces.items()}
         ax = figure.add_axes((0, 0.03, 1, 0.97))
         plots.placement_picture(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
         return _alt_text(predicted, pieces[rank], **chosen)
 
     def launch(self, **chosen: Any) -> RunResult:
-        how: dict[str, Any] = {"mesh": "x".join(map(str, chosen["mesh"])), "placements": _axis_placements(**chosen)}
-        return labkit.run("placement", nproc=math.prod(chosen["mesh"]), every=chosen["every"], **how)
+        how: dict[str, Any] = {
+            "mesh": "x".join(map(str, chosen["mesh"])),
+            "placements": _axis_placements(**chosen),
+        }
+        return labkit.run(
+            "placement", nproc=math.prod(chosen["mesh"]), every=chosen["every"], **how
+        )
 
 
 def photo_sample(every: int) -> numpy.ndarray:
@@ -76,7 +95,9 @@ def _rank_pixels(whole: numpy.ndarray, piece: theory.TensorPiece) -> numpy.ndarr
 
 def _alt_text(predicted: Mapping[str, float], piece: theory.TensorPiece, **chosen: Any) -> str:
     rank = chosen["rank"]
-    rows, columns, size = (predicted[f"rank {rank} {name}"] for name in ("rows", "columns", "bytes"))
+    rows, columns, size = (
+        predicted[f"rank {rank} {name}"] for name in ("rows", "columns", "bytes")
+    )
     term = f" of term {piece.term + 1} of {piece.terms}" if piece.terms > 1 else ""
     names = {"all_gather": "all-gather", "all_reduce": "all-reduce"}
     calls = [

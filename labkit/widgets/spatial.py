@@ -32,10 +32,16 @@ class SpatialExplorer(Explorer):
         "tensor_dim": Control("cut along space", {"width": 3, "height": 2}, 3),
         "width": Control("width, pixels", (128, 256, 512), 256),
         "batch": Control("images", (2, 4, 8), 4),
-        "dims": Control("channels", {"16, 32": (16, 32), "32, 64": (32, 64), "64, 128": (64, 128)}, (32, 64)),
+        "dims": Control(
+            "channels", {"16, 32": (16, 32), "32, 64": (32, 64), "64, 128": (64, 128)}, (32, 64)
+        ),
         "budget": Control("budget, MB", (2, 4, 8, 16), 8, only_drawn=True),
     }
-    formulas = (theory.convnext_activation_bytes, theory.spatial_send_bytes, theory.spatial_all_reduces)
+    formulas = (
+        theory.convnext_activation_bytes,
+        theory.spatial_send_bytes,
+        theory.spatial_all_reduces,
+    )
     tolerances: ClassVar = {"peak_activation_bytes": 0.05}
 
     def predict(self, **chosen: Any) -> dict[str, float]:
@@ -43,8 +49,15 @@ class SpatialExplorer(Explorer):
         size = (HEIGHT, chosen["width"])[chosen["tensor_dim"] - 2]
         theory.check_strips(size, space, DEPTHS)
         batch, neighbours = even_share(chosen["batch"], data, "a batch of"), min(space - 1, 2)
-        network: dict[str, Any] = {"depths": DEPTHS, "dims": dims, "num_classes": 10, "batch": batch}
-        count, handed = theory.spatial_all_reduces(strategy="local", space_ranks=space, data_ranks=data, **network)
+        network: dict[str, Any] = {
+            "depths": DEPTHS,
+            "dims": dims,
+            "num_classes": 10,
+            "batch": batch,
+        }
+        count, handed = theory.spatial_all_reduces(
+            strategy="local", space_ranks=space, data_ranks=data, **network
+        )
         stages = theory.convnext_stages(HEIGHT, chosen["width"], DEPTHS, dims)
         sent = theory.spatial_send_bytes(
             stages=stages, batch=batch, neighbours=neighbours, tensor_dim=chosen["tensor_dim"]
@@ -54,14 +67,24 @@ class SpatialExplorer(Explorer):
         found = {name: value for name, value in (messages | sums).items() if value}
         return {"peak_activation_bytes": _activation_bytes(**chosen), **found}
 
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         (data, space), budget = chosen["mesh"], chosen["budget"] * 1e6
         strips, memory, traffic = (figure.add_axes(place) for place in PANEL_BOUNDS)
         rows = 512 * HEIGHT // chosen["width"]
-        eyes = photo.load_photo()[200 - rows // 2 : 200 + rows // 2]  # as wide and high as the images
+        eyes = photo.load_photo()[
+            200 - rows // 2 : 200 + rows // 2
+        ]  # as wide and high as the images
         halo = HALO * theory.total_stride(DEPTHS)
         part = halo / (HEIGHT, chosen["width"])[chosen["tensor_dim"] - 2]
-        plots.strip_layout(eyes, chosen["mesh"], chosen["batch"], part, tensor_dim=chosen["tensor_dim"], ax=strips)
+        plots.strip_layout(
+            eyes, chosen["mesh"], chosen["batch"], part, tensor_dim=chosen["tensor_dim"], ax=strips
+        )
         if space > 1:
             text = f"shaded: the halo in the last stage,\n{HALO} of its pixels, {halo} of the image"
             figure.text(0.01, 0.05, text, fontsize=9)
@@ -73,11 +96,18 @@ class SpatialExplorer(Explorer):
             "halos": style.ORANGE,
             "sums": style.PURPLE,
         }
-        bars: dict[str, dict[str, float]] = {"1 rank": {"activations": alone}, "a rank": {"activations": held}}
+        bars: dict[str, dict[str, float]] = {
+            "1 rank": {"activations": alone},
+            "a rank": {"activations": held},
+        }
         seen = {"a rank": {"activations": found["peak_activation_bytes"]}} if found else {}
         plots.byte_bars(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
         plots.byte_bars(
-            _traffic_bars(predicted), _traffic_bars(found) if found else {}, colours, ylabel="handed over", ax=traffic
+            _traffic_bars(predicted),
+            _traffic_bars(found) if found else {},
+            colours,
+            ylabel="handed over",
+            ax=traffic,
         )
         fits = "within" if held <= budget else "over"
         halos = readable_bytes(predicted.get("send_bytes", 0))
@@ -90,11 +120,18 @@ class SpatialExplorer(Explorer):
 
     def launch(self, **chosen: Any) -> RunResult:
         data, space = chosen["mesh"]
-        how: dict[str, Any] = {"strategy": "local", "mesh": f"{data}x{space}"} if data * space > 1 else {}
+        how: dict[str, Any] = (
+            {"strategy": "local", "mesh": f"{data}x{space}"} if data * space > 1 else {}
+        )
         same = {name: chosen[name] for name in ("tensor_dim", "width", "batch", "dims")}
         how = {"strategy": "plain"} | how | same
         return labkit.run(
-            "convnext_spatial", nproc=math.prod(chosen["mesh"]), height=HEIGHT, depths=DEPTHS, steps=1, **how
+            "convnext_spatial",
+            nproc=math.prod(chosen["mesh"]),
+            height=HEIGHT,
+            depths=DEPTHS,
+            steps=1,
+            **how,
         )
 
 
@@ -108,7 +145,9 @@ def _activation_bytes(**chosen: Any) -> int:
     sides = [HEIGHT, chosen["width"]]
     sides[dim - 2] //= space
     stages = theory.convnext_stages(sides[0], sides[1], DEPTHS, chosen["dims"])
-    return theory.convnext_activation_bytes(stages=stages, batch=chosen["batch"] // data, ranks=space, tensor_dim=dim)
+    return theory.convnext_activation_bytes(
+        stages=stages, batch=chosen["batch"] // data, ranks=space, tensor_dim=dim
+    )
 
 
 def _traffic_bars(values: Mapping[str, float]) -> dict[str, dict[str, float]]:

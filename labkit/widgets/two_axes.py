@@ -39,7 +39,9 @@ class TwoAxesExplorer(Explorer):
         "tokens": Control("tokens in a step", (128, 512, 2048, 131072), 512),
         "tp_gb_per_s": Control("along tp, GB/s", LINK_GB_PER_S, 450),
         "data_gb_per_s": Control("along data, GB/s", LINK_GB_PER_S, 50),
-        "overlap": Control("messages along data", {"are waited for": False, "travel meanwhile": True}, False),
+        "overlap": Control(
+            "messages along data", {"are waited for": False, "travel meanwhile": True}, False
+        ),
     }
     formulas = (
         theory.step_collectives_by_axis,
@@ -60,16 +62,28 @@ class TwoAxesExplorer(Explorer):
             )
         axes = {"data": ranks // tp, "tp": tp}
         return dict(
-            theory.step_collectives_by_axis(theory.mlp_pairs(chosen["dim"]), chosen["tokens"] * tp // ranks, **axes)
+            theory.step_collectives_by_axis(
+                theory.mlp_pairs(chosen["dim"]), chosen["tokens"] * tp // ranks, **axes
+            )
         )
 
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
         return {
             "passes_ms": 1e3
-            * sum(_step_seconds_by_split(_costs_from_run(result, **chosen), **chosen)[chosen["tp"]].values())
+            * sum(
+                _step_seconds_by_split(_costs_from_run(result, **chosen), **chosen)[
+                    chosen["tp"]
+                ].values()
+            )
         }
 
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         costs = _costs_from_run(result, **chosen) if result else _costs_from_controls(**chosen)
         wires, seconds = _wire_bytes_by_split(**chosen), _step_seconds_by_split(costs, **chosen)
         ranks, tp = chosen["ranks"], chosen["tp"]
@@ -80,12 +94,24 @@ class TwoAxesExplorer(Explorer):
         sent, times = figure.subplots(1, 2, gridspec_kw=margins)
         counted = {str(tp): _wire_bytes_from_run(result, **chosen)} if result else None
         xlabel = f"ranks along tp, of {ranks}"
-        plots.traffic_by_axis({str(each): parts for each, parts in wires.items()}, counted, ax=sent, xlabel=xlabel)
-        plots.step_time_by_split(seconds, chosen=tp, best=best, measured_s=took_s, ax=times, xlabel=xlabel)
+        plots.traffic_by_axis(
+            {str(each): parts for each, parts in wires.items()}, counted, ax=sent, xlabel=xlabel
+        )
+        plots.step_time_by_split(
+            seconds, chosen=tp, best=best, measured_s=took_s, ax=times, xlabel=xlabel
+        )
         sent.yaxis.label.set_fontsize(9)
         for ax in (sent, times):
-            ax.locator_params(axis="y", nbins=3)  # every bar has its number, and each tick takes time to draw
-        figure.text(0.01, 0.99, _cost_text(costs, measured=result is not None, **chosen), fontsize=9, va="top")
+            ax.locator_params(
+                axis="y", nbins=3
+            )  # every bar has its number, and each tick takes time to draw
+        figure.text(
+            0.01,
+            0.99,
+            _cost_text(costs, measured=result is not None, **chosen),
+            fontsize=9,
+            va="top",
+        )
         crowded = result is not None and ranks > result.session["cores"] and result.device == "cpu"
         if crowded:
             figure.text(0.01, 0.94, CORE_SHARING_NOTE, fontsize=8, va="top", color=style.GREY)
@@ -95,7 +121,9 @@ class TwoAxesExplorer(Explorer):
             f"{style.duration_text(totals[tp])}; least is {style.duration_text(totals[best])} with {best} along tp"
         )
         if took_s:
-            words += f"; it took {style.duration_text(took_s)}" + (f" ({CORE_SHARING_NOTE})" if crowded else "")
+            words += f"; it took {style.duration_text(took_s)}" + (
+                f" ({CORE_SHARING_NOTE})" if crowded else ""
+            )
         return words
 
     def refusal_reason(self, **chosen: Any) -> str:
@@ -104,13 +132,15 @@ class TwoAxesExplorer(Explorer):
             return f"{chosen['ranks']} ranks are theory here: to run it, take {most} or fewer on this machine's cores"
         operations = theory.step_flops_per_token(theory.mlp_pairs(chosen["dim"])) * chosen["tokens"]
         if operations > MAX_RUN_OPERATIONS:
-            return (
-                f"a step of {operations:.0e} operations is theory here: to run it, take a smaller width or fewer tokens"
-            )
+            return f"a step of {operations:.0e} operations is theory here: to run it, take a smaller width or fewer tokens"
         return ""
 
     def launch(self, **chosen: Any) -> RunResult:
-        sizes = {"tp": chosen["tp"], "dim": chosen["dim"], "batch": chosen["tokens"] // SAMPLE_TOKENS}
+        sizes = {
+            "tp": chosen["tp"],
+            "dim": chosen["dim"],
+            "batch": chosen["tokens"] // SAMPLE_TOKENS,
+        }
         return labkit.run("two_dim", nproc=chosen["ranks"], steps=1, costs=True, **sizes)
 
 
@@ -120,7 +150,9 @@ def _wire_bytes_by_split(**chosen: Any) -> dict[int, dict[str, float]]:
     wires = {}
     for tp in theory.valid_tp_sizes(ranks, tokens // SAMPLE_TOKENS, TP_SIZES):
         axes = {"data": ranks // tp, "tp": tp}
-        wires[tp] = theory.axis_wire_bytes(theory.step_collectives_by_axis(pairs, tokens * tp // ranks, **axes), **axes)
+        wires[tp] = theory.axis_wire_bytes(
+            theory.step_collectives_by_axis(pairs, tokens * tp // ranks, **axes), **axes
+        )
     return wires
 
 
@@ -135,7 +167,8 @@ def _step_seconds_by_split(costs: Mapping[str, Any], **chosen: Any) -> dict[int,
     pairs, ranks, tokens = theory.mlp_pairs(chosen["dim"]), chosen["ranks"], chosen["tokens"]
     return {
         tp: theory.seconds_after_overlap(
-            theory.step_seconds(pairs, tokens * tp // ranks, data=ranks // tp, tp=tp, **costs), chosen["overlap"]
+            theory.step_seconds(pairs, tokens * tp // ranks, data=ranks // tp, tp=tp, **costs),
+            chosen["overlap"],
         )
         for tp in theory.valid_tp_sizes(ranks, tokens // SAMPLE_TOKENS, TP_SIZES)
     }
@@ -152,19 +185,27 @@ def _costs_from_run(result: RunResult, **chosen: Any) -> dict[str, Any]:
     found = {}
     for axis, ranks in (("tp", chosen["tp"]), ("data", chosen["ranks"] // chosen["tp"])):
         if ranks > 1:
-            times_s = {size: result.value(f"{axis}_{size}_ms") / 4e3 for size in (2**12, 2**20)}  # sent four times
+            times_s = {
+                size: result.value(f"{axis}_{size}_ms") / 4e3 for size in (2**12, 2**20)
+            }  # sent four times
             link = collectives.fit_alpha_beta(times_s)
             handed = collectives.collective_wire_bytes("all_reduce", 1, ranks)
             found[axis] = AlphaBeta(link.alpha_s, link.beta_s_per_byte / handed)
     links = {axis: found.get(axis) or next(iter(found.values())) for axis in ("tp", "data")}
-    operations = theory.step_flops_per_token(theory.mlp_pairs(chosen["dim"])) * chosen["tokens"] / chosen["ranks"]
+    operations = (
+        theory.step_flops_per_token(theory.mlp_pairs(chosen["dim"]))
+        * chosen["tokens"]
+        / chosen["ranks"]
+    )
     return {"flops_per_s": 1e3 * operations / result.value("alone_ms"), "links": links}
 
 
 def _cost_text(costs: Mapping[str, Any], *, measured: bool, **chosen: Any) -> str:
     """The costs in one line."""
     if not measured:
-        links = ", ".join(f"along {axis} {chosen[f'{axis}_gb_per_s']} GB/s" for axis in ("tp", "data"))
+        links = ", ".join(
+            f"along {axis} {chosen[f'{axis}_gb_per_s']} GB/s" for axis in ("tp", "data")
+        )
         return f"costs as chosen: {links}; a rank does {costs['flops_per_s'] / 1e12:.0f} TFLOP/s (assumed)"
     links = ", ".join(
         f"along {axis} {1e6 * link.alpha_s:,.0f} µs and {style.short_number_text(1e12 * link.beta_s_per_byte)} µs/MB"

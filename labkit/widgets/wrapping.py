@@ -37,11 +37,15 @@ class WrappingExplorer(Explorer):
     controls: ClassVar = {
         "model": Control("model", MODELS, (3, 128)),
         "stage": Control("sharded", ZERO_STAGES, 3),
-        "wrap": Control("units", {"whole model": "root", "blocks": "block", "layers": "layer"}, "block"),
+        "wrap": Control(
+            "units", {"whole model": "root", "blocks": "block", "layers": "layer"}, "block"
+        ),
         "ranks": Control("ranks", (2, 4, 8), 2),
         "batch": Control("sequences of a rank", (8, 32, 128), 32),
         "checkpointing": Control("activations", {"keep": False, "recompute": True}, False),
-        "precision": Control("gathered, computed in", {"float32": "fp32", "bfloat16": "bf16"}, "fp32"),
+        "precision": Control(
+            "gathered, computed in", {"float32": "fp32", "bfloat16": "bf16"}, "fp32"
+        ),
     }
     formulas = (theory.step_ledger, theory.stage_collectives, theory.stage_wire_bytes)
     tolerances: ClassVar = {"peak_total_bytes": 0.05}
@@ -68,24 +72,43 @@ class WrappingExplorer(Explorer):
         )
 
     def predict(self, **chosen: Any) -> dict[str, float]:
-        layers, width = _stack_layers(chosen["model"], chosen["wrap"]), _element_bytes(chosen["precision"])
-        sent = theory.stage_collectives(layers, chosen["ranks"], stage=chosen["stage"], number_bytes=width)
+        layers, width = (
+            _stack_layers(chosen["model"], chosen["wrap"]),
+            _element_bytes(chosen["precision"]),
+        )
+        sent = theory.stage_collectives(
+            layers, chosen["ranks"], stage=chosen["stage"], number_bytes=width
+        )
         return {"peak_total_bytes": self._step_ledger(**chosen).peak["total"], **sent}
 
-    def draw(self, figure: Figure, predicted: Mapping[str, float], result: RunResult | None, **chosen: Any) -> str:
+    def draw(
+        self,
+        figure: Figure,
+        predicted: Mapping[str, float],
+        result: RunResult | None,
+        **chosen: Any,
+    ) -> str:
         ledger, ranks, stage = self._step_ledger(**chosen), chosen["ranks"], chosen["stage"]
         look = {"left": 0.065, "right": 0.99, "top": 0.78, "bottom": 0.12, "wspace": 0.35}
         wide, narrow = figure.subplots(1, 2, width_ratios=(2.6, 1), gridspec_kw=look)
-        plots.memory_over_step(ledger.moments, ledger.backward, result, budget=BUDGET_BYTES, ax=wide)
-        ddp = theory.stage_collectives(_stack_layers(chosen["model"], chosen["wrap"]), ranks, stage=0)
+        plots.memory_over_step(
+            ledger.moments, ledger.backward, result, budget=BUDGET_BYTES, ax=wide
+        )
+        ddp = theory.stage_collectives(
+            _stack_layers(chosen["model"], chosen["wrap"]), ranks, stage=0
+        )
         sent = {STAGE_LABELS[stage]: theory.stage_wire_bytes(predicted, ranks)}
         measured = {}
         if result is not None:
             handed = {name: result.value(name) for name in predicted}
             measured = {STAGE_LABELS[stage]: theory.stage_wire_bytes(handed, ranks)}
-        plots.traffic_by_collective({"DDP": theory.stage_wire_bytes(ddp, ranks)} | sent, measured, ax=narrow)
+        plots.traffic_by_collective(
+            {"DDP": theory.stage_wire_bytes(ddp, ranks)} | sent, measured, ax=narrow
+        )
         return _alt_text(
-            ledger, sum(sent[STAGE_LABELS[stage]].values()), sum(theory.stage_wire_bytes(ddp, ranks).values())
+            ledger,
+            sum(sent[STAGE_LABELS[stage]].values()),
+            sum(theory.stage_wire_bytes(ddp, ranks).values()),
         )
 
     def refusal_reason(self, **chosen: Any) -> str:

@@ -42,18 +42,38 @@ def candidate_scatter(
         row |= {"x": row["needed_bytes"] / GIB, "y": row["step_s"] / size, "of": place}
     for place, value in enumerate(values):
         colour = MARK_COLOURS[place % len(MARK_COLOURS)]
-        look: dict[str, Any] = {"marker": MARK_SHAPES[place % len(MARK_SHAPES)], "edgecolors": colour, "s": 36}
+        look: dict[str, Any] = {
+            "marker": MARK_SHAPES[place % len(MARK_SHAPES)],
+            "edgecolors": colour,
+            "s": 36,
+        }
         for fit, fill in ((True, colour), (False, "none")):
-            drawn = [(row["x"], row["y"]) for row in rows if row["of"] == place and row["fits"] == fit]
+            drawn = [
+                (row["x"], row["y"]) for row in rows if row["of"] == place and row["fits"] == fit
+            ]
             ax.scatter(*zip(*drawn, strict=True), facecolors=fill, **look) if drawn else None
         ax.scatter([], [], facecolors=colour, label=f"{marks} {value}", **look)
     ax.axvline(budget_bytes / GIB, **style.PREDICTION_STYLE)
-    ax.annotate("budget", (budget_bytes / GIB, 1), (3, -3), xycoords=("data", "axes fraction"), **LABEL_STYLE)
+    ax.annotate(
+        "budget",
+        (budget_bytes / GIB, 1),
+        (3, -3),
+        xycoords=("data", "axes fraction"),
+        **LABEL_STYLE,
+    )
     for row in rows:
         if row["candidate"] == chosen:
-            ax.scatter(row["x"], row["y"], s=160, facecolors="none", edgecolors="black", linewidths=1.3)
+            ax.scatter(
+                row["x"], row["y"], s=160, facecolors="none", edgecolors="black", linewidths=1.3
+            )
         if row["candidate"] in (words or {}):
-            ax.annotate((words or {})[row["candidate"]], (row["x"], row["y"]), (0, -6), ha="center", **LABEL_STYLE)
+            ax.annotate(
+                (words or {})[row["candidate"]],
+                (row["x"], row["y"]),
+                (0, -6),
+                ha="center",
+                **LABEL_STYLE,
+            )
     ax.set(xlabel="memory that a rank needs, GiB", ylabel=f"time of a step, reckoned, {unit}")
     ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)

@@ -14,7 +14,9 @@ ESTIMATE_NOTE = "reckoned, nothing was run · {}"
 PART_COLOURS = {"compute": style.BLUE, "exposed": style.EXPOSURE_COLOUR}
 
 
-def step_time_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes | None = None) -> Axes:
+def step_time_parts(
+    steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes | None = None
+) -> Axes:
     """Time of a step in two parts, one bar a label: arithmetic, and communication that nothing hides.
 
     Args:
@@ -26,20 +28,35 @@ def step_time_parts(steps: Mapping[str, Mapping[str, float]], *, note: str, ax: 
     for row, parts in enumerate(steps.values()):
         end = 0.0
         for name, colour in PART_COLOURS.items():
-            label = {"compute": "arithmetic", "exposed": "waits for messages"}[name] if row == 0 else None
+            label = (
+                {"compute": "arithmetic", "exposed": "waits for messages"}[name]
+                if row == 0
+                else None
+            )
             ax.barh(row, parts[name], 0.66, end, color=colour, label=label)
             end += parts[name]
         ax.text(
-            end, row, f"  {style.duration_text(end)}, {parts['exposed'] / end:.0%} waiting", va="center", fontsize=9
+            end,
+            row,
+            f"  {style.duration_text(end)}, {parts['exposed'] / end:.0%} waiting",
+            va="center",
+            fontsize=9,
         )
     longest = max(sum(parts[name] for name in PART_COLOURS) for parts in steps.values())
-    ax.set(yticks=range(len(steps)), yticklabels=list(steps), xlim=(0, 1.4 * longest), xlabel="time of a step, s")
+    ax.set(
+        yticks=range(len(steps)),
+        yticklabels=list(steps),
+        xlim=(0, 1.4 * longest),
+        xlabel="time of a step, s",
+    )
     ax.invert_yaxis()
     style.add_legend_above(ax, 2)
     return _add_note(ax, ESTIMATE_NOTE.format(note))
 
 
-def total_throughput(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
+def total_throughput(
+    series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None
+) -> Axes:
     """Tokens per second of all GPUs together, over their number, both axes logarithmic; one line a label."""
     ax = style.make_axes(ax, 5.5, 3.8)
     for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
@@ -51,7 +68,9 @@ def total_throughput(series: Mapping[str, Mapping[int, float]], *, note: str, ax
     return _add_note(ax, ESTIMATE_NOTE.format(note))
 
 
-def throughput_per_gpu(series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None) -> Axes:
+def throughput_per_gpu(
+    series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None
+) -> Axes:
     """The same for one GPU, as a part of what one does at its line's smallest number; the axis begins at 0.
 
     Args:
@@ -63,7 +82,9 @@ def throughput_per_gpu(series: Mapping[str, Mapping[int, float]], *, note: str, 
     for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
         ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
         last = max(points)
-        ax.annotate(f" {points[last]:.0%}", (last, points[last]), va="center", fontsize=9, color=colour)
+        ax.annotate(
+            f" {points[last]:.0%}", (last, points[last]), va="center", fontsize=9, color=colour
+        )
     counts = sorted({count for points in series.values() for count in points})
     ax.set(xscale="log", ylim=(0, 1.1), xlim=(counts[0] * 0.85, counts[-1] * 1.7), xlabel="GPUs")
     ax.set_ylabel("tokens/s of a GPU, of those at first")
@@ -74,7 +95,12 @@ def throughput_per_gpu(series: Mapping[str, Mapping[int, float]], *, note: str, 
 
 
 def estimate_accuracy(
-    predicted: Mapping[str, float], measured: Mapping[str, float], *, within: float, note: str, ax: Axes | None = None
+    predicted: Mapping[str, float],
+    measured: Mapping[str, float],
+    *,
+    within: float,
+    note: str,
+    ax: Axes | None = None,
 ) -> Axes:
     """Predicted over measured, a mark a case on a logarithmic axis; the band is a factor of ``within`` either way.
 
@@ -91,11 +117,27 @@ def estimate_accuracy(
     for row, (case, seen) in enumerate(measured.items()):
         ratio = predicted[case] / seen
         ax.plot(ratio, row, "o", color=style.BLUE)
-        ax.annotate(f"{ratio:.2f}", (ratio, row), (7, 0), textcoords="offset points", va="center", fontsize=9)
+        ax.annotate(
+            f"{ratio:.2f}",
+            (ratio, row),
+            (7, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     ratios = [predicted[case] / seen for case, seen in measured.items()]
     low, high = min(1 / within, *ratios), max(within, *ratios)
-    ax.set(xscale="log", xlim=(low / 1.15, high * 1.25), yticks=range(len(measured)), yticklabels=list(measured))
-    ticks = [tick for tick in (0.25, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 4.0) if low / 1.15 < tick < high * 1.25]
+    ax.set(
+        xscale="log",
+        xlim=(low / 1.15, high * 1.25),
+        yticks=range(len(measured)),
+        yticklabels=list(measured),
+    )
+    ticks = [
+        tick
+        for tick in (0.25, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 4.0)
+        if low / 1.15 < tick < high * 1.25
+    ]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel(f"predicted / measured; grey: within a factor of {within:g}")

@@ -6,7 +6,12 @@ from matplotlib.patches import Patch
 from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit, readable_bytes
-from labkit_simulate.block_memory import SUMMARY_COLUMNS, block_memory_table, peak_phase_and_block, read_memory_curve
+from labkit_simulate.block_memory import (
+    SUMMARY_COLUMNS,
+    block_memory_table,
+    peak_phase_and_block,
+    read_memory_curve,
+)
 
 
 def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None = None) -> Axes:
@@ -20,17 +25,34 @@ def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None 
     held = [size / scale for size in curve.bytes_by_change]
     for phase, _, start, end in curve.phase_intervals:
         places = range(max(0, start - 1), end)
-        ax.fill_between(places, [held[place] for place in places], color=style.PHASE_COLOURS[phase], alpha=0.5, lw=0)
+        ax.fill_between(
+            places,
+            [held[place] for place in places],
+            color=style.PHASE_COLOURS[phase],
+            alpha=0.5,
+            lw=0,
+        )
     ax.plot(held, color="black", lw=0.8)
     (phase, block), most = peak_phase_and_block(result, rank), curve.bytes_by_change[curve.peak]
     ax.plot(curve.peak, held[curve.peak], "v", color="black", ms=6)
     side = "right" if curve.peak > len(held) / 2 else "left"
     text = f"peak {readable_bytes(most)}, {' '.join(filter(None, (phase, block)))}"
-    ax.annotate(text, (curve.peak, held[curve.peak]), (0, 8), textcoords="offset points", ha=side, fontsize=9)
+    ax.annotate(
+        text,
+        (curve.peak, held[curve.peak]),
+        (0, 8),
+        textcoords="offset points",
+        ha=side,
+        fontsize=9,
+    )
     first = dict.fromkeys(phase for phase, *_ in curve.phase_intervals)
     handles = [Patch(color=style.PHASE_COLOURS[phase], alpha=0.5, label=phase) for phase in first]
     style.add_legend_above(ax, len(handles), handles)
-    ax.set(xlabel="tensors made and freed, in order", ylabel=f"held by a rank, {unit}", xlim=(0, len(held) - 1))
+    ax.set(
+        xlabel="tensors made and freed, in order",
+        ylabel=f"held by a rank, {unit}",
+        xlim=(0, len(held) - 1),
+    )
     ax.set_ylim(0, 1.18 * max(held))
     return style.add_stamp(ax, [result])
 
@@ -46,7 +68,9 @@ def memory_by_block(result: RunResult, *, rank: int | None = None, ax: Axes | No
     for name, (parts, colour) in style.MEMORY_CATEGORIES.items():
         sizes = (table[[part for part in parts if part in table]].sum(axis=1) / scale).tolist()
         if any(sizes):
-            ax.barh(range(len(table)), sizes, 0.7, left, color=colour, edgecolor="white", linewidth=0.5)
+            ax.barh(
+                range(len(table)), sizes, 0.7, left, color=colour, edgecolor="white", linewidth=0.5
+            )
             shown.append(Patch(color=colour, label=name))
         left = [before + size for before, size in zip(left, sizes, strict=True)]
     for row, size in enumerate(left):

@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from labkit.theory.collectives import AlphaBeta, collective_wire_bytes
 from labkit_simulate.theory.hardware import Hardware
-from labkit_simulate.theory.step_time import Group, Operator, collective_s, operator_s, ring_step_count
+from labkit_simulate.theory.step_time import (
+    Group,
+    Operator,
+    collective_s,
+    operator_s,
+    ring_step_count,
+)
 
 MAX_FIT_ROUNDS = 20
 MAX_RATE = 1e18
@@ -62,7 +68,11 @@ class CalibrationRun:
 
 
 def fit_hardware(
-    runs: Sequence[CalibrationRun], devices: int, *, name: str = "this machine", memory_bytes: int = 0
+    runs: Sequence[CalibrationRun],
+    devices: int,
+    *,
+    name: str = "this machine",
+    memory_bytes: int = 0,
 ) -> Hardware:
     """The machine on which these runs took as long as they did, as nearly as one can be made.
 
@@ -76,7 +86,9 @@ def fit_hardware(
         ValueError: too few runs, one that was not measured, or none with several ranks.
     """
     if len(runs) < 5:
-        raise ValueError(f"{len(runs)} runs cannot tell five figures of a machine apart: measure at least 5")
+        raise ValueError(
+            f"{len(runs)} runs cannot tell five figures of a machine apart: measure at least 5"
+        )
     for run in runs:
         if run.seconds <= 0:
             raise ValueError(f"{run.name} took {run.seconds} s: a measured time must be positive")
@@ -100,7 +112,8 @@ def step_estimate_s(run: CalibrationRun, machine: Hardware) -> float:
     """Seconds of a step: its operators by roofline, its collectives by alpha and beta, one after another."""
     rank = machine.for_rank(run.ranks)
     messages = (
-        calls.count * collective_s(calls.collective, calls.handed_bytes / calls.count, Group(run.ranks), rank)
+        calls.count
+        * collective_s(calls.collective, calls.handed_bytes / calls.count, Group(run.ranks), rank)
         for calls in run.calls
     )
     return sum(operator_s(operator, rank) for operator in run.operators) + sum(messages)
@@ -111,7 +124,9 @@ def relative_errors(runs: Sequence[CalibrationRun], machine: Hardware) -> Mappin
     return {run.name: step_estimate_s(run, machine) / run.seconds - 1 for run in runs}
 
 
-def nonnegative_least_squares(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+def nonnegative_least_squares(
+    rows: NDArray[np.float64], wanted: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """The coefficients, none negative, that bring ``rows @ coefficients`` nearest to what is wanted.
 
     They are the ordinary ones of those columns whose coefficients are not 0. Five columns have 31 choices: all are
@@ -123,7 +138,10 @@ def nonnegative_least_squares(rows: NDArray[np.float64], wanted: NDArray[np.floa
     scale[scale == 0] = 1.0
     for size in range(1, count + 1):
         for chosen in map(list, itertools.combinations(range(count), size)):
-            found = np.linalg.lstsq(rows[:, chosen] / scale[chosen], wanted, rcond=None)[0] / scale[chosen]
+            found = (
+                np.linalg.lstsq(rows[:, chosen] / scale[chosen], wanted, rcond=None)[0]
+                / scale[chosen]
+            )
             left = wanted - rows[:, chosen] @ found
             if (found >= 0).all() and left @ left < least:
                 best, least = np.zeros(count), float(left @ left)
@@ -137,16 +155,24 @@ def _regression_features(run: CalibrationRun, machine: Hardware) -> list[float]:
     part, slower = run.ranks / machine.devices, max(1.0, run.ranks / machine.devices)
     flops = moved = 0.0
     for operator in run.operators:
-        if operator.flops / rank.peak_flops_per_s(operator.dtype) > operator.moved_bytes / rank.memory_bytes_per_s:
+        if (
+            operator.flops / rank.peak_flops_per_s(operator.dtype)
+            > operator.moved_bytes / rank.memory_bytes_per_s
+        ):
             flops += operator.flops
         else:
             moved += operator.moved_bytes
     steps = sum(calls.count * ring_step_count(calls.collective, run.ranks) for calls in run.calls)
-    wire = sum(collective_wire_bytes(calls.collective, calls.handed_bytes, run.ranks) for calls in run.calls)
+    wire = sum(
+        collective_wire_bytes(calls.collective, calls.handed_bytes, run.ranks)
+        for calls in run.calls
+    )
     return [part * flops, part * moved, slower * len(run.operators), slower * steps, slower * wire]
 
 
-def _hardware_from_fit(coefficients: NDArray[np.float64], devices: int, name: str, memory_bytes: int) -> Hardware:
+def _hardware_from_fit(
+    coefficients: NDArray[np.float64], devices: int, name: str, memory_bytes: int
+) -> Hardware:
     """The host whose figures these are. What cost nothing is as fast as can be written down."""
     flop_s, byte_s, operator_s, alpha_s, beta_s = map(float, coefficients)
     rate = 1 / max(flop_s, 1 / MAX_RATE)
@@ -165,5 +191,7 @@ def _hardware_from_fit(coefficients: NDArray[np.float64], devices: int, name: st
         operator_s=operator_s,
         matmul_share=1.0,
         shared=True,
-        sources=dict.fromkeys(("flops_per_s", "memory_bytes_per_s", "inside", "operator_s"), fitted),
+        sources=dict.fromkeys(
+            ("flops_per_s", "memory_bytes_per_s", "inside", "operator_s"), fitted
+        ),
     )

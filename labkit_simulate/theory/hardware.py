@@ -18,10 +18,10 @@ from labkit.theory.collectives import AlphaBeta
 
 GIGA, TERA, MIB, US = 1e9, 1e12, 2**20, 1e-6
 NVIDIA_URL = "https://www.nvidia.com/en-us/data-center/"
-NCCL_SOURCE = "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
-KERNEL_GAP_SOURCE = (
-    "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
+NCCL_SOURCE = (
+    "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
 )
+KERNEL_GAP_SOURCE = "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
 DRIVER_SOURCE = "the driver's own total (nvidia-smi); the sheet says {} GB"
 TORCHTITAN_URL = "https://github.com/pytorch/torchtitan/blob/main/"
 H100_TORCHTITAN_URL = TORCHTITAN_URL + "benchmarks/llama3_h100_202412_torchtitan.md"
@@ -76,7 +76,9 @@ class Hardware:
         """
         if ranks_on_host < 1 or (ranks_on_host > self.devices and not self.shared):
             rule = f"take 1 to {self.devices} of them, and more hosts"
-            raise ValueError(f"{ranks_on_host} ranks on a host of {self.devices} devices ({self.name}): {rule}")
+            raise ValueError(
+                f"{ranks_on_host} ranks on a host of {self.devices} devices ({self.name}): {rule}"
+            )
         if not self.shared:
             return self
         share, slower = self.devices / ranks_on_host, max(1.0, ranks_on_host / self.devices)
@@ -97,7 +99,9 @@ class Hardware:
             ValueError: numbers of another type; the message lists those that there are.
         """
         if dtype not in self.flops_per_s:
-            raise ValueError(f"no rate for {dtype!r} numbers on {self.name}: it has {', '.join(self.flops_per_s)}")
+            raise ValueError(
+                f"no rate for {dtype!r} numbers on {self.name}: it has {', '.join(self.flops_per_s)}"
+            )
         return self.flops_per_s[dtype]
 
 
@@ -117,10 +121,14 @@ def get_hardware(name: str, **changed: Any) -> Hardware:
         ValueError: another name, or an attribute that there is not; the message lists what there is.
     """
     if name not in HARDWARE:
-        raise ValueError(f"hardware {name!r} is none of {', '.join(HARDWARE)}: take one of them, or make a Hardware")
+        raise ValueError(
+            f"hardware {name!r} is none of {', '.join(HARDWARE)}: take one of them, or make a Hardware"
+        )
     unknown = [attribute for attribute in changed if attribute not in Hardware.__dataclass_fields__]
     if unknown:
-        raise ValueError(f"hardware has no {unknown[0]!r}: it has {', '.join(Hardware.__dataclass_fields__)}")
+        raise ValueError(
+            f"hardware has no {unknown[0]!r}: it has {', '.join(Hardware.__dataclass_fields__)}"
+        )
     return replace(HARDWARE[name], **changed)
 
 
@@ -154,7 +162,9 @@ def _gpu_host(
     )
 
 
-def _data_sheet_sources(sheet: str, system: str, matmul_share: str, memory: str, between: str) -> dict[str, str]:
+def _data_sheet_sources(
+    sheet: str, system: str, matmul_share: str, memory: str, between: str
+) -> dict[str, str]:
     """Sources of a host of GPUs: the GPU's data sheet, the whole system's, and what is on neither."""
     return {
         "devices": system,
@@ -168,7 +178,13 @@ def _data_sheet_sources(sheet: str, system: str, matmul_share: str, memory: str,
     }
 
 
-_HOPPER_TFLOPS = {"float32": 66.9, "tf32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
+_HOPPER_TFLOPS = {
+    "float32": 66.9,
+    "tf32": 494.7,
+    "bfloat16": 989.4,
+    "float16": 989.4,
+    "float8": 1978.9,
+}
 _HOPPER_SHARE, _AMPERE_SHARE = 0.436, 0.651
 _H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture, table 2: https://resources.nvidia.com/en-us-tensor-core"
 _DGX = {
@@ -209,7 +225,8 @@ HARDWARE: dict[str, Hardware] = {
             sources=_data_sheet_sources(
                 f"{NVIDIA_URL}h100/ (data sheet H100 SXM; to the digit in {_H100_PAPER})",
                 _DGX["dgxh100"],
-                CALIBRATION_SOURCE.format("H100_ROWS") + ", on cards held to 500 of 700 W: cautious",
+                CALIBRATION_SOURCE.format("H100_ROWS")
+                + ", on cards held to 500 of 700 W: cautious",
                 DRIVER_SOURCE.format(80),
                 _CONNECTX.format(400, _DGX["dgxh100"]),
             ),

@@ -52,19 +52,33 @@ class ReferenceResult:
 
 
 H100_RESULTS = (
-    ReferenceResult("Llama 3.1 8B", TrainingSetup(LLAMA_3_8B, 2, 8192, 8), "h100-96gb-8x", 5762, 82.4),
     ReferenceResult(
-        "Llama 3.1 8B, compiled", TrainingSetup(LLAMA_3_8B, 2, 8192, 8, compiled=True), "h100-96gb-8x", 6667, 77.0
+        "Llama 3.1 8B", TrainingSetup(LLAMA_3_8B, 2, 8192, 8), "h100-96gb-8x", 5762, 82.4
     ),
-    ReferenceResult("Llama 3.1 8B", TrainingSetup(LLAMA_3_8B, 2, 8192, 128), "h100-96gb-8x", 5605, 67.0),
     ReferenceResult(
-        "Llama 3.1 8B, compiled", TrainingSetup(LLAMA_3_8B, 2, 8192, 128, compiled=True), "h100-96gb-8x", 6514, 62.0
+        "Llama 3.1 8B, compiled",
+        TrainingSetup(LLAMA_3_8B, 2, 8192, 8, compiled=True),
+        "h100-96gb-8x",
+        6667,
+        77.0,
+    ),
+    ReferenceResult(
+        "Llama 3.1 8B", TrainingSetup(LLAMA_3_8B, 2, 8192, 128), "h100-96gb-8x", 5605, 67.0
+    ),
+    ReferenceResult(
+        "Llama 3.1 8B, compiled",
+        TrainingSetup(LLAMA_3_8B, 2, 8192, 128, compiled=True),
+        "h100-96gb-8x",
+        6514,
+        62.0,
     ),
 )
 A100_RESULTS = (
     ReferenceResult("Llama 3 8B", TrainingSetup(LLAMA_3_8B, 1, 8192, 64), "a100-8x", 2973),
     ReferenceResult("Llama 3 70B", TrainingSetup(LLAMA_3_70B, 1, 8192, 64, "full"), "a100-8x", 331),
-    ReferenceResult("Llama 2 13B", TrainingSetup(LLAMA_2_13B, 2, 4096, 64, "none"), "a100-8x", 2162),
+    ReferenceResult(
+        "Llama 2 13B", TrainingSetup(LLAMA_2_13B, 2, 4096, 64, "none"), "a100-8x", 2162
+    ),
     ReferenceResult("Llama 2 13B", TrainingSetup(LLAMA_2_13B, 2, 4096, 64), "a100-8x", 1904),
     ReferenceResult("Llama 2 70B", TrainingSetup(LLAMA_2_70B, 1, 4096, 64), "a100-8x", 355),
     ReferenceResult("Llama 2 70B", TrainingSetup(LLAMA_2_70B, 2, 4096, 64, "full"), "a100-8x", 353),

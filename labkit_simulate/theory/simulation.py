@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from labkit.theory.collectives import AlphaBeta
 
 
-def fewest_hosts(shared_bytes: float, own_bytes: float, budget_bytes: float, devices: int = 8) -> int | None:
+def fewest_hosts(
+    shared_bytes: float, own_bytes: float, budget_bytes: float, devices: int = 8
+) -> int | None:
     """The fewest hosts on which each rank finds room; None where no number of them is enough.
 
     Args:
@@ -23,7 +25,9 @@ def fewest_hosts(shared_bytes: float, own_bytes: float, budget_bytes: float, dev
     return max(1, math.ceil(shared_bytes / (devices * room))) if room > 0 else None
 
 
-def ring_s(shard_bytes: float, hosts: int, nproc: int, inside: AlphaBeta, between: AlphaBeta) -> float:
+def ring_s(
+    shard_bytes: float, hosts: int, nproc: int, inside: AlphaBeta, between: AlphaBeta
+) -> float:
     """Seconds of an all-gather in rings over hosts of ``nproc`` ranks, each with a network card of its own.
 
     A shard makes a hop to every other rank, hosts - 1 of them from host to host. The rings together fill all cards of a

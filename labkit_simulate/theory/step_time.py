@@ -50,7 +50,9 @@ def operator_s(operator: Operator, rank: Hardware) -> float:
         rank: what the rank has, ``Hardware.for_rank``.
     """
     arithmetic_s = (
-        operator.flops / (rank.matmul_share * rank.peak_flops_per_s(operator.dtype)) if operator.flops else 0.0
+        operator.flops / (rank.matmul_share * rank.peak_flops_per_s(operator.dtype))
+        if operator.flops
+        else 0.0
     )
     return rank.operator_s + max(arithmetic_s, operator.moved_bytes / rank.memory_bytes_per_s)
 
@@ -69,7 +71,9 @@ class Group:
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= self.ranks:
-            raise ValueError(f"{self.ranks} ranks on {self.hosts} hosts: a group needs 1 host, and a rank on each")
+            raise ValueError(
+                f"{self.ranks} ranks on {self.hosts} hosts: a group needs 1 host, and a rank on each"
+            )
 
     @property
     def ranks_per_host(self) -> int:
@@ -83,7 +87,9 @@ def make_group(ranks: Iterable[int], ranks_on_host: int) -> Group:
     return Group(len(found), len({rank // ranks_on_host for rank in found}))
 
 
-def collective_s(name: str, handed_bytes: float, group: Group, hosts: Hardware, *, algorithm: str = "best") -> float:
+def collective_s(
+    name: str, handed_bytes: float, group: Group, hosts: Hardware, *, algorithm: str = "best"
+) -> float:
     """Time of one collective or message.
 
     ``ring``: a rank passes parts on to its neighbour, n - 1 times, an all-reduce twice as often. The rings together use
@@ -111,7 +117,9 @@ def collective_s(name: str, handed_bytes: float, group: Group, hosts: Hardware, 
         raise ValueError(f"{name!r} is none of {', '.join(WIRE_FRACTIONS)}")
     if group.ranks_per_host > hosts.devices and not hosts.shared:
         fix = f"spread them over {math.ceil(group.ranks / hosts.devices)} hosts"
-        raise ValueError(f"{group.ranks_per_host} ranks on a host of {hosts.devices} devices ({hosts.name}): {fix}")
+        raise ValueError(
+            f"{group.ranks_per_host} ranks on a host of {hosts.devices} devices ({hosts.name}): {fix}"
+        )
     if group.ranks == 1 or not handed_bytes:
         return 0.0
     if algorithm == "tree":
@@ -135,14 +143,20 @@ def _ring_s(name: str, handed_bytes: float, group: Group, hosts: Hardware) -> fl
     leaving = collective_wire_bytes(name, handed_bytes, group.ranks)
     if name == "all_to_all":  # no ring: the parts for other hosts leave by the rank's own card
         outside = handed_bytes * (group.ranks - group.ranks_per_host) / group.ranks
-        bytes_s = max((leaving - outside) * hosts.inside.beta_s_per_byte, outside * _card_s_per_byte(1, hosts))
+        bytes_s = max(
+            (leaving - outside) * hosts.inside.beta_s_per_byte, outside * _card_s_per_byte(1, hosts)
+        )
     else:
-        bytes_s = max(leaving * hosts.inside.beta_s_per_byte, leaving * _cross_host_s_per_byte(group, hosts))
+        bytes_s = max(
+            leaving * hosts.inside.beta_s_per_byte, leaving * _cross_host_s_per_byte(group, hosts)
+        )
     return hosts.call_s + latency_s + bytes_s
 
 
 def _tree_s(handed_bytes: float, group: Group, hosts: Hardware) -> float:
-    up = (group.ranks_per_host - 1) * hosts.inside.alpha_s + math.ceil(math.log2(group.hosts)) * hosts.between.alpha_s
+    up = (group.ranks_per_host - 1) * hosts.inside.alpha_s + math.ceil(
+        math.log2(group.hosts)
+    ) * hosts.between.alpha_s
     slowest = max(hosts.inside.beta_s_per_byte, _cross_host_s_per_byte(group, hosts))
     return hosts.call_s + 2 * up + 2 * handed_bytes * slowest
 
@@ -224,7 +238,10 @@ class StepTime:
         sent = [bar for bar in self.bars if bar.stream != COMPUTE_STREAM]
         computed = [(bar.start_s, bar.end_s) for bar in self.bars if bar.stream == COMPUTE_STREAM]
         open_parts = uncovered_in_turn([(bar.start_s, bar.end_s) for bar in sent], computed)
-        return [replace(sent[place], start_s=start, dur_s=end - start) for place, start, end in open_parts]
+        return [
+            replace(sent[place], start_s=start, dur_s=end - start)
+            for place, start, end in open_parts
+        ]
 
     @property
     def overlap_s(self) -> float:
@@ -263,7 +280,9 @@ def schedule_tasks(program: Sequence[Task], *, overlaps: bool = True) -> StepTim
     bars = []
     for place, task in enumerate(program):
         if any(not 0 <= earlier < place for earlier in task.after):
-            raise ValueError(f"task {place} ({task.name}) waits for {task.after}: it can only wait for those before it")
+            raise ValueError(
+                f"task {place} ({task.name}) waits for {task.after}: it can only wait for those before it"
+            )
         stream = task.stream if overlaps else ""
         start_s = max([free.get(stream, 0.0), *(ends[earlier] for earlier in task.after)])
         bars.append(TimelineBar(task.stream, task.name, start_s, task.seconds))
@@ -311,7 +330,9 @@ class BackwardEvent:
     """A program's event: the backward pass begins. What it gathers is not asked for before."""
 
 
-def tasks_from_events(events: Sequence[ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent]) -> list[Task]:
+def tasks_from_events(
+    events: Sequence[ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent],
+) -> list[Task]:
     """The tasks of a step that was recorded event by event, on a device that did one thing after another.
 
     A call waits for the arithmetic before it, whose result it sends. An early one is asked for when the one before it
@@ -328,7 +349,9 @@ def tasks_from_events(events: Sequence[ComputeEvent | CollectiveEvent | WaitEven
     for number, event in _move_early_calls(events):
         if isinstance(event, WaitEvent):
             if event.call not in places:
-                raise ValueError(f"event {number} waits for event {event.call}, which is no call before it")
+                raise ValueError(
+                    f"event {number} waits for event {event.call}, which is no call before it"
+                )
             needed.append(places[event.call])
         elif isinstance(event, CollectiveEvent):
             places[number] = len(program)
@@ -353,7 +376,11 @@ def _move_early_calls(
             ahead += 1
             continue
         order.append((number, event))
-        used = isinstance(event, WaitEvent) and 0 <= event.call < number and getattr(events[event.call], "early", False)
+        used = (
+            isinstance(event, WaitEvent)
+            and 0 <= event.call < number
+            and getattr(events[event.call], "early", False)
+        )
         if used or isinstance(event, BackwardEvent):
             ahead = len(order)
     return order
@@ -414,9 +441,15 @@ class _FSDPTaskBuilder:
         for index in range(count):
             unit = self.units[-1 - index]
             gradients = self.add_pass(count + index, "backward", unit.backward_s)
-            reduced.append(self.add_task(COMMUNICATION_STREAM, f"reduce_scatter {unit.name}", unit.reduce_s, gradients))
+            reduced.append(
+                self.add_task(
+                    COMMUNICATION_STREAM, f"reduce_scatter {unit.name}", unit.reduce_s, gradients
+                )
+            )
             if unit.replicate_s:
-                replicated = self.add_task("replicate", f"all_reduce {unit.name}", unit.replicate_s, reduced[-1])
+                replicated = self.add_task(
+                    "replicate", f"all_reduce {unit.name}", unit.replicate_s, reduced[-1]
+                )
                 reduced.append(replicated)
         if update_s:
             self.add_task(COMPUTE_STREAM, "optimizer", update_s, *reduced)
@@ -428,7 +461,9 @@ class _FSDPTaskBuilder:
             self.add_gather(coming)
         unit = self.unit_at(number)
         own = [self.gathered[number]] if number in self.gathered else []
-        place = self.add_task(COMPUTE_STREAM, f"{name} {unit.name}", seconds, *own, *self.computed[-1:])
+        place = self.add_task(
+            COMPUTE_STREAM, f"{name} {unit.name}", seconds, *own, *self.computed[-1:]
+        )
         self.computed.append(place)
         return place
 
@@ -444,7 +479,9 @@ class _FSDPTaskBuilder:
         if backward:
             ended = max(ended, len(self.units) - 1)
         after = [self.computed[ended]] if ended >= 0 else []
-        self.gathered[number] = self.add_task(COMMUNICATION_STREAM, f"all_gather {unit.name}", unit.gather_s, *after)
+        self.gathered[number] = self.add_task(
+            COMMUNICATION_STREAM, f"all_gather {unit.name}", unit.gather_s, *after
+        )
 
     def unit_at(self, number: int) -> UnitTimes:
         count = len(self.units)

@@ -107,11 +107,21 @@ class DecoderShape:
         return 6 * weights + 12 * self.layers * self.width * sequence
 
 
-LLAMA_3_8B = DecoderShape(width=4096, layers=32, heads=32, kv_heads=8, feedforward=14336, vocab=128256)
-LLAMA_3_70B = DecoderShape(width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=128256)
-LLAMA_2_7B = DecoderShape(width=4096, layers=32, heads=32, kv_heads=32, feedforward=11008, vocab=32000)
-LLAMA_2_13B = DecoderShape(width=5120, layers=40, heads=40, kv_heads=40, feedforward=13824, vocab=32000)
-LLAMA_2_70B = DecoderShape(width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=32000)
+LLAMA_3_8B = DecoderShape(
+    width=4096, layers=32, heads=32, kv_heads=8, feedforward=14336, vocab=128256
+)
+LLAMA_3_70B = DecoderShape(
+    width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=128256
+)
+LLAMA_2_7B = DecoderShape(
+    width=4096, layers=32, heads=32, kv_heads=32, feedforward=11008, vocab=32000
+)
+LLAMA_2_13B = DecoderShape(
+    width=5120, layers=40, heads=40, kv_heads=40, feedforward=13824, vocab=32000
+)
+LLAMA_2_70B = DecoderShape(
+    width=8192, layers=80, heads=64, kv_heads=8, feedforward=28672, vocab=32000
+)
 TINY_DECODER = DecoderShape(width=32, layers=2, heads=4, kv_heads=2, feedforward=64, vocab=96)
 """For any machine."""
 
@@ -185,11 +195,15 @@ class TrainingSetup:
 
     def _step_time(self, rank: Hardware, group: Group) -> StepTime:
         model = self.model
-        update_s = operator_s(Operator("adam", moved_bytes=ADAM_BYTES * model.parameters / self.ranks), rank)
+        update_s = operator_s(
+            Operator("adam", moved_bytes=ADAM_BYTES * model.parameters / self.ranks), rank
+        )
         root = self._unit_times("root", model.root_parameters, [], [], rank, group)
         head = self._head_times(rank)
         blocks = [
-            self._unit_times(f"block {index}", model.block_parameters, *self._block_operators(), rank, group)
+            self._unit_times(
+                f"block {index}", model.block_parameters, *self._block_operators(), rank, group
+            )
             for index in range(model.layers)
         ]
         blocks[-1] = replace(blocks[-1], regathered=False)  # the backward pass begins with it
@@ -212,7 +226,9 @@ class TrainingSetup:
         )
         return UnitTimes(
             name=name,
-            gather_s=collective_s("all_gather", COMPUTE_BYTES * parameters / self.ranks, group, rank),
+            gather_s=collective_s(
+                "all_gather", COMPUTE_BYTES * parameters / self.ranks, group, rank
+            ),
             forward_s=sum(operator_s(each, rank) for each in [*forward, copies[0]]),
             backward_s=sum(operator_s(each, rank) for each in [*backward, *copies]),
             reduce_s=collective_s("reduce_scatter", FLOAT_BYTES * parameters, group, rank),
@@ -222,14 +238,22 @@ class TrainingSetup:
         """Operators of a block's forward pass, and of its backward pass with what is recomputed there."""
         model, tokens = self.model, self.tokens
         products = [self._matmul_operator(weights) for weights in model.matmul_weights]
-        attention = Operator("attention", 2 * tokens * self.sequence * model.width, dtype=self.dtype)
+        attention = Operator(
+            "attention", 2 * tokens * self.sequence * model.width, dtype=self.dtype
+        )
         factors = COMPILER_BLOCK_BYTES if self.compiled else EAGER_BLOCK_BYTES
         widths = {"d": model.width, "k": model.kv_width, "f": model.feedforward}
-        others = Operator("others", moved_bytes=tokens * sum(factors[name] * widths[name] for name in widths))
+        others = Operator(
+            "others", moved_bytes=tokens * sum(factors[name] * widths[name] for name in widths)
+        )
         again = {
             "none": [],
             "selective": [*products[1::2], others],
-            "full": [*products[:-1], attention, others],  # what the last product gives is not needed
+            "full": [
+                *products[:-1],
+                attention,
+                others,
+            ],  # what the last product gives is not needed
         }[self.checkpointing]
         backward = [
             *again,
@@ -248,7 +272,8 @@ class TrainingSetup:
         return UnitTimes(
             name="head",
             gather_s=0.0,
-            forward_s=operator_s(product, rank) + operator_s(Operator("loss", moved_bytes=forward * numbers), rank),
+            forward_s=operator_s(product, rank)
+            + operator_s(Operator("loss", moved_bytes=forward * numbers), rank),
             backward_s=2 * operator_s(product, rank)
             + operator_s(Operator("loss", moved_bytes=backward * numbers), rank),
             reduce_s=0.0,
@@ -265,7 +290,9 @@ class TrainingSetup:
         simulations of ``launch/decoder.py``.
         """
         last = self.model.layers - 1
-        backward = [self._bytes_in_backward(block) for block in {last, max(0, last - 1), min(1, last), 0}]
+        backward = [
+            self._bytes_in_backward(block) for block in {last, max(0, last - 1), min(1, last), 0}
+        ]
         return max(self._bytes_at_loss(), *backward, self._bytes_at_end())
 
     def _bytes_at_loss(self) -> float:
@@ -303,7 +330,9 @@ class TrainingSetup:
             + COMPUTE_BYTES * (model.root_parameters + model.block_parameters * (1 + (block > 0)))
             + COMPUTE_BYTES * model.vocab * d
             + norms * self.tokens
-            + max(others * self.tokens + COMPUTE_BYTES * d * f, COMPUTE_BYTES * model.block_parameters)
+            + max(
+                others * self.tokens + COMPUTE_BYTES * d * f, COMPUTE_BYTES * model.block_parameters
+            )
         )
 
     def _bytes_at_end(self) -> float:

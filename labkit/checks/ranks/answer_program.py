@@ -53,7 +53,9 @@ def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, 
     """
     try:
         answers = unpack_payload(folder / ANSWERS_FILE, digest).values()
-        values = plain_cpu_copy(importlib.import_module(f"labkit.checks.ranks.{lab}").run_answer(*answers, **setup))
+        values = plain_cpu_copy(
+            importlib.import_module(f"labkit.checks.ranks.{lab}").run_answer(*answers, **setup)
+        )
     except SystemExit:
         raise WrongAnswer(f"rank {dist.get_rank()} {EARLY_EXIT_TEXT}") from None
     path, ranks = output_path(folder, dist.get_rank()), range(dist.get_world_size())
@@ -61,7 +63,10 @@ def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, 
     path.with_suffix(".part").rename(path)
     # A rank that ends looks like a failure to those still busy; but who waits for it in a collective must learn of it.
     give_up = time.monotonic() + PEER_WAIT_S
-    while not all(output_path(folder, index).exists() for index in ranks) and time.monotonic() < give_up:
+    while (
+        not all(output_path(folder, index).exists() for index in ranks)
+        and time.monotonic() < give_up
+    ):
         time.sleep(0.01)
 
 
@@ -83,7 +88,9 @@ def plain_cpu_copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.is_meta or value.layout != torch.strided:
-        raise WrongAnswer(f"the function returned a tensor without plain numbers: {value.layout}, on {value.device}")
+        raise WrongAnswer(
+            f"the function returned a tensor without plain numbers: {value.layout}, on {value.device}"
+        )
     plain = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     if type(plain) is not Tensor:
         raise WrongAnswer(f"the function returned a {type(plain).__name__}, not a plain tensor")

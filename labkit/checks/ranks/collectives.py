@@ -55,13 +55,21 @@ def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
     """The samples of a rank in each step: inputs [SAMPLES, INPUTS] and targets [SAMPLES, OUTPUTS]."""
     draw = torch.Generator().manual_seed(100 + index)
     return [
-        (torch.randn(SAMPLES, INPUTS, generator=draw), torch.randn(SAMPLES, OUTPUTS, generator=draw))
+        (
+            torch.randn(SAMPLES, INPUTS, generator=draw),
+            torch.randn(SAMPLES, OUTPUTS, generator=draw),
+        )
         for _ in range(STEPS)
     ]
 
 
 def train_all_ranks(
-    ranks: int, *, same_start: bool = True, together: bool = True, factor: float = 1.0, forget: bool = True
+    ranks: int,
+    *,
+    same_start: bool = True,
+    together: bool = True,
+    factor: float = 1.0,
+    forget: bool = True,
 ) -> list[Sequence[Tensor]]:
     """The parameters of every rank after data-parallel training, which this process plays alone.
 

@@ -24,7 +24,9 @@ MICRO_BATCHES = 3
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer; ``what`` is "small_ddp", "accumulate" or "half_hook"."""
-    return {"small_ddp": run_small_ddp, "accumulate": run_accumulate, "half_hook": run_half_hook}[what](answer)
+    return {"small_ddp": run_small_ddp, "accumulate": run_accumulate, "half_hook": run_half_hook}[
+        what
+    ](answer)
 
 
 class CallOrderCounter(CommunicationCounter):
@@ -101,7 +103,9 @@ def make_linear_model() -> nn.Sequential:
 def step_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """A rank's inputs and targets in a step."""
     draw = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(ROWS, WIDTHS[0], generator=draw), torch.randn(ROWS, WIDTHS[-1], generator=draw)
+    return torch.randn(ROWS, WIDTHS[0], generator=draw), torch.randn(
+        ROWS, WIDTHS[-1], generator=draw
+    )
 
 
 def mean_squared_error(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

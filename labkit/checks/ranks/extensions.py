@@ -23,8 +23,18 @@ from labkit.torch_private import unsafe_preserve_version_counter
 
 Hook = Callable[..., Any]
 STEPS, BATCH, LEARNING_RATE = 3, 4, 1e-2
-HOOK_WIDTHS = (64, 51, 80, 33)  # weights [51, 64], [80, 51], [33, 80]: two of them do not divide by 2
-CODEC_WIDTHS = (128, 128, 128, 129)  # rows long enough to have a scale each, of even length; the last are padded
+HOOK_WIDTHS = (
+    64,
+    51,
+    80,
+    33,
+)  # weights [51, 64], [80, 51], [33, 80]: two of them do not divide by 2
+CODEC_WIDTHS = (
+    128,
+    128,
+    128,
+    129,
+)  # rows long enough to have a scale each, of even length; the last are padded
 BOTH_DTYPES = (torch.float32, torch.bfloat16)
 HOOK_DTYPES = {"two_tensor": (torch.float32,), "cast": BOTH_DTYPES, "int8": BOTH_DTYPES}
 """For each kind of hook, the dtypes to compute in."""
@@ -50,7 +60,10 @@ def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     for dtype in HOOK_DTYPES[what]:
         model = make_hook_model(mesh, what, dtype, *answers)
         losses = train_steps(model, STEPS)
-        found[str(dtype).removeprefix("torch.")] = {"losses": losses, "left": tensors.leak_bytes(model)}
+        found[str(dtype).removeprefix("torch.")] = {
+            "losses": losses,
+            "left": tensors.leak_bytes(model),
+        }
     return found
 
 
@@ -59,7 +72,9 @@ def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
     model = make_codec_model()
     sent = encode(next(model.parameters()).detach().clone())
     if not isinstance(sent, tuple) or not all(isinstance(tensor, Tensor) for tensor in sent):
-        raise WrongAnswer(f"{answer_name(encode)} gave {type(sent).__name__}, not a tuple of tensors")
+        raise WrongAnswer(
+            f"{answer_name(encode)} gave {type(sent).__name__}, not a tuple of tensors"
+        )
     shard_layers(model, mesh, torch.float32)
     tensors.extend_model(model, Extension(("tensor",) * len(sent), encode, decode))
     weights: dict[str, Any] = {}
@@ -129,7 +144,9 @@ def hook_method(hook: Hook) -> Hook:
 def check_hook(hook: Hook, kind: type[Tensor]) -> Hook:
     """A post-all-gather hook whose answers are looked at; raises Wrong for one that FSDP2 could not use."""
 
-    def post_all_gather(gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None) -> Any:
+    def post_all_gather(
+        gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
         if out is None:
             answer = hook(gathered, metadata, dtype)
             check_first_call(answer, gathered, dtype, kind)
@@ -145,7 +162,9 @@ def check_hook(hook: Hook, kind: type[Tensor]) -> Hook:
     return post_all_gather
 
 
-def check_first_call(answer: Any, gathered: Sequence[Tensor], dtype: torch.dtype, kind: type[Tensor]) -> None:
+def check_first_call(
+    answer: Any, gathered: Sequence[Tensor], dtype: torch.dtype, kind: type[Tensor]
+) -> None:
     """Raise Wrong unless this is what a hook must return on the first call."""
     first, parts = "on the first call the", answer if isinstance(answer, tuple) else (answer,)
     if answer is not parts or len(parts) != 2 or not isinstance(parts[0], kind):
@@ -154,18 +173,30 @@ def check_first_call(answer: Any, gathered: Sequence[Tensor], dtype: torch.dtype
             f"{first} hook gave {seen}, not two things, a {kind.__name__} and a tuple of the tensors to free"
         )
     whole, to_free = parts
-    if not isinstance(to_free, tuple | list) or not all(isinstance(each, Tensor) for each in to_free):
-        raise WrongAnswer(f"{first} second part of the answer must be a tuple of the tensors to free")
+    if not isinstance(to_free, tuple | list) or not all(
+        isinstance(each, Tensor) for each in to_free
+    ):
+        raise WrongAnswer(
+            f"{first} second part of the answer must be a tuple of the tensors to free"
+        )
     if whole.shape != gathered[0].shape or whole.dtype != dtype:
         right = f"{tuple(gathered[0].shape)} in {dtype}: all that was gathered, padding included"
         raise WrongAnswer(f"the parameter is {tuple(whole.shape)} in {whole.dtype}, not {right}")
-    if all(each.dtype == dtype for each in gathered) and not storage_pointers([whole]) <= storage_pointers(gathered):
-        raise WrongAnswer("what was gathered has the right dtype already, and a copy of it needs the memory twice")
+    if all(each.dtype == dtype for each in gathered) and not storage_pointers(
+        [whole]
+    ) <= storage_pointers(gathered):
+        raise WrongAnswer(
+            "what was gathered has the right dtype already, and a copy of it needs the memory twice"
+        )
 
 
 def storage_pointers(given: Sequence[Tensor]) -> set[int]:
     """Where the memory of these tensors lies."""
-    return {plain.untyped_storage().data_ptr() for each in given for plain in tensors.plain_tensors(each)}
+    return {
+        plain.untyped_storage().data_ptr()
+        for each in given
+        for plain in tensors.plain_tensors(each)
+    }
 
 
 def train_steps(model: nn.Sequential, steps: int) -> list[list[Tensor]]:

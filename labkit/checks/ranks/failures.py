@@ -45,7 +45,9 @@ def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
 
     summed, largest = torch.ones(3), torch.full((2, 2), 1.0 + dist.get_rank())
     _make_logger(answer, dist.all_reduce, log)(summed)
-    handle = _make_logger(answer, dist.all_reduce, log)(largest, op=dist.ReduceOp.MAX, async_op=True)
+    handle = _make_logger(answer, dist.all_reduce, log)(
+        largest, op=dist.ReduceOp.MAX, async_op=True
+    )
     if handle is not None:
         handle.wait()
     kept = [dict(entry) for entry in log]
@@ -67,10 +69,14 @@ def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _make_logger(answer: Callable[..., Any], collective: Callable[..., Any], log: list[Any]) -> Callable[..., Any]:
+def _make_logger(
+    answer: Callable[..., Any], collective: Callable[..., Any], log: list[Any]
+) -> Callable[..., Any]:
     call = answer(collective, log)
     if not callable(call):
-        raise WrongAnswer(f"recorded({collective.__name__}, log) gave a {type(call).__name__}, not a function")
+        raise WrongAnswer(
+            f"recorded({collective.__name__}, log) gave a {type(call).__name__}, not a function"
+        )
     return call
 
 
@@ -79,7 +85,9 @@ def _plain_entries(entries: Sequence[Any]) -> list[dict[str, Any]]:
     plain = []
     for entry in entries:
         if not isinstance(entry, dict):
-            raise WrongAnswer(f"an entry of the log is a {type(entry).__name__}", expected="expected a dict")
+            raise WrongAnswer(
+                f"an entry of the log is a {type(entry).__name__}", expected="expected a dict"
+            )
         shape = entry.get("shape")
         plain.append(
             {
@@ -101,11 +109,18 @@ def make_equal_model() -> nn.Module:
 def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
     """The samples of a rank in each step: inputs [SAMPLES, 6] and targets [SAMPLES, 2]."""
     draw = torch.Generator().manual_seed(100 + index)
-    return [(torch.randn(SAMPLES, 6, generator=draw), torch.randn(SAMPLES, 2, generator=draw)) for _ in range(STEPS)]
+    return [
+        (torch.randn(SAMPLES, 6, generator=draw), torch.randn(SAMPLES, 2, generator=draw))
+        for _ in range(STEPS)
+    ]
 
 
 def train_with_faults(
-    ranks: int, *, reduced: Callable[[Tensor], bool] = lambda parameter: True, divisor: float = 0, stale: bool = False
+    ranks: int,
+    *,
+    reduced: Callable[[Tensor], bool] = lambda parameter: True,
+    divisor: float = 0,
+    stale: bool = False,
 ) -> list[list[Tensor]]:
     """The parameters of every rank after the training of the exercise, which this process plays alone.
 
@@ -128,5 +143,7 @@ def train_with_faults(
             total = sum(gradients[1:], gradients[0].clone())
             for (name, place), gradient in zip(places, gradients, strict=True):
                 if not (stale and name == "2.weight"):
-                    place.data -= LEARNING_RATE * (total / (divisor or ranks) if reduced(place) else gradient)
+                    place.data -= LEARNING_RATE * (
+                        total / (divisor or ranks) if reduced(place) else gradient
+                    )
     return [[place.detach() for place in model.parameters()] for model in models]

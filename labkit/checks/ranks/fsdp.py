@@ -63,11 +63,16 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
 
     shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
     everyone: list[Any] = [None] * ranks
-    given = [each.detach().clone() if isinstance(each, nn.Parameter) else type(each).__name__ for each in shards]
+    given = [
+        each.detach().clone() if isinstance(each, nn.Parameter) else type(each).__name__
+        for each in shards
+    ]
     dist.all_gather_object(everyone, given)
     first: dict[str, Any] = {"shards": everyone}
     wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
-    if not all(isinstance(each, Tensor) and each.shape == wanted for rank in everyone for each in rank):
+    if not all(
+        isinstance(each, Tensor) and each.shape == wanted for rank in everyone for each in rank
+    ):
         return first  # nothing to train
     note_memory("at rest")
     model = nn.Sequential(units[0], PassObserver(note_memory), units[1])
@@ -95,7 +100,10 @@ def two_units() -> list[nn.Sequential]:
     """Equal on all ranks; each has 49 numbers, which 2 ranks do not divide."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return [nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH)) for _ in range(2)]
+        return [
+            nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
+            for _ in range(2)
+        ]
 
 
 def rank_batch(index: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +124,11 @@ def make_expert_model(index: int) -> MixtureOfExperts:
 
 def gradients_by_name(model: MixtureOfExperts) -> dict[str, Tensor]:
     """A model's gradients by the names of its parameters."""
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def expert_names(model: MixtureOfExperts) -> list[str]:

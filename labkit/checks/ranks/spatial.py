@@ -37,7 +37,11 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         else:
             got = answer(given, HALO, index, ranks)
     moved = sum(amount for name, amount in traffic.bytes.items() if name != "recv")
-    return {"got": got if isinstance(got, Tensor) else type(got).__name__, "moved": moved, "grad": grad}
+    return {
+        "got": got if isinstance(got, Tensor) else type(got).__name__,
+        "moved": moved,
+        "grad": grad,
+    }
 
 
 def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
@@ -58,5 +62,7 @@ def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
         return list(zip(gradients, total[..., HALO:-HALO].chunk(ranks, dim=-1), strict=True))
     if what == "ones":
         image = torch.ones_like(image)
-    padded = torch.nn.functional.pad(image, (HALO, HALO)).unfold(-1, width, COLUMNS)  # [N, C, H, ranks, width]
+    padded = torch.nn.functional.pad(image, (HALO, HALO)).unfold(
+        -1, width, COLUMNS
+    )  # [N, C, H, ranks, width]
     return list(zip(image.chunk(ranks, dim=-1), padded.unbind(3), strict=True))

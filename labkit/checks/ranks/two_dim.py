@@ -44,7 +44,8 @@ class Block(LabModel):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -84,7 +85,9 @@ MODELS: dict[str, Callable[[], LabModel]] = {
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer: a plan for one of ``MODELS``, an autograd.Function ("copy", "sum"), a layer of ``LAYERS``."""
-    warnings.simplefilter("ignore")  # a wrong plan makes torch warn, and here the verdict is what counts
+    warnings.simplefilter(
+        "ignore"
+    )  # a wrong plan makes torch warn, and here the verdict is what counts
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = init_device_mesh("cpu", (DATA, TP), mesh_dim_names=("data", "tp"))
     if what in MODELS:
@@ -181,7 +184,9 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
         parallel.parallelize_module(cut, mesh["tp"], plan)
         for name, module in cut.named_modules():
             module.register_forward_hook(output_hook(found["between"], name))
-        found["held"] = {name: local_part(parameter).numel() for name, parameter in cut.named_parameters()}
+        found["held"] = {
+            name: local_part(parameter).numel() for name, parameter in cut.named_parameters()
+        }
         fully_shard(cut, mesh=mesh["data"])
         with CommunicationCounter(mesh) as counter:
             output = local_part(cut(*line))
@@ -228,10 +233,18 @@ def local_part(tensor: Tensor) -> Tensor:
 def check_plan_form(plan: Any, model: nn.Module) -> None:
     """Raise Wrong unless this is a dict from names of layers to ways to cut them."""
     if not isinstance(plan, dict):
-        raise WrongAnswer(f"the plan is {value_text(plan)}, not a dict such as {{'up': ColwiseParallel()}}")
-    there = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+        raise WrongAnswer(
+            f"the plan is {value_text(plan)}, not a dict such as {{'up': ColwiseParallel()}}"
+        )
+    there = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    ]
     for name, style in plan.items():
         if name not in there:
             raise WrongAnswer(f"there is no layer {value_text(name)}: there are {', '.join(there)}")
         if not isinstance(style, parallel.ParallelStyle):
-            raise WrongAnswer(f"{name} is to be {value_text(style)}: write ColwiseParallel() or RowwiseParallel()")
+            raise WrongAnswer(
+                f"{name} is to be {value_text(style)}: write ColwiseParallel() or RowwiseParallel()"
+            )
