@@ -283,7 +283,7 @@ def test_a_parameter_of_a_program_beside_this_one_is_refused_with_the_name_of_th
         config.build_config(plain, {"hybrid": 2})
     for words in (["--hybrid", "2"], ["--hybrid=2"], ["--no-hybrid"]):
         with pytest.raises(ParameterError, match=message):
-            config.parse_argv(plain, words)
+            parse_argv(plain, words)
     assert config.parse_argv(more, ["--hybrid", "2"]).hybrid == 2
 
 

@@ -80,9 +80,9 @@ def reset_exit_handlers() -> None:
     # those that a new Python registers when it imports these modules, which a fork does not import again
     for function in (
         logging.shutdown,
-        weakref.finalize._exitfunc,
-        multiprocessing.util._exit_function,
-    ):  # type: ignore[attr-defined]
+        weakref.finalize._exitfunc,  # type: ignore[attr-defined]
+        multiprocessing.util._exit_function,  # type: ignore[attr-defined]
+    ):
         atexit.register(function)
 
 

@@ -43,9 +43,8 @@ def gather_errors(model: nn.Module) -> GatherErrors:
     largest, rms = [torch.zeros(())], [torch.zeros(())]
     for name, unit in _fsdp_modules(model).items():
         unit.reshard()
-        sharded = [
-            (key, each) for key, each in unit.named_parameters(name) if isinstance(each, DTensor)
-        ]  # type: ignore[attr-defined]
+        named = unit.named_parameters(name)  # type: ignore[attr-defined]
+        sharded = [(key, each) for key, each in named if isinstance(each, DTensor)]
         # cloned, which waits for what may still be on its way
         exact = {key: plain_tensors(each.full_tensor().clone()) for key, each in sharded}
         for key, each in _unshard_unit(name, unit).items():
