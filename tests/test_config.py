@@ -284,7 +284,7 @@ def test_a_parameter_of_a_program_beside_this_one_is_refused_with_the_name_of_th
     for words in (["--hybrid", "2"], ["--hybrid=2"], ["--no-hybrid"]):
         with pytest.raises(ParameterError, match=message):
             parse_argv(plain, words)
-    assert config.parse_argv(more, ["--hybrid", "2"]).hybrid == 2
+    assert parse_argv(more, ["--hybrid", "2"]).hybrid == 2
 
 
 def test_the_programs_own_check(config_class):
