@@ -90,7 +90,9 @@ def _refuse_options_of_siblings(
 
 
 def cli_list_dataclass(read: type[Any]) -> type[Any]:
-    """Let each field of a ``cli_dataclass`` take several values, none by default; leaves out tuples."""
+    """Let each field of a ``cli_dataclass`` take several values, by default none; drop tuple
+    fields.
+    """
     fields: list[Any] = []
     wanted: Any
     for field in dataclasses.fields(read):

@@ -53,7 +53,10 @@ ConfigType = TypeVar("ConfigType")
 
 @dataclass(frozen=True)
 class Limits:
-    """Which numbers a field takes, in its type: ``Annotated[float, Limits(at_least=0, below=1)]``. Finite ones only."""
+    """Limits of a number, given in its type: ``Annotated[float, Limits(at_least=0, below=1)]``.
+
+    Infinite and NaN values are never allowed.
+    """
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -61,7 +64,7 @@ class Limits:
     multiple_of: int = 0
 
     def contains(self, value: float) -> bool:
-        """Whether the value is within."""
+        """Tell whether the value is within the limits."""
         divides = not self.multiple_of or value % self.multiple_of == 0
         return divides and value >= self.at_least and self.above < value < self.below
 
@@ -126,16 +129,17 @@ def _is_allowed(wanted: Any) -> bool:
 def build_config(
     config_class: type[ConfigType], parameters: Mapping[str, Any], world_size: int | None = None
 ) -> ConfigType:
-    """A Config with these parameters, over the preset's values, over the defaults.
+    """Build a Config: its defaults, overridden by the preset's values, overridden by
+    ``parameters``.
 
     Args:
         config_class: the dataclass.
         parameters: values by field name.
-        world_size: number of ranks, for ``Config.validate``; None skips that check.
+        world_size: number of ranks for ``Config.validate``; None skips that check.
 
     Raises:
-        ParameterError: an unknown name, a value of the wrong type, outside its limits or its choices, or a refusal of
-            ``Config.validate``.
+        ParameterError: a name is unknown, a value has the wrong type or is outside its limits or
+            choices, or ``Config.validate`` refuses it.
     """
     known = init_fields(config_class)
     for name in parameters:
@@ -158,7 +162,9 @@ def build_config(
 
 
 def unknown_name_message(config_class: type[Any], name: str, siblings: Sequence[str]) -> str:
-    """Say that no parameter has this name, which one is near, which programs have it, and what is allowed."""
+    """Explain an unknown parameter: the closest name, the programs that have it, and what is
+    allowed.
+    """
     close = difflib.get_close_matches(name, init_fields(config_class), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     if siblings:
@@ -167,10 +173,11 @@ def unknown_name_message(config_class: type[Any], name: str, siblings: Sequence[
 
 
 def validate(config: Any, world_size: int) -> None:
-    """Hold what is not at its default against its type and limits, then ask ``Config.validate`` where there is one.
+    """Check changed fields against their types and limits, then call ``Config.validate`` if
+    defined.
 
     Raises:
-        ParameterError: what is refused.
+        ParameterError: a value is refused.
     """
     for name, field in init_fields(type(config)).items():
         value = getattr(config, name)
@@ -182,24 +189,24 @@ def validate(config: Any, world_size: int) -> None:
 
 
 def refuse_conflicts(conflicts: Iterable[tuple[object, str]]) -> None:
-    """Raise ValueError with the message of the first conflict whose condition holds, if one does."""
+    """Raise ValueError with the message of the first (condition, message) whose condition holds."""
     for holds, message in conflicts:
         if holds:
             raise ValueError(message)
 
 
 def require(name: str, value: Any, kind: type = int, *, because: str, **limits: Any) -> None:
-    """Go on if a notebook's parameter is of its kind and within its limits.
+    """Check a parameter of a notebook.
 
     Args:
-        name: of the parameter, as in the cell tagged parameters.
-        value: what was given for it.
+        name: of the parameter, as in the cell tagged "parameters".
+        value: its value.
         kind: its type.
         because: what in the notebook needs this.
         limits: those of ``Limits``.
 
     Raises:
-        ParameterError: it is not; the message says what to take, and why.
+        ParameterError: the value is refused; the message says which to take, and why.
     """
     wanted: Any = Annotated[kind, Limits(**limits)]
     try:
@@ -210,15 +217,15 @@ def require(name: str, value: Any, kind: type = int, *, because: str, **limits: 
 
 
 def preset_values(config_class: type[Any], preset: str | None) -> dict[str, Any]:
-    """The values that a preset puts in place of the defaults; {} for none."""
+    """Return the defaults that a preset replaces, by name; {} without a preset."""
     return dict(getattr(config_class, "PRESETS", {}).get(preset, {}))
 
 
 def config_params(config: Any) -> dict[str, Any]:
-    """Return the values of a config by name, of which ``build_config`` makes an equal one.
+    """Return the values of a Config by name, from which ``build_config`` makes an equal one.
 
     Raises:
-        ParameterError: a value is not of its field's type, or JSON cannot hold it, such as NaN.
+        ParameterError: a value is not of its field's type, or not valid JSON, such as NaN.
     """
     params = {
         name: _convert_parameter(name, getattr(config, name), field.type)
@@ -235,7 +242,7 @@ def config_params(config: Any) -> dict[str, Any]:
 
 
 def describe_fields(config_class: type[Any]) -> str:
-    """One line a field: name, type, default and the first line of its docstring."""
+    """Describe each field in a line: name, type, default and the first line of its docstring."""
     docs = {
         name: f"  # {text.splitlines()[0]}" for name, text in read_field_docs(config_class).items()
     }
@@ -247,7 +254,9 @@ def describe_fields(config_class: type[Any]) -> str:
 
 @contextlib.contextmanager
 def convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
-    """A ValueError in here is a refusal, and its text the message; all else is a mistake in the Config's method."""
+    """Turn a ValueError into ParameterError with its text; report any other error as a bug in
+    ``method``.
+    """
     module = sys.modules.get(config_class.__module__)
     file = getattr(config_class, "program_file", getattr(module, "__file__", None))
     code = getattr(getattr(config_class, method, None), "__code__", None)
@@ -262,7 +271,7 @@ def convert_refusals(config_class: type[Any], method: str) -> Iterator[None]:
 
 
 def init_fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """The fields that can be given, by name, each with its type read where it was a string."""
+    """Return the fields that can be given, by name, with their type annotations evaluated."""
     wanted = typing.get_type_hints(config_class, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
     for name, field in fields.items():
@@ -271,7 +280,7 @@ def init_fields(config_class: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def default_value(field: dataclasses.Field[Any]) -> Any:
-    """A field's default, or dataclasses.MISSING."""
+    """Return a field's default, or dataclasses.MISSING."""
     return (
         field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     )
@@ -295,10 +304,10 @@ def _short_repr(value: Any) -> str:
 
 
 def convert(value: Any, wanted: Any) -> Any:
-    """The value as the wanted type: an int is taken as a float, a list as a tuple, numpy's values as Python's.
+    """Convert a value to the wanted type: int to float, list to tuple, numpy values to Python's.
 
     Raises:
-        ValueError: the value is of another type, outside its limits or none of the choices of a Literal.
+        ValueError: another type, outside the limits, or none of the choices of a Literal.
     """
     if type(value).__module__ == "numpy":
         value = value.tolist()
@@ -333,7 +342,7 @@ def convert(value: Any, wanted: Any) -> Any:
 
 
 def type_name(wanted: Any) -> str:
-    """Name a field's type as a message does: with its limits, or its choices."""
+    """Name a field's type as messages do, with its limits or choices."""
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, arguments))

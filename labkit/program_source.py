@@ -68,7 +68,7 @@ def _declared_fields(definition: ast.ClassDef) -> dict[str, int]:
 
 
 def find_sibling_programs(config_class: type[Any], name: str) -> list[str]:
-    """Return the programs in the folder of a Config's program whose own Config declares this field."""
+    """Return the programs of the same folder whose own Config declares this field."""
     module = sys.modules.get(config_class.__module__)
     file = vars(config_class).get("program_file", getattr(module, "__file__", None))
     siblings = sorted(Path(file).parent.glob("*.py")) if file else []
@@ -233,7 +233,7 @@ def _bind_sibling_configs(program: Path, node: ast.stmt, module: types.ModuleTyp
 
 @contextlib.contextmanager
 def raise_parameter_errors(file: str, line: int, what: str, rule: str) -> Iterator[None]:
-    """Turn whatever a program's own code raises in here into a ParameterError with file:line and the rule."""
+    """Turn any error of a program's own code into a ParameterError with file:line and the rule."""
     try:
         yield
     except LabError:

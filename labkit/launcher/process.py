@@ -1,9 +1,9 @@
-"""The processes of a run: start them, find them, end exactly them.
+"""Start, find and kill the processes of a run.
 
-A process belongs to a run when its environment names the run's folder, which everything inherits that torchrun and the
-ranks start, or when it descends from the run's torchrun, which on Linux adopts orphans. The first finds what is left
-when torchrun is gone, the second a program that changed its environment. Only what is both escapes: an orphan with an
-empty environment after a kill -9 of torchrun, and, outside Linux, always. A bare torchrun leaves all of them.
+A process belongs to a run if its environment names the run's folder (torchrun and the ranks pass
+that on to their children), or if it descends from the run's torchrun, which adopts orphans on
+Linux. The first rule finds survivors of torchrun, the second programs that changed their
+environment. Only an orphan with an empty environment escapes after kill -9 of torchrun.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ TORCHRUN_ENV_PREFIX = "PET_"
 STARTUP_FRAMES = (
     "<frozen runpy>",
     *(
-        str(Path(__file__).with_name(name))
-        for name in ("worker.py", "torchrun.py", "fork_server.py")
+        str(Path(__file__).with_name(f"{name}.py"))
+        for name in ("worker", "torchrun", "fork_server")
     ),
     "torch/distributed/elastic/",
     "torch/distributed/launcher/",
@@ -65,15 +65,15 @@ def start_torchrun(
     own: dict[str, str],
     parent: warm_start.ForkServer | None,
 ) -> TorchrunProcess:
-    """Start torchrun with ``nproc`` ranks of a program; returns at once.
+    """Start torchrun with ``nproc`` ranks of a program, without waiting.
 
     Args:
         folder: the run's folder, which exists.
-        program: absolute path of a .py file, or a module's name.
-        arguments: the program's command line.
+        program: absolute path of a .py file, or a module name.
+        arguments: the program's command-line arguments.
         nproc: number of ranks.
-        own: its environment.
-        parent: forks it, if it can; otherwise it begins as a new Python.
+        own: environment of torchrun.
+        parent: fork server to fork from; without one, or if it is gone, start a new Python.
     """
     words = [str(folder.path), *_torchrun_arguments(folder, nproc), program, *arguments]
     if parent:
@@ -86,7 +86,7 @@ def start_torchrun(
 def spawn_torchrun(
     words: Sequence[str], own: dict[str, str], log: Path, *files: int
 ) -> subprocess.Popen[bytes]:
-    """A new Python that is torchrun, with these arguments, this environment and these open files."""
+    """Start torchrun as a new Python process that inherits these open files."""
     with private_files.open_file(log, "wb") as output:
         return subprocess.Popen(
             # -P: a random.py in the notebook's folder must not shadow the real one
@@ -94,79 +94,67 @@ def spawn_torchrun(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # the interrupt key of a terminal or kernel is for the notebook's process alone
+            # Ctrl-C in a terminal or kernel is for the notebook's process alone
+            start_new_session=True,
             pass_fds=files,
             env=own,
         )
 
 
 def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1) -> dict[str, str]:
-    """The environment of one host's torchrun and its ranks: the notebook's, plus what a run needs."""
-    outer = {
-        "MPLBACKEND",
-        ENV_HOST_NAME,
-        ENV_HOST_INDEX,
-        ENV_TOTAL_CORES,
-        ENV_CLOCK_AHEAD_S,
-    }  # the first needs a notebook, the others are of an outer run
+    """Return the environment of one host's torchrun and ranks: this process's, plus the run's
+    variables.
+    """
+    # the notebook's plotting backend needs a kernel; the others belong to an enclosing run
+    outer = {"MPLBACKEND", ENV_HOST_NAME, ENV_HOST_INDEX, ENV_TOTAL_CORES, ENV_CLOCK_AHEAD_S}
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in outer and not name.startswith(TORCHRUN_ENV_PREFIX)
     }
     loopback = loopback_interface()
-    return (
-        inherited
-        | {
-            ENV_RUN_FOLDER: str(folder.path),
-            ENV_NOTEBOOK_PID: str(os.getpid()),
-            ENV_DEVICE: device,
-            ENV_PAYLOAD_SHA256: folder.payload_sha256,
-            "OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // nproc)),
-            ENV_EXPECTED_WORLD_SIZE: str(hosts * nproc),
-            "GLOO_SOCKET_IFNAME": loopback,  # of several hosts another, which they say when they have met
-            "NCCL_SOCKET_IFNAME": loopback,
-            "PYTHONUNBUFFERED": "1",
-            **_compile_cache_variables(inherited),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
-        }
-    )
+    return inherited | {
+        ENV_RUN_FOLDER: str(folder.path),
+        ENV_NOTEBOOK_PID: str(os.getpid()),
+        ENV_DEVICE: device,
+        ENV_PAYLOAD_SHA256: folder.payload_sha256,
+        "OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // nproc)),
+        ENV_EXPECTED_WORLD_SIZE: str(hosts * nproc),
+        # several hosts replace these two after their rendezvous
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "PYTHONUNBUFFERED": "1",
+        **_compile_cache_variables(inherited),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")])),
+    }
 
 
 def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Where torch.compile keeps programs: by itself in a folder of /tmp that another user may have made before.
+    """Choose a private folder for torch.compile's cache, unless the user chose one.
 
-    What a person chose stays. In a process that has compiled, torch has set its own choice.
+    The default lies in /tmp, where another user may have created it before.
     """
     chosen = inherited.get(ENV_COMPILE_CACHE, "")
     if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), TORCH_CACHE_PREFIX)):
         return {}
     with contextlib.suppress(OSError):  # no place for it: torch will say so, if it compiles
-        return {
-            ENV_COMPILE_CACHE: str(
-                private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}")
-            )
-        }
+        folder = private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}")
+        return {ENV_COMPILE_CACHE: str(folder)}
     return {}
 
 
 def loopback_interface() -> str:
-    """Name of the network interface that holds 127.0.0.1."""
-    interfaces = psutil.net_if_addrs()
-    return next(
-        (
-            name
-            for name, found in interfaces.items()
-            if any(a.address == "127.0.0.1" for a in found)
-        ),
-        "lo",
-    )
+    """Return the name of the network interface that holds 127.0.0.1."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == "127.0.0.1" for each in addresses):
+            return name
+    return "lo"
 
 
 def find_run_processes(
     folder: Path, torchrun_pid: int | None = None, node: str | None = None
 ) -> list[psutil.Process]:
-    """The living processes of the run with this folder, except the one that asks; given ``node``, of one host."""
+    """Return the living processes of a run except this one; given ``node``, those of that host."""
     found, family = [], set()
     if torchrun_pid is not None:
         with contextlib.suppress(psutil.Error):
@@ -183,7 +171,7 @@ def find_run_processes(
 
 
 def _is_own_process(process: psutil.Process) -> bool:
-    """Whether this user began it. Root can read other users' environments, in which they write what they like."""
+    # root can read other users' environments, whose contents they choose
     return bool(process.uids().real == os.getuid())
 
 
@@ -197,10 +185,11 @@ def _is_in_run(environment: Mapping[str, str], folder: Path, node: str | None) -
 def kill_run_processes(
     folder: Path, torchrun_pid: int | None = None, node: str | None = None
 ) -> list[int]:
-    """Kill every process of the run, again until all have ended, and touch no other; those of one host, given ``node``.
+    """Kill all processes of a run (of one host, given ``node``) and wait until they have ended.
 
     Returns:
-        The ids of those that are still there after five seconds: the system cannot end one that waits for a device.
+        Ids of processes that survive for five seconds: SIGKILL cannot end one that waits for a
+            device.
     """
     give_up, killed = time.monotonic() + STOP_LIMIT_S, set[psutil.Process]()
     while alive := {*find_run_processes(folder, torchrun_pid, node), *filter(_is_alive, killed)}:
@@ -208,8 +197,9 @@ def kill_run_processes(
             return sorted(process.pid for process in alive)
         for process in alive:
             with contextlib.suppress(psutil.Error):
-                process.kill()  # psutil compares the start time first: a process id that was reused is safe
-        # One that is dying loses its environment, by which it is found, some time before it has ended.
+                # psutil compares the start time first, so a reused process id is safe
+                process.kill()
+        # A dying process loses its environment, by which it is found, before it has ended.
         killed |= alive
         time.sleep(0.02)
     return []
@@ -223,7 +213,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def read_stack(folder: RunFolder, rank: int) -> str:
-    """The stacks that a rank left, without the frames that start every program; "" where it left none."""
+    """Return the stacks that a rank dumped, without the frames of every start, or ""."""
     path = folder.stack(rank)
     if not path.exists():
         return ""
@@ -234,12 +224,12 @@ def read_stack(folder: RunFolder, rank: int) -> str:
 def collect_stacks(
     folder: RunFolder, ranks: Iterable[int], host: str | None = None
 ) -> dict[int, str]:
-    """The Python stacks of every rank at this moment, for as many as answer within a second.
+    """Ask every rank for its Python stacks and wait up to a second for them.
 
     Args:
-        folder: the run's.
-        ranks: those that it started.
-        host: ask the ranks of the host of this name alone, where there are several.
+        folder: the run's folder.
+        ranks: those that were started.
+        host: ask only the ranks on the host of this name.
     """
     living = {process.pid for process in find_run_processes(folder.path)}
     stacks, asked = {}, []
@@ -247,11 +237,9 @@ def collect_stacks(
         if host is not None and read_host_name(folder, rank) != host:
             continue
         pid = read_pid(folder, rank)
-        stacks[rank] = (
-            "(this rank had ended already)"
-            if pid
-            else "(this rank had not started its program yet)"
-        )
+        stacks[rank] = "(this rank had not started its program yet)"
+        if pid:
+            stacks[rank] = "(this rank had ended already)"
         if pid in living:
             with contextlib.suppress(ProcessLookupError):  # gone since
                 os.kill(pid, signal.SIGUSR1)
@@ -262,7 +250,7 @@ def collect_stacks(
 
 
 def read_pid(folder: RunFolder, rank: int) -> int:
-    """Process id of a rank, or 0 where its worker has not started yet."""
+    """Return the process id of a rank, or 0 before its worker started."""
     try:
         return int(folder.pid(rank).read_text() or 0)
     except FileNotFoundError:
@@ -270,20 +258,14 @@ def read_pid(folder: RunFolder, rank: int) -> int:
 
 
 def read_host_name(folder: RunFolder, rank: int) -> str:
-    """Name of a rank's host, or "" where there is one host alone or the rank's worker has not started yet."""
+    """Return the name of a rank's host, or "" with one host or before its worker started."""
     path = folder.host(rank)
     return path.read_text() if path.exists() else ""
 
 
 def _torchrun_arguments(folder: RunFolder, nproc: int) -> list[str]:
-    rendezvous = [
-        "--rdzv-backend",
-        ONE_HOST,
-        "--rdzv-endpoint",
-        "127.0.0.1",
-        "--rdzv-id",
-        folder.path.name,
-    ]
+    rendezvous = ["--rdzv-backend", ONE_HOST, "--rdzv-endpoint", "127.0.0.1"]
+    rendezvous += ["--rdzv-id", folder.path.name]
     local = ["--nnodes", "1", "--nproc-per-node", str(nproc), "--local-addr", "127.0.0.1"]
     local += ["--log-dir", str(folder.torchrun_folder())]
     return [*rendezvous, *local, *WORKER_ARGUMENTS]

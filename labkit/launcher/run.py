@@ -1,4 +1,4 @@
-"""Starts, watches and stops the ranks of a program, and gives back what they measured."""
+"""Start, watch and stop the ranks of a program, and return what they measured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ from labkit.runs.verdict import finished_exit
 
 DEVICES = ("auto", "cpu", "cuda")
 RANKS_PER_CORE = 64
-MAX_PROGRAM_NAME_CHARACTERS = 100  # characters of a program's name; a file's name may have 255
+# a file name may have 255 characters
+MAX_PROGRAM_NAME_CHARACTERS = 100
 
 
 def run(
@@ -61,33 +62,34 @@ def run(
     hosts: Sequence[str | RunHost] | None = None,
     **params: Any,
 ) -> RunResult:
-    """Run a rank program on ``nproc`` ranks of this machine, or of each of several, and read what they measured.
+    """Run a rank program and return what its ranks measured.
 
     Args:
-        program: a name in launch/, such as ``"all_reduce"``, or the path of a .py file.
-        nproc: number of ranks; of ranks of each host where there are ``hosts``.
-        device: "auto" takes GPUs where there is one for each rank, else the CPU; or "cpu", or "cuda".
-        timeout_s: the run is stopped after this many seconds.
-        warm: fork the ranks from a process that has imported torch already, on Linux. By default that is done in a
-            kernel, as soon as that process is there, and not elsewhere; LABKIT_WARM=0 or 1 sets another default.
-            ``result.info["warm"]`` says how it was.
-        use: functions to take in place of the program's own of the same name, of those that it marks ``replaceable``.
-            They travel with whatever they use of other cells.
-        hosts: where to run instead of here: names that ssh reaches without a password by your own settings, or ``Host``
-            objects. Each has this labkit and the others' torch. torchrun starts anew on each, and ranks are numbered
-            in the order of the hosts; what they record and print comes here.
+        program: name of a program in launch/, such as ``"all_reduce"``, or the path of a .py file.
+        nproc: number of ranks; per host if ``hosts`` are given.
+        device: "cpu", "cuda", or "auto": GPUs if there is one per rank, else the CPU.
+        timeout_s: stop the run after this many seconds.
+        warm: fork the ranks from a process that has already imported torch (Linux only). By default
+            notebooks do so as soon as that process is ready; LABKIT_WARM=0 or 1 changes the
+            default.
+            ``result.info["warm"]`` says which way was taken.
+        use: functions that replace those of the same name that the program marks ``replaceable``.
+            They are sent together with everything they use from other cells.
+        hosts: machines to run on instead of this one: ssh names that need no password, or ``Host``
+            objects. Each needs this labkit and the same torch. Ranks are numbered in host order,
+            and their records and output are copied here.
         **params: parameters of the program, checked against its Config before anything starts.
 
     Returns:
-        The records and outputs of all ranks. Everything lies in ``result.folder``. ``result.ok`` is False where a check
-        of the program found a difference.
+        Records and outputs of all ranks, also stored in ``result.folder``. ``result.ok`` is False
+        if a check of the program found a difference.
 
     Raises:
-        ParameterError: a bad argument; nothing was started.
-        RankFailed: a rank failed; this is the first failure, not its echoes.
+        ParameterError: an argument is wrong; nothing was started.
+        RankFailed: a rank failed; names the first failure, not the ones it caused.
         RunTimedOut: the limit passed; holds every rank's stacks.
         NotAllHosts: the hosts did not find each other; no rank was started.
-        HostLost: a host was lost, or cannot be reached.
+        HostLost: a host was lost or cannot be reached.
         LabError: the run's folder cannot be written, or was deleted during the run.
     """
     plan = make_run_request(
@@ -104,13 +106,13 @@ def run(
 
 
 def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> RunResult:
-    """Run a program's check, such as parity: does it compute what one device computes?
+    """Run a program's check, by default parity: does it compute what one device computes?
 
     A difference is a result: ``result.ok`` is False, and ``result.verdict_text`` says what differs.
 
     Args:
         program: as for ``run``.
-        check: the value of the program's parameter ``check``.
+        check: value of the program's parameter ``check``.
         **arguments: the other arguments of ``run``.
 
     Raises:
@@ -124,7 +126,7 @@ def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> Ru
 
 
 def run_with_payload(program: Path, given: Mapping[str, Any], **arguments: Any) -> RunResult:
-    """``run`` for a program of labkit's own that takes whatever it is given, see rank/given.py."""
+    """Run one of labkit's own programs with a payload of any Python values (session/payload.py)."""
     return execute_request(
         make_run_request(program, **arguments), payload_pickling.pack_payload(given)
     )
@@ -137,14 +139,15 @@ def sweep(
 
     Args:
         program: as for ``run``.
-        over: for some arguments of ``run`` (``nproc`` or a parameter), the values to take; the last one varies fastest.
+        over: values by argument of ``run`` (``nproc`` or a parameter); the last varies fastest.
         **fixed: the other arguments of ``run``.
 
     Raises:
-        ParameterError: a bad argument of any of the runs; nothing was started.
+        ParameterError: an argument of any of the runs is wrong; nothing was started.
     """
     chosen = argument_combinations(over, fixed)
-    for one in chosen:  # all of them before the first run: a bad value must not cost an hour
+    # all of them before the first run: a bad value must not cost an hour
+    for one in chosen:
         make_run_request(program, **(fixed | one))
     return [run(program, **(fixed | one)) for one in chosen]
 
@@ -152,10 +155,10 @@ def sweep(
 def argument_combinations(
     over: Mapping[str, Iterable[Any]], fixed: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every combination of the values of some arguments, in order; the last one varies fastest.
+    """Return every combination of the values of some arguments; the last argument varies fastest.
 
     Raises:
-        ParameterError: an argument is fixed as well, or is given no list.
+        ParameterError: an argument is fixed as well, or its values are no list.
     """
     twice = sorted(set(over) & set(fixed))
     if twice:
@@ -165,7 +168,8 @@ def argument_combinations(
     for name, each in over.items():
         if isinstance(each, str) or not isinstance(each, Iterable):
             raise ParameterError(
-                f"over: {name} = {each!r} is no list of values to take: give [{each!r}], or leave it out"
+                f"over: {name} = {each!r} is no list of values to take: "
+                f"give [{each!r}], or leave it out"
             )
     values = [list(each) for each in over.values()]
     return [dict(zip(over, combination, strict=True)) for combination in itertools.product(*values)]
@@ -173,7 +177,9 @@ def argument_combinations(
 
 @dataclass
 class RunRequest:
-    """A checked request, in the words of run.json; ``target`` is what the worker is to run."""
+    """A validated request; its fields are the keys of run.json, but for ``target`` (see
+    find_program).
+    """
 
     program: str
     program_path: str
@@ -189,27 +195,27 @@ class RunRequest:
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on each."""
+        """Number of ranks on each host."""
         return self.nproc // max(1, len(self.hosts))
 
     @property
     def title(self) -> str:
-        """What progress calls the run."""
+        """Name of the run in the progress display."""
         return self.program
 
     @property
     def active_ranks(self) -> list[int]:
-        """The ranks that are started."""
+        """The ranks that are started; a simulation starts only some."""
         return list(range(self.nproc))
 
     @property
     def worker_command(self) -> tuple[str, list[str]]:
-        """What each of them is, and its command line."""
+        """The program that the worker executes, and its arguments."""
         return self.target, []
 
     @property
     def extra_environment(self) -> dict[str, str]:
-        """What they find in their environment besides what every rank does."""
+        """Environment variables that only this kind of run sets."""
         return {}
 
 
@@ -224,7 +230,7 @@ def make_run_request(
     hosts: Any = None,
     **params: Any,
 ) -> RunRequest:
-    """Check everything that can be checked before a start; the arguments are those of ``run``."""
+    """Validate the arguments of ``run`` without starting anything."""
     nproc = require_positive(
         "nproc", nproc, int, "not a number of ranks: give an int of at least 1"
     )
@@ -271,7 +277,7 @@ def make_run_request(
 
 
 def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
-    """The value as the wanted type of number. Raises ParameterError, with the rule, unless it is one above 0."""
+    """Convert a value to the wanted type of number; raise ParameterError unless it is above 0."""
     try:
         number = config.convert(value, wanted)
     except ValueError:
@@ -282,7 +288,7 @@ def require_positive(name: str, value: Any, wanted: type, rule: str) -> Any:
 
 
 def execute_request(plan: RunRequest, given: bytes) -> RunResult:
-    """Run what was checked when its turn has come; ``given`` goes to the ranks."""
+    """Run a validated request when it reaches the front of the queue; ranks receive ``given``."""
     display = choose_display()
 
     def show_queue_position(before: int) -> None:
@@ -293,16 +299,16 @@ def execute_request(plan: RunRequest, given: bytes) -> RunResult:
 
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(plan)
-        here, device = (
-            (0, "cpu") if plan.hosts else (len(plan.active_ranks), plan.device)
-        )  # on hosts: other machines
-        need = run_queue.ResourceNeeds.for_run(here, device)
+        if plan.hosts:  # other machines do the work
+            need = run_queue.ResourceNeeds.for_run(0, "cpu")
+        else:
+            need = run_queue.ResourceNeeds.for_run(len(plan.active_ranks), plan.device)
         with run_queue.wait_for_turn(need, show_queue_position):
             return _execute_now(plan, given, display)
 
 
 def _refuse_unusable_machine(plan: RunRequest) -> None:
-    """Raise LabError for what would let a run fail late, or with words that do not name the cause."""
+    """Raise LabError for conditions that would otherwise make the run fail late and obscurely."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -332,12 +338,13 @@ def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
     else:
         write_run_end(info, folder, started)
     finally:
-        progress.close(info["exit"])  # last: whoever reads what is shown may keep it waiting
+        # last: a reader of the display may keep it waiting
+        progress.close(info["exit"])
     return load(folder.path)
 
 
 def initial_run_info(plan: RunRequest) -> dict[str, Any]:
-    """What run.json says before the start."""
+    """Return the contents of run.json before the start."""
     return {
         "version": FORMAT_VERSION,
         **asdict(plan),
@@ -352,12 +359,12 @@ def initial_run_info(plan: RunRequest) -> dict[str, Any]:
 
 
 def timestamp_now() -> str:
-    """Date and time, as run.json writes them."""
+    """Return the local time in the format of run.json."""
     return datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
 
 
 def find_program(program: str | Path) -> tuple[Path, str]:
-    """The file of a program, and what the worker is to run: a module of launch, or that file."""
+    """Return a program's file, and what the worker executes: a module name or that file's path."""
     if str(program).endswith(".py"):
         path = Path(os.path.expanduser(program)).resolve()
         if not path.is_file():
@@ -376,12 +383,13 @@ def find_program(program: str | Path) -> tuple[Path, str]:
 def resolve_params(
     path: Path, params: Mapping[str, Any], nproc: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All parameters of the program by name, and of them those that were given."""
+    """Return all parameters of the program by name, and the subset that the caller gave."""
     config_class = config.read_config(path)
     if config_class is None:
         if params:
             raise ParameterError(
-                f"{path.stem} has no class Config, so it takes no parameters: omit {', '.join(params)}"
+                f"{path.stem} has no class Config, so it takes no parameters: "
+                f"omit {', '.join(params)}"
             )
         return {}, {}
     if params and not config_class.is_loaded:
@@ -397,7 +405,7 @@ def resolve_params(
 
 
 def make_run_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFolder:
-    """Make a run's folder, of this name or a new one, with its run.json. Raises LabError where that cannot be."""
+    """Create the folder of a run with its run.json; raise LabError if that is impossible."""
     parent = runs_folder()
     folder = RunFolder(parent / (name or make_run_name(info["program"])))
     try:
@@ -418,13 +426,13 @@ def make_run_folder(info: dict[str, Any], given: bytes, name: str = "") -> RunFo
 
 
 def make_run_name(program: str) -> str:
-    """A name for a folder of a run of this program that no other has."""
+    """Return a unique folder name for a run of this program."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return f"{stamp}-{program[:MAX_PROGRAM_NAME_CHARACTERS]}-{secrets.token_hex(3)}"
 
 
 def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
-    """Complete run.json. Raises LabError where that cannot be written."""
+    """Complete run.json; raise LabError if it cannot be written."""
     info = info | {"duration_s": round(time.monotonic() - started, 3)}
     with contextlib.suppress(RecordError):  # load tells it, with the name of the file
         info |= {
@@ -444,7 +452,6 @@ def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> No
 
 
 def _folder_lost_error(folder: RunFolder) -> LabError:
-    """The error of a run whose folder can no longer be written."""
     if not folder.path.is_dir():
         what = f"the run's folder {folder.path} was deleted during the run, so its results are lost"
         return LabError(
@@ -462,9 +469,9 @@ def _run_ranks(
     parent: ForkServer | None,
     info: dict[str, Any],
 ) -> None:
-    """Start the ranks and wait for their end; raise what went wrong, and leave no process behind."""
+    """Start the ranks, wait for them and raise the first failure; leave no process behind."""
     with _launch_processes(_make_backend(plan, folder, parent), folder) as backend:
-        # the first is known now, the second takes time that the ranks need to start
+        # git is asked while the ranks start, so that it costs no time
         info |= {"warm": backend.is_warm, "git_revision": git_revision()}
         status = _watch_backend(backend, folder, plan, progress)
     if not folder.path.is_dir():
@@ -474,7 +481,6 @@ def _run_ranks(
 
 
 def _make_backend(plan: RunRequest, folder: RunFolder, parent: ForkServer | None) -> Backend:
-    """Return what runs the ranks of this request; nothing is started yet."""
     if plan.hosts:
         request = {
             "target": plan.target,
@@ -490,10 +496,10 @@ def _make_backend(plan: RunRequest, folder: RunFolder, parent: ForkServer | None
 
 @contextlib.contextmanager
 def _launch_processes(backend: Backend, folder: RunFolder) -> Iterator[Backend]:
-    """Start the ranks; on leaving, every process of the run is gone.
+    """Start the ranks; on exit, kill every process of the run.
 
     Raises:
-        LabError: a process does not die.
+        LabError: a process cannot be killed.
     """
     immortal: list[int] = []
     try:
@@ -508,7 +514,7 @@ def _launch_processes(backend: Backend, folder: RunFolder) -> Iterator[Backend]:
 
 
 def _run_uninterrupted(work: Callable[[], None]) -> None:
-    """Do this in a thread, which a second interrupt does not reach; here, where no thread may be started any more."""
+    """Call ``work`` in a thread, out of reach of a second KeyboardInterrupt."""
     thread = threading.Thread(target=work)
     try:
         thread.start()
@@ -521,7 +527,7 @@ def _run_uninterrupted(work: Callable[[], None]) -> None:
 def _watch_backend(
     backend: Backend, folder: RunFolder, plan: RunRequest, progress: RunMonitor
 ) -> int:
-    """Wait for the end of the ranks, show their progress, and return their exit status."""
+    """Wait for the ranks while showing progress; return torchrun's exit status."""
 
     def has_failed() -> bool:
         progress.update()
@@ -539,14 +545,14 @@ def _watch_backend(
 
 
 def exit_label(error: BaseException) -> str:
-    """What run.json calls the end of a run that this ended."""
+    """Return the value of "exit" in run.json for a run that ended with this error."""
     if isinstance(error, RunTimedOut):
         return "timed out"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
 def git_revision() -> str | None:
-    """The commit of labkit's checkout, where it is one."""
+    """Return the commit of labkit's checkout, or None if it is not one."""
     if not IN_CHECKOUT:  # another repository's, in whose environment labkit was installed
         return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]

@@ -1,9 +1,9 @@
-"""Runs a rank program inside one rank: ``python -m labkit.launcher.worker PROGRAM``.
+"""Run a rank program inside one rank: ``python -m labkit.launcher.worker PROGRAM``.
 
-PROGRAM is the path of a .py file or the name of a module; words after it are its command line. It
-behaves as it does under a bare torchrun; the worker only adds to it: what it prints goes to the rank's log, its
-exception to the rank's error file, a request (SIGUSR1) dumps its stacks, and the rank dies when torchrun does. The
-worker imports neither torch nor anything else that is large.
+PROGRAM is the path of a .py file or a module name; what follows is its command line. It behaves
+as under a bare torchrun. The worker adds: output goes to the rank's log, an exception to the
+rank's error file, SIGUSR1 dumps the stacks, and the rank dies with torchrun. It must start fast,
+so it imports neither torch nor anything else that is large.
 """
 
 import contextlib
@@ -49,12 +49,10 @@ CONNECTION_LOSS_WORDS = (
 
 
 def main() -> NoReturn:
-    """Be this rank: run the program named in sys.argv to its end."""
+    """Run the program named in sys.argv as this rank, and exit."""
     _die_with_torchrun()
-    rank, folder = (
-        rank_of_process(int(os.environ["RANK"])),
-        RunFolder(Path(os.environ[ENV_RUN_FOLDER])),
-    )
+    rank = rank_of_process(int(os.environ["RANK"]))
+    folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
     os.environ["RANK"] = str(rank)
     _redirect_output(folder.log(rank))
     stacks = private_files.open_file(folder.stack(rank), "w")
@@ -62,9 +60,8 @@ def main() -> NoReturn:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if ENV_HOST_NAME in os.environ:
         write_text(folder.host(rank), os.environ[ENV_HOST_NAME])
-    write_text(
-        folder.pid(rank), str(os.getpid())
-    )  # last: whoever reads it may send SIGUSR1 at once
+    # last: a reader of this file may send SIGUSR1 at once
+    write_text(folder.pid(rank), str(os.getpid()))
     status = 1
     try:
         status = _run_to_exit_status(folder.error(rank), rank)
@@ -73,33 +70,35 @@ def main() -> NoReturn:
 
 
 def _run_to_exit_status(error_file: Path, rank: int) -> int:
-    """Run the program; its exit status. What ended it, if anything did, is in the error file and printed."""
+    """Run the program and return its exit status; an exception goes to the error file and the log."""
     try:
         _refuse_smaller_world()
         run_program(sys.argv[1], sys.argv[2:])
     except BaseException as error:
         error.__traceback__ = _drop_launcher_frames(error.__traceback__)
         if exit_status(error):
-            _write_error_file(
-                error_file, rank, error
-            )  # before it is printed: torchrun may end this rank between the two
+            # before it is printed: torchrun may end this rank between the two
+            _write_error_file(error_file, rank, error)
         return print_error_and_status(error)
     return 0
 
 
 def _refuse_smaller_world() -> None:
-    """Do not train among fewer ranks than were asked for: each host that falls back to itself would do so alone."""
+    """Raise RuntimeError if torchrun formed a world smaller than the one requested.
+
+    Otherwise each host that cannot reach the others would train alone.
+    """
     world_size, asked = os.environ.get("WORLD_SIZE"), os.environ.get(ENV_EXPECTED_WORLD_SIZE)
     if asked and asked != world_size:
         host = os.environ.get(ENV_HOST_NAME, "this host")
         raise RuntimeError(
-            f"{host} is in a world of {world_size} ranks, and {asked} were asked for: it went on alone, or torchrun "
-            f"was started by other means; let labkit start it on all hosts"
+            f"{host} is in a world of {world_size} ranks, and {asked} were asked for: it went on "
+            f"alone, or torchrun was started by other means; let labkit start it on all hosts"
         )
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether an exception looks like the consequence of another rank's end: a lost connection, an absent peer."""
+    """Tell whether an exception looks like the consequence of another rank's failure."""
     if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
     words = _error_text(error).lower()
@@ -109,13 +108,12 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _die_with_torchrun() -> None:
-    """Ask the kernel to kill this process when torchrun dies, however it dies. Linux only."""
+    """Ask Linux to kill this process when torchrun dies, however it dies."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(
-        os.environ.get(ENV_TORCHRUN_PID, os.getppid())
-    ):  # it died before the request
+    # torchrun may have died before the request
+    if os.getppid() != int(os.environ.get(ENV_TORCHRUN_PID, os.getppid())):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -130,7 +128,7 @@ def _redirect_output(log: Path) -> None:
 def run_program(program: str, arguments: list[str]) -> None:
     """Run the program as ``python PROGRAM`` or ``python -m PROGRAM`` would.
 
-    Unlike runpy's, its module stays ``__main__`` to the end: exit functions and threads may need it.
+    Unlike with runpy, its module stays ``__main__`` to the end: exit functions and threads need it.
     """
     sys.argv = [program, *arguments]
     module = types.ModuleType("__main__")
@@ -153,40 +151,34 @@ def run_program(program: str, arguments: list[str]) -> None:
 
 
 def _unload_shadowed_modules(folder: Path) -> None:
-    """Let the program import its own statistics.py, if it has one, and not the one that torch has imported before.
+    """Let the program import its own statistics.py rather than the one that torch has imported.
 
-    What a rank cannot do without stays: a torch.py beside the program is not PyTorch.
+    Modules that every rank needs stay: a torch.py beside the program is not PyTorch.
     """
-    own = {path.stem for path in folder.glob("*.py")} | {
-        path.parent.name for path in folder.glob("*/__init__.py")
-    }
+    own = {path.stem for path in folder.glob("*.py")}
+    own |= {path.parent.name for path in folder.glob("*/__init__.py")}
     for name in own & sys.modules.keys() - {"__main__", "labkit", "numpy", "torch"}:
         spec = getattr(sys.modules[name], "__spec__", None)
         origin = (spec and spec.origin) or ""
         if origin not in ("", "frozen", "built-in") and not Path(origin).is_relative_to(folder):
-            for each in [
-                each for each in sys.modules if each == name or each.startswith(f"{name}.")
-            ]:
-                del sys.modules[each]
+            for each in list(sys.modules):
+                if each == name or each.startswith(f"{name}."):
+                    del sys.modules[each]
 
 
 def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
+    is_exit = isinstance(error, SystemExit)
     content = {
         "rank": rank,
-        "time": time.time()
-        + float(
-            os.environ.get(ENV_CLOCK_AHEAD_S, 0)
-        ),  # of several hosts: by the clock of the first
+        # several hosts compare times by the clock of the first
+        "time": time.time() + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),
         "exc_type": type(error).__name__,
-        "message": shorten(
-            f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)
-        ),
+        "message": shorten(f"exit status {error.code}" if is_exit else _error_text(error)),
         "traceback": shorten("".join(traceback.format_exception(error))),
         "echo": is_echo(error),
     }
-    with contextlib.suppress(
-        OSError
-    ):  # the disk is full or the folder was deleted, which the launcher sees
+    # the launcher notices a full disk or a deleted folder itself
+    with contextlib.suppress(OSError):
         write_json(path, content)
 
 
@@ -198,9 +190,9 @@ def _error_text(error: BaseException) -> str:
 
 
 def _drop_launcher_frames(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without its leading frames around the program, which are not the learner's.
+    """Drop the leading frames of the launcher, which are not the learner's code.
 
-    A module that runs the program in its turn hides its frames by a global ``__tracebackhide__``.
+    A module that runs the program itself hides its frames with a global ``__tracebackhide__``.
     """
     while frames and (
         frames.tb_frame.f_code.co_filename == __file__

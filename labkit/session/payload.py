@@ -1,16 +1,15 @@
-"""What a notebook gives to its ranks, and what they give back to it.
+"""Read what the notebook sent to this run, and send values back to it.
 
-Parameters are values in run.json, of which ``load_config`` builds the program's Config.
-
-A program says which of its functions can be replaced, with a default, a signature and a docstring:
+Parameters are values in run.json, from which ``load_config`` builds the program's Config.
+A program marks functions that a run may replace:
 
     @rank.replaceable
     def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
         '''A strip [N, C, H, W] with ``halo`` columns of each neighbour at its ends.'''
         ...
 
-Under ``labkit.run(..., use={"exchange_halo": mine})`` it calls the notebook's function instead. Whatever is given lies
-in one file of the run's folder, pickled by launcher/packet.py.
+Under ``labkit.run(..., use={"exchange_halo": mine})`` the program calls the notebook's function
+instead. It arrives in one file of the run's folder, packed by launcher/payload_pickling.py.
 """
 
 import functools
@@ -37,9 +36,9 @@ _replacements_not_called: set[str] = set()
 
 
 def load_config(config_class: type[ConfigType]) -> ConfigType:
-    """Build this program's Config: from the run's run.json under ``labkit.run``, else from the command line.
+    """Build this program's Config from run.json, or from the command line.
 
-    A command line that is not empty comes first: a rank may start another program.
+    A command line that is not empty wins: a rank may start another program.
 
     Raises:
         ParameterError: ``Config.__post_init__`` refuses the values.
@@ -52,7 +51,7 @@ def load_config(config_class: type[ConfigType]) -> ConfigType:
 
 
 def replaceable(function: ReplaceableFunction) -> ReplaceableFunction:
-    """Let a run replace this function of its program by one of the notebook's, of the same name in ``use=``."""
+    """Let ``use=`` replace this function of the program with the notebook's function of that name."""
     theirs = load_payload().get(function.__name__)
     if theirs is None:
         return function
@@ -67,49 +66,50 @@ def replaceable(function: ReplaceableFunction) -> ReplaceableFunction:
 
 
 def is_replaced(function: Callable[..., Any]) -> bool:
-    """Whether this run replaces a replaceable function."""
+    """Tell whether this run replaces a replaceable function."""
     return function.__name__ in load_payload()
 
 
 def check_replacements_called() -> None:
-    """Raise ValueError if a function that was given has not been called: then the run says nothing of it."""
+    """Raise ValueError if a replacement was never called, since the run then says nothing about it."""
     if _replacements_not_called:
         names = ", ".join(sorted(_replacements_not_called))
         raise ValueError(
-            f"use= gave {names}, and this run never called it: choose parameters with which it is used"
+            f"use= gave {names}, and this run never called it: "
+            "choose parameters with which it is used"
         )
 
 
 def load_payload() -> dict[str, Any]:
-    """Everything that the notebook gave to this run, by name; {} under a bare torchrun."""
-    path = (
-        RunFolder(Path(os.environ[ENV_RUN_FOLDER])).payload
-        if ENV_RUN_FOLDER in os.environ
-        else None
-    )
-    return (
-        unpack_payload(path, os.environ.get(ENV_PAYLOAD_SHA256, ""))
-        if path and path.exists()
-        else {}
-    )
+    """Return everything that the notebook sent to this run, by name; {} under a bare torchrun."""
+    if ENV_RUN_FOLDER not in os.environ:
+        return {}
+    path = RunFolder(Path(os.environ[ENV_RUN_FOLDER])).payload
+    if not path.exists():
+        return {}
+    return unpack_payload(path, os.environ.get(ENV_PAYLOAD_SHA256, ""))
 
 
 @functools.cache
 def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
-    """What ``payload_pickling.pack_payload`` packed.
+    """Unpack what ``payload_pickling.pack_payload`` packed.
 
-    It may import whatever the notebook can, and its tracebacks show its lines.
+    Unpickling can import whatever the notebook can; tracebacks show the notebook's lines.
 
     Args:
-        path: the file, which another user may have put in the place of the notebook's.
-        digest: the SHA-256 of what the notebook packed; it came here on a way on which nobody else can write.
+        path: the payload file.
+        digest: SHA-256 of what the notebook packed, received through the environment.
 
     Raises:
-        LabError: the file holds something else, of which nothing was unpickled.
+        LabError: the file has another digest; nothing was unpickled.
     """
     packed = path.read_bytes()
+    # another user may have replaced the file, and unpickling runs code
     if sha256(packed).hexdigest() != digest:
-        fix = f"run again, from a folder in which nobody else can write (or pass on {ENV_PAYLOAD_SHA256} to the ranks)"
+        fix = (
+            "run again, from a folder in which nobody else can write "
+            f"(or pass on {ENV_PAYLOAD_SHA256} to the ranks)"
+        )
         raise LabError(f"{path} is not what the notebook gave to this run: {fix}")
     file = io.BytesIO(packed)
     place = pickle.load(file)
@@ -121,9 +121,10 @@ def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
 
 
 def report(**values: Any) -> None:
-    """Send values home to the notebook, by name, for ``result.ranks[i].gave``. Small ones: tensors, numbers, text.
+    """Send small values to the notebook, by name: tensors, numbers, text
+    (``result.ranks[i].gave``).
 
-    A second call adds to what an earlier one gave. Under a bare torchrun it prints them instead.
+    A later call adds to an earlier one. Under a bare torchrun the values are printed.
 
     Raises:
         TypeError: a value is not tensors, numbers, text, or lists, tuples and dicts of these.
@@ -144,7 +145,11 @@ def report(**values: Any) -> None:
 
 
 def plain_data_copy(value: Any, name: str) -> Any:
-    """The same with every tensor as a plain one of its own memory, on the CPU. Raises TypeError for what is no data."""
+    """Copy nested data with every tensor detached and on the CPU.
+
+    Raises:
+        TypeError: a value is not plain data.
+    """
     import torch
 
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -160,6 +165,6 @@ def plain_data_copy(value: Any, name: str) -> Any:
         if type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta:
             return value.cpu().clone()
     raise TypeError(
-        f"give({name}=...): a {type(value).__name__} cannot be sent home. Send plain tensors (of a DTensor its "
-        f"to_local()), numbers, text, or lists and dicts of these"
+        f"report({name}=...): a {type(value).__name__} cannot be sent home. Send plain tensors "
+        "(of a DTensor its to_local()), numbers, text, or lists and dicts of these"
     )
