@@ -10,8 +10,8 @@ A rank program declares its parameters as a dataclass, with a docstring under ea
 Every field has a default. Its type is int, float, bool, str, Literal, a tuple of these, or one of
 them ``| None``. A number can have limits: PositiveInt and the like, or
 ``Annotated[int, Limits(at_least=2)]``. Two more things are optional. ``PRESETS: ClassVar`` maps the
-choices of a field ``preset`` to other defaults: picking one replaces the defaults, and what is given
-by name overrides it. ``validate(self, world_size)`` raises ValueError for values that do not go
+choices of a field ``preset`` to other defaults: picking one replaces the defaults, and values given
+by name override it. ``validate(self, world_size)`` raises ValueError for values that do not go
 together.
 
 ``labkit.run(program, width=256)`` builds the Config once, writes its values as ``params`` into the
@@ -350,7 +350,8 @@ def type_name(wanted: Any) -> str:
         limits = [str(each) for each in arguments[1:] if isinstance(each, Limits)]
         return " ".join([type_name(arguments[0]), *limits])
     if origin is tuple:
-        return f"tuple[{', '.join('...' if part is Ellipsis else type_name(part) for part in arguments)}]"
+        parts = ["..." if part is Ellipsis else type_name(part) for part in arguments]
+        return f"tuple[{', '.join(parts)}]"
     if origin in (Union, types.UnionType):
         return " | ".join(
             "None" if part is types.NoneType else type_name(part) for part in arguments

@@ -182,7 +182,7 @@ def _bound_names(node: ast.stmt) -> set[str]:
 
 
 def _used_names(node: ast.stmt) -> set[str]:
-    """The names that a statement takes from its module: not those of its own fields and variables."""
+    """Return the names that a statement reads from its module, without its own variables."""
     tables = [symtable.symtable(ast.unparse(node), "program", "exec")]
     names: set[str] = set()
     while tables:

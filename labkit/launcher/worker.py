@@ -70,7 +70,7 @@ def main() -> NoReturn:
 
 
 def _run_to_exit_status(error_file: Path, rank: int) -> int:
-    """Run the program and return its exit status; an exception goes to the error file and the log."""
+    """Run the program and return its exit status; write an exception to error file and log."""
     try:
         _refuse_smaller_world()
         run_program(sys.argv[1], sys.argv[2:])
@@ -167,13 +167,13 @@ def _unload_shadowed_modules(folder: Path) -> None:
 
 
 def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
-    is_exit = isinstance(error, SystemExit)
+    ended = f"exit status {error.code}" if isinstance(error, SystemExit) else _error_text(error)
     content = {
         "rank": rank,
         # several hosts compare times by the clock of the first
         "time": time.time() + float(os.environ.get(ENV_CLOCK_AHEAD_S, 0)),
         "exc_type": type(error).__name__,
-        "message": shorten(f"exit status {error.code}" if is_exit else _error_text(error)),
+        "message": shorten(ended),
         "traceback": shorten("".join(traceback.format_exception(error))),
         "echo": is_echo(error),
     }

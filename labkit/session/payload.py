@@ -51,7 +51,7 @@ def load_config(config_class: type[ConfigType]) -> ConfigType:
 
 
 def replaceable(function: ReplaceableFunction) -> ReplaceableFunction:
-    """Let ``use=`` replace this function of the program with the notebook's function of that name."""
+    """Let ``use=`` replace this function with the notebook's function of the same name."""
     theirs = load_payload().get(function.__name__)
     if theirs is None:
         return function
@@ -71,7 +71,7 @@ def is_replaced(function: Callable[..., Any]) -> bool:
 
 
 def check_replacements_called() -> None:
-    """Raise ValueError if a replacement was never called, since the run then says nothing about it."""
+    """Raise ValueError if a replacement was never called: the run says nothing about it."""
     if _replacements_not_called:
         names = ", ".join(sorted(_replacements_not_called))
         raise ValueError(
