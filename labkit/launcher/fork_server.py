@@ -1,10 +1,11 @@
-"""The warm parent: ``python -m labkit.launcher.fork_server FD``, started by warm.py. It forks torchrun for each run.
+"""Fork torchrun for each run: ``python -m labkit.launcher.fork_server FD``, started by
+warm_start.py.
 
-It has imported what rank programs import, which is most of what a launch costs. Forking is right only while a process
-has one thread and no CUDA, so it starts none and trains nothing; both are looked at before every fork.
+Importing torch is most of the cost of a launch, and this process has already done it. Forking is
+safe only with one thread and without CUDA, so it starts neither, and checks both before each fork.
 
-FD is its end of a socket to the notebook's process. When the other end closes it waits for the runs that go on, and
-then leaves; when the notebook's process is gone it leaves at once, and every run's torchrun, which watches it, too.
+FD is a socket to the notebook's process. When the other end closes, the server waits for current
+runs and leaves. When the notebook's process is gone, the server and all its runs leave at once.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ WATCH_PERIOD_S = 0.5
 
 
 def main() -> None:
-    """Import everything, say so, and serve until the notebook has no more need of this process."""
+    """Import everything, report readiness, and serve until the notebook closes the socket."""
     mark = ProcessTag()
     control = socket.socket(fileno=int(sys.argv[1]))
     path = list(sys.path)
@@ -66,13 +67,13 @@ def main() -> None:
 
 
 def list_program_modules() -> list[str]:
-    """List the modules of torch and labkit that the programs of launch/ import at their top, each once."""
+    """Return the modules of torch and labkit that the programs of launch/ import at the top."""
     programs = sorted((ROOT / "launch").glob("[!_]*.py"))
     return list(dict.fromkeys(name for path in programs for name in torchrun.list_imports(path)))
 
 
 def pause_when_asked(control: socket.socket) -> None:
-    """While a cold run is measured, it shall have the machine for itself; serve looks after that later."""
+    """Leave the machine to a cold run that is being measured; serve_forks answers later requests."""
     word = RESUME
     while word == PAUSE or select.select([control], [], [], 0)[0]:
         word = control.recv(1)
@@ -81,10 +82,13 @@ def pause_when_asked(control: socket.socket) -> None:
 
 
 class ProcessTag:
-    """What the system shows as this process's $LABKIT_RUN_FOLDER, by which process.py finds the processes of a run.
+    """Set $LABKIT_RUN_FOLDER as the system shows it for this process, so that process.py finds a
+    run.
 
-    The system shows the environment that a process began with, also of its forks, whatever they have set since. So this
-    process begins with as much room as a path can need, and writes into it what its next fork is to show.
+    /proc shows the environment that a process started with, in its forks too, whatever they set
+    since.
+    So this process starts with room for the longest path, and overwrites that memory before each
+    fork.
     """
 
     def __init__(self) -> None:
@@ -94,16 +98,16 @@ class ProcessTag:
         self.set_folder("")
 
     def set_folder(self, folder: str) -> None:
-        """Show this folder, in this process and in those that it forks from now on."""
+        """Show this folder for this process and for those that it forks from now on."""
         ctypes.memmove(
             self._address, os.fsencode(folder).ljust(MAX_PATH_BYTES, b"\0"), MAX_PATH_BYTES
         )
 
 
 def serve_forks(control: socket.socket, notebook: int, mark: ProcessTag) -> None:
-    """Fork for each request, and answer each with its process id and later its exit status.
+    """Fork for each request; answer with the process id, and later with the exit status.
 
-    While no run goes on, it gathers its memory in huge pages, one at a time, so that nobody waits for that.
+    Between runs it moves its memory into huge pages, one at a time so that no request waits long.
     """
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
@@ -130,7 +134,7 @@ def serve_forks(control: socket.socket, notebook: int, mark: ProcessTag) -> None
 def _fork_torchrun(
     selector: selectors.BaseSelector, mark: ProcessTag, request_file: int, answer_file: int
 ) -> None:
-    """Fork torchrun for a request; 0 for its process id says that this cannot be done from here any more."""
+    """Fork torchrun and return its process id, or 0 if forking is no longer safe."""
     answer = socket.socket(fileno=answer_file)
     with open(request_file) as file:
         request = json.load(file)
@@ -150,7 +154,6 @@ def _can_fork_now() -> bool:
 
 
 def _send_exit_status(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-    """A torchrun has ended: tell its exit status to whoever waits for it."""
     pid, answer = key.data
     selector.unregister(key.fileobj)
     os.close(key.fd)
@@ -167,11 +170,10 @@ def _send_number(answer: socket.socket, number: int) -> None:
 def _run_as_torchrun(
     selector: selectors.BaseSelector, answer: socket.socket, request: Any, parent: int
 ) -> NoReturn:
-    """In the fork: what Popen and a new Python would have done, then torchrun. Does not return."""
+    """Become torchrun in the fork, as Popen and a new Python would. Does not return."""
     try:
-        for key in list(
-            selector.get_map().values()
-        ):  # other runs' sockets must close when their owners close them
+        # other runs' sockets must close when their owners close them
+        for key in list(selector.get_map().values()):
             os.close(key.fd)
             if key.data:
                 key.data[1].close()

@@ -1,31 +1,28 @@
-"""The folder of one run: which files lie in it, who writes them, who reads them.
+"""Name, write and read the files in the folder of one run.
 
-| file              | written by                 | holds                                                              |
-|-------------------|----------------------------|--------------------------------------------------------------------|
-| run.json          | the notebook's side        | program, parameters (each rank builds its Config from them),       |
-|                   |                            | versions, device, start, duration, exit                            |
-| session.json      | rank 0's session           | device used, backend, cores, threads, torch version, note          |
-| verdict.json      | rank 0's session           | what its check compared and found, where there was one             |
-| rank_00003.jsonl  | each rank's session        | its measurements, see records.py                                   |
-| rank_00003.log    | each rank                  | all that it printed                                                |
-| rank_00003.pid    | each rank's worker         | its process id, once it can answer a request for its stack         |
-| rank_00003.stack  | each rank's worker         | the Python stacks of its threads, when they were asked for         |
-| rank_00003.error.json | each rank's worker     | the exception that ended it                                        |
-| rank_00003.trace.json.gz | each rank's session | its profiled step for ui.perfetto.dev, where asked for             |
-| rank_00003.NAME.txt | each rank's program      | a text that it kept under a name of its own                        |
-| given.pickle      | the notebook's side        | functions and values that the notebook gave to its ranks           |
-| rank_00003.gave.pt | each rank's program       | values that it gave back                                           |
-| rank_00003.host   | each rank's worker         | the name of its host, where there are several                      |
-| exit.json         | torchrun.py                | how each failed rank ended, as torchrun saw it; of the second host |
-|                   |                            | exit_1.json, and so on                                             |
-| torchrun.log      | torchrun                   | its own messages, and what a rank printed before its worker ran;   |
-|                   |                            | of the second host torchrun_1.log, and so on                       |
-| host_0.log        | launcher/hosts.py          | what ssh and the agent of the first host said, and so on           |
-| job.json          | cluster/submission.py      | what each host of a submitted job is to do                         |
-| submitted.json    | cluster/submission.py      | which cluster has the job, and under what name                     |
-| cluster.log       | the cluster                | what the job's script and labkit's agents printed, all attempts    |
-| meeting_*         | cluster/agent.py           | a folder in which the hosts of a job find each other               |
-| attempt_0         | cluster/agent.py           | what the first attempt left, where there was another; attempt_1, … |
+| file                     | written by    | content                                               |
+|--------------------------|---------------|-------------------------------------------------------|
+| run.json                 | notebook      | program, params, versions, device, start, exit        |
+| session.json             | rank 0        | device, backend, cores, threads, torch version, note  |
+| verdict.json             | rank 0        | what a check compared, and its outcome                |
+| rank_00003.jsonl         | each rank     | measurements (records.py)                             |
+| rank_00003.log           | each rank     | everything it printed                                 |
+| rank_00003.pid           | each worker   | process id, once it can dump its stacks               |
+| rank_00003.stack         | each worker   | Python stacks of its threads, on request              |
+| rank_00003.error.json    | each worker   | the exception that ended it                           |
+| rank_00003.trace.json.gz | each rank     | a profiled step, for ui.perfetto.dev                  |
+| rank_00003.NAME.txt      | each rank     | an artifact of the program                            |
+| rank_00003.host          | each worker   | name of its host, with several hosts                  |
+| rank_00003.gave.pt       | each rank     | values sent back to the notebook                      |
+| given.pickle             | notebook      | functions and values for the ranks                    |
+| exit.json                | torchrun      | how each failed rank ended; second host: exit_1.json  |
+| torchrun.log             | torchrun      | its messages; second host: torchrun_1.log             |
+| host_0.log               | hosts.py      | messages of ssh and of the first host's agent         |
+| job.json                 | submission.py | what each host of a submitted job runs                |
+| submitted.json           | submission.py | the cluster and the job's name there                  |
+| cluster.log              | the cluster   | output of the job's script and agents, all attempts   |
+| meeting_*                | agent.py      | messages by which the hosts of a job find each other  |
+| attempt_0                | agent.py      | files of the first attempt, after a restart           |
 """
 
 import contextlib
@@ -44,9 +41,11 @@ from labkit.errors import LabError, ParameterError, RecordError
 from labkit.runs import private_files
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Where labkit's checkout lies, or what stands in its place where labkit was installed."""
+"""The checkout of labkit, or the folder that contains the installed packages."""
 IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
-"""Whether that is a checkout, which has room for runs and copies; an installed labkit has them where one works."""
+"""Whether that is a checkout, which has room for runs and copies; an installed labkit has them
+where one works.
+"""
 LABKIT_FOLDER_NAME = ".labkit"
 """The folder of labkit's own files among a learner's copies, by which these are known."""
 
@@ -70,33 +69,33 @@ class RunFolder:
         self.torchrun_log = self.host_torchrun_log(0)
 
     def write_payload(self, content: bytes) -> None:
-        """Leave for the ranks what the notebook gives them; ``given_sha256`` tells it from what anybody else left."""
+        """Write the payload for the ranks; ``payload_sha256`` is how they recognise it."""
         with private_files.open_file(self.payload, "wb") as file:
             file.write(content)
         self.payload_sha256 = sha256(content).hexdigest()
 
     def exit_json(self, node: int = 0) -> Path:
-        """How the ranks of one host ended."""
+        """Path of the exit statuses of one host's ranks."""
         return self.path / (f"exit_{node}.json" if node else "exit.json")
 
     def host_torchrun_log(self, node: int) -> Path:
-        """What torchrun said on one host."""
+        """Path of one host's torchrun log."""
         return self.path / (f"torchrun_{node}.log" if node else "torchrun.log")
 
     def host_log(self, node: int) -> Path:
-        """What ssh and the agent of one host said."""
+        """Path of the messages of ssh and of one host's agent."""
         return self.path / f"host_{node}.log"
 
     def torchrun_folder(self, node: int = 0) -> Path:
-        """Only during the run: what torchrun keeps for each rank of a host, which labkit does not use."""
+        """Folder of torchrun's own files for one host; it exists only during the run."""
         return self.path / (f"torchrun_{node}" if node else "torchrun")
 
     def remove_torchrun_files(self, node: int = 0) -> None:
-        """Remove what nobody needs after the run."""
+        """Remove the files that only torchrun needed."""
         shutil.rmtree(self.torchrun_folder(node), ignore_errors=True)
 
     def remove_pids(self, ranks: int) -> None:
-        """Remove the ids of processes that have ended."""
+        """Remove the process ids of ranks that have ended."""
         for rank in range(ranks):
             with contextlib.suppress(OSError):
                 self.pid(rank).unlink()
@@ -113,10 +112,10 @@ class RunFolder:
     trace = partialmethod(_rank_file, ending="trace.json.gz")
 
     def artifact(self, rank: int, name: str) -> Path:
-        """A text that a rank's program keeps with its run.
+        """Return the path of a text that a rank's program stores with its run.
 
         Raises:
-            ParameterError: a name that is no part of a file's name everywhere.
+            ParameterError: the name cannot be part of a file name on every system.
         """
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             raise ParameterError(
@@ -125,17 +124,17 @@ class RunFolder:
         return self._rank_file(rank, f"{name}.txt")
 
     def artifact_names(self, rank: int) -> list[str]:
-        """The names of all texts that a rank kept."""
+        """Return the names of all texts that a rank stored."""
         return sorted(path.name.split(".")[1] for path in self.path.glob(f"rank_{rank:05d}.*.txt"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file in one step, as ``write_text`` does."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in one step: a reader finds the old file, the new one, or none, never half of one."""
+    """Write a file atomically: a reader finds the old file or the new one, never a part."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with private_files.open_file(unfinished, "w", encoding="utf-8") as file:
@@ -148,10 +147,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or {} where there is no such file.
+    """Return the object in a JSON file, or {} if there is no such file.
 
     Raises:
-        RecordError: the file cannot be read, or holds something else.
+        RecordError: the file cannot be read, or holds no object.
     """
     try:
         content = json.loads(path.read_text())
@@ -167,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_fields(path: Path, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
-    """Raise RecordError, with the name of the file, unless its content has these fields, of these types."""
+    """Raise RecordError naming the file unless its content has these fields, of these types."""
     for name, wanted in types.items():
         if name not in content:
             raise RecordError(f"{path}: holds no {name!r}. {JSON_FIX}")
@@ -178,16 +177,16 @@ def require_fields(path: Path, content: Mapping[str, Any], types: Mapping[str, t
 
 
 def rank_of_process(index: int) -> int:
-    """The rank of torchrun's ``index``-th process: its index, unless the launcher has chosen others."""
+    """Return the rank of torchrun's ``index``-th process; a simulation starts only some ranks."""
     chosen = os.environ.get(ENV_PROCESS_RANKS)
     return int(json.loads(chosen)[index]) if chosen else index
 
 
 def runs_folder() -> Path:
-    """Where runs are kept: $LABKIT_RUNS, else runs/ in the checkout, or here where labkit was installed without one.
+    """Return $LABKIT_RUNS, else runs/ in the workspace folder.
 
     Raises:
-        LabError: LABKIT_RUNS begins with the home folder of a user who does not exist.
+        LabError: LABKIT_RUNS begins with the home folder of an unknown user.
     """
     chosen = os.path.expanduser(os.environ.get(ENV_RUNS_FOLDER, ""))
     if chosen.startswith("~"):
@@ -200,8 +199,11 @@ def runs_folder() -> Path:
 
 
 def workspace_folder() -> Path:
-    """Where runs/ and my/ lie: the checkout. Where labkit was installed without one, the current folder, or the one
-    with the copies in which a notebook's kernel works.
+    """Return the folder that holds runs/ and my/.
+
+    That is the checkout. For an installed labkit it is the folder of the learner's copies around
+    the
+    current folder, or else the current folder.
     """
     if IN_CHECKOUT:
         return ROOT
@@ -217,7 +219,7 @@ def workspace_folder() -> Path:
 
 
 def disk_problem(path: Path) -> str:
-    """What to do about the disk of this folder, or "" where it has room."""
+    """Say that the disk of this folder is full and what to do, or return ""."""
     with contextlib.suppress(OSError):  # the folder is gone
         if shutil.disk_usage(path).free < MIN_FREE_DISK_BYTES:
             return f"the disk of {path} is full: delete old runs or other files, or set LABKIT_RUNS to another disk"

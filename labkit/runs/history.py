@@ -1,15 +1,16 @@
-"""Recorded runs: list them, set some side by side, remove old ones.
+"""List recorded runs, compare them, and remove old ones.
 
-    history.runs(program="fsdp_wrap", limit=20)      # the newest first
+    history.find_runs(program="fsdp_wrap", limit=20)  # newest first
     history.compare([labkit.load(folder), labkit.load(another)])
-    history.prune(history.outdated(keep=100))
+    history.prune(history.find_prunable_runs(keep=100))
 
-A list reads run.json of each run and nothing else, so that ten thousand of them take less than a second.
+Listing reads only the run.json of each run, so that ten thousand take less than a second.
 
-What is removed is certainly a run, and certainly over: a folder in the runs folder that has the name that labkit gave
-it and a sound run.json. A link is not followed, and a run that you have renamed is yours to remove. A run that says it
-is running, but wrote no end, counts as broken off once no process of this machine belongs to it and its time limit has
-passed by an hour, since another machine may share the folder.
+Only finished runs are removed: folders of the runs folder that still have the name that labkit gave
+them, and a valid run.json. Links are not followed, and renamed runs stay. A run without an end
+counts
+as broken off once no process of this machine belongs to it and its time limit passed an hour ago,
+since another machine may share the folder.
 """
 
 import json
@@ -47,11 +48,11 @@ SETTING_NAMES = ("program", "nproc", "device", "exit", "labkit", "python", "git_
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """One run of a list.
+    """A recorded run.
 
     Attributes:
-        folder: where it lies.
-        info: the content of run.json; {} where that is damaged.
+        folder: path of the run.
+        info: content of run.json; {} if that is damaged.
         problem: what is wrong with run.json, or "".
     """
 
@@ -61,23 +62,23 @@ class HistoryEntry:
 
     @cached_property
     def start_time_s(self) -> float:
-        """When it began, in seconds since 1970; 0 where run.json does not say."""
+        """Start, in seconds since 1970; 0 if run.json does not say."""
         with suppress(KeyError, ValueError, TypeError, OverflowError):
             return datetime.fromisoformat(self.info["start"]).timestamp()
         return 0.0
 
     @property
     def is_past_limit(self) -> bool:
-        """Whether the run, wherever it began, must have come to its end by now."""
+        """Whether the run's time limit has passed, on whichever machine it started."""
         limit_s = self.info.get("timeout_s")
         limit_s = float(limit_s) if isinstance(limit_s, int | float) else 0.0
         return datetime.now().timestamp() > self.start_time_s + limit_s + ABANDON_GRACE_S
 
     def state(self, in_use: set[str]) -> str:
-        """How it ended, or "running", "broken off" (it wrote no end), "damaged" (nobody can say).
+        """Return how the run ended, or "running", "broken off" (wrote no end) or "damaged".
 
         Args:
-            in_use: what ``folders_in_use`` found.
+            in_use: result of ``folders_in_use``.
         """
         said = "damaged" if self.problem else str(self.info["exit"])
         if str(self.folder) in in_use:
@@ -86,14 +87,14 @@ class HistoryEntry:
 
 
 def find_runs(*, program: str | None = None, limit: int | None = None) -> list[HistoryEntry]:
-    """The runs of the runs folder, the newest first.
+    """Return the recorded runs, newest first.
 
     Args:
-        program: only those of this program.
-        limit: only so many.
+        program: only runs of this program.
+        limit: at most this many.
 
     Raises:
-        LabError: the folder cannot be read.
+        LabError: the runs folder cannot be read.
     """
     place = runs_folder()
     try:
@@ -114,7 +115,7 @@ def find_runs(*, program: str | None = None, limit: int | None = None) -> list[H
 
 
 def _read_entry(path: str) -> HistoryEntry | None:
-    """The entry for a folder; None where it holds no run.json of its own."""
+    """Read the entry of a folder; None if it has no run.json of its own."""
     file, folder = os.path.join(path, "run.json"), Path(path)
     try:
         with open(file, "rb", opener=_open_no_link) as opened:
@@ -139,7 +140,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def folders_in_use() -> set[str]:
-    """The folders of runs to which living processes of this machine belong, as far as this user may see them."""
+    """Return the folders of runs that still have processes of this user on this machine."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -148,13 +149,13 @@ def folders_in_use() -> set[str]:
 
 
 def find_run_folder(name: str) -> Path:
-    """The folder of a run.
+    """Find the folder of a run.
 
     Args:
-        name: of its folder, or how that ends, if only one does; or a path.
+        name: folder name, a unique ending of it, or a path.
 
     Raises:
-        Missing: there is none, or there are several.
+        LabError: there is no such run, or several.
     """
     place = runs_folder()
     if (place / name / "run.json").is_file():
@@ -174,7 +175,7 @@ def find_run_folder(name: str) -> Path:
 
 
 def format_table(entries: Sequence[HistoryEntry]) -> str:
-    """The list as text: start, program, ranks, how it ended, duration, parameters that were given, folder."""
+    """Format runs as a table: start, program, ranks, end, duration, given parameters, folder."""
     unsure = any(entry.info.get("exit") not in FINAL_EXITS for entry in entries)
     in_use = folders_in_use() if unsure else set()
     rows = [_table_row(entry, in_use) for entry in entries]
@@ -209,7 +210,7 @@ def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
 
 
 def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
-    """A column a run: first what the runs were asked for, where they differ, then every value that one of them has.
+    """Compare runs, one column each: arguments that differ, then every measured value.
 
     Raises:
         ParameterError: there is nothing to compare.
@@ -240,15 +241,15 @@ def compare(results: Iterable[RunResult]) -> "pandas.DataFrame":
 def find_prunable_runs(
     *, keep: int | None = None, older_than_days: float | None = None, program: str | None = None
 ) -> list[HistoryEntry]:
-    """The runs that may be removed, the newest first; where both limits are given, those beyond both.
+    """Return the runs that may be removed, newest first. With both limits, a run must exceed both.
 
     Args:
-        keep: not the newest so many.
-        older_than_days: only those that began so many days ago.
+        keep: number of newest runs to keep.
+        older_than_days: minimum age.
         program: only runs of this program; ``keep`` counts these alone.
 
     Raises:
-        ParameterError: neither limit is given, or one is negative.
+        ParameterError: no limit is given, or one is negative.
     """
     if keep is None and older_than_days is None:
         raise ParameterError(
@@ -269,7 +270,7 @@ def find_prunable_runs(
 
 
 def _reason_to_stay(entry: HistoryEntry, in_use: set[str]) -> str:
-    """Why a run must not be removed, or ""."""
+    """Return why a run must not be removed, or ""."""
     if entry.folder.parent != runs_folder() or not RUN_NAME_PATTERN.fullmatch(entry.folder.name):
         return "it is not in the runs folder under a name of labkit's"
     if entry.folder.is_symlink() or entry.problem or not entry.start_time_s:
@@ -279,10 +280,10 @@ def _reason_to_stay(entry: HistoryEntry, in_use: set[str]) -> str:
 
 
 def prune(entries: Iterable[HistoryEntry]) -> list[str]:
-    """Remove these runs, each after another look at it.
+    """Remove these runs; each is checked again first.
 
     Returns:
-        What was left, and why.
+        The runs that were kept, and why.
     """
     left, in_use = [], folders_in_use()
     for entry in entries:
@@ -299,7 +300,6 @@ def prune(entries: Iterable[HistoryEntry]) -> list[str]:
 
 
 def _remove_run_folder(folder: Path) -> None:
-    """Remove a run's folder, run.json last: what an interrupt leaves is still a run, and can be removed later."""
     with os.scandir(folder) as found:
         others = [each for each in found if each.name != "run.json"]
     for each in others:
@@ -312,7 +312,7 @@ def _remove_run_folder(folder: Path) -> None:
 
 
 def total_bytes(entries: Iterable[HistoryEntry]) -> int:
-    """Bytes of all files of these runs."""
+    """Return the size of all files of these runs, in bytes."""
     sizes = 0
     for entry in entries:
         for folder, _, names in os.walk(entry.folder):
