@@ -1,16 +1,23 @@
-"""The same programs as one rank of many, without the others and without numbers.
+"""Simulate one rank of many, without the other ranks and without numbers.
 
     result = labkit.simulate("fsdp_wrap", world_size=1024, model="mlp_stack", dim=4096)
 
-A simulated rank runs its program line by line, in a process of its own, on torch's fake process group, which sends
-nothing, and on fake tensors, which have a shape, a type and a size but no memory. So it says exactly what the program
-holds and hands to collectives, for as many ranks as one likes, and nothing about values. How long its step takes is
-reckoned from what it did, for a hardware of one's choice.
+A simulated rank runs its program line by line in a process of its own, on torch's fake process
+group,
+which sends nothing, and on fake tensors, which have a shape, a type and a size but no memory. So
+the
+memory and the communication are exact for any number of ranks, and values are unknown. The time of
+a step is estimated from the recorded events, for a hardware of your choice.
 
-``start`` starts it, ``world`` is what it finds itself in, ``watched`` looks at programs that do not measure themselves,
-``reckoned`` reckons time, ``links`` says over which links messages go, ``blocks`` whose the memory is, and ``fits``
-whether it fits. ``plan`` asks for many, ``search`` simulates them side by side, ``continued`` spares most of a deep
-model's blocks, ``candidates`` is what came of it.
+``run_simulation`` starts a simulation and ``run_rank`` is its process, where ``patch_*`` replace
+what
+a fake process group lacks. ``external_program`` records programs that do not measure themselves.
+``estimate`` gives the step time, ``link_traffic`` the links that messages cross, ``block_memory``
+the
+memory by block, ``memory_fit`` whether it fits. ``planner`` searches candidates, ``simulate_many``
+simulates them side by side, ``extrapolate`` saves most blocks of a deep model, and
+``search_result``
+holds the outcome.
 """
 
 from labkit_simulate.run_simulation import simulate

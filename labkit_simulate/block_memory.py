@@ -1,7 +1,7 @@
-"""Which blocks of a model hold the memory of a simulated rank, when it holds most, and what each keeps.
+"""Show which blocks of a model hold a simulated rank's memory at its peak.
 
-blocks(result)              # a table, a row a block
-peak_of(result)             # ("backward", "layers.31"): what was at work then
+block_memory_table(result)     # a row per block
+peak_phase_and_block(result)   # ("backward", "layers.31")
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SUMMARY_COLUMNS = ("total", "forward_kept", "forward_peak", "backward_peak")
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What a simulated rank held over its step.
+    """Memory of a simulated rank over its step.
 
     Attributes:
-        held_bytes: after each change.
-        marks: from which place of it on which phase and block were at work.
-        peak: the place at which most was held.
-        at_peak: what was held there: block, category, bytes.
+        held_bytes: bytes after each change.
+        marks: where in ``held_bytes`` each phase and block began.
+        peak: index of the largest value.
+        at_peak: bytes at the peak by block and category.
     """
 
     bytes_by_change: list[int]
@@ -38,7 +38,7 @@ class MemoryCurve:
 
     @property
     def phase_intervals(self) -> list[tuple[str, str, int, int]]:
-        """Phase, block, first place and the one after the last, in order."""
+        """Return (phase, block, first index, index after the last), in order."""
         ends = [mark[0] for mark in self.marks[1:]] + [len(self.bytes_by_change)]
         return [
             (phase, block, start, end)
@@ -47,14 +47,14 @@ class MemoryCurve:
 
 
 def read_memory_curve(result: RunResult, rank: int | None = None) -> MemoryCurve:
-    """What a simulated rank held over its step.
+    """Read the memory curve of a simulated rank.
 
     Args:
         result: of ``labkit.simulate``.
-        rank: which of those simulated; the first by default.
+        rank: a simulated rank; by default the first.
 
     Raises:
-        Missing: the rank was not simulated, or its program followed no memory.
+        LabError: the rank was not simulated, or its program tracked no memory.
     """
     output = result.ranks[min(result.active_ranks) if rank is None else rank]
     found = json.loads(output.artifact(ARTIFACT_BLOCKS))
@@ -69,7 +69,9 @@ def read_memory_curve(result: RunResult, rank: int | None = None) -> MemoryCurve
 
 
 def peak_phase_and_block(result: RunResult, rank: int | None = None) -> tuple[str, str]:
-    """The phase and the block that were at work when a simulated rank held most. The arguments are ``curve_of``'s."""
+    """Return the phase and the block that ran at the memory peak; arguments as
+    ``read_memory_curve``.
+    """
     curve = read_memory_curve(result, rank)
     return next(
         (
@@ -82,13 +84,15 @@ def peak_phase_and_block(result: RunResult, rank: int | None = None) -> tuple[st
 
 
 def block_memory_table(result: RunResult, rank: int | None = None) -> pandas.DataFrame:
-    """A table of the blocks of a model, by what they hold when the rank holds most; the arguments are ``curve_of``'s.
+    """Return a table of a model's blocks at the memory peak; arguments as ``read_memory_curve``.
 
-    A column a category, such as ``activation`` or ``optstate``, has the bytes that belong to the block at that moment:
-    what was made while it was at work, and its parameters with what the optimizer keeps of them. Memory that belongs
-    to no block is that of "", and "root" is the model outside of blocks. ``forward_kept`` is by how much more is held
-    after a block's forward pass than before, and
-    ``forward_peak``, ``backward_peak`` the most that the rank held while it was at work.
+    A column per category, such as ``activation`` or ``optstate``, counts bytes that belong to the
+    block:
+    tensors made while it ran, and its parameters with their optimizer state. Memory of no block is
+    in
+    row "", the model outside of blocks is "root". ``forward_kept`` is the growth over the block's
+    forward
+    pass; ``forward_peak`` and ``backward_peak`` are the rank's maxima while the block ran.
     """
     import pandas
 

@@ -40,7 +40,9 @@ QUESTIONS = {
 
 @exercise
 def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 1: hosts of 8 on which each rank finds room, from (shared_bytes, own_bytes, budget_bytes), or None."""
+    """Exercise 1: hosts of 8 on which each rank finds room, from (shared_bytes, own_bytes,
+    budget_bytes), or None.
+    """
     for shared, own, budget in (
         (1280.0, 20.0, 60.0),
         (1281.0, 20.0, 60.0),
@@ -89,7 +91,9 @@ def _fewest_hosts_hint(found: float, right: int, shared: float, own: float, budg
 
 @exercise
 def ring_s(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: seconds of an all-gather over hosts, from (shard_bytes, hosts, nproc, inside, between)."""
+    """Exercise 2: seconds of an all-gather over hosts, from (shard_bytes, hosts, nproc, inside,
+    between).
+    """
     inside, between = AlphaBeta(2.0, 0.5), AlphaBeta(10.0, 6.0)
     for shard, hosts, nproc in ((4.0, 1, 8), (4.0, 2, 8), (0.0, 3, 4), (4.0, 4, 16)):
         right = theory.ring_s(shard, hosts, nproc, inside, between)
@@ -135,7 +139,9 @@ def ring_s(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def forward_s(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: when a forward pass ends whose units are gathered one ahead, from (gathers_s, computes_s)."""
+    """Exercise 3: when a forward pass ends whose units are gathered one ahead, from (gathers_s,
+    computes_s).
+    """
     cases = (
         ([1.0], [2.0]),
         ([1.0, 1.0, 1.0], [3.0, 3.0, 3.0]),
@@ -160,7 +166,7 @@ def forward_s(answer: Callable[..., Any]) -> Verdict:
 
 
 def _forward_hint(found: float, gathers: Sequence[float], computes: Sequence[float]) -> str:
-    """What was left out, if one thing explains the number."""
+    """Return the one omission that explains a wrong number, or ""."""
     gathered = over = 0.0
     for gather, compute in zip(gathers, computes, strict=True):  # without the wait for room
         gathered += gather
@@ -248,7 +254,9 @@ def _is_series_close(found: Sequence[float], values: Sequence[float]) -> bool:
 
 @exercise
 def can_know(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 6: for each question whether a simulation without numbers and clocks can answer it."""
+    """Exercise 6: for each question whether a simulation without numbers and clocks can answer
+    it.
+    """
     for question, (right, why) in QUESTIONS.items():
         found = call_answer(answer, question, in_words=f"{answer_name(answer)}({question!r})")
         if found is not right:

@@ -1,4 +1,4 @@
-"""The commands of ``python -m labkit`` that simulate: simulate and plan."""
+"""Add the commands simulate and plan to ``python -m labkit``."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,7 +11,8 @@ from labkit_simulate.run_simulation import simulate
 
 @dataclass
 class SimulateCommand:
-    """Simulate one rank of many, or several, and show its summary: memory and communication, no values.
+    """Simulate one rank of many, or several, and show its summary: memory and communication, no
+    values.
 
     With a hardware its step's time is reckoned; no time is measured.
 
@@ -23,7 +24,9 @@ class SimulateCommand:
     world_size: int = 8
     """Number of ranks among which the program finds itself."""
     rank: tuple[int, ...] | Literal["different", "all"] = (0,)
-    """Those that are simulated; different: those that differ from each other, by what the program says."""
+    """Those that are simulated; different: those that differ from each other, by what the program
+    says.
+    """
     hardware: str | None = None
     """Kind of host for which the step's time is reckoned, such as h100-8x."""
     ranks_per_host: int | None = None
@@ -65,7 +68,9 @@ class PlanCommand:
     timeout_s: float = 600
     """Seconds after which one simulation is stopped."""
     whole: int | None = 3
-    """How many of the best are simulated whole; the others may be continued from a few blocks. None: all."""
+    """How many of the best are simulated whole; the others may be continued from a few blocks.
+    None: all.
+    """
 
     about: ClassVar[str] = "Simulate candidates of {program} and show those that fit."
     takes_lists: ClassVar[bool] = True

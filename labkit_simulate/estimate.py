@@ -1,11 +1,10 @@
-"""How long the step of a simulated rank takes on a hardware that it never saw.
+"""Estimate the step time of a simulated rank on any hardware.
 
-    reckon(result, "h100-8x").time.step_s
-    reckon(result, hardware("h100-8x", matmul_share=0.6)).model_flops_share
+    estimate_rank_step(result, "h100-8x").time.step_s
 
-What the rank did, in order, lies with the run (``result.ranks[0].kept("events")``, see
-labkit_simulate/event_recorder.py), and says nothing of hardware: so one simulation is reckoned for as many kinds of
-hosts as one likes.
+The recorded events (event_recorder.py) do not depend on hardware, so one simulation serves many
+kinds
+of hosts.
 """
 
 import json
@@ -43,14 +42,14 @@ TOUCHING_S = 1e-9
 
 @dataclass(frozen=True)
 class RankStepEstimate:
-    """What is to be expected of a simulated rank's step.
+    """Estimated step of a simulated rank.
 
     Attributes:
-        hardware: for which.
+        hardware: the hardware.
         time: the step on its time line.
-        model_flops: operations of a rank's matrix products that the model needs: what is recomputed is left out, and
-            attention is counted in full.
-        dtype: of the numbers that most operations multiply.
+        model_flops: FLOPs of a rank's matrix products that the model needs: without recomputation,
+            with attention counted in full.
+        dtype: number type of most multiplications.
     """
 
     hardware: Hardware
@@ -60,7 +59,7 @@ class RankStepEstimate:
 
     @property
     def model_flops_share(self) -> float:
-        """MFU: the part of what a device could compute in this time that the model needs; 0 without matrix products."""
+        """Model FLOPs utilisation (MFU), from 0 to 1; 0 without matrix products."""
         if not self.model_flops:
             return 0.0
         return self.time.model_flops_share(
@@ -69,7 +68,7 @@ class RankStepEstimate:
 
     @property
     def record_values(self) -> dict[str, tuple[float, str]]:
-        """The numbers of the record, by name, with their units."""
+        """Return the numbers of the record by name, with units."""
         time = self.time
         return {
             "reckoned_step_s": (time.step_s, "s"),
@@ -84,12 +83,12 @@ class RankStepEstimate:
 
 @dataclass(frozen=True)
 class StepEvents:
-    """What a simulated rank did in its step.
+    """Recorded events of a simulated rank's step.
 
     Attributes:
-        model_flops: see ``Reckoned``.
-        groups: the ranks of each process group.
-        events: in order, see labkit_simulate/event_recorder.py.
+        model_flops: see ``RankStepEstimate``.
+        groups: ranks of each process group.
+        events: in order, see event_recorder.py.
     """
 
     model_flops: float
@@ -98,26 +97,26 @@ class StepEvents:
 
     @property
     def collective_calls(self) -> list[dict[str, Any]]:
-        """The collectives and messages."""
+        """Collectives and point-to-point messages."""
         return [event for event in self.events if "call" in event]
 
     @property
     def operator_counts(self) -> Iterator[tuple[Operator, int]]:
-        """The operators, and how often each ran, by stretches of work."""
+        """Operators and how often each ran, per stretch of work."""
         for event in self.events:
             for *operator, count in event.get("operators", ()):
                 yield Operator(*operator), count
 
 
 def read_events(result: RunResult, rank: int | None = None) -> StepEvents:
-    """What a simulated rank did in its step.
+    """Read the events of a simulated rank's step.
 
     Args:
         result: of ``labkit.simulate``.
-        rank: which of those simulated; the first by default.
+        rank: a simulated rank; by default the first.
 
     Raises:
-        Missing: the rank was not simulated, or took no step.
+        LabError: the rank was not simulated, or took no step.
     """
     chosen = min(result.active_ranks) if rank is None else rank
     head, *events = map(json.loads, result.ranks[chosen].artifact(ARTIFACT_EVENTS).splitlines())
@@ -130,18 +129,18 @@ def estimate_rank_step(
     rank: int | None = None,
     ranks_per_host: int | None = None,
 ) -> RankStepEstimate:
-    """Reckon the step of a simulated rank.
+    """Estimate the step time of a simulated rank.
 
     Args:
         result: of ``labkit.simulate``.
-        hosts: the hardware, or its name, such as "h100-8x".
-        rank: which of those simulated; the first by default.
-        ranks_per_host: how many ranks are on each host; as many as in the simulation by default.
+        hosts: hardware, or its name, such as "h100-8x".
+        rank: a simulated rank; by default the first.
+        ranks_per_host: by default as in the simulation.
 
     Raises:
         ParameterError: no such hardware, or ranks that do not fill its hosts.
-        Missing: the rank was not simulated, or took no step.
-        ValueError: products of numbers for which the hardware has no rate.
+        LabError: the rank was not simulated, or took no step.
+        ValueError: the hardware has no rate for the dtype of a product.
     """
     kind = resolve_hardware(hosts)
     done = read_events(result, rank)
@@ -163,7 +162,7 @@ def estimate_rank_step(
 
 
 def resolve_hardware(hosts: Any) -> Hardware:
-    """The hardware of this name, or what is one already. Raises ParameterError for another name; it lists all."""
+    """Return the hardware of this name; raise ParameterError with all names for an unknown one."""
     if isinstance(hosts, Hardware):
         return hosts
     try:
@@ -173,7 +172,7 @@ def resolve_hardware(hosts: Any) -> Hardware:
 
 
 def ranks_on_each_host(world_size: int, ranks_per_host: int, kind: Hardware) -> int:
-    """Ranks on each host. Raises ParameterError where they leave a host half empty, or overcrowd it."""
+    """Return the ranks per host; raise ParameterError if hosts are partly filled or overfull."""
     on_host = min(world_size, ranks_per_host)
     if world_size % on_host:
         rest = f"{world_size} % {on_host} = {world_size % on_host}"
@@ -190,7 +189,7 @@ def ranks_on_each_host(world_size: int, ranks_per_host: int, kind: Hardware) -> 
 def event_for_hardware(
     event: Mapping[str, Any], groups: Sequence[Group], machine: Hardware
 ) -> ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent:
-    """An event as it takes time on this machine."""
+    """Give a recorded event its duration on this hardware."""
     if "work" in event:
         return ComputeEvent(
             f"{event['phase']} {event['work']}", compute_event_s(event["operators"], machine)
@@ -208,7 +207,7 @@ def event_for_hardware(
 
 
 def compute_event_s(operators: Iterable[Sequence[Any]], machine: Hardware) -> float:
-    """Seconds of a stretch of work. What moves and computes nothing, such as a view, is no kernel of a GPU's."""
+    """Return the seconds of a stretch of work; views and the like launch no kernel and take none."""
     total = 0.0
     for *fields, count in operators:
         operator = Operator(*fields)
@@ -218,7 +217,7 @@ def compute_event_s(operators: Iterable[Sequence[Any]], machine: Hardware) -> fl
 
 
 def write_estimate(result: RunResult, hosts: Hardware) -> None:
-    """Add to the records of a finished simulation what is reckoned for this hardware: numbers, and a time line."""
+    """Add the estimate for this hardware to a simulation's records: numbers and a time line."""
     for rank in result.active_ranks:
         reckoned = estimate_rank_step(result, hosts, rank)
         step = max((line["step"] for line in result.lines if line["rank"] == rank), default=0)
@@ -235,7 +234,7 @@ def write_estimate(result: RunResult, hosts: Hardware) -> None:
 
 
 def lanes_and_bars(time: StepTime) -> Iterator[tuple[str, TimelineBar]]:
-    """The bars of a time line by lane, as those of a measured one; work of the same name without a pause is one bar."""
+    """Return time-line bars by lane; adjacent work of one name is merged into one bar."""
     whole: list[TimelineBar] = []
     for bar in (each for each in time.bars if each.stream == COMPUTE_STREAM):
         last = whole[-1] if whole else bar

@@ -1,17 +1,20 @@
-"""What a simulated rank does in a step, in order: from it the step's time is reckoned, for any hardware.
+"""Record the events of a simulated rank's step, independent of any hardware.
 
-    {"work": "layers.0", "phase": "forward", "operators": [["mm", 4096.0, 1664, "bfloat16", 3], ...]}
-    {"call": "all_gather", "of": "layers.1", "bytes": 1024, "group": 0, "axis": "data", "early": true}
+    {"work": "layers.0", "phase": "forward", "operators": [["mm", 4096.0, 1664, "bfloat16", 3],
+    ...]}
+    {"call": "all_gather", "of": "layers.1", "bytes": 1024, "group": 0, "axis": "data", "early":
+    true}
     {"wait": 1}
     {"turn": "backward"}
 
-Work is a row of equal operators, counted, between two other events: name, operations, bytes moved, type of numbers, how
-many. A wait names the place of its call among the events. Nothing of this depends on a machine.
+Work is a run of operators between two other events: name, FLOPs, bytes moved, dtype, count. A wait
+names the index of its call.
 
-A recording is made on the CPU, where FSDP waits for each collective at once. On a GPU it waits where it needs the
-result, and says so to the profiler: for what is gathered where it copies that to its place (``all_gather_copy_out``),
-for a sum of gradients before the next one (``post_backward_rs_wait``), and for all at the end of the backward pass.
-There the waits are written. Gathers are marked ``early``, because parameters are there long before.
+The recording is made on the CPU, where FSDP waits for each collective at once. On a GPU it waits
+where
+it needs the result, and marks that place for the profiler: all-gathers at ``all_gather_copy_out``,
+reduce-scatters at the next ``post_backward_rs_wait``, all of them at the end of the backward pass.
+The waits are recorded there. All-gathers are ``early``: their parameters exist long before.
 """
 
 import contextlib
@@ -53,15 +56,15 @@ StepEvent = dict[str, Any]
 
 
 class EventRecorder(CommunicationCounter):
-    """Counts communication like its parent, and writes down all events of the step inside.
+    """Count communication like the parent class, and record all events of the step.
 
     Args:
         mesh: as for the parent.
-        modules: torch's ModTracker, which knows the modules that are at work; without it nothing has a name.
+        modules: torch's ModTracker, which names the running modules; without it names are empty.
 
     Attributes:
-        events: as above, but that the operators of work are a Counter.
-        model_flops: operations of matrix products that the model needs: what is recomputed is left out.
+        events: as above, with a Counter of operators.
+        model_flops: FLOPs of matrix products that the model needs, without recomputation.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, modules: Any = None):
@@ -72,7 +75,7 @@ class EventRecorder(CommunicationCounter):
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Forget all events."""
         super().reset()
         self.events: list[StepEvent] = []
         self.model_flops = 0.0
@@ -121,7 +124,7 @@ class EventRecorder(CommunicationCounter):
             self._record_compute(func, tuple(args), kwargs, result)
 
     def _update_ranges(self, name: str, args: Sequence[Any]) -> None:
-        """A range of the profiler begins or ends."""
+        """Follow the profiler ranges that begin and end."""
         if name != "_record_function_enter_new":
             self._ranges = self._ranges[:-1]
             return
@@ -137,7 +140,7 @@ class EventRecorder(CommunicationCounter):
             self._record_gather_waits()
 
     def current_phase_and_block(self) -> tuple[str, str]:
-        """The phase of the step at this moment, and the block that is at work."""
+        """Return the current phase of the step and the running block."""
         phase = self._phase
         if current_graph_task_id() != -1:
             phase = "backward"
@@ -148,7 +151,6 @@ class EventRecorder(CommunicationCounter):
         return phase, "" if phase == "optimizer" else self._current_block()
 
     def _update_phase(self) -> None:
-        """See which phase this is."""
         before = self._phase
         self._phase, self._block = self.current_phase_and_block()
         if before != "backward" and self._phase == "backward":
@@ -223,7 +225,7 @@ class EventRecorder(CommunicationCounter):
             }
 
     def _add_wait_recording(self, wait: Any) -> Any:
-        """The same method of a collective's handle, whose calls are written down."""
+        """Wrap ``wait`` of a collective's handle to record its calls."""
 
         def record_and_wait(work: Work, *args: Any, **kwargs: Any) -> Any:
             self._record_waits(self._works.pop(id(work), (work, []))[1])
@@ -240,7 +242,9 @@ class EventRecorder(CommunicationCounter):
         self._record_waits([place for places in gathered.values() for place in places])
 
     def _record_sum_waits(self, *, within_groups: bool = False) -> None:
-        """Wait for all sums of FSDP's that nobody has waited for, or for those alone that are within groups."""
+        """Record waits for FSDP's pending reduce-scatters: all of them, or only those within
+        groups.
+        """
         waited = [
             place
             for place in self._sums
@@ -250,11 +254,10 @@ class EventRecorder(CommunicationCounter):
         self._record_waits(waited)
 
     def _innermost_range(self, ranges: tuple[str, ...]) -> str:
-        """The innermost range of the profiler that begins so; "" for none."""
+        """Return the innermost profiler range with this prefix, or ""."""
         return next((each for each in reversed(self._ranges) if each.startswith(ranges)), "")
 
     def _current_block(self) -> str:
-        """The block that is at work."""
         now = self._modules.parents if self._modules else set()
         if now != self._seen:
             begun = sorted(
@@ -265,7 +268,9 @@ class EventRecorder(CommunicationCounter):
         return self._innermost
 
     def _unit_for_collective(self, label: str, own: str) -> str:
-        """Whose communication this is: FSDP's ranges say it, and all-reduces of a backward pass are numbered."""
+        """Name the unit of a collective: from FSDP's ranges; all-reduces of a backward pass are
+        numbered.
+        """
         if found := FSDP_RANGE_PATTERN.match(own):
             return unit_name(found[2])
         if label == "all_reduce" and self._phase == "backward":
@@ -277,7 +282,7 @@ class EventRecorder(CommunicationCounter):
         return self._groups.setdefault(tuple(ranks), len(self._groups))
 
     def write_artifact(self, writer: RecordWriter) -> None:
-        """Keep the events with the run."""
+        """Write the events into the run's folder."""
         if writer.folder:
             write_text(
                 RunFolder(writer.folder).artifact(writer.rank, ARTIFACT_EVENTS),
@@ -285,7 +290,7 @@ class EventRecorder(CommunicationCounter):
             )
 
     def to_json_lines(self) -> str:
-        """All of it as JSON, an event a line."""
+        """Return the events as JSON lines."""
         self._record_gather_waits()
         self._record_sum_waits()
         groups = [list(ranks) for ranks in self._groups]
@@ -294,7 +299,7 @@ class EventRecorder(CommunicationCounter):
 
 
 def event_to_json(event: StepEvent) -> StepEvent:
-    """An event as it is written."""
+    """Convert an event to its JSON form."""
     operators = event.get("operators")
     return (
         event | {"operators": [[*key, count] for key, count in operators.items()]}
@@ -306,7 +311,7 @@ def event_to_json(event: StepEvent) -> StepEvent:
 def participant_ranks(
     name: str, args: Sequence[Any], ranks: Sequence[int]
 ) -> Iterator[Sequence[int]]:
-    """Who takes part in each message of an operation: the group, or of what goes from one rank to another these two."""
+    """Return the ranks of a message: the group, or sender and receiver."""
     if name == "batch_p2p_ops":
         peers = args[1]
     elif name in ("send", "recv_"):
@@ -319,17 +324,17 @@ def participant_ranks(
 
 
 def block_from_class_path(name: str) -> str:
-    """The part of a module's name down to the first number, which names a block: layers.0 of Net.layers.0.mlp."""
+    """Return a module path up to its first number: layers.0 of Net.layers.0.mlp."""
     return block_name(unit_name(name).partition(".")[2])
 
 
 def block_name(name: str) -> str:
-    """The same of a name that does not begin with that of a class: layers.0 of layers.0.mlp."""
+    """Return a path without class name up to its first number: layers.0 of layers.0.mlp."""
     parts = [part for part in unit_name(name).split(".") if part not in ("module", ROOT_UNIT)]
     numbered = next((place for place, part in enumerate(parts, start=1) if part.isdecimal()), 1)
     return ".".join(parts[:numbered]) or ROOT_UNIT
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What tells the memory of a tensor from that of all others that live."""
+    """Return a key that is unique among the living storages."""
     return tensor.untyped_storage()._cdata

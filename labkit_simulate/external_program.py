@@ -1,9 +1,11 @@
-"""Memory and communication of a simulated program that knows nothing of labkit, from its first line to its last.
+"""Record memory and communication of a program that does not use labkit.
 
-Nobody says where its steps begin. So a step goes from the end of one ``optimizer.step()`` to the end of the next. What
-comes before the end of the first is the start, in which models are made whole and sent to all ranks: its peak of memory
-stands apart, as ``start_peak_total_bytes``, and its communication is the warm-up's. ``peak_..._bytes`` are of all that
-follows; what is sent after the last is a step of its own. Of a program that has no whole step all is one.
+Such a program does not mark its steps, so a step lasts from the end of one ``optimizer.step()`` to
+the
+end of the next. What precedes the first end is the start, where models are built and broadcast: its
+memory peak is ``start_peak_total_bytes``, its communication counts as warm-up. ``peak_..._bytes``
+cover everything after it. Communication after the last step is a step of its own. A program
+without a whole step is recorded as one.
 """
 
 import ast
@@ -31,7 +33,7 @@ WARM_UP_STEP = -1
 
 
 def is_labkit_program(target: str) -> bool:
-    """Whether a program writes its own records: it is a module of labkit's, or a file that imports labkit."""
+    """Tell whether a program records itself: a module of labkit, or a file that imports labkit."""
     if not target.endswith(".py"):
         return True
     try:
@@ -50,7 +52,7 @@ def is_labkit_program(target: str) -> bool:
 
 @contextlib.contextmanager
 def record_external_program(rank: int, world_size: int) -> Iterator["ProgramMemoryTracker"]:
-    """In here, record what a program holds and sends; enter it where tensors are simulated already."""
+    """Record what a program holds and sends; call under fake tensors."""
     folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER]))
     if rank == rank_of_process(0):
         write_json(folder.session_json, external_session_info(world_size))
@@ -69,7 +71,7 @@ def record_external_program(rank: int, world_size: int) -> Iterator["ProgramMemo
 
 
 class ExternalStepRecorder:
-    """What is held and sent in each step, written as records."""
+    """Write the memory and traffic of each step as records."""
 
     def __init__(self, writer: RecordWriter):
         self.tracker = ProgramMemoryTracker()
@@ -78,7 +80,7 @@ class ExternalStepRecorder:
         self._held: MemoryRecorder | None = None
 
     def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has updated parameters."""
+        """Close a step: an optimizer has updated parameters."""
         write_traffic(self._writer, self.counter, self._index)
         self.counter.write_artifact(self._writer)
         self.counter.reset()
@@ -94,7 +96,7 @@ class ExternalStepRecorder:
         self._index += 1
 
     def close(self) -> None:
-        """The program has ended."""
+        """Write what is left at the end of the program."""
         if self._held:
             self._held.write_records(self._writer, self._index)
         write_traffic(self._writer, self.counter, max(self._index, 0))
@@ -106,7 +108,7 @@ class ExternalStepRecorder:
 
 @contextlib.contextmanager
 def record_mesh_axes(steps: ExternalStepRecorder) -> Iterator[None]:
-    """In here, what runs along an axis of a mesh that the program makes is counted for this axis as well."""
+    """Count traffic by axis for every mesh that the program creates."""
     make = torch_private.get(MESH_FACTORIES[0])
 
     def make_and_add_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
@@ -120,10 +122,10 @@ def record_mesh_axes(steps: ExternalStepRecorder) -> Iterator[None]:
 
 
 class ProgramMemoryTracker(MemTracker):
-    """torch's tracker, which by itself takes one step and keeps accounts of modules: here many, and of the whole.
+    """Track memory over a whole program; torch's tracker covers one step of known modules.
 
     Attributes:
-        most: bytes that were held at most since the program asked to forget it; ``peak`` is of a step.
+        most: largest number of bytes since ``reset_peak``; ``peak`` is that of a step.
     """
 
     _pre_fw_hook: Any
@@ -136,15 +138,14 @@ class ProgramMemoryTracker(MemTracker):
 
     @property
     def current_bytes(self) -> int:
-        """Bytes now."""
         return bytes_by_category(self, "current", torch.device("cpu")).get("total", 0)
 
     def peak_by_category(self) -> dict[str, int]:
-        """Bytes of each category at the moment when most was held."""
+        """Bytes by category at the peak."""
         return bytes_by_category(self, "peak", torch.device("cpu"))
 
     def reset_peak(self) -> None:
-        """Look for the peak of what comes from now on."""
+        """Start a new peak."""
         self._peak_mem_snap = self.get_tracker_snapshot()
         self._peak_mem = {device: held["Total"] for device, held in self._peak_mem_snap.items()}
 
@@ -168,7 +169,7 @@ class ProgramMemoryTracker(MemTracker):
 
 
 def external_session_info(world_size: int) -> dict[str, Any]:
-    """What a reader must know of the machine; the same as of a session, see labkit/session/session.py."""
+    """Return what session.json says of the machine, for a program without a session."""
     machine = {
         "device": "simulated",
         "device_name": "simulated",

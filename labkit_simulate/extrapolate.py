@@ -1,8 +1,8 @@
-"""What a deep model of equal blocks holds and takes, continued from two simulations with a few of its blocks.
+"""Extrapolate memory and time of a deep model from two simulations with few blocks.
 
-From a few blocks on each one more adds the same: to what is held at the peak, and to the time of a step. That is so
-while the peak stays at the same moment of the step, counted from its beginning or its end. So what two simulations say
-lies on a line, and the whole model on the same line. What the allocator reserves is on none, and is estimated.
+From a few blocks on, each further one adds the same to the peak and to the step time, as long as
+the peak stays at the same moment of the step. So the whole model lies on the line through two
+simulations. The allocator's reserved memory does not, and is estimated.
 """
 
 import re
@@ -18,7 +18,9 @@ from labkit_simulate.run_simulation import SimulationRequest
 from labkit_simulate.search_result import Candidate, SearchResult
 
 SMALL_BLOCK_COUNTS = (4, 6)
-"""Blocks of the two simulations: with 2, the peak of Llama 2 7B is at another moment of the step."""
+"""Blocks of the two simulations: with 2, the peak of Llama 2 7B is at another moment of the
+step.
+"""
 MAX_BLOCKS_TO_SIMULATE_WHOLE = 12
 """Models of no more blocks than that are simulated whole."""
 EXTRAPOLATION_TOLERANCE = 0.01
@@ -27,7 +29,7 @@ NUMBER_PATTERN = re.compile(r"\d+")
 
 
 def make_small_requests(whole: SimulationRequest) -> dict[int, SimulationRequest]:
-    """The same with a few of the blocks, by their number; none where the program accepts no model as small."""
+    """Return the requests for few blocks, by their number; {} if the program takes no small model."""
     path = Path(whole.program_path)
     name = config.read_config(path).ALIKE  # type: ignore[union-attr]  # it has counted them
     try:
@@ -44,9 +46,9 @@ def make_small_requests(whole: SimulationRequest) -> dict[int, SimulationRequest
 
 
 def extrapolate_candidate(small: Mapping[int, Candidate]) -> Candidate:
-    """The candidate with all its blocks, from what simulations with ``FEW`` of them say.
+    """Extrapolate a candidate to all its blocks from simulations with ``FEW`` of them.
 
-    Where these have their peaks at different moments, no line leads on: then its ``note`` says so.
+    If their peaks are at different moments there is no line; the candidate's ``note`` says so.
     """
     few, more = (small[blocks] for blocks in SMALL_BLOCK_COUNTS)
     if few.reason or more.reason:
@@ -87,14 +89,14 @@ def extrapolate_candidate(small: Mapping[int, Candidate]) -> Candidate:
 def extrapolate_times(
     few: dict[str, float], more: dict[str, float], line: Callable[[float, float], float]
 ) -> dict[str, float]:
-    """What is reckoned for a kind of hosts: times are on a line, and so are the model's operations, which give MFU."""
+    """Extrapolate time and model FLOPs for a kind of hosts."""
     times = {name: line(few[name], more[name]) for name in ("step_s", "compute_s", "exposed_s")}
     mfu = line(few["mfu"] * few["step_s"], more["mfu"] * more["step_s"]) / times["step_s"]
     return times | {"mfu": mfu, "memory_bytes": more["memory_bytes"]}
 
 
 def is_same_moment(few: str, more: str) -> bool:
-    """Whether two peaks are in the same block, counted from the first or the last."""
+    """Tell whether two peaks are in the same block, counted from the first or the last."""
     apart = [
         int(high) - int(low)
         for low, high in zip(
@@ -108,7 +110,7 @@ def is_same_moment(few: str, more: str) -> bool:
 
 
 def extrapolation_error_text(line: Candidate, whole: Candidate) -> str:
-    """What the whole simulation says otherwise than what was continued; "" where they agree."""
+    """Describe how the whole simulation differs from the extrapolation; "" if they agree."""
     pairs: dict[str, tuple[float, float]] = {"peak": (line.sizes["peak"], whole.sizes["peak"])}
     pairs |= {
         f"step on {name}": (line.times[name]["step_s"], each["step_s"])
@@ -122,9 +124,10 @@ def extrapolation_error_text(line: Candidate, whole: Candidate) -> str:
 
 
 def candidates_to_simulate_whole(found: SearchResult, best: int) -> list[int]:
-    """Which continued candidates have to be simulated whole: the best for each kind of hosts, and what has a note.
+    """Choose the extrapolated candidates to simulate whole: the best per kind of hosts, and noted
+    ones.
 
-    One of which only the allocator's share would not fit is among the best, too: that share is estimated.
+    The best include one that only the estimated share of the allocator keeps from fitting.
     """
     noted = {
         place for place, each in enumerate(found.candidates) if each.continued_from and each.note

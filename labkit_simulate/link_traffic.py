@@ -1,4 +1,4 @@
-"""Over which links a simulated rank's messages go, and what each takes."""
+"""Show which links a simulated rank's messages cross, and what each costs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ GROUP_COLUMNS = ["collective", "axis", "ranks", "hosts", "link"]
 def link_traffic_table(
     result: RunResult, hosts: str | Hardware | None = None, rank: int | None = None
 ) -> pandas.DataFrame:
-    """A table of a simulated rank's step: a row for the collectives or messages of a kind, along an axis of the mesh.
+    """Return a table of a simulated rank's step: a row per kind of collective and mesh axis.
 
-    ``link`` is the slowest that they cross, "inside a host" or "between hosts". ``handed_bytes`` are those of the
-    tensors that the rank hands to them, ``wire_bytes`` those that leave a rank in a ring, and ``between_hosts_bytes``
-    the part of these that leaves the host, on average over the ranks: of the n messages of each step of a ring as many
-    leave a host as there are hosts.
+    ``link`` is the slowest link crossed, "inside a host" or "between hosts". ``handed_bytes`` are
+    bytes of
+    the tensors passed in, ``wire_bytes`` those that leave a rank in a ring algorithm, and
+    ``between_hosts_bytes`` the part that leaves the host, averaged over ranks: in each step of a
+    ring
+    over h hosts, h of the n messages leave a host.
 
     Args:
         result: of ``labkit.simulate``.
-        hosts: the hardware, or its name: then ``seconds`` has what they take, one after another.
-        rank: which of the ranks simulated; the first by default.
+        hosts: hardware or its name, for a column ``seconds`` of the messages one after another.
+        rank: a simulated rank; by default the first.
 
     Raises:
-        Missing: the rank was not simulated, or took no step.
+        LabError: the rank was not simulated, or took no step.
         ParameterError: no such hardware, or ranks that do not fit on its hosts.
     """
     import pandas

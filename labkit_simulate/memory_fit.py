@@ -1,4 +1,4 @@
-"""Whether what a simulated rank holds fits on a GPU, and what is left."""
+"""Decide whether a simulated rank fits into a GPU's memory."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,15 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """The answer; true where it fits.
+    """The decision; true if the rank fits.
 
     Attributes:
-        reserved: bytes that the allocator takes at most for tensors.
-        outside: bytes that are taken beside that.
+        reserved: largest number of bytes that the allocator reserves.
+        outside: bytes taken outside the allocator.
         budget: bytes of the GPU.
-        gathered_ahead: bytes of the largest unit of FSDP where most is held in the forward pass: on a GPU it may have
-            been gathered while the unit before it computes, and here it was not. In the backward pass it was.
+        gathered_ahead: bytes of the largest FSDP unit at the forward peak. A GPU may prefetch it
+            during
+            the unit before, which a simulation on the CPU does not show.
     """
 
     allocator_bytes: int
@@ -30,7 +31,7 @@ class MemoryFit:
 
     @property
     def margin_bytes(self) -> int:
-        """Bytes that are left; negative where it does not fit."""
+        """Remaining bytes; negative if it does not fit."""
         return self.budget_bytes - self.allocator_bytes - self.prefetch_bytes - self.overhead_bytes
 
     def __bool__(self) -> bool:
@@ -49,14 +50,14 @@ class MemoryFit:
 
 
 def memory_fit(result: RunResult, budget_gib: float = 80.0) -> MemoryFit:
-    """Whether each simulated rank fits in a GPU's memory.
+    """Decide for each simulated rank whether it fits into a GPU's memory.
 
     Args:
         result: of ``labkit.simulate``.
-        budget_gib: GiB that the GPU has.
+        budget_gib: memory of the GPU in GiB.
 
     Raises:
-        UnknownValue: the program followed no memory.
+        UnknownValue: the program tracked no memory.
     """
     return memory_fit_from_bytes(
         int(result.value("gpu_reserved_bytes")), budget_gib, largest_prefetch_bytes(result)
@@ -64,12 +65,12 @@ def memory_fit(result: RunResult, budget_gib: float = 80.0) -> MemoryFit:
 
 
 def memory_fit_from_bytes(reserved: int, budget_gib: float, ahead: int = 0) -> MemoryFit:
-    """The same for so many bytes that the allocator takes, and a unit that is gathered ahead."""
+    """Decide from the allocator's bytes and those of a prefetched unit."""
     return MemoryFit(reserved, sum(OUTSIDE_ALLOCATOR_BYTES.values()), int(budget_gib * GIB), ahead)
 
 
 def largest_prefetch_bytes(result: RunResult) -> int:
-    """See ``Fit.gathered_ahead``; of the ranks that were simulated, the largest."""
+    """Return the largest ``MemoryFit.gathered_ahead`` of the simulated ranks."""
     return max(_rank_prefetch_bytes(result, rank) for rank in result.active_ranks)
 
 

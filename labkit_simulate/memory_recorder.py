@@ -1,7 +1,8 @@
-"""What a simulated rank holds while its step goes on: a curve, whose it is, and what an allocator would reserve for it.
+"""Record a simulated rank's memory over its step: a curve, its owners, and an allocator's reserve.
 
-Memory belongs to the block of the model that was at work when it was made; parameters, and what an optimizer keeps of
-them, belong to the block whose parameters they are.
+Memory belongs to the block that ran when it was allocated; parameters and optimizer state belong to
+the
+block of the parameters.
 """
 
 import json
@@ -23,18 +24,18 @@ PhaseAndBlock = tuple[str, str]
 
 
 class MemoryRecorder:
-    """Follows a tracker of torch's from now on: every storage that it sees made, changed in size or freed.
+    """Follow every storage that torch's tracker sees created, resized or freed.
 
     Args:
-        tracker: torch's.
-        where: says which phase this is, and which block is at work.
-        track: the models and optimizers that are there already.
+        tracker: torch's memory tracker.
+        where: returns the current phase and block.
+        track: models and optimizers that exist already.
 
     Attributes:
-        allocator: a model of CUDA's.
-        curve: the sum of all bytes at first, and after each of these.
-        marks: from which point of the curve on which block was at work.
-        at_peak: bytes by block and category when most was held; ``peak`` is that moment on the curve.
+        allocator: a model of CUDA's caching allocator.
+        curve: total bytes, at first and after each change.
+        marks: where in the curve each block began.
+        at_peak: bytes by block and category at the peak, whose index is ``peak``.
     """
 
     def __init__(self, tracker: Any, where: Callable[[], PhaseAndBlock], track: Iterable[Any]):
@@ -56,7 +57,7 @@ class MemoryRecorder:
         tracker._update_snap = self._on_storage_change
 
     def _on_storage_change(self, kind: Any, info: Any, **old: Any) -> None:
-        """In place of the method in which the tracker keeps its accounts, which says of all that happens."""
+        """Replace the tracker's bookkeeping method, which sees every change."""
         self._take_account(kind, info, **old)
         if kind.name == "REF":  # another category for the same memory
             block, category, size = self._owned.get(id(info), ("", "", 0))
@@ -89,12 +90,12 @@ class MemoryRecorder:
             self._owned[id(info)] = block, category, size
 
     def _update_peak(self) -> None:
-        """Before less is held than now: was this the most so far?"""
+        """Compare with the peak, before memory is freed."""
         if self.curve[-1] > self.curve[self.peak]:
             self.peak, self.at_peak = len(self.curve) - 1, self._now.copy()
 
     def write_records(self, writer: RecordWriter, index: int) -> None:
-        """Write the peaks as records, and keep the curve, and whose it is, with the run."""
+        """Write the peaks as records, and the curve with its owners as artifacts."""
         self._update_peak()
         writer.write("memory", "gpu_allocated", index, bytes=self.allocator.most_allocated)
         writer.write("memory", "gpu_reserved", index, bytes=self.allocator.most_reserved)
@@ -110,7 +111,7 @@ class MemoryRecorder:
 
 
 def storages_by_block(track: Iterable[Any]) -> Iterator[tuple[int, str]]:
-    """What models and optimizers hold already: storages, as addresses, with the block whose they are."""
+    """Return the addresses of existing storages of models and optimizers, with their blocks."""
     from labkit.torch_private import get_untyped_storages
     from labkit_simulate.event_recorder import block_name
 

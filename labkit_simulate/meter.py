@@ -1,4 +1,4 @@
-"""Traces a simulated rank's steps: it has neither times nor values, so what is timed is left out."""
+"""Trace a simulated rank's steps; nothing is timed."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from labkit_simulate.memory_recorder import MemoryRecorder
 
 
 class SimulationMeter(Meter):
-    """Records memory, communication and events of one step, and nothing else."""
+    """Record memory, communication and events of one step."""
 
     tensors_have_values: ClassVar[bool] = False
 
@@ -27,9 +27,9 @@ class SimulationMeter(Meter):
         mesh: DeviceMesh | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> Iterator[Step]:
-        """Run the warm-up and the traced step: what is between them would differ in its times alone.
+        """Run the warm-up and the traced step; steps between them would differ only in their times.
 
-        Of an odd number one is left, since a program may do every second step otherwise.
+        An odd count leaves one extra step, since a program may act on every second step only.
         """
         for _ in range(warmup + count % 2):
             yield Step(-1, False, self)
@@ -41,7 +41,7 @@ class SimulationMeter(Meter):
     def count_traffic(
         self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
     ) -> Iterator[None]:
-        """Count communication as a real rank does, and record the step's events and its memory."""
+        """Count communication as on a real rank; record the step's events and memory."""
         recorder, memory = EventRecorder(mesh, tracker and tracker._mod_tracker), None
         with recorder:
             if tracker:  # which knows by now what is there already

@@ -1,10 +1,11 @@
-"""Which operators a program runs on one rank, with their operations and bytes: counted on tensors without content.
+"""Count the operators of a program on one rank, with FLOPs and bytes, on fake tensors.
 
-    with FakeTensorMode(), OperatorCounter() as counted:
+    with FakeTensorMode(), OperatorCounter() as counter:
         model(x).sum().backward()
-    counted.operators           # [Operator("addmm", flops=4096.0, moved_bytes=1664, dtype="float32"), ...]
+    counter.operators           # [Operator("addmm", flops=4096.0, moved_bytes=1664,
+    dtype="float32"), ...]
 
-No process group and no memory is needed: the model, its input and its optimizer are made under the same FakeTensorMode.
+It needs neither process group nor memory. Create model, input and optimizer under the same mode.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,7 +44,7 @@ CPU_ATTENTION_OP = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Writes down every operator inside.
+    """Record every operator.
 
     Attributes:
         operators: in the order in which they ran.
@@ -60,7 +61,7 @@ class OperatorCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, and write it down."""
+        """Run the operator and record it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace not in NON_COMPUTE_NAMESPACES:
@@ -71,10 +72,11 @@ class OperatorCounter(TorchDispatchMode):
 def make_operator(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> Operator:
-    """What a call of an operator computes and moves.
+    """Return the FLOPs and bytes of an operator call.
 
-    Bytes are those of all tensors that it reads or writes, as if no cache kept any. A view moves none. Of attention
-    where a token sees only what comes before it, half is computed.
+    Bytes are those of all tensors read or written, without caches; a view moves none. Causal
+    attention
+    computes half.
     """
     given = bind_arguments(func, args, kwargs)
     flops = operator_flops(func, args, kwargs, result)
@@ -89,7 +91,7 @@ def make_operator(
 def operator_flops(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> float:
-    """Operations of matrix products, of attention as if every token saw all; 0 for what multiplies no matrices."""
+    """Return the FLOPs of matrix products and full attention; 0 for other operators."""
     packet, name = func.overloadpacket, func.overloadpacket.__name__
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=result))
@@ -103,7 +105,9 @@ def operator_flops(
 def operator_model_flops(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> float:
-    """The same as model FLOPs are stated: attention's backward pass is twice its forward pass, nothing recomputed."""
+    """Return model FLOPs: the backward pass of attention is twice its forward pass, without
+    recompute.
+    """
     flops = operator_flops(func, args, kwargs, result)
     name = func.overloadpacket.__name__
     return flops * 4 / 5 if "attention" in name and name.endswith("_backward") else flops
@@ -112,7 +116,7 @@ def operator_model_flops(
 def bind_arguments(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """The arguments of an operator's schema that were given, with their values."""
+    """Return the given arguments of an operator by schema argument."""
     arguments = func._schema.arguments
     return [
         *zip(arguments, args, strict=False),
@@ -121,7 +125,9 @@ def bind_arguments(
 
 
 def operator_memory_bytes(func: Any, given: list[tuple[Any, Any]], result: Any) -> int:
-    """Read: all arguments but those that are only written. Written: results, and arguments that are changed."""
+    """Return bytes read (arguments that are not only written) and written (results, changed
+    arguments).
+    """
     name = func.overloadpacket.__name__
     if func.is_view or name in ZERO_TRAFFIC_OPS:
         return 0

@@ -1,17 +1,21 @@
-"""GPUs for a simulated program that was written for them: there are none, and its tensors stay on the CPU.
+"""GPUs for a simulated program that was written for them: there are none, and its tensors stay on
+the CPU.
 
-A program names GPUs where it makes and moves tensors, and asks ``torch.cuda`` and ``torch.accelerator`` this and that.
-Here every tensor that it wants on a GPU is on the CPU, like all simulated ones. The questions are answered as on the
-cluster that is simulated, as far as a simulation knows the answer:
+A program names GPUs where it makes and moves tensors, and asks ``torch.cuda`` and
+``torch.accelerator`` this and that. Here every tensor that it wants on a GPU is on the CPU, like
+all simulated ones. The questions are answered as on the cluster that is simulated, as far as a
+simulation knows the answer:
 
-- a host has GPUs, one for each of its ranks, and they can do bfloat16. Most programs take another way without a GPU, or
-  leave; to simulate that way would be to simulate another run. torch itself is told the truth, since it would use them;
+- a host has GPUs, one for each of its ranks, and they can do bfloat16. Most programs take another
+  way without a GPU, or leave; to simulate that way would be to simulate another run. torch itself
+  is told the truth, since it would use them;
 - what is held is what the simulation holds;
 - a time is ``nan``: it goes through a program's arithmetic, and shows in what that prints;
 - other questions, such as the size of a GPU's memory, are errors that name the line.
 
-Where a CPU takes another way than a GPU, the simulation takes the CPU's: autocast has another list of operations that
-stay in float32, and what a program keeps in host memory is counted with the rest.
+Where a CPU takes another way than a GPU, the simulation takes the CPU's: autocast has another list
+of operations that stay in float32, and what a program keeps in host memory is counted with the
+rest.
 """
 
 import contextlib
@@ -54,7 +58,9 @@ class MemoryCounter(Protocol):
 
 @contextlib.contextmanager
 def simulate_gpus(memory: MemoryCounter) -> Iterator[None]:
-    """In here, a program may use GPUs; torch stays as it is made here for the rest of this process."""
+    """In here, a program may use GPUs; torch stays as it is made here for the rest of this
+    process.
+    """
     patch_devices()
     answers = CudaAnswers(memory)
     for module, names in DEVICE_FUNCTIONS.items():
@@ -246,7 +252,9 @@ class CPUPlacementMode(TorchFunctionMode):
 
 
 def patch_devices() -> None:
-    """Let torch take the CPU where a program names a GPU, and no tensor does; for the rest of this process."""
+    """Let torch take the CPU where a program names a GPU, and no tensor does; for the rest of this
+    process.
+    """
     wrap("parse_to", wrap_parse_to)  # of model.to(...)
     made_for = {
         "amp:autocast": "device_type",

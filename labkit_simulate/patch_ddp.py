@@ -1,8 +1,10 @@
-"""DistributedDataParallel's reducer for simulated gradients: torch's own is written in C++ and works on memory.
+"""DistributedDataParallel's reducer for simulated gradients: torch's own is written in C++ and
+works on memory.
 
-It sends what that one sends and keeps what that one keeps: flat buckets, filled as gradients arrive and sent when they
-are full; in the first step as the model has its parameters, from the second on in the order in which they arrived.
-Left out are communication hooks, mixed precision and joining of uneven inputs.
+It sends what that one sends and keeps what that one keeps: flat buckets, filled as gradients arrive
+and sent when they are full; in the first step as the model has its parameters, from the second on
+in the order in which they arrived. Left out are communication hooks, mixed precision and joining of
+uneven inputs.
 """
 
 from collections.abc import Sequence
@@ -83,7 +85,9 @@ class PlaceholderReducer(NullLogger):
         return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters)).detach()
 
     def _rebuild_buckets(self) -> bool:
-        """Once a backward pass has shown the order, make buckets by it; whether this was done now."""
+        """Once a backward pass has shown the order, make buckets by it; whether this was done
+        now.
+        """
         if self._rebuilt or self._find_unused or not self._arrived:
             return False
         arrived: list[Tensor] = [self._parameters[index] for index in self._arrived]

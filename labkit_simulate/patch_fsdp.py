@@ -1,7 +1,7 @@
 """What FSDP2 and DTensor do with shards in a simulation.
 
-Replaced is what looks at memory, what takes long on a thousand ranks, and what would be counted as a step's though no
-real rank does it.
+Replaced is what looks at memory, what takes long on a thousand ranks, and what would be counted as
+a step's though no real rank does it.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,9 @@ class LazyChunks:
 
 
 def skip_needless_reset(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """FSDP2 pads a shard anew if it is not the one that it made, and tells that by its address, which is 0 here."""
+    """FSDP2 pads a shard anew if it is not the one that it made, and tells that by its address,
+    which is 0 here.
+    """
 
     def reset_if_changed(shard: Any) -> None:
         found = getattr(shard._module_info.module, shard._module_info.param_name)
@@ -56,7 +58,9 @@ def has_same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def hide_from_trackers(shape_of: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor learns a whole result's shape from simulated tensors: elsewhere no tracker takes those for a step's."""
+    """DTensor learns a whole result's shape from simulated tensors: elsewhere no tracker takes
+    those for a step's.
+    """
 
     def call_without_modes(*args: Any) -> Any:
         with disable_current_modes():

@@ -1,7 +1,9 @@
-"""What programs do around the training itself: they draw samples, scale losses, save, and start their own ranks.
+"""What programs do around the training itself: they draw samples, scale losses, save, and start
+their own ranks.
 
-In a simulation samples are drawn with real numbers, in the process of the rank. Every scaled gradient is finite. No
-file is written, since there is nothing to write. Of the ranks that a program starts, one is already there.
+In a simulation samples are drawn with real numbers, in the process of the rank. Every scaled
+gradient is finite. No file is written, since there is nothing to write. Of the ranks that a program
+starts, one is already there.
 """
 
 import functools
@@ -21,7 +23,9 @@ DATALOADER_WORKER_ARGUMENTS = (
     "timeout",
     "pin_memory",
 )
-"""Arguments of a DataLoader for processes that prepare samples: simulated tensors cannot go from one to another."""
+"""Arguments of a DataLoader for processes that prepare samples: simulated tensors cannot go from
+one to another.
+"""
 
 
 def patch_training_functions() -> None:
@@ -103,7 +107,8 @@ def run_as_spawned_rank(
     *unused: Any,
     **others: Any,
 ) -> None:
-    """In place of torch.multiprocessing.spawn: this process is one of those that the program starts.
+    """In place of torch.multiprocessing.spawn: this process is one of those that the program
+    starts.
 
     Raises:
         ParameterError: the program starts as many as are neither on a host nor in the world.

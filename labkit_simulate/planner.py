@@ -1,13 +1,15 @@
-"""Which mesh, wrapping, checkpointing and precision? All that come into question are simulated, and ranked.
+"""Which mesh, wrapping, checkpointing and precision? All that come into question are simulated, and
+ranked.
 
-    found = labkit.plan(model="llama_2_7b", sequence=4096, world_size=64, hardware="h100-8x", budget_gib=75)
-    found              # those that fit, the fastest first, and why the others do not
+    found = labkit.plan(model="llama_2_7b", sequence=4096, world_size=64, hardware="h100-8x",
+    budget_gib=75) found              # those that fit, the fastest first, and why the others do not
     found.best         # the row of the first of them
     found.frame        # all of them, a row each
 
-What a candidate holds is simulated to the byte, and the time of its step is reckoned for a kind of host. All train with
-the same samples in a step, so that their step times compare. Of a deep model whose blocks are alike only the best are
-simulated whole; the others are continued from a few blocks, see ``continued``.
+What a candidate holds is simulated to the byte, and the time of its step is reckoned for a kind of
+host. All train with the same samples in a step, so that their step times compare. Of a deep model
+whose blocks are alike only the best are simulated whole; the others are continued from a few
+blocks, see ``continued``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,25 +62,29 @@ def plan(
     Args:
         program: as for ``simulate``.
         world_size: how many ranks, or several numbers of them in a list.
-        hardware: the kind of hosts, by name or as ``Hardware``; several in a list are reckoned for the same
-            simulations.
+        hardware: the kind of hosts, by name or as ``Hardware``; several in a list are reckoned for
+            the same simulations.
         budget_gib: what a rank may take of its device, in GiB; by default all that the device has.
         dollars_per_hour: what a device costs in an hour; None leaves dollars out.
-        samples: of all ranks in a step, shared out as the program's ``batch``; by default one for each of the most
-            ranks. Where ``batch`` is given, that is taken instead, for every candidate.
+        samples: of all ranks in a step, shared out as the program's ``batch``; by default one for
+            each of the most ranks. Where ``batch`` is given, that is taken instead, for every
+            candidate.
         limit: more candidates than that are refused, before anything starts.
         timeout_s: of each simulation.
-        whole: how many of the best that fit each kind of hosts are simulated with all their blocks; None simulates all
-            so. The others are continued from a few blocks where there are many and the program says that they are
-            alike, by ``Config.ALIKE``, the parameter that counts them, and ``Config.blocks()``.
-        **params: parameters of the program. A list holds values to try, anything else is one value. For those that are
-            not given, ``Config.CANDIDATES`` of the program may say what to try.
+        whole: how many of the best that fit each kind of hosts are simulated with all their blocks;
+            None simulates all so. The others are continued from a few blocks where there are many
+            and the program says that they are alike, by ``Config.ALIKE``, the parameter that counts
+            them, and ``Config.blocks()``.
+        **params: parameters of the program. A list holds values to try, anything else is one value.
+            For those that are not given, ``Config.CANDIDATES`` of the program may say what to try.
 
     Returns:
-        All candidates; where the program refuses one, or it fails, its row says why. It is kept in ``.folder``.
+        All candidates; where the program refuses one, or it fails, its row says why. It is kept in
+        ``.folder``.
 
     Raises:
-        ParameterError: an argument is wrong, the program accepts no candidate, or there are too many.
+        ParameterError: an argument is wrong, the program accepts no candidate, or there are too
+            many.
         KeyboardInterrupt: an interrupt; the message says where the results so far are kept.
     """
     if whole is not None:
@@ -159,7 +165,9 @@ def simulate_candidates(
     asked: Sequence[tuple[int, int, SimulationRequest]],
     machines: Sequence[Hardware],
 ) -> None:
-    """Simulate each for the candidate at its place: with a few of its blocks, or with all where that number is 0."""
+    """Simulate each for the candidate at its place: with a few of its blocks, or with all where
+    that number is 0.
+    """
     candidates = found.candidates
     assert isinstance(candidates, list)
     small: dict[int, dict[int, Candidate]] = {}
@@ -286,7 +294,8 @@ def largest_fitting_value(
 ) -> int:
     """The largest value of a parameter with which a rank fits, such as ``batch`` or ``sequence``.
 
-    It is doubled until nothing fits, and then the gap is halved: some ten simulations, one after another.
+    It is doubled until nothing fits, and then the gap is halved: some ten simulations, one after
+    another.
 
     Args:
         parameter: a parameter of the program with which memory grows.

@@ -1,8 +1,9 @@
-"""What a simulated rank finds itself in. The worker starts ``python -m labkit_simulate.run_rank PROGRAM``.
+"""What a simulated rank finds itself in. The worker starts ``python -m labkit_simulate.run_rank
+PROGRAM``.
 
-Two things of torch make it: the process group "fake", in which every collective returns at once and has moved nothing,
-and FakeTensorMode, in which tensors have no memory. What else is replaced here has to look at numbers where the
-program does not, and would fail: each replacement says why.
+Two things of torch make it: the process group "fake", in which every collective returns at once and
+has moved nothing, and FakeTensorMode, in which tensors have no memory. What else is replaced here
+has to look at numbers where the program does not, and would fail: each replacement says why.
 """
 
 import contextlib
@@ -50,7 +51,9 @@ from labkit_simulate.patch_training import (
 
 __tracebackhide__ = True  # for the worker: a learner's traceback begins with the program's frames
 VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-"""What torch raises where a fake tensor is asked for its numbers, or for a shape that depends on them."""
+"""What torch raises where a fake tensor is asked for its numbers, or for a shape that depends on
+them.
+"""
 VALUE_READ_TEXTS = ("data pointer", ".numpy() is not supported", "its data is not allocated")
 """Words of the errors that it raises for some ways to do so."""
 LIBRARY_FOLDERS = (
@@ -150,12 +153,16 @@ def skip_initialisation(tensor: Tensor, *unused: Any, **others: Any) -> Tensor:
 
 
 def refuse_to_compile(*unused: Any, **others: Any) -> None:
-    """What the compiler makes holds and sends other amounts, and it needs real tensors to make it."""
+    """What the compiler makes holds and sends other amounts, and it needs real tensors to make
+    it.
+    """
     raise LabError("what torch.compile makes cannot be simulated: simulate the program without it")
 
 
 def wrap_swap_tensors(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """What ``model.to(...)`` does with a parameter: torch refuses it for a fake one, which FakeTensorMode remembers."""
+    """What ``model.to(...)`` does with a parameter: torch refuses it for a fake one, which
+    FakeTensorMode remembers.
+    """
 
     def swap_or_assign(old: Tensor, new: Tensor) -> None:
         if isinstance(old, FakeTensor):
@@ -167,7 +174,8 @@ def wrap_swap_tensors(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tenso
 
 
 def explain_error(error: Exception) -> Exception:
-    """The same error; for a question that a simulation cannot answer one that names the line that asks.
+    """The same error; for a question that a simulation cannot answer one that names the line that
+    asks.
 
     NoValues for a simulated tensor's numbers, LabError for what only a GPU knows.
     """
@@ -198,7 +206,9 @@ def explain_error(error: Exception) -> Exception:
 
 
 def is_library_file(path: str) -> bool:
-    """Whether this file is Python's, torch's or another package's, or what of labkit is around the program."""
+    """Whether this file is Python's, torch's or another package's, or what of labkit is around the
+    program.
+    """
     return path.startswith((*LIBRARY_FOLDERS, "<"))
 
 

@@ -40,40 +40,48 @@ def simulate(
     use: Mapping[str, Any] | None = None,
     **params: Any,
 ) -> RunResult:
-    """Run a rank program as some of many ranks, without the others: what it holds, and what it hands to collectives.
+    """Run a rank program as some of many ranks, without the others: what it holds, and what it
+    hands to collectives.
 
-    Nothing is computed or sent, so the size of the model and the number of ranks cost no memory and little time. There
-    are no values (losses are left out), and times by reckoning alone, for ``hardware``. Memory by category and
-    communication equal those of a real run on CPU ranks to the byte.
+    Nothing is computed or sent, so the size of the model and the number of ranks cost no memory and
+    little time. There are no values (losses are left out), and times by reckoning alone, for
+    ``hardware``. Memory by category and communication equal those of a real run on CPU ranks to the
+    byte.
 
-    A program that opens no session of labkit's is watched from its first line to its last: ``peak_..._bytes`` are those
-    of the whole program, and a collective's count and bytes the largest of a step, from the end of one
-    ``optimizer.step()`` to that of the next.
+    A program that opens no session of labkit's is watched from its first line to its last:
+    ``peak_..._bytes`` are those of the whole program, and a collective's count and bytes the
+    largest of a step, from the end of one ``optimizer.step()`` to that of the next.
 
     Args:
         program: a name in launch/, such as ``"fsdp_wrap"``, or the path of a .py file.
         world_size: how many ranks the program finds itself among.
-        rank: the one that is simulated, or several: each is a process. "different" takes those that differ from each
-            other: which, says ``Config.different_ranks(world_size)`` of the program, else the first, the one in the
+        rank: the one that is simulated, or several: each is a process. "different" takes those that
+            differ from each
+            other: which, says ``Config.different_ranks(world_size)`` of the program, else the
+                first, the one in the
             middle and the last. "all" takes all of up to 64.
-        hardware: kind of host by its name in ``labkit_simulate.theory.hardware``, such as "h100-8x", or a ``Hardware``:
-            then ``reckoned_step_s`` and others are values of the result, and its time line is that of the step there.
-            ``labkit_simulate.estimate.reckon`` does it for other hardware, without simulating again.
-        ranks_per_host: GPUs of a host: what crosses from host to host is counted as of a run on several hosts. By
-            default those of the hardware, or 8.
+        hardware: kind of host by its name in ``labkit_simulate.theory.hardware``, such as
+            "h100-8x", or a ``Hardware``: then ``reckoned_step_s`` and others are values of the
+            result, and its time line is that of the step there. ``labkit_simulate.estimate.reckon``
+            does it for other hardware, without simulating again.
+        ranks_per_host: GPUs of a host: what crosses from host to host is counted as of a run on
+            several hosts. By default those of the hardware, or 8.
         timeout_s: the simulation is stopped after this many seconds.
         warm: as for ``run``.
         use: as for ``run``.
         **params: parameters of the program, checked against its Config for this number of ranks.
 
     Returns:
-        The records of the simulated ranks, as of a run; ``result.is_simulated`` is True, and stamps say so.
+        The records of the simulated ranks, as of a run; ``result.is_simulated`` is True, and stamps
+        say so.
 
     Raises:
         ParameterError: a bad argument; nothing was started.
-        RankFailed: the program failed; with ``exc_type`` "NoValues" where it reads a number from a tensor.
+        RankFailed: the program failed; with ``exc_type`` "NoValues" where it reads a number from a
+            tensor.
         RunTimedOut: the limit passed; holds the ranks' stacks.
-        ValueError: the program multiplies numbers for which the hardware has no rate. The simulation itself is kept.
+        ValueError: the program multiplies numbers for which the hardware has no rate. The
+            simulation itself is kept.
     """
     how = {
         "world_size": world_size,
@@ -98,7 +106,9 @@ def run_simulation(plan: "SimulationRequest", given: bytes = b"") -> RunResult:
 
 @dataclass
 class SimulationRequest(RunRequest):
-    """A checked request for a simulation, in the words of run.json; ``nproc`` is the size of the world."""
+    """A checked request for a simulation, in the words of run.json; ``nproc`` is the size of the
+    world.
+    """
 
     ranks: list[int]
     hardware: Hardware | None
@@ -135,7 +145,9 @@ def make_simulation_request(
     use: Any = None,
     **params: Any,
 ) -> SimulationRequest:
-    """Check everything that can be checked before a start; the arguments are those of ``simulate``."""
+    """Check everything that can be checked before a start; the arguments are those of
+    ``simulate``.
+    """
     world_size = require_positive(
         "world_size", world_size, int, "not a number of ranks: give an int of at least 1"
     )
@@ -182,7 +194,9 @@ def make_simulation_request(
 
 
 def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, Any]) -> list[int]:
-    """The ranks that are simulated, in order. Raises ParameterError for what is none of 0 to world_size - 1."""
+    """The ranks that are simulated, in order. Raises ParameterError for what is none of 0 to
+    world_size - 1.
+    """
     if rank == "different":
         config_class = config.read_config(path)
         made = config.build_config(config_class, params) if config_class else None

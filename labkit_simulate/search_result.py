@@ -1,4 +1,6 @@
-"""What came of a search: each way to train, with what it holds and takes, as a table in which the best is first."""
+"""What came of a search: each way to train, with what it holds and takes, as a table in which the
+best is first.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ COLUMN_FORMATS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "whole": ("simulated", {True: "whole", False: "continued"}.__getitem__),
     "note": ("note", lambda text: text if isinstance(text, str) else ""),
 }
-"""What a representation shows beside what varies: column, its name there, how a number is written."""
+"""What a representation shows beside what varies: column, its name there, how a number is
+written.
+"""
 NOT_SIMULATED_YET = "not simulated yet"
 
 
@@ -55,12 +59,12 @@ class Candidate:
         tokens: of a sample; None where that is not known.
         reason: why there are no numbers; "" where there are.
         folder: of its simulation.
-        sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead", see
-            ``memory_fit.MemoryFit``.
+        sizes: bytes of a rank: "peak", of its tensors, "reserved", of a GPU for them, and "ahead",
+            see ``memory_fit.MemoryFit``.
         peak_in: the phase and the block of the model that were at work when most was held.
         times: by the name of the hardware, what was reckoned for it.
-        continued_from: the numbers of blocks of the simulations that its numbers continue, and "reserved" is estimated
-            from; none where it was simulated whole. See ``continued``.
+        continued_from: the numbers of blocks of the simulations that its numbers continue, and
+            "reserved" is estimated from; none where it was simulated whole. See ``continued``.
         blocks: equal blocks of the model; 0 where that is not known.
         note: what speaks against numbers that are, or were, continued.
     """
@@ -100,7 +104,9 @@ class SearchResult:
     folder: Path | None = None
 
     def with_limits(self, **changed: float | None) -> SearchResult:
-        """The same candidates under another ``budget_gib`` or ``dollars_per_hour``; nothing is simulated."""
+        """The same candidates under another ``budget_gib`` or ``dollars_per_hour``; nothing is
+        simulated.
+        """
         return replace(self, **changed)  # type: ignore[arg-type]
 
     @property
@@ -112,15 +118,18 @@ class SearchResult:
 
     @cached_property
     def frame(self) -> pandas.DataFrame:
-        """All candidates, a row for each kind of host: those that fit, the fastest first, then the others.
+        """All candidates, a row for each kind of host: those that fit, the fastest first, then the
+        others.
 
-        Columns: ``candidate`` (its number), ``hardware``, ``world_size``, what varies, ``batch``; ``fits``,
-        ``needed_bytes`` of a device and ``margin_bytes`` that it has left, ``reserved_bytes``, ``peak_bytes``;
-        ``step_s``, ``compute_s``, ``exposed_s``
-        (communication that nothing hides), ``mfu``, ``samples``, ``tokens_per_s`` (of all ranks); ``device_s`` (a
-        step's, of all devices), ``dollars_per_step``, ``dollars_per_million_tokens``; ``whole``, False where
-        numbers are continued and ``reserved_bytes`` is estimated, and a ``note`` on that; ``reason``, for those that do
-        not fit. A column is left out where nothing is known of it.
+        Columns: ``candidate`` (its number), ``hardware``, ``world_size``, what varies, ``batch``;
+            ``fits``,
+        ``needed_bytes`` of a device and ``margin_bytes`` that it has left, ``reserved_bytes``,
+        ``peak_bytes``; ``step_s``, ``compute_s``, ``exposed_s``
+        (communication that nothing hides), ``mfu``, ``samples``, ``tokens_per_s`` (of all ranks);
+        ``device_s`` (a step's, of all devices), ``dollars_per_step``,
+        ``dollars_per_million_tokens``; ``whole``, False where numbers are continued and
+        ``reserved_bytes`` is estimated, and a ``note`` on that; ``reason``, for those that do not
+        fit. A column is left out where nothing is known of it.
         """
         import pandas
 
@@ -203,7 +212,8 @@ class SearchResult:
 
     @property
     def cheapest(self) -> pandas.Series:
-        """The row of the one whose step takes least time of all devices together, and so costs least.
+        """The row of the one whose step takes least time of all devices together, and so costs
+        least.
 
         Raises:
             LabError: nothing fits; the message says how much is missing.
@@ -307,7 +317,9 @@ class SearchResult:
         return load(found.folder)
 
     def simulate_arguments(self, candidate: int) -> dict[str, Any]:
-        """What ``labkit.simulate`` takes to simulate a candidate again, beside the program's name."""
+        """What ``labkit.simulate`` takes to simulate a candidate again, beside the program's
+        name.
+        """
         found = self.candidates[candidate]
         return {"world_size": found.world_size, **found.params}
 

@@ -1,4 +1,6 @@
-"""Simulates many programs, as many at a time as this machine has cores, and says how far it has come."""
+"""Simulates many programs, as many at a time as this machine has cores, and says how far it has
+come.
+"""
 
 import contextlib
 import threading
@@ -28,8 +30,8 @@ def simulate_many(
     Args:
         asked: checked requests.
         title: what progress calls the whole.
-        ended: called with each one's place and its result or error, in the order in which they end, by the thread that
-            called this; what it returns is shown beside the count.
+        ended: called with each one's place and its result or error, in the order in which they end,
+            by the thread that called this; what it returns is shown beside the count.
     """
     display, progress = (
         choose_display(),
@@ -38,7 +40,9 @@ def simulate_many(
     outcome = "interrupted"
     try:
         with fork_server_manager.server_for_run(asked[0].warm if asked else False):
-            pass  # the parent of warm launches imports now: a thread that waits for it would hear no interrupt
+            # the parent of warm launches imports now: a thread that waits for it would hear no
+            # interrupt
+            pass
         with contextlib.closing(_outcomes_as_completed(asked, progress, display)) as outcomes:
             for place, result in outcomes:
                 progress.best = ended(place, result)
@@ -62,7 +66,9 @@ class SearchProgress(ProgressState):
 
 
 class SimulationDisplay(Display):
-    """Of one simulation: it shows nothing but that it waits, and ends the simulation once the search was stopped."""
+    """Of one simulation: it shows nothing but that it waits, and ends the simulation once the
+    search was stopped.
+    """
 
     def __init__(self, search: SearchProgress, stopped: threading.Event):
         self._search, self._stopped, self._is_told = search, stopped, False

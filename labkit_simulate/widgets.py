@@ -1,4 +1,6 @@
-"""Which way to train fits, and which is fast: a finished plan, asked under other budgets, prices and hosts."""
+"""Which way to train fits, and which is fast: a finished plan, asked under other budgets, prices
+and hosts.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -27,7 +29,8 @@ PARETO_TITLE = "nothing is both faster and smaller than"
 
 
 class CandidateExplorer(Explorer):
-    """All that was simulated for a plan, Llama 2 7B's by default. Nothing is simulated anew until ``run it``.
+    """All that was simulated for a plan, Llama 2 7B's by default. Nothing is simulated anew until
+    ``run it``.
 
     Args:
         plan: of ``labkit.plan``.
