@@ -1,29 +1,31 @@
-"""labkit: launch real ranks from a notebook, measure them, compare with theory and with one device.
+"""Launch real ranks from a notebook, measure them, and compare with theory and with one device.
 
     result = labkit.run("convnext_spatial", nproc=4, strategy="local")
 
-Folders are layers, from the ranks' own side to the learner's; none imports from one below it in this table
-(`make lint` holds it, with the contract in pyproject.toml):
+Folders are layers: none imports from one below it in this table. The contract in pyproject.toml is
+checked by ``make lint``.
 
-| folder or module                                | what it is for                                             |
-|-------------------------------------------------|------------------------------------------------------------|
-| theory, models, tensors, inductor, instrument,  | plain things that know nothing of ranks and runs           |
-| local_ranks, requirements, environment, errors  |                                                            |
-| torch_private                                   | torch's private names, each with its reason                |
-| config, folder, records, result                 | the bridge between ranks and notebook                      |
-| operators                                       | what a program runs, counted on tensors without content    |
-| parallel                                        | one technique a file                                       |
-| history                                         | recorded runs: listed, compared, removed                   |
-| rank                                            | inside a rank: session, time, memory, traffic              |
-| parity                                          | does a distributed step equal one device's?                |
-| launcher                                        | outside the ranks: start them, watch them, stop them       |
-| cluster                                         | the same runs on other hosts: Slurm, Kubernetes            |
-| doctor                                          | what this machine can do                                   |
-| plots                                           | results to figures                                         |
-| course                                          | a learner's copies, verdicts and progress                  |
-| checks                                          | exercises judged                                           |
-| widgets                                         | explorers: controls over theory, and a run that confirms it |
-| __main__                                        | the command line                                           |
+| folder or module                  | purpose                                                   |
+|-----------------------------------|-----------------------------------------------------------|
+| torch_private                     | private names of torch, each with its reason              |
+| theory, models, tensors, inductor | formulas and single-device code without ranks or runs     |
+| instrument, local_ranks           | what FSDP calls; all ranks in one process                 |
+| requirements, environment, errors | limits of the machine, LABKIT_ variables, exceptions      |
+| program_source, config            | parameters of a rank program, checked before a launch     |
+| runs                              | files of a run, read by the notebook; recorded runs       |
+| parallel                          | one technique per file                                    |
+| session, rank                     | inside a rank: process group, time, memory, traffic       |
+| parity                            | does a distributed step equal one device's?               |
+| launcher                          | outside the ranks: start, watch and stop them             |
+| doctor                            | what this machine can do                                  |
+| plots                             | figures from results                                      |
+| course                            | a learner's copies, verdicts and progress                 |
+| checks                            | judges of the exercises                                   |
+| widgets                           | explorers: controls over theory, confirmed by a run       |
+| __main__                          | the command line                                          |
+
+``labkit_simulate`` and ``labkit_cluster`` are packages beside this one; ``simulate``, ``plan`` and
+``submit`` below import them on first use.
 """
 
 import importlib
@@ -70,7 +72,8 @@ __all__ = [
     "sweep",
 ]
 
-# Found when they are first asked for, so that the core imports neither of the packages that stand beside it.
+# Found when they are first asked for, so that the core imports neither of the packages that stand
+# beside it.
 _ELSEWHERE = {
     "Host": "labkit_cluster.hosts",
     "SearchResult": "labkit_simulate.search_result",
@@ -90,7 +93,9 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the cell magic ``%%torchrun`` (``%load_ext labkit``); importing labkit in a kernel does it."""
+    """Register the cell magic ``%%torchrun`` (``%load_ext labkit``); importing labkit in a kernel
+    does it.
+    """
     from labkit.launcher.magic import TorchrunMagics
 
     shell.register_magics(TorchrunMagics)

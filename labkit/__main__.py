@@ -1,17 +1,20 @@
 """The command line.
 
     python -m labkit doctor                                       # what this machine can do
-    python -m labkit run convnext_spatial --nproc 4 --width 256   # a run, as labkit.run does it in a notebook
-    python -m labkit run convnext_spatial --help                  # the parameters of this program
-    python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096    # one rank of 1024: memory and traffic
-    python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x    # and how long its step would take there
-    python -m labkit plan decoder --model llama_2_7b --world-size 16 64    # which way to train fits, and is fast?
-    python -m labkit show runs/<a run's folder>                   # the table of an earlier run
+    python -m labkit run convnext_spatial --nproc 4 --width 256   # a run, as labkit.run does it in
+    a notebook python -m labkit run convnext_spatial --help                  # the parameters of
+    this program python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096    # one rank of
+    1024: memory and traffic python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x
+        # and how long its step would take there
+    python -m labkit plan decoder --model llama_2_7b --world-size 16 64    # which way to train
+    fits, and is fast? python -m labkit show runs/<a run's folder>                   # the table of
+    an earlier run
 
-    python -m labkit runs                             # the newest runs; --program fsdp_wrap, --limit 100
-    python -m labkit runs show a1b2c3                 # one of them, by the end of its folder's name
-    python -m labkit runs compare a1b2c3 d4e5f6       # their parameters and values side by side
-    python -m labkit runs prune --keep 100            # remove older ones; --older-than 30 counts days
+    python -m labkit runs                             # the newest runs; --program fsdp_wrap,
+    --limit 100 python -m labkit runs show a1b2c3                 # one of them, by the end of its
+    folder's name python -m labkit runs compare a1b2c3 d4e5f6       # their parameters and values
+    side by side python -m labkit runs prune --keep 100            # remove older ones; --older-than
+    30 counts days
 
     python -m labkit lab                       # JupyterLab on your own copies of the labs, in my/
     python -m labkit update                    # what is new in the labs, into your copies
@@ -23,8 +26,8 @@
 Exit status:
 
     0     done
-    1     the run failed, a check is not ok, something cannot be read or written, or a lab cannot run here
-    2     the command line is wrong, or a parameter is refused; nothing was launched
+    1     the run failed, a check is not ok, something cannot be read or written, or a lab cannot
+    run here 2     the command line is wrong, or a parameter is refused; nothing was launched
     130   interrupted with Ctrl-C; the ranks are gone
 """
 
@@ -72,7 +75,8 @@ class ProgramCommand(Protocol):
 
 @dataclass
 class RunCommand:
-    """Launch a rank program and show its summary. After its name come options, those of the program among them.
+    """Launch a rank program and show its summary. After its name come options, those of the program
+    among them.
 
     ``run PROGRAM --help`` lists the parameters of a program.
     """
@@ -106,7 +110,9 @@ PRUNE_PREVIEW_ROWS = 10  # of the runs that are to be removed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say; returns the exit status. Leaves where tyro says what is wrong with them."""
+    """Do what the arguments say; returns the exit status. Leaves where tyro says what is wrong with
+    them.
+    """
     try:
         status = _dispatch_command(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()  # here a reader that has gone is still an error to be met
@@ -155,8 +161,8 @@ def parse_run_command(
 ) -> tuple[ProgramCommand, dict[str, Any]]:
     """Read the options of the command called ``name`` and those of the program, by its Config.
 
-    The parameters are those that differ from the defaults, each with its values in a tuple where the
-    command takes lists.
+    The parameters are those that differ from the defaults, each with its values in a tuple where
+    the command takes lists.
 
     Raises:
         ParameterError: there is no such program, or its Config cannot be read.
@@ -232,7 +238,8 @@ def run_history_command(words: Sequence[str]) -> int:
 
 
 def list_runs(program: str | None = None, limit: int = 20) -> int:
-    """List recorded runs, the newest first. `runs show`, `runs compare` and `runs prune` do more with them.
+    """List recorded runs, the newest first. `runs show`, `runs compare` and `runs prune` do more
+    with them.
 
     Args:
         program: Only runs of this program.
@@ -294,8 +301,8 @@ def prune_runs(
         return 0
     size = readable_bytes(history.total_bytes(old))
     print(
-        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in {runs_folder()}; "
-        "the newest of them are above"
+        f"{history.format_table(old[:PRUNE_PREVIEW_ROWS])}\n{len(old):,} runs, {size}, in"
+        f" {runs_folder()}; the newest of them are above"
     )
     if not yes and not _confirm_removal():
         print("nothing was removed")

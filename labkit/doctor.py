@@ -3,8 +3,8 @@
     python -m labkit doctor          # as text; --json for a program
     labkit.doctor.show()             # in a notebook: a table
 
-Each check is a function that looks at one thing and returns one Finding. OK: nothing to do. NOTE: every lab runs, but
-something is worth knowing. FAIL: a lab cannot run until the fix is made.
+Each check is a function that looks at one thing and returns one Finding. OK: nothing to do. NOTE:
+every lab runs, but something is worth knowing. FAIL: a lab cannot run until the fix is made.
 """
 
 import html
@@ -122,13 +122,17 @@ def check_torch() -> Finding:
 
 
 def display_path(path: str | Path) -> str:
-    """A path as seen from labkit's checkout where it lies inside, so that a saved notebook names no private folder."""
+    """A path as seen from labkit's checkout where it lies inside, so that a saved notebook names no
+    private folder.
+    """
     path, checkout = Path(path), Path(__file__).parents[1]
     return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else str(path)
 
 
 def check_sharded_convolution() -> Finding:
-    """PyTorch's own DTensor convolution on images sharded in space: silently wrong on every version measured so far."""
+    """PyTorch's own DTensor convolution on images sharded in space: silently wrong on every version
+    measured so far.
+    """
     import torch
 
     version = parse_version(torch.__version__)
@@ -204,7 +208,9 @@ def check_cores() -> Finding:
 
 
 def check_memory() -> Finding:
-    """Free memory. A small rank takes about 0.4 GiB, and a lab starts up to four beside the notebook's own process."""
+    """Free memory. A small rank takes about 0.4 GiB, and a lab starts up to four beside the
+    notebook's own process.
+    """
     available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
     limit_file = Path("/sys/fs/cgroup/memory.max")
     if limit_file.exists() and (limit := limit_file.read_text().strip()).isdigit():
@@ -231,7 +237,9 @@ def check_gpus() -> Finding:
 
 
 def check_loopback() -> Finding:
-    """The interface that ranks of one machine talk over, by a message from this process to itself."""
+    """The interface that ranks of one machine talk over, by a message from this process to
+    itself.
+    """
     interfaces = psutil.net_if_addrs().items()
     names = [
         name
@@ -277,7 +285,9 @@ def check_jupyter() -> Finding:
 
 
 def check_runs_folder() -> Finding:
-    """Where runs are recorded: $LABKIT_RUNS, else runs/ in labkit's checkout, else runs/ in the current folder."""
+    """Where runs are recorded: $LABKIT_RUNS, else runs/ in labkit's checkout, else runs/ in the
+    current folder.
+    """
     folder = runs_folder()
     try:
         private_files.make_private_folder(folder)

@@ -1,7 +1,7 @@
 """What can go wrong, as exceptions that say what to do.
 
-Every error that labkit raises on purpose is a LabError, so one ``except labkit.LabError`` catches them all. Those that
-the caller can mend are ValueErrors as well.
+Every error that labkit raises on purpose is a LabError, so one ``except labkit.LabError`` catches
+them all. Those that the caller can mend are ValueErrors as well.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,15 @@ MAX_TEXT_CHARACTERS = 20_000
 
 
 def shorten(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
-    """A text of at most ``limit`` characters and a remark: of a longer one, the beginning and the end."""
+    """A text of at most ``limit`` characters and a remark: of a longer one, the beginning and the
+    end.
+    """
     if len(text) <= limit:
         return text
-    remark = f"\n... {len(text) - limit:,} characters left out here; they are in the output of the run ...\n"
+    remark = (
+        f"\n... {len(text) - limit:,} characters left out here; they are in the output of the run"
+        " ...\n"
+    )
     return text[: limit // 2] + remark + text[-(limit // 2) :]
 
 
@@ -23,11 +28,15 @@ class LabError(Exception):
 
 
 class ParameterError(LabError, ValueError):
-    """A parameter of a run is unknown or has a value that the rank program does not take. Nothing was launched."""
+    """A parameter of a run is unknown or has a value that the rank program does not take. Nothing
+    was launched.
+    """
 
 
 class RecordError(LabError, ValueError):
-    """A file of a run cannot be read. The message starts with the file, for records with file:line."""
+    """A file of a run cannot be read. The message starts with the file, for records with
+    file:line.
+    """
 
 
 class MemoryCapExceeded(LabError, MemoryError):
@@ -35,12 +44,14 @@ class MemoryCapExceeded(LabError, MemoryError):
 
 
 class RankFailed(LabError):
-    """A rank of the run failed. Holds the first failure, not the errors that it caused on the other ranks.
+    """A rank of the run failed. Holds the first failure, not the errors that it caused on the other
+    ranks.
 
     Attributes:
-        rank: the global rank that failed first, or -1 where torchrun itself failed before any rank did.
-        exc_type: class name of its exception, such as ``"ValueError"``; ``"SIGKILL"`` for a rank that a signal ended;
-            ``"exit status 3"`` for one that left without an exception.
+        rank: the global rank that failed first, or -1 where torchrun itself failed before any rank
+            did.
+        exc_type: class name of its exception, such as ``"ValueError"``; ``"SIGKILL"`` for a rank
+            that a signal ended; ``"exit status 3"`` for one that left without an exception.
         message: the exception's text.
         traceback: the rank's own traceback, or "" where it left none.
         log: the file with everything that this rank printed.
@@ -82,7 +93,8 @@ class RunTimedOut(LabError):
     def __init__(self, timeout_s: float, stacks: Mapping[int, str], output: Mapping[int, str]):
         self.timeout_s, self.stacks, self.output = timeout_s, dict(stacks), dict(output)
         parts = [
-            f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. Where each rank was:"
+            f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. Where each"
+            " rank was:"
         ]
         parts += [
             f"--- rank {rank}\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())

@@ -1,4 +1,5 @@
-"""Watch, replace or forbid what fully sharded training does: its collectives, and the moments of FSDP2's units.
+"""Watch, replace or forbid what fully sharded training does: its collectives, and the moments of
+FSDP2's units.
 
 For tests, the kit's and your own: no lab uses it.
 
@@ -9,12 +10,14 @@ For tests, the kit's and your own: no lab uses it.
         return original(output, shard, **options)
 
     with instrument.patch_all_gather(counted) as original:
-        model(x).sum().backward()                           # len(gathered): how often a unit was gathered
+        model(x).sum().backward()                           # len(gathered): how often a unit was
+        gathered
 
-Each ``patch_…`` is a context manager that replaces what its docstring names by ``new``, and gives the original. All
-ranks enter it, and leave it, together: there is a barrier on both sides where a process group exists, so that ranks
-which are threads of one process see the same original. The original comes back however the block ends. A rank that
-leaves by an exception does not wait for the others, which may never come.
+Each ``patch_…`` is a context manager that replaces what its docstring names by ``new``, and gives
+the original. All ranks enter it, and leave it, together: there is a barrier on both sides where a
+process group exists, so that ranks which are threads of one process see the same original. The
+original comes back however the block ends. A rank that leaves by an exception does not wait for the
+others, which may never come.
 
 The moments of a unit are private to torch: see labkit.torch_private.
 """
@@ -38,11 +41,13 @@ Function = Callable[..., Any]
 def reduce_scatter_with_assert(
     original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any
 ) -> Any:
-    """Check the output buffer of a reduce-scatter, then run it. For ``patch_reduce_scatter``, with functools.partial.
+    """Check the output buffer of a reduce-scatter, then run it. For ``patch_reduce_scatter``, with
+    functools.partial.
 
     Args:
         original: the reduce-scatter.
-        assert_fn: raises if the output (its dtype, its shape) is not as it should be. Its values are not there yet.
+        assert_fn: raises if the output (its dtype, its shape) is not as it should be. Its values
+            are not there yet.
         args: of the reduce-scatter, the output first.
         kwargs: of the reduce-scatter, with ``output`` where ``args`` is empty.
 
@@ -59,7 +64,8 @@ def reduce_scatter_with_assert(
 
 
 class DummyProcessGroup:
-    """Stands in for a process group where none is wanted: it counts all-reduces and changes nothing.
+    """Stands in for a process group where none is wanted: it counts all-reduces and changes
+    nothing.
 
     Attributes:
         all_reduces: how many were asked for.
@@ -94,7 +100,8 @@ class DummyWork:
 
 
 class DummyDDP(nn.Module):
-    """Stands in for DistributedDataParallel: one all-reduce for each gradient, without buckets, that changes nothing.
+    """Stands in for DistributedDataParallel: one all-reduce for each gradient, without buckets,
+    that changes nothing.
 
     Args:
         module: computes; it is ``.module``, as in the real one.
@@ -123,7 +130,9 @@ class DummyDDP(nn.Module):
 
 @contextlib.contextmanager
 def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> Iterator[Function]:
-    """Let ``names`` of a class of FSDP2's, or of torch.distributed, be ``new``, and give the first original."""
+    """Let ``names`` of a class of FSDP2's, or of torch.distributed, be ``new``, and give the first
+    original.
+    """
     owner = torch_private.get(owner_name) if owner_name else dist
     # as they are stored: a staticmethod stays one
     originals = {name: vars(owner)[name] for name in names if name in vars(owner)}
@@ -132,7 +141,8 @@ def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> It
             f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}"
         )
     original: Function = getattr(owner, next(iter(originals)))
-    _barrier_if_distributed()  # else a rank that is a thread could read another's replacement as the original
+    # a rank that is a thread could otherwise take a replacement for the original
+    _barrier_if_distributed()
     for name, stored in originals.items():
         setattr(owner, name, staticmethod(new) if isinstance(stored, staticmethod) else new)
     try:
@@ -150,11 +160,15 @@ def _barrier_if_distributed() -> None:
 
 
 patch_all_gather = partial(_patch_functions, "", ("all_gather_single", "all_gather_into_tensor"))
-"""FSDP2's all-gather, by its name in torch 2.13 and in 2.11: ``new(output, shard, group=…, async_op=…)``."""
+"""FSDP2's all-gather, by its name in torch 2.13 and in 2.11: ``new(output, shard, group=…,
+async_op=…)``.
+"""
 patch_reduce_scatter = partial(
     _patch_functions, "", ("reduce_scatter_single", "reduce_scatter_tensor")
 )
-"""The reduce-scatter of FSDP2's gradients, likewise: ``new(output=…, input=…, op=…, group=…, async_op=…)``."""
+"""The reduce-scatter of FSDP2's gradients, likewise: ``new(output=…, input=…, op=…, group=…,
+async_op=…)``.
+"""
 patch_all_reduce = partial(_patch_functions, "", ("all_reduce",))
 """``torch.distributed.all_reduce``: ``new(tensor, op, group, async_op)``."""
 patch_unshard = partial(_patch_functions, "FSDPParamGroup", ("unshard",))
@@ -166,7 +180,8 @@ patch_post_backward = partial(_patch_functions, "FSDPParamGroup", ("post_backwar
 patch_register_post_backward_hook_backward = partial(
     _patch_functions, "RegisterPostBackwardFunction", ("backward",)
 )
-"""The node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``, ``ctx.param_group`` is the unit.
+"""The node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``,
+``ctx.param_group`` is the unit.
 
 A unit whose inputs need no gradient, such as the first, has no such node.
 """

@@ -29,7 +29,8 @@ def shards_by_rank(
 
     if dist.is_initialized():
         raise RuntimeError(
-            "this process is in a process group already: call shards_by_rank from a notebook, not a rank"
+            "this process is in a process group already: call shards_by_rank from a notebook, not a"
+            " rank"
         )
     ranks = int(numpy.prod(mesh_shape))
     dist.init_process_group("fake", rank=0, world_size=ranks)

@@ -1,6 +1,7 @@
 """What a rank program uses of labkit: ``with rank.session() as here``.
 
-The session itself lives in labkit/session; this module is the short name that rank programs and cells import.
+The session itself lives in labkit/session; this module is the short name that rank programs and
+cells import.
 """
 
 from labkit.session.payload import is_replaced, load_config, replaceable, report

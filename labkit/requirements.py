@@ -1,6 +1,7 @@
 """What this machine and this torch have and cannot do, and the way round. Imports no torch.
 
-The cores, PyTorch's known bugs with their upstream issues, and the C++ compiler that torch.compile calls for a CPU.
+The cores, PyTorch's known bugs with their upstream issues, and the C++ compiler that torch.compile
+calls for a CPU.
 """
 
 import errno
@@ -19,7 +20,9 @@ COMPILER_FIX = "apt-get install g++, xcode-select --install on a Mac, or conda i
 
 
 class TorchFeature(NamedTuple):
-    """What torch can do from some version on. Tests of it are skipped before that, and the doctor says so."""
+    """What torch can do from some version on. Tests of it are skipped before that, and the doctor
+    says so.
+    """
 
     since: tuple[int, int]
     description: str
@@ -69,7 +72,9 @@ def torch_version() -> tuple[int, int]:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """The numbers of a version, such as (2, 13, 0) for ``2.13.0+cpu`` or (2, 14, 0) for ``2.14.0a0+git``."""
+    """The numbers of a version, such as (2, 13, 0) for ``2.13.0+cpu`` or (2, 14, 0) for
+    ``2.14.0a0+git``.
+    """
     return tuple(
         int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split(".")[:3]
     )
@@ -78,29 +83,37 @@ def parse_version(version: str) -> tuple[int, ...]:
 def native_convolution_problem(version: tuple[int, int] | None = None) -> str:
     """Why DTensor's own spatially sharded convolution must not be used with this torch.
 
-    On 2.11 outputs are right, but ``_ring_send_recv_aggregate`` (torch/distributed/tensor/_tp_conv.py) returns nothing:
-    what comes back through a convolution with padding is lost, and only the residual's part of the gradient is left. On
-    2.12 and 2.13 the output is labelled wrongly. The upstream fix, #192147, covers only windows that do not overlap, so
-    later versions count as wrong until they are measured.
+    On 2.11 outputs are right, but ``_ring_send_recv_aggregate``
+    (torch/distributed/tensor/_tp_conv.py) returns nothing: what comes back through a convolution
+    with padding is lost, and only the residual's part of the gradient is left. On 2.12 and 2.13 the
+    output is labelled wrongly. The upstream fix, #192147, covers only windows that do not overlap,
+    so later versions count as wrong until they are measured.
     """
     version = version or torch_version()
     what = f"gives wrong numbers, without an error ({NATIVE_CONVOLUTION})"
     if version < (2, 12):
-        what = "drops gradients, without an error (_ring_send_recv_aggregate in _tp_conv.py returns nothing)"
+        what = (
+            "drops gradients, without an error (_ring_send_recv_aggregate in _tp_conv.py returns"
+            " nothing)"
+        )
     return (
-        f"strategy native is refused on torch {version[0]}.{version[1]}: DTensor's spatially sharded convolution "
-        f"{what}; use strategy local or dtensor"
+        f"strategy native is refused on torch {version[0]}.{version[1]}: DTensor's spatially"
+        f" sharded convolution {what}; use strategy local or dtensor"
     )
 
 
 def refuse_native_strategy(strategy: str) -> None:
-    """Raises ValueError for the strategy ``native``: DTensor's own spatially sharded convolution is wrong."""
+    """Raises ValueError for the strategy ``native``: DTensor's own spatially sharded convolution is
+    wrong.
+    """
     if strategy == "native":
         raise ValueError(native_convolution_problem())
 
 
 def compiler_name() -> str:
-    """The program that inductor calls: $CXX, else g++, on a Mac clang++ (``cpp.cxx`` in torch/_inductor/config.py)."""
+    """The program that inductor calls: $CXX, else g++, on a Mac clang++ (``cpp.cxx`` in
+    torch/_inductor/config.py).
+    """
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 

@@ -311,7 +311,9 @@ COMPILER = _entries(
         "torch._inductor:config._fuse_ddp_communication": "fuses all-reduces into buckets",
         "torch._inductor:config._fuse_ddp_communication_passes": "by these passes",
         "torch._inductor:config._fuse_ddp_bucket_size": "likewise",
-        "torch._inductor:config.reorder_for_locality": "must not take a backward pass for inference",
+        "torch._inductor:config.reorder_for_locality": (
+            "must not take a backward pass for inference"
+        ),
         _DDP_FUSION: "the passes that fuse",
         f"{_DDP_FUSION}:fuse_ddp_with_concat_op": "likewise",
         f"{_DDP_FUSION}:fuse_ddp_with_coalesced_op": "likewise",
@@ -322,7 +324,9 @@ COMPILER = _entries(
         "torch._dynamo.utils:counters": "graphs compiled, buckets made, backward passes traced",
         f"{COMPILED_AUTOGRAD_MODULE}:_enable": "traces a backward pass",
         "torch._inductor.graph:GraphLowering": "its programs are read",
-        "torch._inductor.graph:GraphLowering.save_output_code": "replaced: gives the programs that inductor writes",
+        "torch._inductor.graph:GraphLowering.save_output_code": (
+            "replaced: gives the programs that inductor writes"
+        ),
     },
 )
 

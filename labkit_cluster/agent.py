@@ -1,9 +1,11 @@
-"""One host's part of a submitted job: meet the others, run torchrun to its end, tell each other how it went.
+"""One host's part of a submitted job: meet the others, run torchrun to its end, tell each other how
+it went.
 
-    python -P -m labkit_cluster.agent FOLDER        # what the job's template starts, once on every host
+    python -P -m labkit_cluster.agent FOLDER        # what the job's template starts, once on every
+    host
 
-FOLDER is the run's, on a disk that all hosts see; its job.json says what to do. Host 0 completes run.json, so that the
-result is whole although no notebook may be watching any more.
+FOLDER is the run's, on a disk that all hosts see; its job.json says what to do. Host 0 completes
+run.json, so that the result is whole although no notebook may be watching any more.
 """
 
 import contextlib
@@ -32,7 +34,9 @@ from labkit_cluster.listeners import Heartbeats
 FAILURE_POLL_PERIOD_S = 0.5
 """How often a host looks whether another one has failed."""
 STACKS_GRACE_S = 2.0
-"""How long a host out of time leaves its ranks alone, until the others, with clocks of their own, have their stacks."""
+"""How long a host out of time leaves its ranks alone, until the others, with clocks of their own,
+have their stacks.
+"""
 HOST_EXIT_TIMEOUT_S = 8.0
 """How long host 0 waits for the others to say how they ended; one that says nothing is lost."""
 EXIT_NO_RENDEZVOUS, EXIT_HOST_LOST, EXIT_TIMED_OUT = 3, 75, 124
@@ -52,7 +56,10 @@ def main() -> NoReturn:
     """Be the agent of this host; leaves with status 0 where all went well."""
     folder = RunFolder(Path(sys.argv[1]))
     if not folder.job_json.is_file():
-        fix = "set LABKIT_RUNS to a folder on a disk that the notebook and all nodes share, and submit again"
+        fix = (
+            "set LABKIT_RUNS to a folder on a disk that the notebook and all nodes share, and"
+            " submit again"
+        )
         sys.exit(f"{this_host_name()} does not see {folder.job_json}: {fix}")
     signal.signal(signal.SIGTERM, _raise_interrupt)
     agent = JobAgent(folder)
@@ -90,7 +97,9 @@ class JobAgent:
             )  # with the first that leaves, the cluster may end all
 
     def run_leader(self) -> int:
-        """Take part as host 0, and write into run.json how it ended for all; returns this process's exit status."""
+        """Take part as host 0, and write into run.json how it ended for all; returns this process's
+        exit status.
+        """
         info = self._begin_attempt()
         started, status = time.monotonic(), 0
         try:
@@ -146,7 +155,10 @@ class JobAgent:
         """Let nobody start unless all see the program."""
         program = self._job["target"]
         if program.endswith(".py") and not Path(program).is_file():
-            missing = f"{self.guest.name} does not see {program}: put the program on a disk that all nodes share"
+            missing = (
+                f"{self.guest.name} does not see {program}: put the program on a disk that all"
+                " nodes share"
+            )
             self._board.put("failed", {"message": missing})
             raise NotAllHosts(missing)
 
@@ -210,7 +222,8 @@ class JobAgent:
 
 
 def archive_attempt(folder: RunFolder, current: Path) -> int:
-    """Move what an earlier attempt has left into attempt_0, the next one's into attempt_1; returns how many there are.
+    """Move what an earlier attempt has left into attempt_0, the next one's into attempt_1; returns
+    how many there are.
 
     Each is a run's folder of its own, which ``labkit.load`` reads.
     """
@@ -227,7 +240,10 @@ def archive_attempt(folder: RunFolder, current: Path) -> int:
     aside.path.mkdir()
     info = read_json(folder.run_json)
     if info["exit"] == "running":  # its agents were killed before they could say anything
-        ended = "HostLost: the cluster ended this attempt: a node was lost in mid-run, or the job had to make way"
+        ended = (
+            "HostLost: the cluster ended this attempt: a node was lost in mid-run, or the job had"
+            " to make way"
+        )
         info |= {"exit": "host lost", "error": ended}
     write_json(aside.run_json, info)
     for path in left:

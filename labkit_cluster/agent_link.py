@@ -1,4 +1,6 @@
-"""The notebook's connection to the agent of one host (node.py): what it is told, what it has said, and its files."""
+"""The notebook's connection to the agent of one host (node.py): what it is told, what it has said,
+and its files.
+"""
 
 import contextlib
 import json
@@ -60,7 +62,9 @@ class AgentLink:
         self._to_say: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Start it, tell it what there is to tell, and listen to it. Raises HostLost where there is no such command."""
+        """Start it, tell it what there is to tell, and listen to it. Raises HostLost where there is
+        no such command.
+        """
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
@@ -85,7 +89,9 @@ class AgentLink:
         self._to_say.put(word)
 
     def _send_messages(self, pipe: IO[bytes]) -> None:
-        """Say what there is to say, and now and then that somebody is still here, until ``hang_up``."""
+        """Say what there is to say, and now and then that somebody is still here, until
+        ``hang_up``.
+        """
         with contextlib.suppress(OSError), pipe:
             while True:
                 word: Message | None = {}
@@ -139,7 +145,9 @@ class AgentLink:
         return self.is_closed or self.status is not None or not self.has_answered
 
     def exit_status_and_stderr(self) -> tuple[int | None, str]:
-        """Of one that hung up: the exit status of its command, None where that goes on, and what its stderr says."""
+        """Of one that hung up: the exit status of its command, None where that goes on, and what
+        its stderr says.
+        """
         assert self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(AGENT_EXIT_TIMEOUT_S)
@@ -150,7 +158,9 @@ class AgentLink:
         self._to_say.put(None)
 
     def close(self) -> None:
-        """Wait for its end after ``hang_up``; a command that does not end is killed, here at least."""
+        """Wait for its end after ``hang_up``; a command that does not end is killed, here at
+        least.
+        """
         if not self._process:  # it was not started
             return
         try:
@@ -164,7 +174,9 @@ class AgentLink:
 
 
 def _parse_message(line: bytes) -> dict[str, Any]:
-    """What an agent says in this line; {} for what somebody else says there, such as the host's .bashrc."""
+    """What an agent says in this line; {} for what somebody else says there, such as the host's
+    .bashrc.
+    """
     with contextlib.suppress(ValueError):
         said = json.loads(line)
         return said if isinstance(said, dict) else {}

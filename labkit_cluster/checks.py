@@ -45,7 +45,9 @@ def place_of(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: bytes that leave one host in a step, from (parameter_bytes, hosts, nproc, hybrid)."""
+    """Exercise 2: bytes that leave one host in a step, from (parameter_bytes, hosts, nproc,
+    hybrid).
+    """
     for size, hosts, nproc, hybrid in (
         (1200.0, 2, 2, False),
         (1200.0, 2, 2, True),
@@ -64,10 +66,9 @@ def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
         ranks = hosts * nproc
         likely = {
             3 * size: "A ring of n ranks sends (n - 1) / n of the tensor for each of the three.",
-            2
-            * (ranks - 1)
-            / ranks
-            * size: "Parameters are gathered twice: before the forward and the backward pass.",
+            2 * (ranks - 1) / ranks * size: (
+                "Parameters are gathered twice: before the forward and the backward pass."
+            ),
             (ranks - 1) / ranks * size: "That is one of the three collectives.",
             2
             * (hosts - 1)
@@ -121,7 +122,10 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
                 "it gave step_11, which was cut off", expected="expected step_10", hint=hint
             )
         if name == "step_9":
-            hint = "As text, 'step_9' comes after 'step_10'. Compare numbers: int(path.name.split('_')[1])."
+            hint = (
+                "As text, 'step_9' comes after 'step_10'. Compare numbers:"
+                " int(path.name.split('_')[1])."
+            )
             raise WrongAnswer(
                 "it gave step_9, and step_10 is newer", expected="expected step_10", hint=hint
             )
@@ -135,7 +139,9 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def interval_s(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 4: seconds between two saves, from (save_s, between_failures_s), so that the least time is lost."""
+    """Exercise 4: seconds between two saves, from (save_s, between_failures_s), so that the least
+    time is lost.
+    """
     for save_s, between_s in ((2.0, 10_000.0), (60.0, 11_136.0), (1.0, 86_400.0)):
         right = theory.checkpoint_interval_s(save_s, between_s)
         asked = f"{answer_name(answer)}({save_s:g}, {between_s:g})"
@@ -155,9 +161,9 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
             (save_s * between_s)
             ** 0.5: "A failure costs half an interval on average, not a whole one.",
             (2 * save_s / between_s) ** 0.5: "That is the part of the time which is lost, at best.",
-            2
-            * save_s
-            * between_s: "Set the derivative to zero, and solve for the interval itself.",
+            2 * save_s * between_s: (
+                "Set the derivative to zero, and solve for the interval itself."
+            ),
         }
         hint = next(
             (text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), ""

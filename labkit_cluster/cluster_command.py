@@ -11,7 +11,9 @@ from labkit.runs.folder import ROOT
 TEMPLATES = ROOT / "launch" / "cluster"
 COMMAND_TIMEOUT_S = 60
 FINAL_STATES = ("completed", "failed", "timed out", "cancelled", "unknown")
-"""States of a job that does nothing any more; a cluster knows a job for some minutes after its end."""
+"""States of a job that does nothing any more; a cluster knows a job for some minutes after its
+end.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class JobRequest:
         nodes: how many, with one agent each.
         nproc: ranks of a node.
         device: "auto", "cpu" or "cuda".
-        limit_s: seconds after which the cluster is to end it, should labkit's own agents have failed to.
+        limit_s: seconds after which the cluster is to end it, should labkit's own agents have
+            failed to.
     """
 
     program: str

@@ -1,6 +1,8 @@
-"""Brings the files of a run home from a host, as they grow: the host's side says what is new, the notebook's writes it.
+"""Brings the files of a run home from a host, as they grow: the host's side says what is new, the
+notebook's writes it.
 
-So progress is seen, and what a host had said before it was lost is there. No folder has to be shared.
+So progress is seen, and what a host had said before it was lost is there. No folder has to be
+shared.
 """
 
 import os
@@ -10,7 +12,9 @@ from pathlib import Path
 from labkit.runs import private_files
 
 APPEND_ONLY_SUFFIXES = {".jsonl", ".log", ".pid", ".host", ".stack", ".json"}
-"""How the names of files end that only grow, or are written in one step. All others are brought at the end."""
+"""How the names of files end that only grow, or are written in one step. All others are brought at
+the end.
+"""
 CHUNK_BYTES = 2**20
 
 
@@ -28,7 +32,9 @@ class FileChanges:
         """By name: which file it was, by its number, and how many bytes of it."""
 
     def read_changes(self, at_end: bool = False) -> Iterator[tuple[str, int, bytes]]:
-        """Names of files, at which place of them there is something new, and what; of all files at the end."""
+        """Names of files, at which place of them there is something new, and what; of all files at
+        the end.
+        """
         for path in sorted(self._folder.iterdir()):
             goes = (
                 path.is_file() and not path.name.startswith(".") and path.name not in self._without
@@ -57,7 +63,9 @@ class FileChanges:
 
 
 class FileReceiver:
-    """Writes what one host brings into the run's folder. Its files have names of their own; none replaces another's."""
+    """Writes what one host brings into the run's folder. Its files have names of their own; none
+    replaces another's.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -1,9 +1,12 @@
-"""One host's part of a run on several hosts: meet the others, run torchrun, end with whoever asked for it.
+"""One host's part of a run on several hosts: meet the others, run torchrun, end with whoever asked
+for it.
 
-    python -m labkit_cluster.host_agent        # told over stdin what to do, by hosts.py, through ssh
+    python -m labkit_cluster.host_agent        # told over stdin what to do, by hosts.py, through
+    ssh
 
-Over stdin and stdout go lines of JSON, and the files of the run home. When stdin closes, the notebook's process or the
-connection is gone: then everything that this host runs for it ends, as on one host.
+Over stdin and stdout go lines of JSON, and the files of the run home. When stdin closes, the
+notebook's process or the connection is gone: then everything that this host runs for it ends, as on
+one host.
 """
 
 import contextlib
@@ -35,9 +38,13 @@ from labkit_cluster.host_torchrun import start_and_rendezvous
 
 FILE_SYNC_PERIOD_S = 0.2
 END_ORDER_TIMEOUT_S = 5.0
-"""So long the ranks of a run that is to end are kept where they are, once their stacks were told."""
+"""So long the ranks of a run that is to end are kept where they are, once their stacks were
+told.
+"""
 NOTEBOOK_SILENCE_LIMIT_S = 60
-"""After so long without a word of the notebook's process, which says one every few seconds, it counts as gone."""
+"""After so long without a word of the notebook's process, which says one every few seconds, it
+counts as gone.
+"""
 
 
 class PeersLost(HostLost):
@@ -64,7 +71,8 @@ def run_host(
     board: Mailbox,
     end: threading.Event,
 ) -> int:
-    """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit status.
+    """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit
+    status.
 
     Raises:
         NotAllHosts: they did not meet. No rank was started.
@@ -126,7 +134,10 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
     if immortal:
         home.send_message(
             {
-                "problem": f"processes {immortal} did not die of SIGKILL: they wait for a device; restart it"
+                "problem": (
+                    f"processes {immortal} did not die of SIGKILL: they wait for a device;"
+                    " restart it"
+                )
             }
         )
     home.send_message({"end": status})
@@ -135,7 +146,9 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
 
 
 def _refuse_program_mismatch(name: str, request: Mapping[str, Any]) -> None:
-    """Raise NotAllHosts unless a program that is a file lies here as it lies where the notebook is."""
+    """Raise NotAllHosts unless a program that is a file lies here as it lies where the notebook
+    is.
+    """
     target, theirs = Path(request["target"]), request["sum"]
     if theirs and not target.is_file():
         raise NotAllHosts(
@@ -150,7 +163,8 @@ def _remove_host_folder(folder: RunFolder) -> None:
 
 
 class NotebookLink:
-    """The notebook's process: gives orders, takes files, and is the board on which the hosts leave words.
+    """The notebook's process: gives orders, takes files, and is the board on which the hosts leave
+    words.
 
     Attributes:
         end: set when it wants the run to end.
@@ -209,7 +223,9 @@ class NotebookLink:
                 self.send_message({"file": name, "place": place, "size": len(part)}, part)
 
     def _receive_messages(self) -> None:
-        """Take words from the other hosts and the order to end; end all when nobody is there any more."""
+        """Take words from the other hosts and the order to end; end all when nobody is there any
+        more.
+        """
         for line in self._hears:
             told = json.loads(line)
             self._heard_before = 0

@@ -1,10 +1,11 @@
 """How the hosts of a run find each other, while torchrun starts on each of them.
 
-torchrun's own rendezvous takes a name and a port on trust. Where the name is not the first host's own, no host takes
-itself for the store and all wait for a minute; where a host falls back to itself, it trains alone
-(pytorch/pytorch#67547, #73656). Here every host says at which addresses it can be found, all knock at all of them, and
-all then draw the same conclusion: one address of each host that every other has reached, in both directions, since
-ranks connect in both. Who does not come, cannot be reached or has another torch is named within seconds.
+torchrun's own rendezvous takes a name and a port on trust. Where the name is not the first host's
+own, no host takes itself for the store and all wait for a minute; where a host falls back to
+itself, it trains alone (pytorch/pytorch#67547, #73656). Here every host says at which addresses it
+can be found, all knock at all of them, and all then draw the same conclusion: one address of each
+host that every other has reached, in both directions, since ranks connect in both. Who does not
+come, cannot be reached or has another torch is named within seconds.
 """
 
 import hashlib
@@ -116,15 +117,18 @@ class RendezvousResult:
             if any(each.address == self.local_address for each in found):
                 return name
         raise NotAllHosts(
-            f"no network interface of this host holds its own address {self.local_address}: did it just change?"
+            f"no network interface of this host holds its own address {self.local_address}: did it"
+            " just change?"
         )
 
 
 def join_rendezvous(guest: RendezvousMember, board: Mailbox) -> RendezvousResult:
-    """Wait until all hosts have come and reach each other. All of them call this; all raise if one does.
+    """Wait until all hosts have come and reach each other. All of them call this; all raise if one
+    does.
 
     Raises:
-        NotAllHosts: one did not come, cannot reach another, or has other versions of what ranks need.
+        NotAllHosts: one did not come, cannot reach another, or has other versions of what ranks
+            need.
     """
     try:
         with Listeners(guest.token, _usable_addresses(guest)) as doors:
@@ -212,7 +216,9 @@ def _peer_endpoints(
 
 
 def _probe_summary(knocks: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
-    """What one host tells of its knocks: by host and address, its own address on the way there, or the problem."""
+    """What one host tells of its knocks: by host and address, its own address on the way there, or
+    the problem.
+    """
     told: dict[str, dict[str, dict[str, str]]] = {"reached": {}, "problems": {}}
     for (host, address), knock in knocks.items():
         kind, text = (
@@ -250,8 +256,8 @@ def choose_addresses(
             f"{names[index]} reaches {', '.join(reached[index][0])}" for index in others
         )
         raise NotAllHosts(
-            f"{names[0]} has no address that all hosts reach ({ways}): join them by one network, and name "
-            f"{names[0]}'s address there: Host({names[0]!r}, address='10.0.0.5')"
+            f"{names[0]} has no address that all hosts reach ({ways}): join them by one network,"
+            f" and name {names[0]}'s address there: Host({names[0]!r}, address='10.0.0.5')"
         )
     chosen = [common[0]]
     for index in others:
@@ -274,17 +280,23 @@ def _unreachable_error(
         or "it names only its loopback"
     )
     return NotAllHosts(
-        f"{names[index]} cannot reach {names[other]} ({why}): let the firewall of {names[other]} pass what comes from "
-        f"{names[index]}, or name another address: Host({names[other]!r}, address='10.0.0.5')"
+        f"{names[index]} cannot reach {names[other]} ({why}): let the firewall of {names[other]}"
+        f" pass what comes from {names[index]}, or name another address: Host({names[other]!r},"
+        " address='10.0.0.5')"
     )
 
 
 def _usable_addresses(guest: RendezvousMember) -> list[str]:
-    """Where this host opens its doors. Raises NotAllHosts where the address that was given is not one of its own."""
+    """Where this host opens its doors. Raises NotAllHosts where the address that was given is not
+    one of its own.
+    """
     own = local_addresses()
     if not guest.address:
         return own if guest.hosts > 1 else [LOOPBACK]
-    advice = f"give one of {', '.join([each for each in own if not _is_loopback(each)] or own)}, or leave it out"
+    advice = (
+        f"give one of {', '.join([each for each in own if not _is_loopback(each)] or own)}, or"
+        " leave it out"
+    )
     with_limit = ThreadPoolExecutor(max_workers=1)
     try:
         found = with_limit.submit(socket.getaddrinfo, guest.address, None).result(PROBE_TIMEOUT_S)
@@ -303,13 +315,16 @@ def _usable_addresses(guest: RendezvousMember) -> list[str]:
             else f"{guest.address} ({', '.join(sorted(resolved))})"
         )
         raise NotAllHosts(
-            f"the address {given} of {guest.name} is not its own, so nobody would find it there: {advice}"
+            f"the address {given} of {guest.name} is not its own, so nobody would find it there:"
+            f" {advice}"
         )
     return usable
 
 
 def local_addresses() -> list[str]:
-    """This host's addresses, those of its networks first, then loopback, which only hosts on one machine reach."""
+    """This host's addresses, those of its networks first, then loopback, which only hosts on one
+    machine reach.
+    """
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         each.address
@@ -346,7 +361,9 @@ def host_versions() -> dict[str, str]:
 
 
 def labkit_versions() -> dict[str, str]:
-    """What must be equal also in the process that asks for a run: it may do without torch, or have another build."""
+    """What must be equal also in the process that asks for a run: it may do without torch, or have
+    another build.
+    """
     sources = [
         path for folder in ("labkit", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
     ]
@@ -372,5 +389,6 @@ def refuse_version_mismatch(
     for name, version in theirs.items():
         if ours[name] != version:
             raise NotAllHosts(
-                f"{one} has {name} {version} and {other} has {ours[name]}: install the same on all hosts"
+                f"{one} has {name} {version} and {other} has {ours[name]}: install the same on all"
+                " hosts"
             )

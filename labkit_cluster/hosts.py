@@ -1,9 +1,11 @@
-"""The notebook's side of a run on several hosts: one agent (node.py) on each, through ssh, and what they say.
+"""The notebook's side of a run on several hosts: one agent (node.py) on each, through ssh, and what
+they say.
 
-    labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])          # two ranks on each, by your own ssh settings
+    labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])          # two ranks on each, by your
+    own ssh settings
 
-Nothing listens here. Each agent talks over the stdin and stdout of its ssh, and ends with it. It brings the files of
-its ranks here while they grow: no folder has to be shared.
+Nothing listens here. Each agent talks over the stdin and stdout of its ssh, and ends with it. It
+brings the files of its ranks here while they grow: no folder has to be shared.
 """
 
 import math
@@ -43,9 +45,11 @@ class Host:
 
     Attributes:
         name: what ssh calls it, and tables.
-        address: its own, by which the other hosts are to reach it; "" for the first that all of them reach.
+        address: its own, by which the other hosts are to reach it; "" for the first that all of
+            them reach.
         python: its Python; "" for the same path as here.
-        command: what runs a command there, instead of ssh: such as ``("ip", "netns", "exec", "beta")``; None for ssh.
+        command: what runs a command there, instead of ssh: such as ``("ip", "netns", "exec",
+            "beta")``; None for ssh.
     """
 
     name: str
@@ -61,11 +65,14 @@ class Host:
             or not self.name.isprintable()
         ):
             raise ParameterError(
-                f"host {self.name!r} is no name that ssh could reach: give one as in `ssh NAME true`"
+                f"host {self.name!r} is no name that ssh could reach: give one as in `ssh NAME"
+                " true`"
             )
 
     def agent_command(self) -> list[str]:
-        """The command that starts the agent there. ssh hands its words to a shell, so they are quoted for it."""
+        """The command that starts the agent there. ssh hands its words to a shell, so they are
+        quoted for it.
+        """
         agent = [
             "env",
             f"PYTHONPATH={ROOT}",
@@ -99,11 +106,20 @@ class Host:
                 f"mend `{self._ssh_test_command}`"
             )
         if "Unknown option: -P" in said:
-            return f"{self.name} has a Python before 3.11 as {self._python_path}: give Host({self.name!r}, python='…')"
+            return (
+                f"{self.name} has a Python before 3.11 as {self._python_path}: give"
+                f" Host({self.name!r}, python='…')"
+            )
         if status in (126, 127):
-            return f"{self.name} has no Python at {self._python_path} ({last}): give Host({self.name!r}, python='…')"
+            return (
+                f"{self.name} has no Python at {self._python_path} ({last}): give"
+                f" Host({self.name!r}, python='…')"
+            )
         if "No module named" in said:
-            return f"labkit cannot start on {self.name} ({last}): install there what is installed here, at {ROOT}"
+            return (
+                f"labkit cannot start on {self.name} ({last}): install there what is installed"
+                f" here, at {ROOT}"
+            )
         how = f"with {last!r}" if last else "without a word"
         return f"{self.name} was lost: its part of the run ended {how}. Is it up? Then run again"
 
@@ -124,7 +140,9 @@ def _ssh_command() -> list[str]:
 
 
 def parse_hosts(hosts: Any) -> list[Host]:
-    """The hosts of a run as ``Host``. Raises ParameterError for anything else than names and Hosts, each once."""
+    """The hosts of a run as ``Host``. Raises ParameterError for anything else than names and Hosts,
+    each once.
+    """
     if isinstance(hosts, str | Host) or not isinstance(hosts, Sequence) or not hosts:
         raise ParameterError(
             f"hosts = {hosts!r} is no list of hosts: give their names, such as ['alpha', 'beta']"
@@ -169,9 +187,9 @@ class MultiHostBackend:
             **self._request,
             "name": self._folder.path.name,
             "working_folder": os.getcwd(),
-            "given": self._folder.payload.read_bytes().hex()
-            if self._folder.payload.exists()
-            else "",
+            "given": (
+                self._folder.payload.read_bytes().hex() if self._folder.payload.exists() else ""
+            ),
             "versions": labkit_versions(),
             "sum": files_digest(program) if program.suffix == ".py" else "",
             "environment": {
@@ -193,7 +211,8 @@ class MultiHostBackend:
     def wait(self, timeout_s: float) -> int:
         """Return the exit status once all hosts have ended.
 
-        Where one has failed, the others have a moment to end by themselves: one of them may know the cause.
+        Where one has failed, the others have a moment to end by themselves: one of them may know
+        the cause.
 
         Raises:
             subprocess.TimeoutExpired: some had not ended after ``timeout_s`` seconds.
@@ -264,7 +283,9 @@ class MultiHostBackend:
             self._broadcast_message({"end": "now"})
 
     def stop(self) -> list[int]:
-        """End all that is left, here and there; a host itself reports a process that does not die."""
+        """End all that is left, here and there; a host itself reports a process that does not
+        die.
+        """
         self.end_ranks()
         agents = self._agents.values()
         with self._change:
@@ -277,7 +298,9 @@ class MultiHostBackend:
 
 
 def _link_loss_text(lost: Mapping[str, Sequence[str]]) -> str:
-    """What to say of hosts that no longer hear those named here. The first has a line to each, the others one to it."""
+    """What to say of hosts that no longer hear those named here. The first has a line to each, the
+    others one to it.
+    """
     first, *others = lost
     unheard = lost[first] or [name for name in others if lost[name]]
     advice = "are both up, and the network between them? Then run again"

@@ -20,12 +20,16 @@ JOB_POLL_PERIOD_S = 0.25
 STATUS_QUERY_PERIOD_S = 2.0
 """How often the cluster is asked: its controller serves others, too."""
 CLUSTER_SILENCE_LIMIT_S = 600.0
-"""How long waiting goes on although the cluster does not answer: its controller may be starting anew."""
+"""How long waiting goes on although the cluster does not answer: its controller may be starting
+anew.
+"""
 CANCEL_TIMEOUT_S = 120.0
 STATE_BY_EXIT = dict.fromkeys(FINISHED_EXITS, "completed") | {
     end: end for end in ("failed", "timed out", "cancelled")
 }
-"""What run.json says of a run that is over, as states. After any other word there may be another attempt."""
+"""What run.json says of a run that is over, as states. After any other word there may be another
+attempt.
+"""
 SUBMISSION_TYPES = {"cluster": str, "settings": dict, "id": str}
 """What submitted.json has to hold."""
 
@@ -55,13 +59,15 @@ class Job:
     def state(self) -> str:
         """Where it stands.
 
-        One of "pending", "running", "requeued" (it waits for another attempt), "completed", "failed", "timed out" and
-        "cancelled".
+        One of "pending", "running", "requeued" (it waits for another attempt), "completed",
+        "failed", "timed out" and "cancelled".
         """
         return self._query_status().state
 
     def wait(self) -> None:
-        """Show how it goes until it is over. An interrupt ends the waiting, not the job: that does ``cancel``."""
+        """Show how it goes until it is over. An interrupt ends the waiting, not the job: that does
+        ``cancel``.
+        """
         if self._query_status().is_over:
             return
         display, attempts, outcome = choose_display(), 0, "interrupted"
@@ -126,7 +132,10 @@ class Job:
         progress.update()
         steps = f", step {progress.state.done_steps} of {progress.state.planned_steps}"
         done = steps if standing.state == "running" and progress.state.planned_steps else ""
-        return f"{self._program_name} on {self._cluster.name}, job {self.id}: {standing}{done}; {self.folder}"
+        return (
+            f"{self._program_name} on {self._cluster.name}, job {self.id}: {standing}{done};"
+            f" {self.folder}"
+        )
 
     @property
     def _program_name(self) -> str:
@@ -140,7 +149,9 @@ class Job:
         return RunMonitor(self._files, info["program"], range(info["nproc"]), display)
 
     def _query_status(self, old_s: float = 0.0) -> JobStatus:
-        """As run.json says once it holds an end, else as the cluster said, at most so many seconds ago."""
+        """As run.json says once it holds an end, else as the cluster said, at most so many seconds
+        ago.
+        """
         if (end := self._read_run_info()["exit"]) in STATE_BY_EXIT:
             return JobStatus(STATE_BY_EXIT[end])
         if time.monotonic() - self._asked_at >= old_s:
@@ -159,7 +170,9 @@ class Job:
             return self._said
 
     def _write_final_state(self, said: JobStatus) -> JobStatus:
-        """Write into run.json how the job ended, where its agents could not, because they were ended themselves."""
+        """Write into run.json how the job ended, where its agents could not, because they were
+        ended themselves.
+        """
         info = self._read_run_info()  # read again: the end may have been written since
         if info["exit"] not in STATE_BY_EXIT:
             if info["exit"] != "host lost" or said.state == "cancelled":
@@ -183,7 +196,8 @@ class Job:
         kind, _, message = str(info.get("error", "")).partition(": ")
         if info["exit"] == "cancelled":
             return JobCancelled(
-                f"{self._program_name}: job {self.id} was cancelled; what it left is in {self.folder}"
+                f"{self._program_name}: job {self.id} was cancelled; what it left is in"
+                f" {self.folder}"
             )
         if info["exit"] == "timed out":
             return failure.timeout_failure(self._files, info["timeout_s"], info["nproc"])
@@ -203,7 +217,8 @@ def load_job(folder: str | Path) -> Job:
     files = RunFolder(Path(folder).resolve())
     if not files.submitted_json.exists():
         raise RunFileNotFound(
-            f"{files.path} holds no {files.submitted_json.name}: give the folder of a run from labkit.submit"
+            f"{files.path} holds no {files.submitted_json.name}: give the folder of a run from"
+            " labkit.submit"
         )
     handed_over = read_json(files.submitted_json)
     require_fields(files.submitted_json, handed_over, SUBMISSION_TYPES)

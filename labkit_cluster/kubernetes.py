@@ -1,4 +1,6 @@
-"""Kubernetes with Kubeflow Trainer, through kubectl. The job's manifest is launch/cluster/kubernetes.yaml."""
+"""Kubernetes with Kubeflow Trainer, through kubectl. The job's manifest is
+launch/cluster/kubernetes.yaml.
+"""
 
 import json
 import math
@@ -24,7 +26,8 @@ class Kubernetes:
 
     Attributes:
         image: with Python, the same labkit and the same torch as here.
-        claim: name of the PersistentVolumeClaim that is mounted here as the runs folder; pods get it at the same place.
+        claim: name of the PersistentVolumeClaim that is mounted here as the runs folder; pods get
+            it at the same place.
         namespace: where the job is to run; "" for that of your settings.
         runtime: name of the ClusterTrainingRuntime for PyTorch.
         python: the image's Python.
@@ -67,7 +70,9 @@ class Kubernetes:
         return handed_over
 
     def fill_manifest(self, request: JobRequest, folder: RunFolder) -> str:
-        """The filled template. Every value is written as JSON, which YAML reads: none can mean anything else."""
+        """The filled template. Every value is written as JSON, which YAML reads: none can mean
+        anything else.
+        """
         resources: dict[str, Any] = {"requests": {"cpu": str(request.nproc)}}
         if request.device == "cuda":
             resources["limits"] = {"nvidia.com/gpu": str(request.nproc)}

@@ -1,8 +1,10 @@
-"""How the hosts of a run reach each other: doors that answer whoever knows the run's token, and lines that stay open.
+"""How the hosts of a run reach each other: doors that answer whoever knows the run's token, and
+lines that stay open.
 
-A host opens a door at each of its addresses, so nothing listens where it need not, and knocks at those of the others.
-The door at the address that all have reached later becomes the store of torchrun, without a moment in which another
-process could take its port. The connection to it stays open: on it each host hears whether the other is still there.
+A host opens a door at each of its addresses, so nothing listens where it need not, and knocks at
+those of the others. The door at the address that all have reached later becomes the store of
+torchrun, without a moment in which another process could take its port. The connection to it stays
+open: on it each host hears whether the other is still there.
 """
 
 import contextlib
@@ -22,8 +24,8 @@ EXTRA_PROBE_TIMEOUT_S = 0.5
 """How much longer it waits for a host's other addresses, once one has answered."""
 HEARTBEAT_PERIOD_S = 1.0
 HEARTBEAT_MISS_LIMIT = 8
-"""After so many of its own beats without one from there, a host takes another for lost. One that was suspended itself
-has not beaten either."""
+"""After so many of its own beats without one from there, a host takes another for lost. One that
+was suspended itself has not beaten either."""
 MAX_LINE_BYTES = 200
 HEARTBEAT_BYTE, SHUTDOWN_BYTE = b".", b"!"
 
@@ -32,7 +34,8 @@ Endpoint = tuple[int, str]
 
 
 class Listeners:
-    """One host's listening sockets, one at each address, answering in the background until they are shut.
+    """One host's listening sockets, one at each address, answering in the background until they are
+    shut.
 
     Attributes:
         ports: by address.
@@ -68,7 +71,9 @@ class Listeners:
             each.close()
 
     def take_listener(self, address: str) -> tuple[socket.socket, dict[int, socket.socket]]:
-        """No door answers any more. The one at this address, still listening, and the lines through it by index."""
+        """No door answers any more. The one at this address, still listening, and the lines through
+        it by index.
+        """
         self._stop_serving()
         lines = {
             index: self.links.pop((index, at)) for index, at in list(self.links) if at == address
@@ -107,7 +112,9 @@ class Listeners:
 
 
 def _create_listener(address: str) -> socket.socket | None:
-    """A socket at this address and a port that the system chose; None where the address cannot be used just now."""
+    """A socket at this address and a port that the system chose; None where the address cannot be
+    used just now.
+    """
     try:
         door = socket.create_server(
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -188,7 +195,9 @@ def _hmac_proof(token: str, speaker: bytes, word: bytes) -> bytes:
 
 
 def _receive_line(line: socket.socket) -> bytes:
-    """What the other side says, up to the end of the line. Raises ValueError where it hangs up or goes on and on."""
+    """What the other side says, up to the end of the line. Raises ValueError where it hangs up or
+    goes on and on.
+    """
     word = b""
     while not word.endswith(b"\n"):
         part = line.recv(MAX_LINE_BYTES)
@@ -199,7 +208,9 @@ def _receive_line(line: socket.socket) -> bytes:
 
 
 class Heartbeats:
-    """The lines to other hosts, on which each hears that the other is still there. Host 0 has one to each of them."""
+    """The lines to other hosts, on which each hears that the other is still there. Host 0 has one
+    to each of them.
+    """
 
     def __init__(self, lines: Mapping[str, socket.socket]):
         self._lines = dict(lines)
@@ -209,7 +220,9 @@ class Heartbeats:
             line.setblocking(False)
 
     def unreachable_peers(self) -> list[str]:
-        """Those that hung up without a farewell or are silent; [] for none. To be asked several times a second."""
+        """Those that hung up without a farewell or are silent; [] for none. To be asked several
+        times a second.
+        """
         if time.monotonic() - self._beaten > HEARTBEAT_PERIOD_S:
             self._beaten = time.monotonic()
             self._send_to_all(HEARTBEAT_BYTE)

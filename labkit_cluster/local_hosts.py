@@ -4,9 +4,10 @@
         print(hosts.kind)
         result = labkit.run("fsdp_wrap", nproc=2, hosts=hosts)
 
-As root on Linux each is a network namespace: it has a network interface and a loopback of its own, joined to the others
-by a cable (veth) to a switch (a bridge), which lies in a namespace, too. So the machine's own network is not touched,
-and a cable can be pulled. Elsewhere they are processes that meet on loopback.
+As root on Linux each is a network namespace: it has a network interface and a loopback of its own,
+joined to the others by a cable (veth) to a switch (a bridge), which lies in a namespace, too. So
+the machine's own network is not touched, and a cable can be pulled. Elsewhere they are processes
+that meet on loopback.
 """
 
 import contextlib
@@ -88,14 +89,16 @@ class LocalHosts(Sequence[Host]):
     def _set_link_state(self, name: str, state: str) -> None:
         if self.kind != NAMESPACE_KIND:
             raise LabError(
-                f"{name} has no network cable, these hosts are {self.kind}: that needs root on Linux"
+                f"{name} has no network cable, these hosts are {self.kind}: that needs root on"
+                " Linux"
             )
         _run_ip_command("-n", _namespace_name(name), "link", "set", HOST_INTERFACE, state)
 
 
 @contextlib.contextmanager
 def start_local_hosts(count: int = 2) -> Iterator[LocalHosts]:
-    """Hosts called alpha, beta, gamma and so on, which end with the block, and all that runs on them with them.
+    """Hosts called alpha, beta, gamma and so on, which end with the block, and all that runs on
+    them with them.
 
     Args:
         count: how many, at most eight.

@@ -21,7 +21,9 @@ from labkit_cluster.cluster_command import (
 
 BATCH_SCRIPT = TEMPLATES / "slurm.sh"
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
-"""Variables that say which cluster; the others are those of a job, and a notebook may run in one of its own."""
+"""Variables that say which cluster; the others are those of a job, and a notebook may run in one of
+its own.
+"""
 STATE_BY_SLURM_STATE = {
     "PENDING": "pending",
     "COMPLETED": "completed",
@@ -41,7 +43,8 @@ class Slurm:
 
     Attributes:
         partition: where the job is to run; "" for the default.
-        options: more words for sbatch, such as ``("--account=physics", "--gpus-per-node=4")``; they override labkit's.
+        options: more words for sbatch, such as ``("--account=physics", "--gpus-per-node=4")``; they
+            override labkit's.
     """
 
     name: ClassVar[str] = "slurm"
@@ -54,7 +57,8 @@ class Slurm:
         fits = isinstance(self.options, tuple | list) and all(map(_is_option, self.options))
         if not fits:
             raise ParameterError(
-                f"options = {self.options!r} are no words for sbatch, such as ('--account=physics',)"
+                f"options = {self.options!r} are no words for sbatch, such as"
+                " ('--account=physics',)"
             )
 
     def check_available(self) -> None:
@@ -66,7 +70,9 @@ class Slurm:
             )
 
     def submit(self, request: JobRequest, folders: Sequence[RunFolder]) -> list[str]:
-        """Several runs are one array of jobs; the names of their folders differ in their last number, from 0."""
+        """Several runs are one array of jobs; the names of their folders differ in their last
+        number, from 0.
+        """
         first = str(folders[0].path)
         array = [f"--array=0-{len(folders) - 1}"] if len(folders) > 1 else []
         stem, output = first, _escape_output_path(first)
@@ -116,7 +122,9 @@ def _is_option(word: Any) -> bool:
 
 
 def _sbatch_options(request: JobRequest) -> list[str]:
-    """What each job is to be given. The limit of time is the last resort: the agents have a clock of their own."""
+    """What each job is to be given. The limit of time is the last resort: the agents have a clock
+    of their own.
+    """
     minutes = math.ceil(request.limit_s / 60)
     options = [
         f"--job-name={request.program}",
@@ -128,7 +136,9 @@ def _sbatch_options(request: JobRequest) -> list[str]:
 
 
 def _escape_output_path(path: str) -> str:
-    """A path in the words of --output, which replaces %j and the like; after a backslash nothing, so none is taken."""
+    """A path in the words of --output, which replaces %j and the like; after a backslash nothing,
+    so none is taken.
+    """
     if "\\" in path:
         raise ParameterError(
             f"Slurm takes no backslash in the path {path}: set LABKIT_RUNS to a folder without one"
@@ -141,7 +151,9 @@ def _run_slurm_command(*words: str) -> str:
 
 
 def _slurm_environment() -> Mapping[str, str]:
-    """That of this process, with labkit's place, and without what belongs to a job in which this process may run."""
+    """That of this process, with labkit's place, and without what belongs to a job in which this
+    process may run.
+    """
     own = {
         name: text
         for name, text in os.environ.items()

@@ -27,7 +27,9 @@ from labkit_cluster.kubernetes import Kubernetes
 from labkit_cluster.slurm import Slurm
 
 STARTUP_MARGIN_S = 120.0
-"""What the cluster allows beyond the limit, for the agents to meet before and to write down the end after."""
+"""What the cluster allows beyond the limit, for the agents to meet before and to write down the end
+after.
+"""
 
 
 @overload
@@ -76,20 +78,23 @@ def submit(
         cluster: "slurm"; or ``Slurm`` or ``Kubernetes`` with settings of your own.
         nodes: how many.
         nproc: number of ranks on each.
-        timeout_s: each run is stopped so many seconds after its start; the time in the queue does not count.
-        device: "auto" takes GPUs where a node shows one for each of its ranks, else the CPU; "cuda" asks the cluster
-            for them; or "cpu".
-        over: for some parameters, the values to take: one run for every combination, the last one varies fastest. To
-            Slurm they are one array of jobs.
-        **params: parameters of the program, checked against its Config before anything is handed over.
+        timeout_s: each run is stopped so many seconds after its start; the time in the queue does
+            not count.
+        device: "auto" takes GPUs where a node shows one for each of its ranks, else the CPU; "cuda"
+            asks the cluster for them; or "cpu".
+        over: for some parameters, the values to take: one run for every combination, the last one
+            varies fastest. To Slurm they are one array of jobs.
+        **params: parameters of the program, checked against its Config before anything is handed
+            over.
 
     Returns:
-        The job, with ``state``, ``wait()``, ``cancel()`` and ``result()``, a RunResult as ``labkit.run`` gives it; with
-        ``over`` a list of jobs in the order of the values.
+        The job, with ``state``, ``wait()``, ``cancel()`` and ``result()``, a RunResult as
+        ``labkit.run`` gives it; with ``over`` a list of jobs in the order of the values.
 
     Raises:
         ParameterError: a bad argument; nothing was handed over.
-        LabError: this machine has no such cluster, the cluster refuses, or the run's folder cannot be written.
+        LabError: this machine has no such cluster, the cluster refuses, or the run's folder cannot
+            be written.
     """
     there = resolve_cluster(cluster)
     nodes = require_positive(
@@ -129,7 +134,9 @@ def resolve_cluster(cluster: Any) -> Cluster:
 
 
 def submit_requests(cluster: Cluster, plans: list[RunRequest]) -> list[Job]:
-    """Make a folder for each run, and submit them together. Where the cluster refuses, no folder is left."""
+    """Make a folder for each run, and submit them together. Where the cluster refuses, no folder is
+    left.
+    """
     name = make_run_name(plans[0].program)
     names = [f"{name}_{index}" for index in range(len(plans))] if len(plans) > 1 else [name]
     revision = git_revision()
@@ -157,7 +164,9 @@ def submit_requests(cluster: Cluster, plans: list[RunRequest]) -> list[Job]:
 
 
 def _make_job_folder(plan: RunRequest, name: str, revision: str | None) -> RunFolder:
-    """The run's folder with all that the agents need. It is its owner's alone: job.json holds the run's secret."""
+    """The run's folder with all that the agents need. It is its owner's alone: job.json holds the
+    run's secret.
+    """
     info = initial_run_info(plan) | {"exit": "submitted", "hosts": [], "git_revision": revision}
     folder = make_run_folder(info, b"", name)
     names = ("target", "device", "timeout_s")

@@ -115,10 +115,9 @@ def ring_s(answer: Callable[..., Any]) -> Verdict:
                 6.0 if crossing else 0.5
             ): "A host has a card for each rank, and the rings fill all.",
             latency + seconds * 0.5: "What leaves the host may be slower than what stays.",
-            latency
-            + seconds
-            * 6.0
-            / nproc: "The slower of the two decides, and on one host nothing crosses.",
+            latency + seconds * 6.0 / nproc: (
+                "The slower of the two decides, and on one host nothing crosses."
+            ),
             hops * 2.0 + seconds * slower: "Some hops go between hosts, with another latency.",
             hops * 10.0 + seconds * slower: "Most hops stay inside a host.",
             latency
@@ -174,7 +173,10 @@ def _forward_hint(found: float, gathers: Sequence[float], computes: Sequence[flo
     likely = {
         max(sum(gathers), sum(computes)): "The first unit is gathered while nothing computes.",
         sum(gathers) + sum(computes): "While a unit computes, the next one is gathered.",
-        over: "There is room for two units: a gather waits until the unit before the last has computed.",
+        over: (
+            "There is room for two units: a gather waits until the unit before the last has"
+            " computed."
+        ),
     }
     return next((text for value, text in likely.items() if abs(found - value) <= TOLERANCE), "")
 

@@ -207,7 +207,9 @@ def event_for_hardware(
 
 
 def compute_event_s(operators: Iterable[Sequence[Any]], machine: Hardware) -> float:
-    """Return the seconds of a stretch of work; views and the like launch no kernel and take none."""
+    """Return the seconds of a stretch of work; views and the like launch no kernel and take
+    none.
+    """
     total = 0.0
     for *fields, count in operators:
         operator = Operator(*fields)

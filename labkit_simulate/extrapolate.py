@@ -29,7 +29,9 @@ NUMBER_PATTERN = re.compile(r"\d+")
 
 
 def make_small_requests(whole: SimulationRequest) -> dict[int, SimulationRequest]:
-    """Return the requests for few blocks, by their number; {} if the program takes no small model."""
+    """Return the requests for few blocks, by their number; {} if the program takes no small
+    model.
+    """
     path = Path(whole.program_path)
     name = config.read_config(path).ALIKE  # type: ignore[union-attr]  # it has counted them
     try:

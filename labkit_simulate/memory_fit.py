@@ -46,7 +46,10 @@ class MemoryFit:
             f"{ahead}{readable_bytes(self.overhead_bytes)} for all else"
         )
         rest = f"{readable_bytes(abs(self.margin_bytes))} {'are left' if self else 'are missing'}"
-        return f"{'fits' if self else 'does not fit'} in {readable_bytes(self.budget_bytes)}: {sum_}, {rest}"
+        return (
+            f"{'fits' if self else 'does not fit'} in {readable_bytes(self.budget_bytes)}: {sum_},"
+            f" {rest}"
+        )
 
 
 def memory_fit(result: RunResult, budget_gib: float = 80.0) -> MemoryFit:

@@ -141,7 +141,8 @@ class PlaceholderReducer(NullLogger):
             self._missing = [set() for _ in self._buckets]
         if any(self._missing):
             raise LabError(
-                "some parameters got no gradient, so DDP would wait: set find_unused_parameters, or freeze them"
+                "some parameters got no gradient, so DDP would wait: set find_unused_parameters, or"
+                " freeze them"
             )
         self._send_full_buckets()
         for work in self._works:
@@ -156,5 +157,6 @@ class PlaceholderReducer(NullLogger):
 def refuse_hook(*unused: Any) -> None:
     """What DDP calls to register a communication hook."""
     raise LabError(
-        "communication hooks of DDP cannot be simulated: leave the hook out, or average gradients yourself"
+        "communication hooks of DDP cannot be simulated: leave the hook out, or average gradients"
+        " yourself"
     )

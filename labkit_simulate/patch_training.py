@@ -116,7 +116,7 @@ def run_as_spawned_rank(
     world_size, on_host = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if nprocs not in (world_size, on_host):
         raise ParameterError(
-            f"the program starts {nprocs} ranks, and {world_size} are simulated, {on_host} on a host: "
-            f"simulate with world_size={nprocs}"
+            f"the program starts {nprocs} ranks, and {world_size} are simulated, {on_host} on a"
+            f" host: simulate with world_size={nprocs}"
         )
     function(int(os.environ["RANK" if nprocs == world_size else "LOCAL_RANK"]), *args)

@@ -138,8 +138,9 @@ def check_rank_and_world_size(rank: int, world_size: int, own: int, simulated: i
     """What a program says of itself when it joins, if it does, has to be what is simulated."""
     if world_size not in (-1, simulated):
         raise ParameterError(
-            f"the program joins a group of world_size = {world_size}, and {simulated} ranks are simulated: "
-            f"simulate with world_size={world_size}, or take the variable WORLD_SIZE for it"
+            f"the program joins a group of world_size = {world_size}, and {simulated} ranks are"
+            f" simulated: simulate with world_size={world_size}, or take the variable WORLD_SIZE"
+            " for it"
         )
     if rank not in (-1, own):
         raise ParameterError(
@@ -197,7 +198,10 @@ def explain_error(error: Exception) -> Exception:
     what = "reads a number from a tensor, and simulated tensors have none, only shapes"
     if not reads:
         what = "asks for what only a GPU knows, and simulated ones are not there"
-    fix = f"leave it out where the program is simulated (where the environment variable {ENV_SIMULATION} is set)"
+    fix = (
+        "leave it out where the program is simulated (where the environment variable"
+        f" {ENV_SIMULATION} is set)"
+    )
     down_to_there: types.TracebackType | None = None
     for each, at in reversed(frames[own[0] : own[-1] + 1]):
         down_to_there = types.TracebackType(down_to_there, each, each.f_lasti, at)

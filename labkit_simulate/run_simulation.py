@@ -206,7 +206,8 @@ def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, An
         if world_size > MAX_SIMULATED_RANKS:
             fix = 'take "different", or give a list of ranks'
             raise ParameterError(
-                f"rank = 'all' of {world_size}: {MAX_SIMULATED_RANKS} processes are the limit; {fix}"
+                f"rank = 'all' of {world_size}: {MAX_SIMULATED_RANKS} processes are the limit;"
+                f" {fix}"
             )
         return list(range(world_size))
     several = (
@@ -216,6 +217,7 @@ def select_ranks(rank: Any, world_size: int, path: Path, params: Mapping[str, An
         if not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < world_size:
             last = world_size - 1
             raise ParameterError(
-                f"rank = {rank!r}: give one from 0 to {last}, or several of them, such as [0, {last}]"
+                f"rank = {rank!r}: give one from 0 to {last}, or several of them, such as [0,"
+                f" {last}]"
             )
     return sorted(set(several))

@@ -191,9 +191,14 @@ class SearchResult:
             "compute_s": times["compute_s"],
             "device_s": device_s,
             "samples": candidate.samples,
-            "reason": ""
-            if held
-            else f"{readable_bytes(-held.margin_bytes, base=1024)} of memory are missing{estimated}",
+            "reason": (
+                ""
+                if held
+                else (
+                    f"{readable_bytes(-held.margin_bytes, base=1024)} of memory are"
+                    f" missing{estimated}"
+                )
+            ),
         }
 
     @property
@@ -239,12 +244,16 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         others = "".join(f"<li>{escape(line)}</li>" for line in self._other_lines())
-        return f"<p>{escape(self._headline())}</p>{self._display_frame().to_html(index=False)}<ul>{others}</ul>"
+        table = self._display_frame().to_html(index=False)
+        return f"<p>{escape(self._headline())}</p>{table}<ul>{others}</ul>"
 
     def _headline(self) -> str:
         limit = "the memory of a device" if self.budget_gib is None else f"{self.budget_gib:g} GiB"
         fits = f"{len(self.fitting_rows)} of {len(self.frame)} fit in {limit}"
-        return f"plan of {self.program}: {fits}; simulated, step times reckoned{self._extrapolation_text()}"
+        return (
+            f"plan of {self.program}: {fits}; simulated, step times"
+            f" reckoned{self._extrapolation_text()}"
+        )
 
     def _extrapolation_text(self) -> str:
         """How many were not simulated whole."""
@@ -292,7 +301,8 @@ class SearchResult:
         doubt = [each.note for each in self.candidates if each.note and not each.continued_from]
         if doubt:
             lines.append(
-                f"{len(doubt)} simulated whole are not as continued ({doubt[0]}): give whole=None for all"
+                f"{len(doubt)} simulated whole are not as continued ({doubt[0]}): give whole=None"
+                " for all"
             )
         said = others.loc[others.index.difference(missing.index), "reason"].map(
             lambda text: text.partition("\n")[0]

@@ -62,7 +62,8 @@ class CandidateExplorer(Explorer):
         if not rows["fits"].any():
             least = rows["needed_bytes"].min() / memory_fit.GIB
             raise ValueError(
-                f"none fits in {chosen['budget_gib']} GiB: the least that is needed is {least:.3g} GiB"
+                f"none fits in {chosen['budget_gib']} GiB: the least that is needed is"
+                f" {least:.3g} GiB"
             )
         return rows
 
@@ -121,9 +122,11 @@ class CandidateExplorer(Explorer):
             else ""
         )
         return (
-            f"{len(fitting)} of {len(rows)} fit in {chosen['budget_gib']} GiB; the {PLACE_LABELS[chosen['place']]} "
-            f"({self._candidate_text(row, chosen)}) takes {style.duration_text(row['step_s'])} a step{cost}, with "
-            f"{readable_bytes(row['margin_bytes'], base=1024)} left over{'' if row['whole'] else EXTRAPOLATION_NOTE}"
+            f"{len(fitting)} of {len(rows)} fit in {chosen['budget_gib']} GiB; the"
+            f" {PLACE_LABELS[chosen['place']]} ({self._candidate_text(row, chosen)}) takes"
+            f" {style.duration_text(row['step_s'])} a step{cost}, with"
+            f" {readable_bytes(row['margin_bytes'], base=1024)} left"
+            f" over{'' if row['whole'] else EXTRAPOLATION_NOTE}"
         )
 
     def launch(self, **chosen: Any) -> RunResult:

@@ -1,10 +1,12 @@
 """Time all-reduces of many sizes, and the same bytes in one message and in many.
 
     torchrun --standalone --nproc-per-node 2 -m launch.all_reduce                  # times of each
-    torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity   # are the sums right?
+    torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity   # are the sums
+    right?
 
-A message costs a latency, whatever its size, and its bytes. Small messages pay mostly latency: that is why gradients
-travel in buckets. ``labkit.theory.collectives.fit`` fits both numbers to what this measures.
+A message costs a latency, whatever its size, and its bytes. Small messages pay mostly latency: that
+is why gradients travel in buckets. ``labkit.theory.collectives.fit`` fits both numbers to what this
+measures.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,13 +51,14 @@ class Config:
         for size in (*self.message_bytes, self.total_bytes):
             if size % FLOAT32_BYTES:
                 raise ValueError(
-                    f"{size} bytes are no whole number of float32: take a multiple of {FLOAT32_BYTES}"
+                    f"{size} bytes are no whole number of float32: take a multiple of"
+                    f" {FLOAT32_BYTES}"
                 )
         for count in self.pieces:
             if self.total_bytes % (FLOAT32_BYTES * count):
                 raise ValueError(
-                    f"{self.total_bytes} bytes cannot be cut into {count} equal messages of float32: "
-                    f"take pieces that divide {self.total_bytes // FLOAT32_BYTES}"
+                    f"{self.total_bytes} bytes cannot be cut into {count} equal messages of"
+                    f" float32: take pieces that divide {self.total_bytes // FLOAT32_BYTES}"
                 )
 
 

@@ -1,10 +1,12 @@
 """Train with parameters that decide what FSDP's all-gather sends.
 
-    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --extension int8       # a photo's tiles
-    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check parity         # equal to plain?
-    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check loss --steps 60
+    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --extension int8       #
+    a photo's tiles torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check
+    parity         # equal to plain? torchrun --standalone --nproc-per-node 2 -m
+    launch.allgather_extensions --check loss --steps 60
 
-The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent twice.
+The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent
+twice.
 """
 
 from collections.abc import Sequence
@@ -50,15 +52,18 @@ class Config:
     extension: Literal[
         "none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"
     ] = "two_tensor"
-    """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this type, what encode of
-    use= makes of them, or what the type sends that parameter of use= gives it."""
+    """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this
+    type, what encode of use= makes of them, or what the type sends that parameter of use= gives
+    it."""
     scales: Literal["", "shard", "row", "group"] = ""
-    """What has a scale of its own, with float8, int8 or int4: a shard, a row, or a group of 32 numbers in a row; by
-    default float8 has one a shard, int8 and int4 one a row."""
+    """What has a scale of its own, with float8, int8 or int4: a shard, a row, or a group of 32
+    numbers in a row; by default float8 has one a shard, int8 and int4 one a row."""
     policy: Literal["fp32", "bf16"] = "fp32"
     """What a unit computes in, its MixedPrecisionPolicy; gradients are reduced in float32."""
     check: Literal["none", "parity", "meta", "wire", "loss"] = "none"
-    """parity: exactly plain training; meta: nothing left unset; wire, loss: bytes and final loss of each extension."""
+    """parity: exactly plain training; meta: nothing left unset; wire, loss: bytes and final loss of
+    each extension.
+    """
     dim: PositiveInt = 128
     """Width of the network."""
     batch: PositiveInt = 64
@@ -66,7 +71,9 @@ class Config:
     steps: PositiveInt = 10
     """Timed steps, after one to warm up; with parity or meta, compared or trained steps."""
     weights: str = ""
-    """Weights to begin with: a file that torch.save made of a state_dict of this network; by default random ones."""
+    """Weights to begin with: a file that torch.save made of a state_dict of this network; by
+    default random ones.
+    """
     learning_rate: NonNegativeFloat = 1e-3
     """Of Adam, at the first step; 0 leaves the weights as they are."""
     reshard_after_forward: bool = True
@@ -88,7 +95,8 @@ class Config:
             requirements.refuse_without_compiler()
         if self.scales and self.extension not in SCALE_GRANULARITY:
             raise ValueError(
-                f"extension {self.extension} has no scales to choose: take {' or '.join(SCALE_GRANULARITY)}"
+                f"extension {self.extension} has no scales to choose: take"
+                f" {' or '.join(SCALE_GRANULARITY)}"
             )
         if self.weights and not Path(self.weights).is_file():
             raise ValueError(f"weights {self.weights!r} is no file: give what torch.save wrote")
@@ -98,25 +106,31 @@ class Config:
             )
         if self.check != "none" and self.policy != "fp32":
             raise ValueError(
-                f"policy {self.policy} is for a measured run: check {self.check} has a policy of its own"
+                f"policy {self.policy} is for a measured run: check {self.check} has a policy of"
+                " its own"
             )
         if self.check == "wire" and self.dim < 128:
             raise ValueError(
-                f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its scale"
+                f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its"
+                " scale"
             )
         if self.check == "meta" and self.steps < 2:
             raise ValueError(
-                f"steps {self.steps}: check meta holds the last loss against the first: take 2 or more"
+                f"steps {self.steps}: check meta holds the last loss against the first: take 2 or"
+                " more"
             )
         if self.check == "loss" and self.steps < 2 * FINAL_STEPS:
             raise ValueError(
-                f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take {2 * FINAL_STEPS}"
+                f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take"
+                f" {2 * FINAL_STEPS}"
             )
 
 
 @rank.replaceable
 def encode(shard: Tensor) -> tuple[Tensor, ...]:
-    """What is sent of this rank's rows of a parameter, padded to the longest shard: contiguous tensors [rows, ...]."""
+    """What is sent of this rank's rows of a parameter, padded to the longest shard: contiguous
+    tensors [rows, ...].
+    """
     return (shard,)
 
 
@@ -128,7 +142,9 @@ def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 @rank.replaceable
 def parameter(weight: Tensor) -> Tensor:
-    """What a weight becomes before it is sharded: a tensor of its shape, of a type that has FSDP2's two hooks."""
+    """What a weight becomes before it is sharded: a tensor of its shape, of a type that has FSDP2's
+    two hooks.
+    """
     return make_two_tensor(weight)
 
 
@@ -182,7 +198,9 @@ def main(config: Config) -> None:
 def build_sharded_network(
     config: Config, here: rank.Session, mesh: DeviceMesh, extension: str
 ) -> nn.Sequential:
-    """A network that says from which region of the photo a tile was cut; starts equal whatever the extension."""
+    """A network that says from which region of the photo a tile was cut; starts equal whatever the
+    extension.
+    """
     model = build_whole_network(config, here.device)
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
@@ -223,7 +241,9 @@ def tile_loss(config: Config, here: rank.Session, index: int, model: nn.Module) 
 def train(
     config: Config, here: rank.Session, model: nn.Module, measure: rank.StepLoop
 ) -> list[Tensor]:
-    """Train on the photo; record losses, traffic, and the error of what was gathered. This rank's losses."""
+    """Train on the photo; record losses, traffic, and the error of what was gathered. This rank's
+    losses.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, foreach=True)
     slower = LinearLR(
         optimizer, 1.0, 0.0, total_iters=config.steps

@@ -1,10 +1,12 @@
 """Train ConvNeXt with its activations sharded along the width (or the height) of the images.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial                   # small, any machine
-    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --check parity    # equal to one device?
-    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --preset paper    # four GPUs
+    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial                   # small,
+    any machine torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --check parity
+    # equal to one device? torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial
+    --preset paper    # four GPUs
 
-Each rank holds one strip of every image and of every feature map; a convolution asks its neighbours for a few columns.
+Each rank holds one strip of every image and of every feature map; a convolution asks its neighbours
+for a few columns.
 """
 
 from dataclasses import dataclass
@@ -29,14 +31,18 @@ class Config:
     """What to train, on what, and how it is sharded."""
 
     preset: Literal["small", "bench", "paper"] = "small"
-    """Defaults for everything below: small runs on any machine, bench is the benchmark's, paper needs four GPUs."""
+    """Defaults for everything below: small runs on any machine, bench is the benchmark's, paper
+    needs four GPUs.
+    """
     strategy: Literal["plain", "native", "native_unguarded", "dtensor", "local", "yours"] = "local"
-    """Who exchanges the halo: nobody (one rank), PyTorch (unguarded: even where it is wrong), labkit in two ways; yours
-    is local with the functions of use=."""
+    """Who exchanges the halo: nobody (one rank), PyTorch (unguarded: even where it is wrong),
+    labkit in two ways; yours is local with the functions of use=."""
     tensor_dim: Literal[2, 3] = 3
     """The dimension of [N, C, H, W] that is cut: 2 is the height, 3 the width."""
     mesh: str = ""
-    """Ranks as 4 (all along the image) or 2x2 (data x space: samples are shared out as well); empty: all along it."""
+    """Ranks as 4 (all along the image) or 2x2 (data x space: samples are shared out as well);
+    empty: all along it.
+    """
     data: Literal["random", "photo"] = "random"
     """Random images and labels, or tiles of a photo: which of ten regions does each show?"""
     batch: PositiveInt = 2
@@ -69,7 +75,13 @@ class Config:
     """parity: compare one step with one device instead of training."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
-        "bench": {"height": 256, "width": 512, "depths": (2, 2, 2), "dims": (64, 128, 256), "steps": 10},
+        "bench": {
+            "height": 256,
+            "width": 512,
+            "depths": (2, 2, 2),
+            "dims": (64, 128, 256),
+            "steps": 10,
+        },
         "paper": {"batch": 7, "height": 512, "width": 1024, "num_classes": 1000, "steps": 20,
                   "depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048)},
     }  # fmt: skip
@@ -88,7 +100,8 @@ class Config:
             )
         if self.data == "photo" and self.num_classes < 10:
             raise ValueError(
-                f"num_classes {self.num_classes} cannot label the photo's ten regions: take at least 10"
+                f"num_classes {self.num_classes} cannot label the photo's ten regions: take at"
+                " least 10"
             )
         spatial.check_convnext(self.height, self.width, self.depths, self.dims)
         sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
@@ -104,19 +117,25 @@ class Config:
 
 @rank.replaceable
 def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
-    """A strip [N, C, H, W] with ``halo`` columns of each neighbour at its ends; zeros at the image's border."""
+    """A strip [N, C, H, W] with ``halo`` columns of each neighbour at its ends; zeros at the
+    image's border.
+    """
     return pad_with_halo(strip, halo, Strip(3, None, rank, ranks))
 
 
 @rank.replaceable
 def return_gradients(grad: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
-    """The strip's gradient from that of the padded strip: each halo's part goes to the rank that owns the columns."""
+    """The strip's gradient from that of the padded strip: each halo's part goes to the rank that
+    owns the columns.
+    """
     return return_halo_gradients(grad, halo, Strip(3, None, rank, ranks))()
 
 
 @rank.replaceable
 def padded_strip(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
-    """What ``exchange_halo`` gives, as a function with a derivative: its backward pass is ``return_gradients``."""
+    """What ``exchange_halo`` gives, as a function with a derivative: its backward pass is
+    ``return_gradients``.
+    """
     padded: Tensor = _HaloExchange.apply(strip, halo, rank, ranks)
     return padded
 
@@ -181,7 +200,9 @@ def build_model(config: Config, device: torch.device) -> ConvNeXt:
 def train(
     config: Config, measure: rank.StepLoop, model: ConvNeXt, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Forward, backward and update in every measured step; the last logits [N, num_classes] of this rank's samples."""
+    """Forward, backward and update in every measured step; the last logits [N, num_classes] of this
+    rank's samples.
+    """
     torch.manual_seed(config.seed)  # whoever trains drops the same samples
     epsilon = (
         1e-8 if config.check == "none" else 1e-3

@@ -1,9 +1,11 @@
 """Train linear layers in a row with DDP, and let the compiler fuse its all-reduces.
 
-    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat                  # measure
-    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case bf16     # one device's?
+    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat                  #
+    measure torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case
+    bf16     # one device's?
 
-The compiler puts the backward pass and its all-reduces into one program: there one can read when it sends and waits.
+The compiler puts the backward pass and its all-reduces into one program: there one can read when it
+sends and waits.
 """
 
 import copy
@@ -37,17 +39,25 @@ class Config:
     case: Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"] = (
         "cpu"
     )
-    """gpu is cpu on GPUs; no_sync: two batches, sent once; bf16, fp16: what is sent; checkpoint: fc1 computed twice."""
+    """gpu is cpu on GPUs; no_sync: two batches, sent once; bf16, fp16: what is sent; checkpoint:
+    fc1 computed twice.
+    """
     mode: Literal["ddp", "replicate", "compiled", "yours"] = "compiled"
     """Who averages: DistributedDataParallel, replicate, the compiler, or data_parallel of use=."""
     fuse: Literal["none", "coalesced", "concat"] = "coalesced"
-    """How the compiler makes a bucket: not at all, several tensors in one call, or one flat tensor."""
+    """How the compiler makes a bucket: not at all, several tensors in one call, or one flat
+    tensor.
+    """
     bucket_mb: PositiveFloat = 25.0
     """A bucket is sent once it holds so many MiB."""
     late_waits: bool = True
-    """Let the compiled program wait where a gradient is first used, rather than where it was sent."""
+    """Let the compiled program wait where a gradient is first used, rather than where it was
+    sent.
+    """
     inductor: bool = True
-    """Write programs with inductor; else run the traced passes as they are, where nothing is fused."""
+    """Write programs with inductor; else run the traced passes as they are, where nothing is
+    fused.
+    """
     dim: PositiveInt = 2000
     """Width of the layers."""
     layers: PositiveInt = 4
@@ -59,18 +69,23 @@ class Config:
     timeline: bool = False
     """Record one more step with torch.profiler."""
     race: bool = False
-    """Take every step twice, once by this mode and once by DistributedDataParallel, in turn; time both, and no more."""
+    """Take every step twice, once by this mode and once by DistributedDataParallel, in turn; time
+    both, and no more.
+    """
     costs: bool = False
-    """Time before every step what it is made of: a backward pass of DDP's in which nothing is sent, and the gradients'
-    bytes in one message and in many."""
+    """Time before every step what it is made of: a backward pass of DDP's in which nothing is sent,
+    and the gradients' bytes in one message and in many."""
     check: Literal["none", "parity", "buckets"] = "none"
-    """parity: DDP, replicate and both compiled against one device; buckets: predicted, counted, read and sent ones."""
+    """parity: DDP, replicate and both compiled against one device; buckets: predicted, counted,
+    read and sent ones.
+    """
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
         if self.mode == "yours" and (self.case != "cpu" or self.check == "buckets"):
             raise ValueError(
-                "mode yours averages float32 after every batch: use case cpu, and check none or parity"
+                "mode yours averages float32 after every batch: use case cpu, and check none or"
+                " parity"
             )
         if self.race and (
             self.mode not in ("yours", "replicate") or self.case != "cpu" or self.check != "none"
@@ -82,19 +97,23 @@ class Config:
             self.mode != "ddp" or self.case != "cpu" or self.check != "none" or self.race
         ):
             raise ValueError(
-                "costs are those of DDP's own reducer: use mode ddp, case cpu, check none and no race"
+                "costs are those of DDP's own reducer: use mode ddp, case cpu, check none and no"
+                " race"
             )
         if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
             raise ValueError(
-                f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode compiled"
+                f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode"
+                " compiled"
             )
         if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
             raise ValueError(
-                "check buckets looks for what inductor fuses: use fuse coalesced or concat, and inductor"
+                "check buckets looks for what inductor fuses: use fuse coalesced or concat, and"
+                " inductor"
             )
         if self.check == "buckets" and self.case in ("cpu_no_sync", "bf16", "fp16"):
             raise ValueError(
-                f"check buckets looks at one float32 backward pass, not at case {self.case}: use case cpu"
+                f"check buckets looks at one float32 backward pass, not at case {self.case}: use"
+                " case cpu"
             )
         if (
             self.inductor
@@ -109,19 +128,24 @@ class Config:
 
             if device_count() < world_size:
                 raise ValueError(
-                    f"case gpu needs a GPU a rank: {device_count()} for {world_size} ranks; use case cpu"
+                    f"case gpu needs a GPU a rank: {device_count()} for {world_size} ranks; use"
+                    " case cpu"
                 )
 
 
 @rank.replaceable
 def bounded_buckets(sizes: list[int], limit: int) -> list[list[int]]:
-    """Which gradients travel together, as indices into their sizes in bytes, in the order of the backward pass."""
+    """Which gradients travel together, as indices into their sizes in bytes, in the order of the
+    backward pass.
+    """
     return assign_buckets(sizes, limit)
 
 
 @rank.replaceable
 def data_parallel(model: nn.Module, bucket_bytes: int) -> None:
-    """Let every backward pass leave the mean over all ranks in each parameter's ``grad``. The model is equal on all."""
+    """Let every backward pass leave the mean over all ranks in each parameter's ``grad``. The model
+    is equal on all.
+    """
     device = next(model.parameters()).device.type
     GradientBuckets(
         model.parameters(),
@@ -174,7 +198,9 @@ def main(config: Config) -> None:
 def race_techniques(
     config: Config, here: rank.Session, racers: Mapping[str, tuple[LinearChain, Any]]
 ) -> None:
-    """Whole steps of all techniques in turn, each a span of its name, so that what disturbs one disturbs all."""
+    """Whole steps of all techniques in turn, each a span of its name, so that what disturbs one
+    disturbs all.
+    """
     optimizers = {
         name: torch.optim.SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()
     }
@@ -216,7 +242,9 @@ def train(
 
 
 def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, silent: Any) -> None:
-    """Spans of what a step is made of: ``alone``, a backward pass of DDP's that sends nothing, and ``pieces_n``."""
+    """Spans of what a step is made of: ``alone``, a backward pass of DDP's that sends nothing, and
+    ``pieces_n``.
+    """
     lab.zero_grad()
     inputs = draw_samples(lab, here.device, 0, here.rank)
     loss = lab.get_loss(inputs, silent(*inputs))

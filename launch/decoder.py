@@ -1,10 +1,13 @@
-"""Train a decoder as Llama's with FSDP, hybrid sharding, tensor parallelism, or FSDP over tensor parallelism.
+"""Train a decoder as Llama's with FSDP, hybrid sharding, tensor parallelism, or FSDP over tensor
+parallelism.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.decoder --tp 2 --check parity       # equal to one device?
-    torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper              # 7 billion parameters
-    python -m labkit simulate decoder --world-size 1024 --model llama_3_70b --tp 8         # on a laptop
+    torchrun --standalone --nproc-per-node 4 -m launch.decoder --tp 2 --check parity       # equal
+    to one device? torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper
+    # 7 billion parameters python -m labkit simulate decoder --world-size 1024 --model llama_3_70b
+    --tp 8         # on a laptop
 
-Shapes are those of ``labkit_simulate.theory.transformer``. Every rank makes the whole model before it keeps its part.
+Shapes are those of ``labkit_simulate.theory.transformer``. Every rank makes the whole model before
+it keeps its part.
 """
 
 import contextlib
@@ -70,9 +73,13 @@ class Config:
     wrap: Literal["none", "root", "block"] = "block"
     """Units of FSDP: each block, or the whole model; none: every rank holds all, as with DDP."""
     reshard: bool = True
-    """Free a unit's full parameters after its forward pass, and gather them again in the backward pass."""
+    """Free a unit's full parameters after its forward pass, and gather them again in the backward
+    pass.
+    """
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute blocks in the backward pass: full, or selective: all but attention and every other product."""
+    """Recompute blocks in the backward pass: full, or selective: all but attention and every other
+    product.
+    """
     precision: Literal["float32", "bf16"] = "float32"
     """bf16: parameters are gathered and used in it, gradients are reduced in float32."""
     steps: PositiveInt = 4
@@ -103,13 +110,14 @@ class Config:
         """Refuse what cannot work, before anything is launched."""
         if world_size % self.tp:
             raise ValueError(
-                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them"
+                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide"
+                " them"
             )
         lines = world_size // self.tp
         if self.hybrid and lines % self.hybrid:
             raise ValueError(
-                f"{world_size} ranks are {lines} lines of tp = {self.tp}, which cannot be cut into groups of "
-                f"hybrid = {self.hybrid}: it must divide them"
+                f"{world_size} ranks are {lines} lines of tp = {self.tp}, which cannot be cut into"
+                f" groups of hybrid = {self.hybrid}: it must divide them"
             )
         for what in ("kv_heads", "feedforward", "vocab"):
             even_share(getattr(self.decoder_shape(), what), self.tp, f"{what} =")
@@ -119,7 +127,8 @@ class Config:
             even_share(self.tokens(), self.tp, "a sequence of")
         if self.wrap == "none" and (self.tp > 1 or self.hybrid or self.precision != "float32"):
             raise ValueError(
-                "wrap none replicates plain float32 parameters: use wrap block for tp, hybrid and bf16"
+                "wrap none replicates plain float32 parameters: use wrap block for tp, hybrid and"
+                " bf16"
             )
 
     def decoder_shape(self) -> DecoderShape:
@@ -164,7 +173,9 @@ def main(config: Config) -> None:
 
 
 def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
-    """Axes ``data`` and ``tp``, and ``replicate`` before them where groups of ranks replicate each other."""
+    """Axes ``data`` and ``tp``, and ``replicate`` before them where groups of ranks replicate each
+    other.
+    """
     lines = here.world_size // config.tp
     if config.hybrid is None:
         return here.mesh(data=lines, tp=config.tp)
@@ -201,7 +212,9 @@ def parallelize_model(
 
 
 def make_adam(model: nn.Module) -> Optimizer:
-    """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensor is slow with many."""
+    """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensor is
+    slow with many.
+    """
     together: dict[Any, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()

@@ -1,11 +1,14 @@
-"""Place a photo on a mesh of ranks as a DTensor, say what each rank holds, and put it together again.
+"""Place a photo on a mesh of ranks as a DTensor, say what each rank holds, and put it together
+again.
 
     torchrun --standalone --nproc-per-node 4 -m launch.placement                     # four strips
-    torchrun --standalone --nproc-per-node 4 -m launch.placement --mesh 2x2 --placements "Shard(0)" "Partial()"
-    torchrun --standalone --nproc-per-node 4 -m launch.placement --check parity      # is it the photo again?
+    torchrun --standalone --nproc-per-node 4 -m launch.placement --mesh 2x2 --placements "Shard(0)"
+    "Partial()" torchrun --standalone --nproc-per-node 4 -m launch.placement --check parity      #
+    is it the photo again?
 
-A placement says for each axis of the mesh what its ranks hold: different parts, the same, or terms of a sum. It decides
-about the bytes that a rank holds, and about the collectives that make the whole of it again.
+A placement says for each axis of the mesh what its ranks hold: different parts, the same, or terms
+of a sum. It decides about the bytes that a rank holds, and about the collectives that make the
+whole of it again.
 """
 
 from dataclasses import dataclass
@@ -46,7 +49,9 @@ class Config:
     placements: tuple[Literal["Shard(0)", "Shard(1)", "Replicate()", "Partial()"], ...] = (
         "Shard(1)",
     )
-    """One for each axis of the mesh. Rows are dimension 0, columns dimension 1; Partial() is a sum."""
+    """One for each axis of the mesh. Rows are dimension 0, columns dimension 1; Partial() is a
+    sum.
+    """
     check: Literal["none", "parity"] = "none"
     """parity: hold the photo that was put together against the photo, instead of measuring."""
 

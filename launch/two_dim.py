@@ -1,11 +1,14 @@
-"""Train on a mesh of two axes: ranks along `tp` share every matrix, ranks along `data` share the samples.
+"""Train on a mesh of two axes: ranks along `tp` share every matrix, ranks along `data` share the
+samples.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.two_dim                                  # FSDP x TP, small
-    torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity             # equal to one device?
-    torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp --check parity     # DDP x TP
+    torchrun --standalone --nproc-per-node 4 -m launch.two_dim                                  #
+    FSDP x TP, small torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity
+    # equal to one device? torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp
+    --check parity     # DDP x TP
 
-With `--layers yours` the layers are column_parallel's and row_parallel's, which a notebook may replace (`use=`).
-With `--tp 1` it is data parallelism alone, with `--tp 4` on four ranks tensor parallelism alone.
+With `--layers yours` the layers are column_parallel's and row_parallel's, which a notebook may
+replace (`use=`). With `--tp 1` it is data parallelism alone, with `--tp 4` on four ranks tensor
+parallelism alone.
 """
 
 from contextlib import nullcontext
@@ -46,7 +49,9 @@ from labkit.theory.sizes import even_share
 from labkit.theory.two_dim import mlp_pairs
 
 COLLECTIVE_BYTES, COLLECTIVE_REPEATS = (2**12, 2**20), 4
-"""Bytes of two all-reduces, to tell latency from bytes, and how often each is sent before a step."""
+"""Bytes of two all-reduces, to tell latency from bytes, and how often each is sent before a
+step.
+"""
 
 
 @dataclass
@@ -56,10 +61,12 @@ class Config:
     preset: Literal["small", "paper"] = "small"
     """Sizes: small runs on any machine, paper is the width of the test that ddp_tp comes from."""
     plan: Literal["fsdp_tp", "ddp_tp"] = "fsdp_tp"
-    """Along data: fsdp_tp shards the parameters of a stack of MLPs, which tensor_parallel_plan of use= can cut; ddp_tp
-    replicates those of four linear layers."""
+    """Along data: fsdp_tp shards the parameters of a stack of MLPs, which tensor_parallel_plan of
+    use= can cut; ddp_tp replicates those of four linear layers."""
     layers: Literal["dtensor", "yours"] = "dtensor"
-    """Who shares the matrices of fsdp_tp: PyTorch, by a plan; or column_parallel and row_parallel of use=."""
+    """Who shares the matrices of fsdp_tp: PyTorch, by a plan; or column_parallel and row_parallel
+    of use=.
+    """
     seq: bool = False
     """Cut the sequence over tp between the MLPs, too (sequence parallel)."""
     checkpointing: bool = False
@@ -73,8 +80,9 @@ class Config:
     steps: PositiveInt = 3
     """Timed steps, after one to warm up; with a check, compared steps."""
     costs: bool = False
-    """Time before every step what it is made of: the passes of a rank's share of the model by itself, and small and
-    large all-reduces along each axis (fsdp_tp). Memory is not followed then."""
+    """Time before every step what it is made of: the passes of a rank's share of the model by
+    itself, and small and large all-reduces along each axis (fsdp_tp). Memory is not followed
+    then."""
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
     compile: bool = True
@@ -86,11 +94,13 @@ class Config:
         """Refuse what cannot work, before anything is launched."""
         if world_size % self.tp:
             raise ValueError(
-                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide them"
+                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide"
+                " them"
             )
         if (self.seq or self.checkpointing) and self.plan != "fsdp_tp":
             raise ValueError(
-                f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan fsdp_tp"
+                f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan"
+                " fsdp_tp"
             )
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
@@ -98,7 +108,8 @@ class Config:
             self.plan != "fsdp_tp" or self.layers != "dtensor" or self.seq or self.check != "none"
         ):
             raise ValueError(
-                "costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check none"
+                "costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check"
+                " none"
             )
         if self.layers == "yours":
             self._check_answer_layers()
@@ -113,7 +124,8 @@ class Config:
         """Refuse what layers of one's own do not do."""
         if self.plan != "fsdp_tp" or self.seq or self.tp == 1:
             raise ValueError(
-                "layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or more"
+                "layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or"
+                " more"
             )
         if self.check == "parity" and self.compile:
             raise ValueError(
@@ -123,19 +135,25 @@ class Config:
 
 @rank.replaceable
 def column_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
-    """This rank's share of a pair's first layer, with parameters ``weight`` and ``bias``; the group shares it."""
+    """This rank's share of a pair's first layer, with parameters ``weight`` and ``bias``; the group
+    shares it.
+    """
     return ColumnParallel(layer, group)
 
 
 @rank.replaceable
 def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
-    """This rank's share of a pair's second layer, with parameters ``weight`` and ``bias``; the group shares it."""
+    """This rank's share of a pair's second layer, with parameters ``weight`` and ``bias``; the
+    group shares it.
+    """
     return RowParallel(layer, group)
 
 
 @rank.replaceable
 def tensor_parallel_plan(model: MLPStack) -> dict[str, ParallelStyle]:
-    """How the ranks along tp share a stack of MLPs: ColwiseParallel(), RowwiseParallel() … by names of its modules."""
+    """How the ranks along tp share a stack of MLPs: ColwiseParallel(), RowwiseParallel() … by names
+    of its modules.
+    """
     return mlp_stack_plan(model, sequence_parallel=False)
 
 
@@ -165,7 +183,9 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPSt
 def parallelize_model(
     config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False
 ) -> nn.Module:
-    """The model on the mesh. DDP's all-reduces are compiled with the model, so there the compiler comes last."""
+    """The model on the mesh. DDP's all-reduces are compiled with the model, so there the compiler
+    comes last.
+    """
     if isinstance(lab, LinearChain):
         model = apply_plain_tensor_parallel(lab, mesh)
         apply_replicate(model, mesh["data"])
@@ -214,7 +234,9 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
 
 
 def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> MLPStack:
-    """A rank's share of every matrix, wrapped as the model is, on meshes of one rank: all of its work, no messages."""
+    """A rank's share of every matrix, wrapped as the model is, on meshes of one rank: all of its
+    work, no messages.
+    """
     own = here.mesh(apart=here.world_size, data=1, tp=1)
     lab = build_model(config, mesh, here.device)
     assert isinstance(lab, MLPStack), "the program refuses other plans"
@@ -234,7 +256,9 @@ def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> ML
 def time_share_and_collectives(
     step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]
 ) -> None:
-    """Spans ``alone``, passes of a rank's share, and ``tp_4096`` …, all-reduces along an axis by their bytes."""
+    """Spans ``alone``, passes of a rank's share, and ``tp_4096`` …, all-reduces along an axis by
+    their bytes.
+    """
     alone.zero_grad()
     dist.barrier()
     with step.span("alone"):

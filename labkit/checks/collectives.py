@@ -34,7 +34,9 @@ WAIT_HINT = "does every receive have its send, and does somebody send before all
 
 @exercise
 def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 1: hand a vector to the next rank and return that of the one before, on 4 real ranks."""
+    """Exercise 1: hand a vector to the next rank and return that of the one before, on 4 real
+    ranks.
+    """
     (length,) = VECTOR_LENGTHS["shift"]
     given = rank_vectors(length, RANKS)
 
@@ -64,7 +66,9 @@ def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
-    """Exercise 2: what a rank holds after a reduce-scatter, from (held, rank); held is a list of numbers a rank."""
+    """Exercise 2: what a rank holds after a reduce-scatter, from (held, rank); held is a list of
+    numbers a rank.
+    """
     for held, rank in [
         ([[1, 2], [10, 20]], 1),
         ([[1, 2, 3, 4], [10, 20, 30, 40]], 0),
@@ -157,7 +161,9 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
 
 @exercise
 def ring_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 4: bytes that leave a rank for an all-reduce in a ring, from (handed_bytes, ranks)."""
+    """Exercise 4: bytes that leave a rank for an all-reduce in a ring, from (handed_bytes,
+    ranks).
+    """
     hints = [
         "With two ranks each sends half of its tensor twice.",
         "Each step sends one part, of as many as there are ranks.",
@@ -175,7 +181,9 @@ def ring_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
-    """Exercise 5: (alpha, beta) in seconds and seconds a byte, from rounds: seconds of each, by size in bytes."""
+    """Exercise 5: (alpha, beta) in seconds and seconds a byte, from rounds: seconds of each, by
+    size in bytes.
+    """
     for network, sizes in (
         (AlphaBeta(1e-4, 1e-9), (1000, 10_000, 1_000_000)),
         (AlphaBeta(2e-5, 4e-10), (4096, 2**22)),
@@ -199,7 +207,10 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
             raise WrongAnswer(
                 f"{asked} gave {_fit_mistake(alpha, beta, right, rounds)}({alpha:.3g}, {beta:.3g})",
                 expected=f"expected ({right[0]:.3g}, {right[1]:.3g})",
-                hint="Take the fastest round of each size. Beta is what additional bytes cost; alpha is what is left.",
+                hint=(
+                    "Take the fastest round of each size. Beta is what additional bytes cost; alpha"
+                    " is what is left."
+                ),
             )
     return passing_verdict("2 networks agree, though two of three rounds were disturbed")
 
@@ -207,7 +218,9 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
 def _fit_mistake(
     alpha: float, beta: float, right: tuple[float, float], rounds: Mapping[int, list[float]]
 ) -> str:
-    """What a wrong fit seems to have done, in words that go before its numbers; "" where that is not clear."""
+    """What a wrong fit seems to have done, in words that go before its numbers; "" where that is
+    not clear.
+    """
     small, large = min(rounds), max(rounds)
     if _is_fit_close((beta, alpha), right):
         return "beta first, then alpha: "
@@ -229,7 +242,9 @@ def _is_fit_close(found: Sequence[float], right: Sequence[float]) -> bool:
 
 @exercise
 def ring_all_reduce(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 7: an all-reduce in a ring, of sends and receives alone, on 4 real ranks, held against gloo's."""
+    """Exercise 7: an all-reduce in a ring, of sends and receives alone, on 4 real ranks, held
+    against gloo's.
+    """
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         for got, gloo in zip(sent["got"], sent["gloo"], strict=True):
@@ -256,12 +271,15 @@ def ring_all_reduce(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
     )
     lengths = " and ".join(map(str, VECTOR_LENGTHS["ring"]))
     return passing_verdict(
-        f"equal to gloo's all-reduce on {RANKS} ranks, for {lengths} numbers, and no byte more than a ring's"
+        f"equal to gloo's all-reduce on {RANKS} ranks, for {lengths} numbers, and no byte more than"
+        " a ring's"
     )
 
 
 def _check_vector(got: Tensor | str, index: int, length: int) -> Tensor:
-    """A vector of this length. Raises Wrong for anything else; ``got`` is the type of what is no tensor."""
+    """A vector of this length. Raises Wrong for anything else; ``got`` is the type of what is no
+    tensor.
+    """
     if isinstance(got, str):
         raise WrongAnswer(
             f"on rank {index} the function returned {got}, not a tensor",
@@ -275,7 +293,9 @@ def _check_vector(got: Tensor | str, index: int, length: int) -> Tensor:
 
 
 def _judge_sum(got: Tensor | str, gloo: Tensor, length: int, index: int) -> None:
-    """Raise Wrong, with the likely reason, unless this is the sum over all ranks, here and by gloo's all-reduce."""
+    """Raise Wrong, with the likely reason, unless this is the sum over all ranks, here and by
+    gloo's all-reduce.
+    """
     got, given = _check_vector(got, index, length), rank_vectors(length, RANKS)
     total = given.sum(0)
     assert is_tensor_close(gloo, total, atol=1e-5)
@@ -318,7 +338,10 @@ def _judge_sum(got: Tensor | str, gloo: Tensor, length: int, index: int) -> None
         f"{number:.2f}" for number in _part_pairs(total, total)[wrong][0][:2].tolist()
     )
     said = f"on rank {index}, part {wrong} of {length} numbers begins {numbers}"
-    hint = "Which part does this rank send in a step, which one arrives, and is it added or put in place?"
+    hint = (
+        "Which part does this rank send in a step, which one arrives, and is it added or put in"
+        " place?"
+    )
     raise WrongAnswer(said, expected=f"expected {wanted}", hint=hint)
 
 
@@ -338,26 +361,32 @@ def _judge_sent_bytes(limit: int, sent: Mapping[str, Any], index: int, whose: st
 
 @exercise
 def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 6: data-parallel training by hand, on 4 real ranks, held against one device with all samples."""
+    """Exercise 6: data-parallel training by hand, on 4 real ranks, held against one device with all
+    samples.
+    """
     right = train_all_ranks(RANKS)[0]
     likely = {
         "trained alone: its gradients met no other's": (
-            train_all_ranks(RANKS, together=False), "Before the step, all-reduce every gradient.",
+            train_all_ranks(RANKS, together=False),
+            "Before the step, all-reduce every gradient.",
         ),
         "used the sum of all gradients, a step that is 4 times too long": (
-            train_all_ranks(RANKS, factor=RANKS), "An all-reduce adds up; the loss is a mean.",
+            train_all_ranks(RANKS, factor=RANKS),
+            "An all-reduce adds up; the loss is a mean.",
         ),
         "averaged gradients of models that began different": (
-            train_all_ranks(RANKS, same_start=False), "Before the first step, broadcast every parameter from rank 0.",
+            train_all_ranks(RANKS, same_start=False),
+            "Before the first step, broadcast every parameter from rank 0.",
         ),
         "trained alone, from weights of its own": (
             train_all_ranks(RANKS, same_start=False, together=False),
             "Broadcast the weights, all-reduce the gradients.",
         ),
         "added the gradients of earlier steps to each": (
-            train_all_ranks(RANKS, forget=False), "Call zero_grad before each backward pass.",
+            train_all_ranks(RANKS, forget=False),
+            "Call zero_grad before each backward pass.",
         ),
-    }  # fmt: skip
+    }
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         got = sent["got"]
@@ -411,7 +440,9 @@ def _is_equal_weights(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 @exercise
 def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
-    """Exercise 8: tokens a GPU needs in a batch, from (flops_per_s, bytes_per_s, ranks, gradient_bytes)."""
+    """Exercise 8: tokens a GPU needs in a batch, from (flops_per_s, bytes_per_s, ranks,
+    gradient_bytes).
+    """
     for flops_per_s, bytes_per_s, ranks, gradient_bytes in (
         (6e12, 1e10, 2, 2),
         (4e14, 5e10, 8, 2),
@@ -423,7 +454,10 @@ def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
             * flops_per_s
             / 6
         )
-        asked = f"{answer_name(answer)}({flops_per_s:g}, {bytes_per_s:g}, ranks={ranks}, gradient_bytes={gradient_bytes})"
+        asked = (
+            f"{answer_name(answer)}({flops_per_s:g}, {bytes_per_s:g}, ranks={ranks},"
+            f" gradient_bytes={gradient_bytes})"
+        )
         found = call_answer(answer, flops_per_s, bytes_per_s, ranks, gradient_bytes, in_words=asked)
         try:
             tokens = float(found)
@@ -443,7 +477,10 @@ def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
                 (name for name, value in reasons.items() if isclose(tokens, value, rel_tol=1e-3)),
                 "",
             )
-            hint = "6 FLOP a parameter and token; 2 (ranks - 1) / ranks x gradient_bytes a parameter on the wire."
+            hint = (
+                "6 FLOP a parameter and token; 2 (ranks - 1) / ranks x gradient_bytes a parameter"
+                " on the wire."
+            )
             said = f"{asked} gave {reason + ', ' if reason else ''}{tokens:,.4g}"
             raise WrongAnswer(said, expected=f"expected {right:,.4g}", hint=hint)
     return passing_verdict("3 cases agree")

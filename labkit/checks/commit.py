@@ -1,4 +1,6 @@
-"""What a section of a lab asks for before a run, and what it says after: your numbers first, then true sentences."""
+"""What a section of a lab asks for before a run, and what it says after: your numbers first, then
+true sentences.
+"""
 
 import os
 import warnings
@@ -12,8 +14,9 @@ from labkit.environment import ENV_STRICT_CLAIMS
 def commit(**numbers: Any) -> dict[str, float | None]:
     """Your predictions by name, for ``plots.table(..., yours=...)``.
 
-    Each is a number, None for none, or a function without arguments, usually a lambda, that computes one by an answer
-    of yours. While that answer is empty its number is None, and the run goes on without.
+    Each is a number, None for none, or a function without arguments, usually a lambda, that
+    computes one by an answer of yours. While that answer is empty its number is None, and the run
+    goes on without.
     """
     return {name: _prediction_value(name, value) for name, value in numbers.items()}
 
@@ -35,7 +38,8 @@ def _prediction_value(name: str, value: Any) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{name} = {value!r} is no number: commit to a number, None, or a function that gives one"
+            f"{name} = {value!r} is no number: commit to a number, None, or a function that"
+            " gives one"
         )
     return float(value)
 
@@ -43,7 +47,8 @@ def _prediction_value(name: str, value: Any) -> float | None:
 def claim(sentence: str, holds: bool) -> None:
     """Hold a sentence about a figure or a table against what was measured.
 
-    Nothing is shown where it holds. Elsewhere, on another machine or with other parameters, the reader is told so.
+    Nothing is shown where it holds. Elsewhere, on another machine or with other parameters, the
+    reader is told so.
 
     Raises:
         AssertionError: it does not hold, and LABKIT_STRICT_CLAIMS is 1.

@@ -86,7 +86,9 @@ PROGRAM_CASES: tuple[tuple[str, list[int], str], ...] = (
 
 @exercise
 def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
-    """Exercise 1: (alpha, beta) from (rounds, total_bytes): seconds of each round by number of messages."""
+    """Exercise 1: (alpha, beta) from (rounds, total_bytes): seconds of each round by number of
+    messages.
+    """
     for network, total, counts in (
         (AlphaBeta(1e-4, 1e-9), 10**6, (1, 20, 200)),
         (AlphaBeta(5e-6, 3e-8), 4096, (2, 8)),
@@ -154,7 +156,9 @@ def _is_fit_close(found: Sequence[float], right: Sequence[float]) -> bool:
 
 @exercise
 def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 2: positions of the gradients in each bucket, from (sizes, bucket_mb, first_mb); sizes in bytes."""
+    """Exercise 2: positions of the gradients in each bucket, from (sizes, bucket_mb, first_mb);
+    sizes in bytes.
+    """
     first = "The first bucket closes once it holds first_mb MiB, the others at bucket_mb."
     closes = "A bucket closes once it holds its size, with the gradient that took it there inside."
     last = "What is left when the backward pass ends is a bucket too."
@@ -212,9 +216,11 @@ def _judge_bucket_form(found: object, asked: str, sizes: Sequence[int]) -> None:
 
 @exercise
 def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 8: the fewest buckets of at most so many bytes, from (sizes, limit); each a list of positions.
+    """Exercise 8: the fewest buckets of at most so many bytes, from (sizes, limit); each a list of
+    positions.
 
-    Positions count from 0 and keep their order. A gradient that is larger than the limit has a bucket of its own.
+    Positions count from 0 and keep their order. A gradient that is larger than the limit has a
+    bucket of its own.
     """
     cases: list[tuple[list[int], int, int]] = [
         ([4], 10, 1),
@@ -275,7 +281,9 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
                 "this rank's own, divided": [each / RANKS for each in own[step][index]],
             }
             hint = {
-                "the sum over the ranks": "An all-reduce adds up. The mean is the sum, divided by the ranks.",
+                "the sum over the ranks": (
+                    "An all-reduce adds up. The mean is the sum, divided by the ranks."
+                ),
                 "the sum, divided twice": "Divide once: before the all-reduce, or after it.",
             }
             _judge_gradients(which, passage["gradients"], right, likely, hint)
@@ -292,14 +300,20 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             early = [place for place, each in enumerate(seen) if each == "waited" and place < last]
             if early:
                 left = seen[early[0] :].count("gradient")
-                hint_text = "Ask with async_op=True, keep the handle, and wait once the last gradient is there."
+                hint_text = (
+                    "Ask with async_op=True, keep the handle, and wait once the last gradient is"
+                    " there."
+                )
                 raise WrongAnswer(
                     f"{which} the rank waited while {left} gradients were still to come",
                     hint=hint_text,
                 )
             waits = [each["seen"].count("waited") for each in sent["passes"]]
             if waits[step] > waits[0]:
-                hint_text = "Forget the buckets on their way once they have arrived: their rows stay in memory."
+                hint_text = (
+                    "Forget the buckets on their way once they have arrived: their rows stay in"
+                    " memory."
+                )
                 raise WrongAnswer(
                     f"{which} the rank waited {waits[step]} times, before {waits[0]}",
                     hint=hint_text,
@@ -315,7 +329,8 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         what="small_ddp",
     )
     return passing_verdict(
-        f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave while gradients are still to come"
+        f"the mean on {RANKS} ranks, in {len(buckets)} buckets that leave while gradients are still"
+        " to come"
     )
 
 
@@ -341,7 +356,10 @@ def _judge_all_reduces(
             hint="Close a bucket when full.",
         )
     said = f"{which} all-reduces of {', '.join(map(str, asked))} bytes were asked for"
-    hint = "Go from the last parameter to the first; a bucket closes once it holds bucket_bytes, or more."
+    hint = (
+        "Go from the last parameter to the first; a bucket closes once it holds bucket_bytes, or"
+        " more."
+    )
     if len(asked) > len(buckets) and list(asked[: len(buckets)]) == list(buckets):
         hint = "After a backward pass, set the counts of missing gradients anew."
     if len(asked) < len(buckets):
@@ -400,9 +418,14 @@ def _gradients_on_one_device(batches: Sequence[tuple[int, int]]) -> list[Tensor]
 
 @exercise
 def arrivals(answer: Callable[..., list[float]]) -> Verdict:
-    """Exercise 4: when each bucket has arrived, from (ready, takes), lists of numbers; one at a time, in order."""
+    """Exercise 4: when each bucket has arrived, from (ready, takes), lists of numbers; one at a
+    time, in order.
+    """
     idle = "A bucket starts when it is ready, if nothing else is on its way."
-    busy = "A bucket starts when the one before has arrived, if that is later than the moment when it is ready."
+    busy = (
+        "A bucket starts when the one before has arrived, if that is later than the moment when it"
+        " is ready."
+    )
     order = (
         "Buckets leave in their order: a bucket that is ready early waits for a late one before it."
     )
@@ -435,7 +458,9 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
 
 @exercise
 def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 5: gradients of several micro-batches, averaged over the ranks once, on 2 real ranks."""
+    """Exercise 5: gradients of several micro-batches, averaged over the ranks once, on 2 real
+    ranks.
+    """
     steps = range(MICRO_BATCHES)
     right = _gradients_on_one_device([(rank, step) for rank in range(RANKS) for step in steps])
     last = _gradients_on_one_device([(rank, MICRO_BATCHES - 1) for rank in range(RANKS)])
@@ -446,7 +471,10 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         calls = {0: "nothing was sent", MICRO_BATCHES: "every backward pass sent its gradients"}
         if sent["calls"] != 1:
             said = calls.get(sent["calls"], f"{sent['calls']} all-reduces were sent")
-            hint = "Forward and backward pass of all micro-batches but the last stand in `with model.no_sync():`."
+            hint = (
+                "Forward and backward pass of all micro-batches but the last stand in `with"
+                " model.no_sync():`."
+            )
             raise WrongAnswer(f"{which} {said}", expected="expected 1 all-reduce", hint=hint)
         likely = {
             f"{MICRO_BATCHES} times too large": [MICRO_BATCHES * each for each in right],
@@ -455,8 +483,12 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             "this rank's own": own,
         }
         hints = {
-            f"{MICRO_BATCHES} times too large": "Gradients add up; the loss of the whole batch is a mean.",
-            "that of the last micro-batch alone": "Every micro-batch needs a backward pass; zero no gradient between.",
+            f"{MICRO_BATCHES} times too large": (
+                "Gradients add up; the loss of the whole batch is a mean."
+            ),
+            "that of the last micro-batch alone": (
+                "Every micro-batch needs a backward pass; zero no gradient between."
+            ),
         }
         _judge_gradients(which, sent["gradients"], right, likely, hints)
 
@@ -478,7 +510,8 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 def handed_bytes(answer: Callable[..., int]) -> Verdict:
     """Exercise 6: bytes that a rank hands to all-reduces before a step of the optimizer.
 
-    From (parameters, micro_batches, no_sync, bf16): ``no_sync`` sends after the last micro-batch only.
+    From (parameters, micro_batches, no_sync, bf16): ``no_sync`` sends after the last micro-batch
+        only.
     """
     every = "Without no_sync every backward pass sends all gradients."
     once = "With no_sync the gradients add up on the rank, and one message holds their sum."
@@ -492,7 +525,10 @@ def handed_bytes(answer: Callable[..., int]) -> Verdict:
         (500, 3, False, True),
     ]
 
-    handed = "A gradient has 4 bytes a number. Count what is handed to the call, not what a ring puts on the wire."
+    handed = (
+        "A gradient has 4 bytes a number. Count what is handed to the call, not what a ring puts on"
+        " the wire."
+    )
     hints = [handed, half, every, once, once, every]
 
     def right_bytes(parameters: int, micro_batches: int, no_sync: bool, bf16: bool) -> int:
@@ -516,7 +552,9 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         }
         likely["the mean, divided once more"] = [each / RANKS for each in right]
         hints = {
-            "the sum over the ranks": "DDP divides only where no hook is registered: a hook divides itself."
+            "the sum over the ranks": (
+                "DDP divides only where no hook is registered: a hook divides itself."
+            )
         }
         hints["this rank's own"] = (
             "Send a copy in bfloat16, and return what came of it, not the bucket as it was."
@@ -544,7 +582,8 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def early_uses(answer: Callable[..., list[int]]) -> Verdict:
-    """Exercise 9: numbers of the lines that use a buffer between its collective and its wait, from (lines).
+    """Exercise 9: numbers of the lines that use a buffer between its collective and its wait, from
+    (lines).
 
     Each line is an ``inductor.Line``, of which ``number``, ``kind`` and ``buffers`` are needed.
     """
@@ -591,7 +630,8 @@ def smallest_bucket(answer: Callable[..., float]) -> Verdict:
     for case, hint in cases:
         right = theory.smallest_bucket_bytes(*case)
         names = ("total_bytes", "backward_s", "alpha_s", "beta_s_per_byte")
-        asked = f"{answer_name(answer)}({', '.join(f'{name}={value:g}' for name, value in zip(names, case, strict=True))})"
+        arguments = [f"{name}={value:g}" for name, value in zip(names, case, strict=True)]
+        asked = f"{answer_name(answer)}({', '.join(arguments)})"
         found = call_answer(answer, *case, in_words=asked)
         try:
             given = float(found)

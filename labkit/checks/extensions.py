@@ -44,8 +44,12 @@ REFILL_HINT = "autograd has saved this parameter: fill it with refill"
 ERROR_HINTS = {
     "modified by an inplace operation": REFILL_HINT,
     "Please clone()": REFILL_HINT,
-    "cannot be 0 to view": "what is sent needs a first dimension: send one scale as scale.reshape(1)",
-    "Invalid scalar type": "gloo sends no float8 tensor by itself: send it as .view(torch.uint8), or with its scale",
+    "cannot be 0 to view": (
+        "what is sent needs a first dimension: send one scale as scale.reshape(1)"
+    ),
+    "Invalid scalar type": (
+        "gloo sends no float8 tensor by itself: send it as .view(torch.uint8), or with its scale"
+    ),
 }
 """What to do about an error of torch, by a part of its message."""
 WAIT_HINT = "does every rank send tensors of the same size?"
@@ -61,14 +65,19 @@ GATHER_LIMITS = {
     "4 bits": (0.14, theory.rounding_error("int4")),
 }
 """Of a gather: the part of float32's bytes that it may send, and the error that it may make."""
-CODEC_WEIGHT_TEXT = {"0.weight": "the weights with a row of zeros", "1.weight": "the tiny weights",
-         "2.weight": "the weights whose first half is 3 times larger"}  # fmt: skip
+CODEC_WEIGHT_TEXT = {
+    "0.weight": "the weights with a row of zeros",
+    "1.weight": "the tiny weights",
+    "2.weight": "the weights whose first half is 3 times larger",
+}
 """What is special about each parameter of ``codec_model``."""
 
 
 @exercise
 def gather_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 1: bytes that one rank hands to one all-gather, from (rows, columns, ranks, bytes_per_number)."""
+    """Exercise 1: bytes that one rank hands to one all-gather, from (rows, columns, ranks,
+    bytes_per_number).
+    """
 
     def right_bytes(rows: int, columns: int, ranks: int, bytes_per_number: int) -> int:
         return theory.gather_bytes((rows, columns), ranks, {4: "fp32", 2: "bf16"}[bytes_per_number])
@@ -104,7 +113,10 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
             ("strides", two.stride(), a.stride()),
         ):
             if seen != right:
-                hint = "_make_wrapper_subclass takes the shape, and strides=, dtype= and device= as well."
+                hint = (
+                    "_make_wrapper_subclass takes the shape, and strides=, dtype= and device= as"
+                    " well."
+                )
                 raise WrongAnswer(
                     f"{said} gave {name} {seen}", expected=f"expected {right}", hint=hint
                 )
@@ -138,15 +150,38 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
     """Exercise 3: ``__torch_dispatch__`` of TwoTensor, from (cls, func, types, args, kwargs)."""
     x, y = torch.arange(6.0).view(3, 2), torch.ones(2, 3)
     cases: list[tuple[str, Callable[[Tensor], Any], str]] = [
-        ("two * 2", lambda two: two * 2, "Call func once for each half, and make a cls of the two results."),
+        (
+            "two * 2",
+            lambda two: two * 2,
+            "Call func once for each half, and make a cls of the two results.",
+        ),
         ("y @ two", lambda two: y @ two, "Plain tensors among the arguments stay as they are."),
-        ("torch.add(two, two, alpha=3)", lambda two: torch.add(two, two, alpha=3), "Pass the keyword arguments on."),
-        ("two.chunk(3)", lambda two: two.chunk(3), "A result may be a list: tree_map goes through it."),
-        ("torch.equal(two, two)", lambda two: torch.equal(two, two), "What is no tensor, such as True, stays."),
-        ("_foreach_mul([two, two], 2)", lambda two: foreach_mul([two, two], 2),
-         "Arguments may be lists of tensors: tree_map_only goes through them."),
-        ("two.add_(1)", lambda two: two.clone().add_(1), "An operation in place changes both halves."),
-    ]  # fmt: skip
+        (
+            "torch.add(two, two, alpha=3)",
+            lambda two: torch.add(two, two, alpha=3),
+            "Pass the keyword arguments on.",
+        ),
+        (
+            "two.chunk(3)",
+            lambda two: two.chunk(3),
+            "A result may be a list: tree_map goes through it.",
+        ),
+        (
+            "torch.equal(two, two)",
+            lambda two: torch.equal(two, two),
+            "What is no tensor, such as True, stays.",
+        ),
+        (
+            "_foreach_mul([two, two], 2)",
+            lambda two: foreach_mul([two, two], 2),
+            "Arguments may be lists of tensors: tree_map_only goes through them.",
+        ),
+        (
+            "two.add_(1)",
+            lambda two: two.clone().add_(1),
+            "An operation in place changes both halves.",
+        ),
+    ]
     raise_if_not_attempted(answer)
     deep = 0
 
@@ -234,7 +269,9 @@ def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: st
 
 @exercise
 def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 4: what a TwoTensor sends, from (self, mesh, outer_size, outer_stride, module, mp_policy)."""
+    """Exercise 4: what a TwoTensor sends, from (self, mesh, outer_size, outer_stride, module,
+    mp_policy).
+    """
     whole = torch.arange(1.0, 13.0)
     for rows, held, ranks in ((6, 3, 2), (5, 2, 2), (3, 0, 4)):
         a = whole.view(-1, 2)[:held]
@@ -247,7 +284,10 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
             kinds = ", ".join(
                 type(each).__name__ for each in (found if isinstance(found, tuple) else (found,))
             )
-            hint = "The first is a tuple of the tensors to send. The second is None here: return (…, …), None"
+            hint = (
+                "The first is a tuple of the tensors to send. The second is None here: return (…,"
+                " …), None"
+            )
             raise WrongAnswer(
                 f"{said} gave {kinds}, not two things, the first of them a tuple", hint=hint
             )
@@ -259,7 +299,10 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
         most = -(-rows // ranks)
         for name, each, half, other in (("first", sent[0], a, -a), ("second", sent[1], -a, a)):
             if each.shape != (most, 2):
-                hint = "Every rank sends as many rows as the one with most of them: rows / ranks, rounded up."
+                hint = (
+                    "Every rank sends as many rows as the one with most of them: rows / ranks,"
+                    " rounded up."
+                )
                 expected = f"expected {(most, 2)}"
                 raise WrongAnswer(
                     f"{said} sends a {name} tensor of shape {tuple(each.shape)}",
@@ -295,16 +338,20 @@ def cast_all_gather(answer: Callable[..., Any]) -> Verdict:
     """Exercise 12: the same hook with a dtype to compute in."""
     _judge_hook(answer, "cast")
     return passing_verdict(
-        f"trained on {RANKS} ranks, in float32 and cast to bfloat16: right losses, and all memory freed"
+        f"trained on {RANKS} ranks, in float32 and cast to bfloat16: right losses, and all memory"
+        " freed"
     )
 
 
 @exercise
 def mended(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 7: a post-all-gather hook for int8 numbers and a scale for each row, which leaks nothing."""
+    """Exercise 7: a post-all-gather hook for int8 numbers and a scale for each row, which leaks
+    nothing.
+    """
     _judge_hook(answer, "int8")
     return passing_verdict(
-        f"trained on {RANKS} ranks, in float32 and bfloat16: right losses, and nothing is left after reshard"
+        f"trained on {RANKS} ranks, in float32 and bfloat16: right losses, and nothing is left"
+        " after reshard"
     )
 
 
@@ -316,19 +363,25 @@ def bf16_gather(encode: Callable[..., Any], decode: Callable[..., Any]) -> Verdi
 
 @exercise
 def eight_bit_gather(encode: Callable[..., Any], decode: Callable[..., Any]) -> Verdict:
-    """Exercise 8: a gather with at most 0.26 of the bytes of float32 and at most the error of float8."""
+    """Exercise 8: a gather with at most 0.26 of the bytes of float32 and at most the error of
+    float8.
+    """
     return _judge_codec(encode, decode, "8 bits")
 
 
 @exercise
 def four_bit_gather(encode: Callable[..., Any], decode: Callable[..., Any]) -> Verdict:
-    """Exercise 13: a gather with at most 0.14 of the bytes of float32 and the error of 15 steps a row."""
+    """Exercise 13: a gather with at most 0.14 of the bytes of float32 and the error of 15 steps a
+    row.
+    """
     return _judge_codec(encode, decode, "4 bits")
 
 
 @exercise
 def rms_error(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 9: the root mean squared error over that of the exact weights, from (exact, rounded)."""
+    """Exercise 9: the root mean squared error over that of the exact weights, from (exact,
+    rounded).
+    """
     draw = torch.Generator().manual_seed(0)
     for what, exact in (
         ("one row", torch.tensor([[3.0, -4.0, 3.0, -4.0]])),
@@ -367,17 +420,25 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
                 f"of {what}, {answer_name(answer)} gave {_number_text(found)}"
                 + f", {words}" * bool(words)
             )
-            hint = "Square each error, take the mean, then the root; do the same with the exact weights; divide."
+            hint = (
+                "Square each error, take the mean, then the root; do the same with the exact"
+                " weights; divide."
+            )
             raise WrongAnswer(said, expected=f"expected {right:.4g}", hint=hint)
     return passing_verdict("2 cases agree")
 
 
 @exercise
 def held_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 10: bytes held of a parameter while it computes, from (numbers, sent_bytes, compute_bytes)."""
+    """Exercise 10: bytes held of a parameter while it computes, from (numbers, sent_bytes,
+    compute_bytes).
+    """
     whole = "All that was gathered is held, and from all ranks: numbers * sent_bytes."
     both = "What was gathered stays until the parameter is freed: both are held."
-    shares = "Where what was gathered has the right dtype already, it is the parameter, and no copy is made."
+    shares = (
+        "Where what was gathered has the right dtype already, it is the parameter, and no copy is"
+        " made."
+    )
     cases = [(100, 4, 4), (100, 2, 2), (100, 2, 4), (100, 1, 4), (100, 1, 2)]
 
     def right_bytes(numbers: int, sent_bytes: int, compute_bytes: int) -> int:
@@ -432,7 +493,9 @@ def _number_text(found: Real) -> str:
 
 
 def _judge_hook(hook: Callable[..., Any], what: str) -> None:
-    """Train with the hook on ranks, and on one device with what it should gather; raises Wrong where they differ."""
+    """Train with the hook on ranks, and on one device with what it should gather; raises Wrong
+    where they differ.
+    """
     right = {dtype: _one_device_losses(what, dtype) for dtype in HOOK_DTYPES[what]}
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
@@ -441,7 +504,10 @@ def _judge_hook(hook: Callable[..., Any], what: str) -> None:
             _judge_losses(sent[where]["losses"], expected, dtype, where)
             if sent[where]["left"]:
                 growth = ", ".join(f"{size:,}" for size in accumulate(sent[where]["left"].values()))
-                said = f"in {where}, memory grows with every unit: {growth} bytes are left after reshard"
+                said = (
+                    f"in {where}, memory grows with every unit: {growth} bytes are left after"
+                    " reshard"
+                )
                 hint = "Which memory did the hook make, and who was told to free it?"
                 raise WrongAnswer(said, expected="expected 0", hint=hint)
 
@@ -449,7 +515,9 @@ def _judge_hook(hook: Callable[..., Any], what: str) -> None:
 
 
 def _one_device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
-    """One device's losses by half and step. Of two halves, both are updated with the first one's gradient."""
+    """One device's losses by half and step. Of two halves, both are updated with the first one's
+    gradient.
+    """
     models = [make_linear_stack(HOOK_WIDTHS) for _ in range(1 if what == "int8" else 2)]
     with torch.no_grad():
         for parameter in models[-1].parameters():
@@ -487,7 +555,10 @@ def _judge_losses(
             if not is_tensor_close(loss, right, rtol=rtol):
                 which = f"half {'ab'[half]} of the loss" if len(expected) == 2 else "the loss"
                 first = "The first call already gives another parameter."
-                later = "What `out` holds is wrong: on later calls its memory is new, with nothing useful in it."
+                later = (
+                    "What `out` holds is wrong: on later calls its memory is new, with nothing"
+                    " useful in it."
+                )
                 seen = "is NaN" if loss.isnan() else "is wrong"
                 raise WrongAnswer(
                     f"in {where}, {which} {seen} in step {step}", hint=later if step else first
@@ -504,7 +575,9 @@ class _RankRows:
     exact: Tensor
 
     def judge_error(self, largest: Tensor, most_error: float) -> float:
-        """The largest error, over the largest weight of the parameter; raises Wrong where that is too large."""
+        """The largest error, over the largest weight of the parameter; raises Wrong where that is
+        too large.
+        """
         error = float((self.found - self.exact).abs().max() / largest)  # NaN where one is
         if error <= most_error:
             return error
@@ -529,7 +602,9 @@ class _RankRows:
 
 
 def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits: str) -> Verdict:
-    """Hold the weights that ranks gathered against the exact ones, and the bytes against float32's."""
+    """Hold the weights that ranks gathered against the exact ones, and the bytes against
+    float32's.
+    """
     most_bytes, most_error = GATHER_LIMITS[limits]
     exact = {name: each.detach() for name, each in make_codec_model().named_parameters()}
     in_float32 = theory.step_gather_bytes(
@@ -560,5 +635,6 @@ def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits:
 
     judge_on_ranks("extensions", encode, decode, judge=judge_rank, what="codec", **LAUNCH_OPTIONS)
     return passing_verdict(
-        f"{ratio:.3f} of the bytes of float32, and no weight is off by more than {error:.4f} of the largest"
+        f"{ratio:.3f} of the bytes of float32, and no weight is off by more than {error:.4f} of the"
+        " largest"
     )

@@ -70,7 +70,10 @@ def culprit(answer: Callable[..., int]) -> Verdict:
         if found == right:
             continue
         end = next((end for end in ends if end["rank"] == found), None)
-        hint = "Leave out who ended well, who was ended by torchrun, and who lost a connection. Then who was first?"
+        hint = (
+            "Leave out who ended well, who was ended by torchrun, and who lost a connection. Then"
+            " who was first?"
+        )
         said = (
             f"in a run with {name} it blames rank {found}, {_excuse_text(end)}"
             if end
@@ -95,7 +98,9 @@ def _excuse_text(end: dict[str, Any]) -> str:
 
 @exercise
 def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 2: how many steps every rank can take, from this rank's number of batches, on 4 real ranks."""
+    """Exercise 2: how many steps every rank can take, from this rank's number of batches, on 4 real
+    ranks.
+    """
     found: dict[int, Any] = {}
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
@@ -146,7 +151,9 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
 
 @exercise
 def where_they_part(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: the first call in which ranks differ, and the few that do, from each rank's calls in order."""
+    """Exercise 3: the first call in which ranks differ, and the few that do, from each rank's calls
+    in order.
+    """
     cases: dict[str, list[list[Any]]] = {
         "four equal logs": [[SUM_CALL, MAX_CALL]] * 4,
         "rank 2 in another call": [
@@ -172,9 +179,15 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
     hints = {
         "four equal logs": "Return None if no place differs.",
         "rank 2 in another call": "Compare all ranks at place 0, then at place 1, and so on.",
-        "rank 0 with another shape": "Name the few, not those that differ from rank 0. Compare shapes as well.",
-        "rank 3 one call short": "zip stops at the shortest log. What does the rank do that calls nothing more?",
-        "two places where they differ": "The first place counts: what comes after it is a consequence.",
+        "rank 0 with another shape": (
+            "Name the few, not those that differ from rank 0. Compare shapes as well."
+        ),
+        "rank 3 one call short": (
+            "zip stops at the shortest log. What does the rank do that calls nothing more?"
+        ),
+        "two places where they differ": (
+            "The first place counts: what comes after it is a consequence."
+        ),
     }
     for name, logs in cases.items():
         right = right_part(logs)
@@ -205,7 +218,8 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             sent["sums"][1], torch.full((2, 2), 2.0)
         ):
             raise WrongAnswer(
-                f"on rank {index} the collective left other numbers: {[each.tolist() for each in sent['sums']]}",
+                f"on rank {index} the collective left other numbers:"
+                f" {[each.tolist() for each in sent['sums']]}",
                 hint="Hand everything on: collective(tensor, *args, **kwargs), once.",
             )
         last = sent["during"][-1:]
@@ -216,7 +230,10 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         if not last or last[0]["call"] != "all_gather":
             raise WrongAnswer(
                 f"while a call was under way, rank {index}'s log did not have it",
-                hint="In a hang the call that matters is the one that never returns: append before you call.",
+                hint=(
+                    "In a hang the call that matters is the one that never returns: append before"
+                    " you call."
+                ),
             )
         if last[0]["done"]:
             raise WrongAnswer(
@@ -253,12 +270,17 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 5: which samples each rank takes, from (lengths, ranks), so that all have about as much to do."""
+    """Exercise 5: which samples each rank takes, from (lengths, ranks), so that all have about as
+    much to do.
+    """
     draw = random.Random(7)
     cases = [([8, 1, 1, 1] * 4, 4), ([9, 7, 6, 5, 5, 4, 2, 2], 2), ([10] + [1] * 10, 2)]
     cases.append(([draw.randint(10, 400) for _ in range(64)], 4))
     for lengths, ranks in cases:
-        asked = f"{answer_name(answer)}({lengths if len(lengths) < 20 else '64 lengths'}, ranks={ranks})"
+        asked = (
+            f"{answer_name(answer)}({lengths if len(lengths) < 20 else '64 lengths'},"
+            f" ranks={ranks})"
+        )
         found = call_answer(answer, list(lengths), ranks, in_words=asked)
         try:
             dealt = [[int(index) for index in each] for each in found]
@@ -286,7 +308,10 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
             counts = {len(each) for each in dealt}
             rule = ", in the order of the list" if dealt == [sorted(each) for each in dealt] else ""
             like = "equally many samples" if len(counts) == 1 else "different numbers of samples"
-            said = f"{like} each{rule}: rank {work.index(max(work))} has {max(work)} of {sum(lengths)} to do"
+            said = (
+                f"{like} each{rule}: rank {work.index(max(work))} has {max(work)} of {sum(lengths)}"
+                " to do"
+            )
             hint = "The longest first, each to the rank that has least so far."
             raise WrongAnswer(said, expected=f"expected at most {best}", hint=hint)
     return passing_verdict(
@@ -296,7 +321,9 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
 
 @exercise
 def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 6: the gradient of a batch's mean squared error, from pieces of the batch one after another."""
+    """Exercise 6: the gradient of a batch's mean squared error, from pieces of the batch one after
+    another.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -317,7 +344,10 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
         ]
     _judge_gradients(gradients["pieces"], gradients["whole"], inputs, targets, model, pieces)
     if kept.most > 0.6 * whole:
-        said = f"the gradient is right, and {kept.most / whole:.0%} of the whole batch's activations were held at once"
+        said = (
+            f"the gradient is right, and {kept.most / whole:.0%} of the whole batch's activations"
+            " were held at once"
+        )
         raise WrongAnswer(
             said,
             hint="Each piece needs a backward pass of its own, before the next piece computes.",
@@ -326,7 +356,9 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
 
 
 class ActivationCounter:
-    """How many numbers autograd holds for backward passes of a model, its parameters left out, and the most so far."""
+    """How many numbers autograd holds for backward passes of a model, its parameters left out, and
+    the most so far.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.held, self.most = 0, 0
@@ -412,7 +444,9 @@ def _is_equal_gradients(left: Iterable[Tensor | None], right: Iterable[Tensor | 
 
 @exercise
 def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 7: a training loop without its three faults, on 2 real ranks, held against one device."""
+    """Exercise 7: a training loop without its three faults, on 2 real ranks, held against one
+    device.
+    """
     found: dict[int, list[Tensor]] = {}
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
@@ -458,7 +492,10 @@ def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             said = f"all ranks agree, and their gradients are {what}: a wrong scaling"
             raise WrongAnswer(
                 said,
-                hint="mse_loss is a mean over this rank's samples already. What is left to divide by?",
+                hint=(
+                    "mse_loss is a mean over this rank's samples already. What is left to"
+                    " divide by?"
+                ),
             )
     raise WrongAnswer(
         "all ranks agree, on other weights than one device's",
@@ -497,11 +534,16 @@ def rounding_alone(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def my_indices(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 9: the samples of a rank in an epoch, from (count, seed, epoch, rank, ranks): shuffled, yet certain."""
+    """Exercise 9: the samples of a rank in an epoch, from (count, seed, epoch, rank, ranks):
+    shuffled, yet certain.
+    """
     count, ranks = 24, 3
 
     def call_for_rank(epoch: int, rank: int, seed: int = 5) -> list[int]:
-        asked = f"{answer_name(answer)}({count}, seed={seed}, epoch={epoch}, rank={rank}, ranks={ranks})"
+        asked = (
+            f"{answer_name(answer)}({count}, seed={seed}, epoch={epoch}, rank={rank},"
+            f" ranks={ranks})"
+        )
         found = call_answer(answer, count, seed, epoch, rank, ranks, in_words=asked)
         try:
             return [int(index) for index in found]

@@ -44,12 +44,21 @@ EXPERT_ERROR_HINTS = {
     "SIGABRT": f"the ranks sent gradients of different sizes to each other: {EXPERT_WAIT_HINT}"
 }  # so gloo answers
 ROLE_HINTS = {
-    "shared": "All ranks train the shared part together: add up over the ranks, and divide by their number.",
-    "expert's": "Each rank has an expert of its own: nothing of it may travel, and its scale is that of one device.",
+    "shared": (
+        "All ranks train the shared part together: add up over the ranks, and divide by their"
+        " number."
+    ),
+    "expert's": (
+        "Each rank has an expert of its own: nothing of it may travel, and its scale is that of one"
+        " device."
+    ),
 }
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-7}
 WAIT_HINT = "does every rank call the same collectives, in the same order?"
-EMPTY_BUFFER_HINT = "parameters were used while their buffer was empty: gather before the forward pass and before the backward pass"
+EMPTY_BUFFER_HINT = (
+    "parameters were used while their buffer was empty: gather before the forward pass and before"
+    " the backward pass"
+)
 SHARD_ERROR_HINTS = {
     "SIGSEGV": EMPTY_BUFFER_HINT,
     "out of bounds for storage": EMPTY_BUFFER_HINT,
@@ -80,10 +89,18 @@ ALL_MODULES_HINT = (
 
 @exercise
 def zero_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 1: bytes that a rank holds between steps, from (parameters, ranks, stage); float32 with Adam."""
+    """Exercise 1: bytes that a rank holds between steps, from (parameters, ranks, stage); float32
+    with Adam.
+    """
     hints = [
-        "Stage 0 shards nothing: a parameter, its gradient and Adam's two numbers have 4 bytes each.",
-        "Stage 1 shards what Adam keeps, two numbers a parameter; parameters and gradients stay whole.",
+        (
+            "Stage 0 shards nothing: a parameter, its gradient and Adam's two numbers have 4 bytes"
+            " each."
+        ),
+        (
+            "Stage 1 shards what Adam keeps, two numbers a parameter; parameters and gradients stay"
+            " whole."
+        ),
         "Stage 2 shards gradients as well; only the parameters stay whole.",
         "Stage 3 shards everything: nothing stays whole.",
     ]
@@ -122,11 +139,22 @@ def all_gathers(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def wire_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 3: bytes that a rank sends over the wire in a step, from (parameter_bytes, ranks, technique)."""
+    """Exercise 3: bytes that a rank sends over the wire in a step, from (parameter_bytes, ranks,
+    technique).
+    """
     ddp = "DDP's all-reduce is a reduce-scatter and an all-gather: two passes."
-    fsdp = "FSDP gathers for the forward pass, gathers again for the backward pass, and reduce-scatters: three passes."
-    kept = "Parameters that are kept after the forward pass are gathered once: two passes, as with DDP."
-    one = "A ring of ranks sends (ranks - 1) / ranks of the bytes in one pass: a rank's own part need not travel to it."
+    fsdp = (
+        "FSDP gathers for the forward pass, gathers again for the backward pass, and"
+        " reduce-scatters: three passes."
+    )
+    kept = (
+        "Parameters that are kept after the forward pass are gathered once: two passes, as with"
+        " DDP."
+    )
+    one = (
+        "A ring of ranks sends (ranks - 1) / ranks of the bytes in one pass: a rank's own part need"
+        " not travel to it."
+    )
 
     def right_bytes(parameter_bytes: int, ranks: int, technique: str) -> float:
         gathers = 2 if technique == "fsdp" else 1
@@ -145,7 +173,9 @@ def wire_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 4: shard a unit, on 2 real ranks, which train two steps and are held against one device."""
+    """Exercise 4: shard a unit, on 2 real ranks, which train two steps and are held against one
+    device.
+    """
     model, plain = nn.Sequential(*two_units()), [nn.Sequential(*two_units()) for _ in range(RANKS)]
     for index, copy in enumerate(plain):
         inputs, targets = rank_batch(index)
@@ -185,7 +215,10 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
             _judge_gradient(index, place, gradient, mean[place], [each[place] for each in own])
         for place, left in enumerate(sent["left"]):
             if left:
-                said = f"unit {place} still has {left} bytes of whole gradients after the backward pass"
+                said = (
+                    f"unit {place} still has {left} bytes of whole gradients after the backward"
+                    " pass"
+                )
                 raise WrongAnswer(
                     said,
                     expected="expected 0",
@@ -201,12 +234,21 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
             )
             raise WrongAnswer(
                 f"on rank {index}, the output after an update {said}",
-                hint="Gather what the shard holds now, in every forward pass: the optimizer has changed it.",
+                hint=(
+                    "Gather what the shard holds now, in every forward pass: the optimizer has"
+                    " changed it."
+                ),
             )
         for name, count in {"all_gather": 4, "reduce_scatter": 2}.items():
             if sent["sent"].get(name, 0) != count:
-                said = f"on rank {index}, {sent['sent'].get(name, 0)} calls of {name} in a step of two units"
-                hint = "A unit is gathered twice, for its forward and its backward pass, and reduced once."
+                said = (
+                    f"on rank {index}, {sent['sent'].get(name, 0)} calls of {name} in a step of two"
+                    " units"
+                )
+                hint = (
+                    "A unit is gathered twice, for its forward and its backward pass, and reduced"
+                    " once."
+                )
                 raise WrongAnswer(said, expected=f"expected {count}", hint=hint)
 
     judge_on_ranks(
@@ -220,7 +262,8 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
         what="units",
     )
     return passing_verdict(
-        f"equal to one device on {RANKS} ranks, and whole parameters are held only where they are used"
+        f"equal to one device on {RANKS} ranks, and whole parameters are held only where they are"
+        " used"
     )
 
 
@@ -233,7 +276,10 @@ def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
             hint="Return the shard; an optimizer will train it.",
         )
     if shard.shape != parts[0].shape:
-        hint = "All of the unit's numbers in one row, zeros at the end so that the ranks divide them, one part a rank."
+        hint = (
+            "All of the unit's numbers in one row, zeros at the end so that the ranks divide them,"
+            " one part a rank."
+        )
         raise WrongAnswer(
             f"{unit} has shape {tuple(shard.shape)}",
             expected=f"expected {tuple(parts[0].shape)}",
@@ -303,8 +349,14 @@ def peak_bytes(answer: Callable[..., float]) -> Verdict:
         lambda units, ranks: int(theory.small_fsdp_peak_bytes(units, ranks)),
         [([800], 1), ([800], 2), ([800, 800], 2), ([400, 1600, 800], 4), ([1600, 400, 1600], 8)],
         [
-            "One rank and one unit: parameters and Adam's two numbers, gradients, and their flat copy.",
-            "Between steps a rank keeps its share of parameters and of Adam's two numbers, of all units.",
+            (
+                "One rank and one unit: parameters and Adam's two numbers, gradients, and their"
+                " flat copy."
+            ),
+            (
+                "Between steps a rank keeps its share of parameters and of Adam's two numbers, of"
+                " all units."
+            ),
             "Walk from the last unit to the first: shares of gradients pile up, whole ones go.",
             "The units before this one in the forward pass have no gradients yet.",
             "Compare the moment of each unit: the largest is the peak.",
@@ -324,20 +376,51 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
     weight, bias = right["weight"], right["bias"]
     cases = [
         (True, with_changes(), "the same gradients", "Equal gradients agree."),
-        (True, with_changes(bias=bias + 4e-7), "gradients that rounding moved by 4e-7, where the largest is 2",
-         "Divide the largest difference by the largest value of the same reference gradient, and allow 1e-5."),
-        (False, {name: 2 * each for name, each in right.items()}, "gradients twice as large", "Compare values."),
-        (False, with_changes(weight=weight / 2), "one gradient of two half as large",
-         "Every name must agree, not one of them."),
-        (False, with_changes(bias=-bias), "one gradient with the other sign",
-         "A sum of differences may cancel: take abs()."),
-        (False, with_changes(bias=bias + 1e-3), "one gradient off by 1e-3",
-         "1e-3 of 2 is more than 1 part in 100,000."),
-        (False, with_changes(weight=torch.full_like(weight, torch.nan)), "a gradient of NaN",
-         "NaN compares as False with everything: ask whether the error is small, not whether it is large."),
+        (
+            True,
+            with_changes(bias=bias + 4e-7),
+            "gradients that rounding moved by 4e-7, where the largest is 2",
+            (
+                "Divide the largest difference by the largest value of the same reference gradient,"
+                " and allow 1e-5."
+            ),
+        ),
+        (
+            False,
+            {name: 2 * each for name, each in right.items()},
+            "gradients twice as large",
+            "Compare values.",
+        ),
+        (
+            False,
+            with_changes(weight=weight / 2),
+            "one gradient of two half as large",
+            "Every name must agree, not one of them.",
+        ),
+        (
+            False,
+            with_changes(bias=-bias),
+            "one gradient with the other sign",
+            "A sum of differences may cancel: take abs().",
+        ),
+        (
+            False,
+            with_changes(bias=bias + 1e-3),
+            "one gradient off by 1e-3",
+            "1e-3 of 2 is more than 1 part in 100,000.",
+        ),
+        (
+            False,
+            with_changes(weight=torch.full_like(weight, torch.nan)),
+            "a gradient of NaN",
+            (
+                "NaN compares as False with everything: ask whether the error is small, not whether"
+                " it is large."
+            ),
+        ),
         (False, {"weight": weight}, "a gradient missing", "Compare the names first."),
         (False, {}, "no gradient at all", "A test that compared nothing must not pass."),
-    ]  # fmt: skip
+    ]
     for expected, mine, what, hint in cases:
         reference = right if mine else {}
         found = call_answer(
@@ -360,7 +443,8 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
 
 @exercise
 def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
-    """Exercise 9: tokens from which on communication hides, from (flops_per_s, wire_bytes_per_s, ranks, number_bytes).
+    """Exercise 9: tokens from which on communication hides, from (flops_per_s, wire_bytes_per_s,
+    ranks, number_bytes).
 
     Right to 1 part in a million: the order of the operations is free.
     """
@@ -393,7 +477,8 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
 def replace_source_line(
     function: Callable[..., Any], line: str, instead: str = "pass"
 ) -> Callable[..., Any]:
-    """The same function with one line of its text replaced: a mutant, which a good test should catch.
+    """The same function with one line of its text replaced: a mutant, which a good test should
+    catch.
 
     Raises:
         ValueError: the line stands there not at all, or more than once.
@@ -402,7 +487,8 @@ def replace_source_line(
     places = [number for number, each in enumerate(lines) if each.strip() == line.strip()]
     if len(places) != 1:
         raise ValueError(
-            f"{line!r} stands {len(places)} times in {function.__name__}: take a line that stands once"
+            f"{line!r} stands {len(places)} times in {function.__name__}: take a line that stands"
+            " once"
         )
     (place,) = places
     indent = lines[place][: len(lines[place]) - len(lines[place].lstrip())]
@@ -419,14 +505,17 @@ def replace_source_line(
 def memory_plan(
     answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers: int, **setup: Any
 ) -> Verdict:
-    """Exercise 7: choose among ``wrap``, ``checkpointing`` and ``reshard_after_forward`` to stay within two limits.
+    """Exercise 7: choose among ``wrap``, ``checkpointing`` and ``reshard_after_forward`` to stay
+    within two limits.
 
-    The plan is launched for real. What a run says of itself moves by some kB from time to time, so the verdict names
-    no bytes, and the bound should leave 1 %.
+    The plan is launched for real. What a run says of itself moves by some kB from time to time, so
+    the verdict names no bytes, and the bound should leave 1 %.
 
     Args:
-        answer: gives the plan, parameters of fsdp_wrap by name; what it leaves out is at its default.
-        bound_bytes: the largest peak that is allowed, of all categories together, on the fullest rank.
+        answer: gives the plan, parameters of fsdp_wrap by name; what it leaves out is at its
+            default.
+        bound_bytes: the largest peak that is allowed, of all categories together, on the fullest
+            rank.
         gathers: how many all-gathers a step may take.
         **setup: the other parameters of the run, such as ``model="mlp_stack"``; 2 ranks by default.
     """
@@ -457,7 +546,10 @@ def memory_plan(
             "_", " "
         )
         percent = f"{100 * excess:.0f} %" if excess >= 0.005 else "less than 1 %"
-        hint = f"Of the parts that a plan can change, the largest is {CATEGORY_TEXT.get(largest, largest)}."
+        hint = (
+            "Of the parts that a plan can change, the largest is"
+            f" {CATEGORY_TEXT.get(largest, largest)}."
+        )
         raise WrongAnswer(f"the peak is {percent} above the bound", hint=hint)
     if counted > gathers:
         hint = "Large units, and units that stay after the forward pass, are gathered less often."
@@ -471,7 +563,8 @@ def memory_plan(
 
 @exercise
 def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
-    """Exercise 8: the index of the block that a run, started with ``forget`` or ``skip``, did not wrap.
+    """Exercise 8: the index of the block that a run, started with ``forget`` or ``skip``, did not
+    wrap.
 
     Raises:
         ValueError: the run skipped no block, or several.
@@ -507,19 +600,22 @@ def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdic
 def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
     """Whether a run of fsdp_wrap made each of its blocks a unit, judged by counting collectives.
 
-    Each unit's gradients are reduce-scattered once. Its parameters are gathered once for the forward pass, and again
-    for the backward pass unless it is the root. So the two counts differ by the units beside the root.
+    Each unit's gradients are reduce-scattered once. Its parameters are gathered once for the
+    forward pass, and again for the backward pass unless it is the root. So the two counts differ by
+    the units beside the root.
 
     Args:
         result: of a run with fully_shard that reshards after the forward pass.
         blocks: how many blocks the model has.
 
     Raises:
-        ValueError: the run keeps parameters after the forward pass, so that the root does not differ from the others.
+        ValueError: the run keeps parameters after the forward pass, so that the root does not
+            differ from the others.
     """
     if not result.params["reshard_after_forward"]:
         raise ValueError(
-            "reshard_after_forward = False gathers every unit once, the root too: take a run with True"
+            "reshard_after_forward = False gathers every unit once, the root too: take a run with"
+            " True"
         )
     gathered, reduced = (
         _collective_count(result, "all_gather"),
@@ -574,7 +670,8 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
 
 @exercise
 def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
-    """Exercise 11: over 2 real ranks, average shared gradients, divide the experts', from (model, experts, ranks).
+    """Exercise 11: over 2 real ranks, average shared gradients, divide the experts', from (model,
+    experts, ranks).
 
     Args:
         answer: changes gradients in place.
@@ -640,7 +737,10 @@ def _plan_error(plan: object) -> str:
         if not any(
             type(value) is type(choice) and value == choice for choice in PLAN_CHOICES[name]
         ):
-            return f"{name} = {value_text(value)} is none of {', '.join(map(repr, PLAN_CHOICES[name]))}"
+            return (
+                f"{name} = {value_text(value)} is none of"
+                f" {', '.join(map(repr, PLAN_CHOICES[name]))}"
+            )
     return ""
 
 

@@ -1,4 +1,5 @@
-"""How a check asks: it calls the learner's function, whatever that is and does, and ends in a verdict.
+"""How a check asks: it calls the learner's function, whatever that is and does, and ends in a
+verdict.
 
 @exercise
 def double(answer: Callable[..., int]) -> Verdict:
@@ -47,10 +48,12 @@ Parameters = ParamSpec("Parameters")
 class Verdict:
     """The outcome of a check.
 
-    A notebook shows what was seen, and opens the hint and what was expected on request; as text it is all there.
+    A notebook shows what was seen, and opens the hint and what was expected on request; as text it
+    is all there.
 
     Attributes:
-        state: "passed", "wrong", "not attempted", or "not judged" where the machine was too busy to tell.
+        state: "passed", "wrong", "not attempted", or "not judged" where the machine was too busy to
+            tell.
         detail: what was seen.
         expected: what should have been seen instead, such as "expected 4".
         hint: where to look.
@@ -79,11 +82,16 @@ class Verdict:
             for name, text in steps.items()
             if text
         ]
-        return f'<p style="color:{colour}"><b>{self.state}</b> {escape(self.detail)}</p>{"".join(opened)}'
+        return (
+            f'<p style="color:{colour}"><b>{self.state}</b>'
+            f" {escape(self.detail)}</p>{''.join(opened)}"
+        )
 
 
 class WrongAnswer(Exception):
-    """The answer is wrong; the message, for the learner, is what was seen. See Verdict for the rest."""
+    """The answer is wrong; the message, for the learner, is what was seen. See Verdict for the
+    rest.
+    """
 
     def __init__(self, seen: str, *, expected: str = "", hint: str = ""):
         super().__init__(seen)
@@ -99,7 +107,9 @@ class NotJudged(Exception):
 
 
 class NotPassed(Exception):
-    """Raised where nbgrader grades, which counts a cell as right unless it raises; the message is the verdict."""
+    """Raised where nbgrader grades, which counts a cell as right unless it raises; the message is
+    the verdict.
+    """
 
 
 def passing_verdict(detail: str) -> Verdict:
@@ -108,10 +118,12 @@ def passing_verdict(detail: str) -> Verdict:
 
 
 def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdict]:
-    """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts, which are kept for the learner.
+    """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts, which are kept
+    for the learner.
 
-    Kept are those of answers whose name is an exercise's of the lab: a notebook also hands broken functions to a check,
-    to show what it says. The lab is named as its module, or as the module's LAB where the module stands elsewhere.
+    Kept are those of answers whose name is an exercise's of the lab: a notebook also hands broken
+    functions to a check, to show what it says. The lab is named as its module, or as the module's
+    LAB where the module stands elsewhere.
     """
     lab = check.__globals__.get("LAB", check.__module__.rpartition(".")[2])
 
@@ -157,14 +169,18 @@ def _safe_answer_name(answer: object) -> str:
 
 
 def raise_if_not_attempted(answer: object) -> None:
-    """Raise NotAttempted for a function with nothing in it, Wrong for what cannot be called and give a value."""
+    """Raise NotAttempted for a function with nothing in it, Wrong for what cannot be called and
+    give a value.
+    """
     if not callable(answer):
         raise WrongAnswer(
-            f"{value_text(answer)} is no function: hand over the function by its name, without calling it"
+            f"{value_text(answer)} is no function: hand over the function by its name, without"
+            " calling it"
         )
     if inspect.iscoroutinefunction(answer):
         raise WrongAnswer(
-            f"{answer_name(answer)} is an async function, which gives a coroutine when called: write def alone"
+            f"{answer_name(answer)} is an async function, which gives a coroutine when called:"
+            " write def alone"
         )
     code = getattr(answer, "__code__", None)
     if code and all(
@@ -206,7 +222,9 @@ def call_answer(
 
 
 def _prevent_kernel_exit() -> AbstractContextManager[Any]:
-    """Lets exit() of a notebook, which would ask its kernel to stop and return, raise SystemExit as elsewhere."""
+    """Lets exit() of a notebook, which would ask its kernel to stop and return, raise SystemExit as
+    elsewhere.
+    """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return mock.patch.object(shell, "ask_exit", side_effect=SystemExit) if shell else nullcontext()
 
@@ -217,7 +235,8 @@ def judge_values(
     cases: Sequence[tuple[Any, ...]],
     hints: str | Sequence[str],
 ) -> Verdict:
-    """Call the answer with each case's arguments, by name, and hold its number against the right one.
+    """Call the answer with each case's arguments, by name, and hold its number against the right
+    one.
 
     Args:
         answer: the learner's function.
@@ -267,7 +286,9 @@ def error_text(error: BaseException) -> str:
 
 
 def value_text(value: object) -> str:
-    """Any value in words: numbers with commas, nothing longer than a few lines, and never an error."""
+    """Any value in words: numbers with commas, nothing longer than a few lines, and never an
+    error.
+    """
     try:
         if isinstance(value, Integral) and abs(int(value)) >= 10**30:
             return f"a number of {math.floor(math.log10(abs(int(value)))) + 1:,} digits"
@@ -282,7 +303,9 @@ def value_text(value: object) -> str:
 def is_tensor_close(
     got: Tensor | None, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8
 ) -> bool:
-    """Whether there is a tensor that agrees with another in shape and, but for rounding, in its numbers."""
+    """Whether there is a tensor that agrees with another in shape and, but for rounding, in its
+    numbers.
+    """
     if got is None:
         return False
     return got.shape == expected.shape and allclose(

@@ -1,7 +1,7 @@
 """Runs a learner's functions on real ranks, and brings home what came of them.
 
-The functions travel by value, with whatever they use of other cells. A rank that sends nothing home has not finished,
-however it ended: nothing passes that every rank has not sent.
+The functions travel by value, with whatever they use of other cells. A rank that sends nothing home
+has not finished, however it ended: nothing passes that every rank has not sent.
 """
 
 import json
@@ -53,7 +53,8 @@ def judge_on_ranks(
     Args:
         lab: the module in checks/ranks whose ``run_answer`` calls the answers.
         *answers: the learner's functions.
-        judge: called with each rank and what it sent; raises Wrong. What has come home is judged even if a rank failed.
+        judge: called with each rank and what it sent; raises Wrong. What has come home is judged
+            even if a rank failed.
         ranks: how many, on the CPU.
         timeout_s: they are stopped after this.
         waiting: a question that helps when ranks wait for each other.
@@ -63,7 +64,8 @@ def judge_on_ranks(
     Raises:
         NotAttempted: an answer is empty.
         NotJudged: the machine was too busy to tell.
-        Wrong: an answer cannot be sent, or a rank failed, ended early, did not end, or sent something wrong.
+        Wrong: an answer cannot be sent, or a rank failed, ended early, did not end, or sent
+            something wrong.
     """
     for answer in answers:
         raise_if_not_attempted(answer)
@@ -106,7 +108,10 @@ def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
         )
     except payload_pickling.PayloadError as error:
         names = " and ".join(map(answer_name, answers))
-        said = f"{names} cannot be sent to the ranks with what is used there: {error_text(error.__cause__ or error)}"
+        said = (
+            f"{names} cannot be sent to the ranks with what is used there:"
+            f" {error_text(error.__cause__ or error)}"
+        )
         used = {
             name
             for answer in answers
@@ -131,7 +136,8 @@ def _failure_reason(
             _ranks_with_output(folder, ranks),
             read_json(run.exit_json()).get("failures"),
         )
-        # a rank that torchrun ended is among its failures; without them nobody knows who left by itself
+        # a rank that torchrun ended is among its failures; without them nobody knows who left by
+        # itself
         ended = {*done, *(end["rank"] for end in failures)} if failures else set(range(ranks))
         gone = [
             index for index in range(ranks) if index not in ended and not run.error(index).exists()
@@ -148,7 +154,8 @@ def _failure_reason(
 def _timeout_reason(
     stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str
 ) -> str:
-    """What the ranks did when they were stopped: one was in a loop of the answer, or they waited for each other.
+    """What the ranks did when they were stopped: one was in a loop of the answer, or they waited
+    for each other.
 
     Raises:
         NotJudged: a rank did neither, but was still importing or computing something else.
@@ -176,7 +183,9 @@ def _timeout_reason(
 
 
 def _innermost_frame(stack: str, own: Mapping[tuple[str, str], Any]) -> tuple[str, int, str, str]:
-    """The innermost frame of a stack that waits or is an answer's: file, line, function, text; empty for none."""
+    """The innermost frame of a stack that waits or is an answer's: file, line, function, text;
+    empty for none.
+    """
     for thread in THREAD_PATTERN.split(stack):
         for file, line, name in FRAME_PATTERN.findall(thread):  # the innermost first
             text = linecache.getline(file, int(line)).strip()

@@ -32,7 +32,10 @@ judge_on_line = partial(judge_on_ranks, "spatial", ranks=RANKS, waiting=WAIT_HIN
 RIGHT_PLACEMENTS: Mapping[str, tuple[list[Placement], str]] = {
     "images": (
         [Shard(0), Shard(3)],
-        "The ranks along data take different samples, dimension 0 of [N, C, H, W]; those along space share the width.",
+        (
+            "The ranks along data take different samples, dimension 0 of [N, C, H, W]; those along"
+            " space share the width."
+        ),
     ),
     "weights": (
         [Replicate(), Replicate()],
@@ -40,11 +43,17 @@ RIGHT_PLACEMENTS: Mapping[str, tuple[list[Placement], str]] = {
     ),
     "gradients": (
         [Partial(), Partial()],
-        "Each rank adds up over its own samples and its own columns. What is the whole gradient, then?",
+        (
+            "Each rank adds up over its own samples and its own columns. What is the whole"
+            " gradient, then?"
+        ),
     ),
     "logits": (
         [Shard(0), Replicate()],
-        "After the mean over the whole image the strips of a sample agree; other samples stay elsewhere.",
+        (
+            "After the mean over the whole image the strips of a sample agree; other samples stay"
+            " elsewhere."
+        ),
     ),
 }
 """Of a data x space mesh: where each tensor lies, and a hint."""
@@ -60,7 +69,10 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
     )
     found = call_answer(answer, width=256, ranks=4, stage=1)
     if not isinstance(found, Integral):
-        said = f"{call_text(answer, width=256, ranks=4, stage=1)} gave {value_text(found)}, a {type(found).__name__}"
+        said = (
+            f"{call_text(answer, width=256, ranks=4, stage=1)} gave {value_text(found)}, a"
+            f" {type(found).__name__}"
+        )
         raise WrongAnswer(
             said, expected="expected 8", hint="Columns are counted: // divides whole numbers."
         )
@@ -69,7 +81,9 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def placements(answer: Callable[..., Any]) -> Verdict:
-    """Placements on a data x space mesh: a dict with two for each of images, weights, gradients and logits."""
+    """Placements on a data x space mesh: a dict with two for each of images, weights, gradients and
+    logits.
+    """
     found = call_answer(answer)
     if not isinstance(found, Mapping):
         raise WrongAnswer(
@@ -87,7 +101,10 @@ def placements(answer: Callable[..., Any]) -> Verdict:
             )
         for axis, said, wanted in zip(("data", "space"), placed, expected, strict=True):
             if said != wanted:
-                said_so = f"{name}: along {axis} you say {_placement_text(said)}, {_placement_meaning(said, axis)}"
+                said_so = (
+                    f"{name}: along {axis} you say {_placement_text(said)},"
+                    f" {_placement_meaning(said, axis)}"
+                )
                 raise WrongAnswer(said_so, expected=right, hint=hint)
     return passing_verdict(f"{len(RIGHT_PLACEMENTS)} tensors lie where you say")
 
@@ -107,7 +124,10 @@ def _placement_meaning(placement: object, axis: str) -> str:
     match placement:
         case Shard():
             names = {0: "samples", 1: "channels", 2: "rows", 3: "columns"}
-            return f"so the ranks along {axis} hold different {names.get(placement.dim, 'parts of no dimension')}"
+            return (
+                f"so the ranks along {axis} hold different"
+                f" {names.get(placement.dim, 'parts of no dimension')}"
+            )
         case Replicate():
             return f"so the ranks along {axis} hold the same numbers"
         case Partial():
@@ -158,7 +178,9 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
-    """An autograd.Function whose forward pads a strip and whose backward returns gradients, on 4 real ranks."""
+    """An autograd.Function whose forward pads a strip and whose backward returns gradients, on 4
+    real ranks.
+    """
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
         raise WrongAnswer(
             f"{value_text(answer)} is no torch.autograd.Function",
@@ -187,24 +209,32 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
         hints={
             "incorrect number of gradients": arguments,
             "gradient for input": arguments,
-            "does not require grad": "the padded strip has no backward pass: does forward return the padded strip?",
+            "does not require grad": (
+                "the padded strip has no backward pass: does forward return the padded strip?"
+            ),
             "must implement either the backward": "backward is missing, or has another name",
             "non-static forward": "forward and backward are static: write @staticmethod above each",
         },
         what="function",
     )
     return passing_verdict(
-        f"forward and backward equal one device on {RANKS} ranks, and no byte more than the halos was sent"
+        f"forward and backward equal one device on {RANKS} ranks, and no byte more than the halos"
+        " was sent"
     )
 
 
 @exercise
 def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """An exchange that sends nothing, and passes the test with an image of ones, on 4 real ranks."""
+    """An exchange that sends nothing, and passes the test with an image of ones, on 4 real
+    ranks.
+    """
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         if sent["moved"]:
-            hint = "Nobody asks the neighbours: what is there on this rank that looks like their columns?"
+            hint = (
+                "Nobody asks the neighbours: what is there on this rank that looks like their"
+                " columns?"
+            )
             raise WrongAnswer(
                 f"on rank {index}, {sent['moved']} bytes were handed over, and none may be",
                 hint=hint,
@@ -212,7 +242,10 @@ def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         try:
             _judge_padding(index, sent["got"], "ones")
         except WrongAnswer as caught:
-            hint = "Inside the image the test wants ones, at its border zeros. Which ranks have a border?"
+            hint = (
+                "Inside the image the test wants ones, at its border zeros. Which ranks have a"
+                " border?"
+            )
             raise WrongAnswer(
                 f"the test of ones caught it: {caught}", expected=caught.expected, hint=hint
             ) from None
@@ -226,7 +259,10 @@ def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 @exercise
 def activation_bytes(answer: Callable[..., int]) -> Verdict:
     """Bytes that one block keeps for the backward pass, from (batch, channels, height, width)."""
-    hint = "Go from left to right. Between the two 1 x 1 convolutions there are four times the channels."
+    hint = (
+        "Go from left to right. Between the two 1 x 1 convolutions there are four times the"
+        " channels."
+    )
     cases = [(1, 1, 1, 1), (2, 32, 32, 64), (2, 64, 16, 8)]
     return judge_values(
         answer,
@@ -238,7 +274,9 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def strip_step_s(answer: Callable[..., float]) -> Verdict:
-    """Seconds of a step with strips, from (plain_s, ranks, messages, message_bytes, alpha_s, beta_s_per_byte)."""
+    """Seconds of a step with strips, from (plain_s, ranks, messages, message_bytes, alpha_s,
+    beta_s_per_byte).
+    """
     names = ("plain_s", "ranks", "messages", "message_bytes", "alpha_s", "beta_s_per_byte")
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((1.0, 4, 0, 0, 0.0, 0.0), "The ranks share the arithmetic."),
@@ -272,12 +310,17 @@ def _judge_sent_bytes(index: int, moved: int, *, both_ways: bool = False) -> Non
         * (2 if both_ways else 1)
     )
     if moved > halos:
-        said = f"on rank {index}, the numbers are right, but {moved} bytes were handed over; its halos are {halos}"
+        said = (
+            f"on rank {index}, the numbers are right, but {moved} bytes were handed over; its halos"
+            f" are {halos}"
+        )
         raise WrongAnswer(said, hint="Send the outermost columns alone, each to one neighbour.")
 
 
 def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None:
-    """Raise Wrong unless a rank's padded strip is right; what is wrong is looked for in the whole image."""
+    """Raise Wrong unless a rank's padded strip is right; what is wrong is looked for in the whole
+    image.
+    """
     _, expected = rank_tasks(what, RANKS)[index]
     _judge_form(index, got, expected)
     assert isinstance(got, Tensor)
@@ -326,7 +369,9 @@ def _halo_fault(part: Tensor) -> str:
 
 
 def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
-    """Raise Wrong unless a rank's gradient is right; what is wrong is compared with likely mistakes."""
+    """Raise Wrong unless a rank's gradient is right; what is wrong is compared with likely
+    mistakes.
+    """
     work = rank_tasks("backward", RANKS)
     gradients, expected = [given for given, _ in work], work[index][1]
     _judge_form(index, got, expected)
@@ -359,7 +404,10 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
         right = f"expected this rank's own gradient plus what rank {owner} sends"
         if not 0 <= owner < RANKS:
             right = "expected this rank's own gradient: nobody is beyond the image's border"
-        said = f"on rank {index}, {what}the {side} {HALO} columns are {guess or _halo_fault(got[..., columns])}"
+        said = (
+            f"on rank {index}, {what}the {side} {HALO} columns are"
+            f" {guess or _halo_fault(got[..., columns])}"
+        )
         raise WrongAnswer(
             said, expected=right, hint="A column that two ranks used gets the gradients of both."
         )
@@ -371,7 +419,9 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
 
 
 def _judge_form(index: int, got: Tensor | str, expected: Tensor) -> None:
-    """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what is no tensor."""
+    """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what
+    is no tensor.
+    """
     if isinstance(got, str):
         raise WrongAnswer(
             f"on rank {index}, the function returned {got}, not a tensor",

@@ -39,8 +39,14 @@ WAIT_HINT = "is the plan the same on all of them?"
 GROUP_WAIT_HINT = "does every rank of the group call the same all-reduces, in the same order?"
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-6}
 COUNT_HINTS = {
-    "tp/all_reduce": "Forward, each pair sums its parts; backward, each sums the gradient of its input, but the first.",
-    "data/all_gather": "Each MLP is a unit of FSDP: gathered for the forward pass, and again for the backward pass.",
+    "tp/all_reduce": (
+        "Forward, each pair sums its parts; backward, each sums the gradient of its input, but the"
+        " first."
+    ),
+    "data/all_gather": (
+        "Each MLP is a unit of FSDP: gathered for the forward pass, and again for the backward"
+        " pass."
+    ),
     "data/reduce_scatter": "Each unit's gradients are reduced once.",
 }
 AXIS_HINTS = {
@@ -55,7 +61,9 @@ FUNCTION_ERROR_HINTS = {
     "gradient for input": RETURN_HINT,
     "must implement either the backward": "backward is missing, or has another name",
     "non-static forward": "forward and backward are static: write @staticmethod above each",
-    "modified by an inplace": "a tensor that autograd needs was changed in place: clone before you sum",
+    "modified by an inplace": (
+        "a tensor that autograd needs was changed in place: clone before you sum"
+    ),
 }
 
 
@@ -63,7 +71,8 @@ FUNCTION_ERROR_HINTS = {
 def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
     """Exercise 1: what each rank contributes to a pair's result, from (x, first, second, ranks).
 
-    ``first`` [inner, D] and ``second`` [D, inner] are the weights of two linear layers without bias, ReLU in between.
+    ``first`` [inner, D] and ``second`` [D, inner] are the weights of two linear layers without
+    bias, ReLU in between.
     """
     for ranks, inner in ((2, 8), (4, 8), (1, 6)):
         draw = torch.Generator().manual_seed(ranks)
@@ -81,7 +90,8 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
             asked,
         )
     return passing_verdict(
-        "each rank computes with its own features alone, and the parts add up to one device's result"
+        "each rank computes with its own features alone, and the parts add up to one device's"
+        " result"
     )
 
 
@@ -102,7 +112,10 @@ def _judge_parts(
         )
     shapes = {tuple(each.shape) for each in found} - {tuple(x.shape)}
     if shapes:
-        hint = "Each rank's part is as large as the result: the inner features are gone after the second layer."
+        hint = (
+            "Each rank's part is as large as the result: the inner features are gone after the"
+            " second layer."
+        )
         raise WrongAnswer(
             f"{asked} gave a tensor of shape {list(shapes.pop())}",
             expected=f"expected {[*x.shape]}",
@@ -135,7 +148,9 @@ def _judge_parts(
 
 @exercise
 def tp_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 2: bytes that a rank hands to all-reduces along tp in a training step, from (tokens, dim, mlps)."""
+    """Exercise 2: bytes that a rank hands to all-reduces along tp in a training step, from (tokens,
+    dim, mlps).
+    """
     once = "One all-reduce sums a tensor of tokens x dim numbers, 4 bytes each."
     forward = "Forward there is one all-reduce for each MLP."
     backward = "Backward, too, ranks add up: the gradient of an MLP's input."
@@ -168,7 +183,9 @@ def _check_function_class(answer: Any) -> None:
 
 @exercise
 def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 3: x as it is, and backward the sum over a group, on 2 x 2 real ranks; from (x, group)."""
+    """Exercise 3: x as it is, and backward the sum over a group, on 2 x 2 real ranks; from (x,
+    group).
+    """
     _check_function_class(answer)
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
@@ -180,7 +197,10 @@ def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
             )
         _judge_sum(sent["grad"], index, 1, "backward returned")
         if not is_tensor_close(sent["arrived"], rank_tensors(index)[1]):
-            hint = "The gradient that arrives may be used elsewhere: clone it, then all-reduce the clone."
+            hint = (
+                "The gradient that arrives may be used elsewhere: clone it, then all-reduce the"
+                " clone."
+            )
             raise WrongAnswer(
                 f"on rank {index}, backward changed the gradient that it was given", hint=hint
             )
@@ -193,7 +213,9 @@ def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
 
 @exercise
 def sum_over_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 4: the sum over a group, and backward the gradient as it is, on 2 x 2 real ranks; from (part, group)."""
+    """Exercise 4: the sum over a group, and backward the gradient as it is, on 2 x 2 real ranks;
+    from (part, group).
+    """
     _check_function_class(answer)
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
@@ -210,7 +232,10 @@ def sum_over_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
                 hint="The first value that backward returns is it.",
             )
         if not is_tensor_close(grad, arrived):
-            hint = "A part enters the sum once, and the next layers have the same gradient on every rank already."
+            hint = (
+                "A part enters the sum once, and the next layers have the same gradient on every"
+                " rank already."
+            )
             words = _likely_tensor(grad, index, own=1)
             raise WrongAnswer(
                 f"on rank {index}, backward returned {words}, not the gradient as it is", hint=hint
@@ -246,7 +271,9 @@ def _check_tensor(got: Tensor | str, index: int) -> Tensor:
 
 
 def _judge_sum(got: Tensor | None, index: int, which: int, said: str) -> None:
-    """Whether a rank has the sum over its group of what each was given (``which`` 0) or what came back (1)."""
+    """Whether a rank has the sum over its group of what each was given (``which`` 0) or what came
+    back (1).
+    """
     if got is None:
         raise WrongAnswer(
             f"on rank {index}, x got no gradient",
@@ -283,18 +310,24 @@ def _likely_tensor(got: Tensor, index: int, own: int) -> str:
 
 @exercise
 def column_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 5: a rank's share of a pair's first layer, from (layer, group), on 2 x 2 real ranks."""
+    """Exercise 5: a rank's share of a pair's first layer, from (layer, group), on 2 x 2 real
+    ranks.
+    """
     return _judge_layer(answer, "column", timeout_s)
 
 
 @exercise
 def row_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 6: a rank's share of a pair's second layer, from (layer, group), on 2 x 2 real ranks."""
+    """Exercise 6: a rank's share of a pair's second layer, from (layer, group), on 2 x 2 real
+    ranks.
+    """
     return _judge_layer(answer, "row", timeout_s)
 
 
 def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
-    """Hold every rank's share against the whole layer: parameters, output, gradients, and what it sends."""
+    """Hold every rank's share against the whole layer: parameters, output, gradients, and what it
+    sends.
+    """
     if isinstance(answer, type) and not {"__init__", "forward"} & vars(answer).keys():
         raise NotAttempted
 
@@ -329,7 +362,10 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
         wanted = {"forward": int(which == "row"), "backward": int(which == "column")}
         for when, calls in wanted.items():
             if sent[when] != calls:
-                said = f"the numbers are right, but rank {index} makes {sent[when]} calls in the {when} pass"
+                said = (
+                    f"the numbers are right, but rank {index} makes {sent[when]} calls in the"
+                    f" {when} pass"
+                )
                 raise WrongAnswer(
                     said,
                     expected=f"expected {calls}",
@@ -358,7 +394,9 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
 def _judge_parameters(
     held: Mapping[str, Tensor] | str, layer: nn.Linear, which: str, index: int
 ) -> None:
-    """Whether a rank holds its share of the weight and of the bias, and nothing else; text is a type's name."""
+    """Whether a rank holds its share of the weight and of the bias, and nothing else; text is a
+    type's name.
+    """
     if isinstance(held, str):
         raise WrongAnswer(
             f"on rank {index}, what you made is a {held}, no nn.Module", hint="Hand over the class."
@@ -431,12 +469,17 @@ def _judge_output(
         )
     part = x.chunk(TP, dim=-1)[index % TP] @ layer.weight.detach().chunk(TP, dim=1)[index % TP].T
     known = {
-        f"has the bias {TP} times": (right + (TP - 1) * bias, "Every rank adds it, then the ranks are added up: sum "
-         "first, add the bias after."),
+        f"has the bias {TP} times": (
+            right + (TP - 1) * bias,
+            "Every rank adds it, then the ranks are added up: sum first, add the bias after.",
+        ),
         "has no bias": (right - bias, "Add it once, after the sum."),
         "is this rank's part alone": (part + bias, "Sum the parts over the group."),
-        "is this rank's part alone, without bias": (part, "Sum the parts over the group; then add the bias."),
-    }  # fmt: skip
+        "is this rank's part alone, without bias": (
+            part,
+            "Sum the parts over the group; then add the bias.",
+        ),
+    }
     for words, (each, hint) in known.items():
         if is_tensor_close(got, each, **TOLERANCES):
             raise WrongAnswer(f"on rank {index}, the output {words}", hint=hint)
@@ -464,26 +507,38 @@ def _judge_input_gradient(
     for words, (each, hint) in known.items():
         if each is not None and is_tensor_close(got, each, **TOLERANCES):
             raise WrongAnswer(f"on rank {index}, the gradient of the input {words}", hint=hint)
-    hint = "Column-parallel: copy_to_ranks in front of the product. Row-parallel: nothing in front of it."
+    hint = (
+        "Column-parallel: copy_to_ranks in front of the product. Row-parallel: nothing in front"
+        " of it."
+    )
     raise WrongAnswer(f"on rank {index}, the gradient of the input is not the layer's", hint=hint)
 
 
 def _judge_layer_gradient(got: Tensor | None, right: Tensor, name: str, index: int) -> None:
     if is_tensor_close(got, right, **TOLERANCES):
         return
-    said = f"the output is right, but on rank {index} the gradient of the {name} {_gradient_difference(got, right)}"
-    hint = "Each rank holds the whole bias, and each must get its whole gradient: add it after the sum, on every rank."
+    said = (
+        f"the output is right, but on rank {index} the gradient of the {name}"
+        f" {_gradient_difference(got, right)}"
+    )
+    hint = (
+        "Each rank holds the whole bias, and each must get its whole gradient: add it after the"
+        " sum, on every rank."
+    )
     raise WrongAnswer(
         said,
-        hint=hint
-        if name == "bias"
-        else "The gradient of the output must reach the product as it is.",
+        hint=(
+            hint
+            if name == "bias"
+            else "The gradient of the output must reach the product as it is."
+        ),
     )
 
 
 @exercise
 def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
-    """Exercise 7: how often each collective runs along each axis, as a dict such as ``{"tp/all_reduce": 5}``.
+    """Exercise 7: how often each collective runs along each axis, as a dict such as
+    ``{"tp/all_reduce": 5}``.
 
     Args:
         answer: the learner's function.
@@ -505,7 +560,8 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
     said = call_answer(answer)
     if not isinstance(said, Mapping):
         raise WrongAnswer(
-            f"{answer_name(answer)}() gave {value_text(said)}, not a dict such as {{'tp/all_reduce': 1}}"
+            f"{answer_name(answer)}() gave {value_text(said)}, not a dict such as"
+            " {'tp/all_reduce': 1}"
         )
     strange = [
         name
@@ -513,7 +569,10 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
         if not isinstance(name, str) or name.split("/")[0] not in ("tp", "data")
     ]
     if strange:
-        hint = "A key is an axis and a collective, with a / between: 'tp/all_reduce'. The axes are tp and data."
+        hint = (
+            "A key is an axis and a collective, with a / between: 'tp/all_reduce'. The axes are tp"
+            " and data."
+        )
         raise WrongAnswer(f"the key {value_text(strange[0])} names no axis", hint=hint)
     for name in [*said, *measured]:
         mine, counted = said.get(name, 0), measured.get(name, 0)
@@ -550,7 +609,10 @@ def message_share(answer: Callable[..., float]) -> Verdict:
             (8, 1, 24.0, 1.0, 2),
         ],
         [
-            "Two all-reduces for a pair, forward and backward; each puts 2 (tp - 1) / tp of its bytes on the wire.",
+            (
+                "Two all-reduces for a pair, forward and backward; each puts 2 (tp - 1) / tp of its"
+                " bytes on the wire."
+            ),
             "With more ranks each computes less, and sends more.",
             "Bytes over bandwidth: count number_bytes for each number.",
             "A wider pair computes more, and sends the same.",
@@ -577,8 +639,13 @@ def words_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
 
 @exercise
 def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 11: a plan for ``MLPStack`` on 2 x 2 real ranks, with the sequence cut between the MLPs."""
-    detail = "equal to one device on 2 x 2 ranks, output and gradients, every matrix and the sequence shared out"
+    """Exercise 11: a plan for ``MLPStack`` on 2 x 2 real ranks, with the sequence cut between the
+    MLPs.
+    """
+    detail = (
+        "equal to one device on 2 x 2 ranks, output and gradients, every matrix and the sequence"
+        " shared out"
+    )
     return _judge_plan(answer, "stack", timeout_s, detail)
 
 
@@ -589,7 +656,9 @@ def _judge_plan(
     detail: str,
     most_sent: int | None = None,
 ) -> Verdict:
-    """Train with the plan on ranks and on one device, and hold one against the other, the output first."""
+    """Train with the plan on ranks and on one device, and hold one against the other, the output
+    first.
+    """
     reference = make_exercise_model(model)
     lines = [reference.get_input(CPU, seed) for seed in range(DATA)]
     outputs = [reference(*line) for line in lines]
@@ -600,7 +669,10 @@ def _judge_plan(
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         output, right = sent.get("output"), outputs[sent["data"]]
         if output is not None and output.shape != right.shape:
-            hint = "input_layouts says how a tensor is laid out when it comes, output_layouts how it shall leave."
+            hint = (
+                "input_layouts says how a tensor is laid out when it comes, output_layouts how it"
+                " shall leave."
+            )
             said = f"the output has shape {[*output.shape]}"
             raise WrongAnswer(
                 said, expected=f"expected {[*right.shape]}, as on one device", hint=hint
@@ -634,7 +706,10 @@ def _judge_plan(
             raise WrongAnswer(said, expected=f"at most {most_sent} all-reduces", hint=hint)
         if model == "stack" and sent["between"]["layers.0"][1] == TOKENS:
             hint = "The first MLP's result leaves as Shard(1), and comes so into the second."
-            said = f"all is right, but between the MLPs every rank holds all {TOKENS} tokens: the sequence is not cut"
+            said = (
+                f"all is right, but between the MLPs every rank holds all {TOKENS} tokens: the"
+                " sequence is not cut"
+            )
             raise WrongAnswer(said, expected=f"expected {TOKENS // TP}", hint=hint)
 
     judge_on_ranks(

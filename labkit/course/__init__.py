@@ -1,4 +1,5 @@
-"""A learner's way through the labs: copies to write in, verdicts that are kept, progress that a teacher can collect.
+"""A learner's way through the labs: copies to write in, verdicts that are kept, progress that a
+teacher can collect.
 
 | file         | what it is for                                                             |
 |--------------|----------------------------------------------------------------------------|

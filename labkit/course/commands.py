@@ -1,4 +1,6 @@
-"""The commands of a course: lab, reset, update, progress, export, collect. Each returns the exit status."""
+"""The commands of a course: lab, reset, update, progress, export, collect. Each returns the exit
+status.
+"""
 
 import getpass
 import sys
@@ -33,7 +35,8 @@ def start_lab(
     if new := copies.labs_to_update(place):
         names = ", ".join(each.name for each in new)
         print(
-            f"There is something new in {names}: `python -m labkit update` brings it into your copies."
+            f"There is something new in {names}: `python -m labkit update` brings it into your"
+            " copies."
         )
     jupyter.exec_jupyter(place, wanted.path.name, browser=browser, more=jupyter_options)
     return 0
@@ -44,7 +47,8 @@ def reset_lab(
     /,
     folder: Path | None = None,
 ) -> int:
-    """Begin a lab anew, with a fresh copy. The earlier one is kept beside it, with the time in its name.
+    """Begin a lab anew, with a fresh copy. The earlier one is kept beside it, with the time in its
+    name.
 
     Args:
         name: The lab: its number, or the notebook's name.
@@ -57,7 +61,8 @@ def reset_lab(
 
 
 def update_labs(folder: Path | None = None) -> int:
-    """Bring what is new in the labs into your copies. What you wrote or changed stays as it is, and is listed.
+    """Bring what is new in the labs into your copies. What you wrote or changed stays as it is, and
+    is listed.
 
     Args:
         folder: Where the copies are; by default my/.
@@ -85,7 +90,8 @@ def export_progress(
     name: str | None = None,
     folder: Path | None = None,
 ) -> int:
-    """Write one file with your progress, for a teacher: your name, labkit's version, and what the checks said.
+    """Write one file with your progress, for a teacher: your name, labkit's version, and what the
+    checks said.
 
     Args:
         file: The file to write; by default labkit-NAME.json here.

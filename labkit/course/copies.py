@@ -1,14 +1,15 @@
 """``my/``: the learner's copies of the notebooks, which nobody else writes in.
 
-| file                              | holds                                                                     |
-|-----------------------------------|---------------------------------------------------------------------------|
-| my/NN_topic.ipynb                 | the copy                                                                  |
-| my/NN_topic.TIME.ipynb            | an earlier copy, from before a reset                                      |
-| my/progress.json                  | what the checks said, see verdicts.py                                     |
-| my/.labkit/pristine/NN_topic.ipynb | the notebook that the copy was made from: what is not in it is the learner's |
-| my/.labkit/earlier/               | copies from before the last update of each                                |
+| file                               | holds                                                       |
+| ---------------------------------- | ----------------------------------------------------------- |
+| my/NN_topic.ipynb                  | the copy                                                    |
+| my/NN_topic.TIME.ipynb             | an earlier copy, from before a reset                        |
+| my/progress.json                   | what the checks said, see verdicts.py                       |
+| my/.labkit/pristine/NN_topic.ipynb | the notebook that was copied; a difference is the learner's |
+| my/.labkit/earlier/                | copies from before the last update of each                  |
 
-A file is written beside and moved into place. An earlier text is never removed before the new one is there.
+A file is written beside and moved into place. An earlier text is never removed before the new one
+is there.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ from labkit.runs.folder import LABKIT_FOLDER_NAME, workspace_folder, write_text
 
 
 def default_copies_folder() -> Path:
-    """Where a learner's copies lie unless another folder is named: my/ in the checkout, or in the current folder."""
+    """Where a learner's copies lie unless another folder is named: my/ in the checkout, or in the
+    current folder.
+    """
     return workspace_folder() / "my"
 
 
@@ -64,7 +67,8 @@ class CopyPaths:
 
 
 def make_copies(folder: Path) -> list[Lab]:
-    """Make a copy of every lab that has none; the labs whose copies were made. What is there is left alone.
+    """Make a copy of every lab that has none; the labs whose copies were made. What is there is
+    left alone.
 
     Raises:
         LabError: the folder cannot be written in.
@@ -93,7 +97,9 @@ def reset_copy(lab: Lab, folder: Path) -> Path | None:
 
 
 def _write_copy(place: CopyPaths) -> None:
-    """Write a fresh copy. What it was made from comes first: a copy without it could not be updated."""
+    """Write a fresh copy. What it was made from comes first: a copy without it could not be
+    updated.
+    """
     text = place.lab.path.read_text(encoding="utf-8")
     private_files.make_own_folder(place.folder / LABKIT_FOLDER_NAME)
     place.pristine_path.parent.mkdir(exist_ok=True)
@@ -116,7 +122,8 @@ def update_copies(folder: Path) -> tuple[list[str], list[str]]:
     """Bring what is new in the notebooks into the copies.
 
     Returns:
-        For each lab what was done, and what was left and why; and, of those that could not be updated, what to do.
+        For each lab what was done, and what was left and why; and, of those that could not be
+        updated, what to do.
 
     Raises:
         LabError: the folder cannot be written in.
@@ -126,7 +133,8 @@ def update_copies(folder: Path) -> tuple[list[str], list[str]]:
     for lab in lab_catalog.all_labs():
         try:
             said.append(
-                f"{lab.name}: {'a new copy' if lab.name in made else _update_copy(CopyPaths(folder, lab))}"
+                f"{lab.name}:"
+                f" {'a new copy' if lab.name in made else _update_copy(CopyPaths(folder, lab))}"
             )
         except LabError as error:  # the others are updated all the same
             problems.append(f"{lab.name}: left as it is. {error}")

@@ -45,7 +45,8 @@ def write_export(path: Path, name: str, verdicts: Verdicts) -> None:
     """Write a learner's file.
 
     Raises:
-        LabError: the name is empty, or the path holds something else than such a file, or cannot be written.
+        LabError: the name is empty, or the path holds something else than such a file, or cannot be
+            written.
     """
     if not name.strip():
         raise LabError(
@@ -98,7 +99,9 @@ def _parse_time(text: str) -> datetime.datetime | None:
 
 
 def newest_exports(paths: Sequence[Path]) -> tuple[list[Export], list[str]]:
-    """The learners' files by name, one a learner, the newest; and what is to be said of those that are left out."""
+    """The learners' files by name, one a learner, the newest; and what is to be said of those that
+    are left out.
+    """
     by_name: dict[str, Export] = {}
     problems = []
     for path in paths:
@@ -119,7 +122,9 @@ def newest_exports(paths: Sequence[Path]) -> tuple[list[Export], list[str]]:
 
 
 def progress_frame(exports: Sequence[Export]) -> Any:
-    """Learners × exercises as a pandas DataFrame: how many passed, then the state of each; "" for never checked."""
+    """Learners × exercises as a pandas DataFrame: how many passed, then the state of each; "" for
+    never checked.
+    """
     import pandas
 
     columns = {
@@ -173,7 +178,10 @@ def _escape_formula(value: Any) -> Any:
 
 def write_html(frame: Any, path: Path) -> None:
     """Write the table as a page that needs no other file."""
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit: progress</title><style>{PAGE_CSS}</style>'
+    head = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit:'
+        f" progress</title><style>{PAGE_CSS}</style>"
+    )
     rows = (
         frame.replace({**MARKS, "not attempted": OPEN_MARK})
         .reset_index()

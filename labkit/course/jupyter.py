@@ -1,8 +1,9 @@
 """JupyterLab on the learner's copies alone, without touching anybody's Jupyter settings.
 
-What is special here lies in the hidden folder of the copies: a configuration that switches the announcements off (a
-question at the first start, and news from the network afterwards), and the layout of the windows, so that nothing
-opens that another project left open. The learner's own settings, such as the theme, hold as everywhere.
+What is special here lies in the hidden folder of the copies: a configuration that switches the
+announcements off (a question at the first start, and news from the network afterwards), and the
+layout of the windows, so that nothing opens that another project left open. The learner's own
+settings, such as the theme, hold as everywhere.
 """
 
 import json
@@ -23,7 +24,8 @@ def prepare_environment(folder: Path) -> dict[str, str]:
     """Write the configuration; the environment of a JupyterLab on this folder.
 
     Raises:
-        LabError: the folder is another user's, who could put a configuration there that JupyterLab executes.
+        LabError: the folder is another user's, who could put a configuration there that JupyterLab
+            executes.
     """
     try:
         private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
@@ -57,8 +59,9 @@ def jupyter_command(
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",  # the other one asks an index for extensions
         *([] if browser else ["--no-browser"]),
-        # Whatever a person's settings say, it listens to this machine alone, unless asked for more here. It wants its
-        # token, which stands in a file that is this person's alone, and on no command line.
+        # Whatever a person's settings say, it listens to this machine alone, unless asked for more
+        # here. It wants its token, which stands in a file that is this person's alone, and on no
+        # command line.
         *(
             []
             if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more}

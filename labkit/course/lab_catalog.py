@@ -29,7 +29,9 @@ class Lab:
 
     path: Path
     key: str
-    """The lab's name in every folder of labkit, such as "fsdp"; "" of a notebook without exercises."""
+    """The lab's name in every folder of labkit, such as "fsdp"; "" of a notebook without
+    exercises.
+    """
     exercises: tuple[Exercise, ...]
 
     @property

@@ -1,12 +1,14 @@
-"""One notebook out of three: as it was when the copy was made, as it is now, and as the learner has it.
+"""One notebook out of three: as it was when the copy was made, as it is now, and as the learner has
+it.
 
-A cell that the learner has not touched takes the new text. A new cell comes in where the new notebook has it, and an
-untouched one that is gone goes. What the learner wrote or changed stays as it is, and what was left out for that is
-said. Outputs stay with every cell whose text stays.
+A cell that the learner has not touched takes the new text. A new cell comes in where the new
+notebook has it, and an untouched one that is gone goes. What the learner wrote or changed stays as
+it is, and what was left out for that is said. Outputs stay with every cell whose text stays.
 
-The learner's cells are found by their ids, which JupyterLab keeps. Ids of exercises last; that of another cell comes
-from its text (see notebooks/tools), so a cell whose text has changed is found between its neighbours, as the most
-similar one. Where none is similar, the old one counts as removed and the new one as new: that loses nothing.
+The learner's cells are found by their ids, which JupyterLab keeps. Ids of exercises last; that of
+another cell comes from its text (see notebooks/tools), so a cell whose text has changed is found
+between its neighbours, as the most similar one. Where none is similar, the old one counts as
+removed and the new one as new: that loses nothing.
 """
 
 import copy
@@ -33,11 +35,15 @@ class MergeResult:
     added: int = 0
     removed: int = 0
     left: list[str] = field(default_factory=list)
-    """For each cell that stayed as the learner has it, although the notebook's own has changed: which, why, and how."""
+    """For each cell that stayed as the learner has it, although the notebook's own has changed:
+    which, why, and how.
+    """
 
 
 def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResult:
-    """Bring what is new since ``base`` into the learner's notebook; none of the three is changed."""
+    """Bring what is new since ``base`` into the learner's notebook; none of the three is
+    changed.
+    """
     after = _match_cells(base.cells, new.cells)
     merged = MergeResult(copy.deepcopy(mine))
     before = {place: base.cells[old] for old, place in after.items()}
@@ -61,7 +67,9 @@ def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResul
 
 
 def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
-    """For the places of cells, those of the same cells in the new notebook: with the same id, or similar in a gap."""
+    """For the places of cells, those of the same cells in the new notebook: with the same id, or
+    similar in a gap.
+    """
     places = {(cell.cell_type, cell.id): place for place, cell in enumerate(new)}
     found = {
         old: places[key]
@@ -95,7 +103,9 @@ def _text_similarity(one: Cell, other: Cell) -> float:
 def _place_cells(
     base: list[Cell], new: list[Cell], merged: MergeResult, after: dict[int, int]
 ) -> tuple[dict[int, Cell], dict[int, list[Cell]]]:
-    """The learner's cells: those with a place in the new notebook, and others by the place that they stand behind."""
+    """The learner's cells: those with a place in the new notebook, and others by the place that
+    they stand behind.
+    """
     theirs: dict[int, Cell] = {}
     own: dict[int, list[Cell]] = {}
     current = -1
@@ -108,7 +118,8 @@ def _place_cells(
             own.setdefault(current, []).append(cell)
             if old is not None:
                 merged.left.append(
-                    f"{_cell_title(base[old])}: the notebook has it no more, but you changed it; it stays"
+                    f"{_cell_title(base[old])}: the notebook has it no more, but you changed it; it"
+                    " stays"
                 )
     return theirs, own
 
@@ -116,7 +127,9 @@ def _place_cells(
 def _locate_cells(
     base: list[Cell], new: list[Cell], mine: list[Cell], after: dict[int, int]
 ) -> Iterator[tuple[Cell, int | None, int | None]]:
-    """Each cell of the learner with its place in the old and in the new notebook, each place once."""
+    """Each cell of the learner with its place in the old and in the new notebook, each place
+    once.
+    """
     by_id = {cell.id: old for old, cell in enumerate(base)}
     by_new_id = {
         cell.id: place for place, cell in enumerate(new)

@@ -1,10 +1,12 @@
 """What each check said, kept beside the learner's copies; how far a learner is.
 
-A check's verdict is written to ``progress.json`` where the notebook's kernel started in a folder of copies, which is
-known by its hidden folder, or below one. Elsewhere, as where notebooks are built and tested, nothing is written, and
-the verdicts last as long as the kernel. LABKIT_VERDICTS names another file.
+A check's verdict is written to ``progress.json`` where the notebook's kernel started in a folder of
+copies, which is known by its hidden folder, or below one. Elsewhere, as where notebooks are built
+and tested, nothing is written, and the verdicts last as long as the kernel. LABKIT_VERDICTS names
+another file.
 
-A pass is never taken back: of an exercise the first pass, the last verdict and the number of tries are kept.
+A pass is never taken back: of an exercise the first pass, the last verdict and the number of tries
+are kept.
 """
 
 import contextlib
@@ -29,7 +31,10 @@ FORMAT_VERSION = 1
 STATES = ("passed", "wrong", "not attempted", "not judged")
 MARKS = {"passed": "✓", "wrong": "✗", "not judged": "?"}
 OPEN_MARK = "·"
-LEGEND = f"{MARKS['passed']} passed   {MARKS['wrong']} wrong   {MARKS['not judged']} not judged   {OPEN_MARK} open"
+LEGEND = (
+    f"{MARKS['passed']} passed   {MARKS['wrong']} wrong   {MARKS['not judged']} not judged  "
+    f" {OPEN_MARK} open"
+)
 FIX = "mend it by hand, or move it away: the next check begins a new one"
 try:
     STARTED_IN: Path | None = Path.cwd()
@@ -70,7 +75,8 @@ _process_verdicts: dict[str, dict[str, ExerciseProgress]] = {}
 
 
 def store_verdict(lab: str, exercise: str, verdict: str) -> bool:
-    """Keep a verdict; whether there is such an exercise. Who cannot write is warned, and the check goes on.
+    """Keep a verdict; whether there is such an exercise. Who cannot write is warned, and the check
+    goes on.
 
     Args:
         lab: its short name, such as "fsdp".
@@ -105,7 +111,9 @@ def _add_verdict(
 
 
 def progress_path() -> Path | None:
-    """Where this process keeps verdicts: the file that LABKIT_VERDICTS names, that of the copies, or nowhere."""
+    """Where this process keeps verdicts: the file that LABKIT_VERDICTS names, that of the copies,
+    or nowhere.
+    """
     if named := os.environ.get(ENV_VERDICTS):
         return Path(named).expanduser()
     above = [STARTED_IN, *STARTED_IN.parents] if STARTED_IN else []
@@ -174,7 +182,9 @@ def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """No other kernel writes the file meanwhile; the lock is beside it, since the file is replaced."""
+    """No other kernel writes the file meanwhile; the lock is beside it, since the file is
+    replaced.
+    """
     folder = path.parent / LABKIT_FOLDER_NAME
     with private_files.lock_file(
         (folder if private_files.is_own_folder(folder) else path.parent) / f"{path.name}.lock"
@@ -222,7 +232,8 @@ class LabProgress:
         marks = [
             MARKS.get(self.states.get(each.name, ""), OPEN_MARK) for each in self.lab.exercises
         ]
-        return f"{self.lab.name:<26}{self.pass_count_text:<16}{''.join(f'{mark:>3}' for mark in marks)}"
+        columns = "".join(f"{mark:>3}" for mark in marks)
+        return f"{self.lab.name:<26}{self.pass_count_text:<16}{columns}"
 
 
 def lab_progress(lab: Lab, verdicts: Verdicts) -> LabProgress:
@@ -231,7 +242,8 @@ def lab_progress(lab: Lab, verdicts: Verdicts) -> LabProgress:
 
 
 def so_far(lab: str) -> LabProgress:
-    """How far you are with this lab, by what its checks said: here, and in earlier sessions if they were kept.
+    """How far you are with this lab, by what its checks said: here, and in earlier sessions if they
+    were kept.
 
     Args:
         lab: its short name, such as "fsdp".

@@ -1,17 +1,20 @@
-"""Read the program that the compiler writes for a backward pass: what it computes, what it sends, when it waits.
+"""Read the program that the compiler writes for a backward pass: what it computes, what it sends,
+when it waits.
 
-torch.compile ends in inductor, which writes a Python function named ``call``. Most of its lines are one of these:
+torch.compile ends in inductor, which writes a Python function named ``call``. Most of its lines are
+one of these:
 
      14  extern      mm(buf1, arg7_1, buf3)          a product of matrices, by a library
-     17  kernel      cpp_fused_1(buf4)               a loop that inductor wrote itself, in C++ or Triton
-     19  collective  all_reduce_(buf4)               asked for: the line returns at once
+     17  kernel      cpp_fused_1(buf4)               a loop that inductor wrote itself, in C++ or
+     Triton 19  collective  all_reduce_(buf4)               asked for: the line returns at once
      23  extern      mm(buf2, arg3_1, buf7)          computes while the gradient travels
      68  wait        wait_tensor(buf4)               from here on buf4 may be used
 
-What stands between a request and its wait hides the communication. A *bucket* is one all-reduce of one or more
-gradients. Inductor fuses in one of two ways: ``coalesced`` names several tensors in one call, ``concat`` copies them
-into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py). Lines are counted from ``def call``, since the C++ above
-it differs from processor to processor. Everything here reads text; nothing is run.
+What stands between a request and its wait hides the communication. A *bucket* is one all-reduce of
+one or more gradients. Inductor fuses in one of two ways: ``coalesced`` names several tensors in one
+call, ``concat`` copies them into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py). Lines
+are counted from ``def call``, since the C++ above it differs from processor to processor.
+Everything here reads text; nothing is run.
 """
 
 from collections.abc import Sequence
@@ -63,7 +66,8 @@ class Bucket:
         gradients: in the order in which they are handed in.
         request: the line that asks for the all-reduce.
         waits: the lines that wait for it; none where it is never waited for.
-        hidden_by: kernels and externs between the request and the first wait: they run while the bucket travels.
+        hidden_by: kernels and externs between the request and the first wait: they run while the
+            bucket travels.
     """
 
     index: int
@@ -109,7 +113,8 @@ def find_buckets(code: str) -> list[Bucket]:
 
 
 def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
-    """What buffers and inputs of the program hold, such as ``fc3.weight`` and ``fc3.weight.grad``, as far as is known.
+    """What buffers and inputs of the program hold, such as ``fc3.weight`` and ``fc3.weight.grad``,
+    as far as is known.
 
     Args:
         code: a backward pass of linear layers in a row.
@@ -123,13 +128,15 @@ def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
     ]
     if sum(map(len, travelling)) != len(gradients):
         raise ValueError(
-            f"{sum(map(len, travelling))} gradients travel in the program, and {len(gradients)} are named"
+            f"{sum(map(len, travelling))} gradients travel in the program, and {len(gradients)} are"
+            " named"
         )
     return name_linear_buffers(InductorProgram(code), gradients, travelling)
 
 
 def missing_waits(code: str) -> list[ProgramLine]:
-    """The collectives with a result that is used or returned before it was waited for, or never waited for.
+    """The collectives with a result that is used or returned before it was waited for, or never
+    waited for.
 
     Raises:
         ValueError: as ``read``.
@@ -144,7 +151,8 @@ def missing_waits(code: str) -> list[ProgramLine]:
 def _make_gradient(piece: BufferView, request: ProgramLine) -> Gradient:
     if piece.shape is None or piece.dtype not in ITEM_BYTES:
         raise ValueError(
-            f"line {request.number} sends {piece.name} of shape {piece.shape} and dtype {piece.dtype}: "
-            f"shapes must be numbers (compile with dynamic=False) and dtypes among {', '.join(ITEM_BYTES)}"
+            f"line {request.number} sends {piece.name} of shape {piece.shape} and dtype"
+            f" {piece.dtype}: shapes must be numbers (compile with dynamic=False) and dtypes among"
+            f" {', '.join(ITEM_BYTES)}"
         )
     return Gradient(piece.name, piece.shape, piece.dtype, piece.elements * ITEM_BYTES[piece.dtype])

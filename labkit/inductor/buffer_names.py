@@ -1,9 +1,12 @@
-"""Which parameter a buffer of the program belongs to. The program does not say; the order of the gradients does.
+"""Which parameter a buffer of the program belongs to. The program does not say; the order of the
+gradients does.
 
-The backward pass of a linear layer has two products of matrices, and both read the gradient of the layer's output:
+The backward pass of a linear layer has two products of matrices, and both read the gradient of the
+layer's output:
 
     mm(gradient of the output, transposed; input) gives the gradient of the weight
-    mm(gradient of the output, weight)            gives the gradient of the input, the layer below's output
+    mm(gradient of the output, weight)            gives the gradient of the input, the layer below's
+    output
 """
 
 import ast
@@ -18,7 +21,8 @@ WEIGHT_SUFFIX = ".weight"
 def name_linear_buffers(
     program: InductorProgram, gradients: Sequence[str], buckets: Iterable[Iterable[str]]
 ) -> dict[str, str]:
-    """Names such as ``fc3.weight``, ``fc3.input``, ``fc3.output.grad`` by buffer, for linear layers in a row.
+    """Names such as ``fc3.weight``, ``fc3.input``, ``fc3.output.grad`` by buffer, for linear layers
+    in a row.
 
     Args:
         program: of their backward pass.
@@ -50,7 +54,9 @@ def name_linear_buffers(
 
 
 def _find_gemms(lines: Iterable[ProgramLine]) -> Iterator[tuple[str, str, str, bool]]:
-    """The two factors and the result of each product of matrices, and whether the first is transposed."""
+    """The two factors and the result of each product of matrices, and whether the first is
+    transposed.
+    """
     for line in lines:
         if line.name == "mm" and len(line.buffers) == 3:
             (call,) = [node for node in ast.walk(ast.parse(line.text)) if _is_mm(node)]

@@ -12,7 +12,9 @@ KIND_COLOURS = {
     "kernel": "#E69F00",
     "extern": "#E69F00",
 }
-"""All-reduce, exposed and backward, as on a time line (Okabe and Ito's palette); black text is legible on each."""
+"""All-reduce, exposed and backward, as on a time line (Okabe and Ito's palette); black text is
+legible on each.
+"""
 PLAIN_COLOUR = "#E8E8E8"
 HIGHLIGHT_COLOURS = {"asks": "#F7F0A0", "waits": "#F5C9A8", "hides": "#FBE3B3"}
 """The same colours, paler, for the rows of the bucket that somebody looks at."""
@@ -51,22 +53,28 @@ class ProgramListing:
         )
 
     def _repr_html_(self) -> str:
-        """Point at a line that asks or waits, or reach it by Tab: its request and what hides it are marked, by CSS."""
+        """Point at a line that asks or waits, or reach it by Tab: its request and what hides it are
+        marked, by CSS.
+        """
         rows = "".join(
             f"<div{self._row_attributes(line)}>{line.number:>5}"
-            f'<span style="{_LABEL_STYLE}{KIND_COLOURS.get(line.kind, PLAIN_COLOUR)}">{kind}</span>{escape(text)}</div>'
+            f'<span style="{_LABEL_STYLE}{KIND_COLOURS.get(line.kind, PLAIN_COLOUR)}">'
+            f"{kind}</span>{escape(text)}</div>"
             for line, kind, text in self._program_rows()
         )
         return (
             f"<style>{self._css_rules()}</style>"
             f'<div class="labkit-program" style="{_SCROLL_STYLE}">{rows}</div>'
-            f"<details><summary>the whole program, {len(self.full_text.splitlines())} lines</summary>"
+            f"<details><summary>the whole program, {len(self.full_text.splitlines())}"
+            " lines</summary>"
             f'<pre style="{_SCROLL_STYLE};max-height:30em;overflow-y:auto">'
             f"{escape(self._text_with_line_numbers())}</pre></details>"
         )
 
     def _row_attributes(self, line: ProgramLine) -> str:
-        """Classes of a row, by bucket: asked or waited for here, which takes the focus, or hidden by this."""
+        """Classes of a row, by bucket: asked or waited for here, which takes the focus, or hidden
+        by this.
+        """
         classes, title = [], ""
         for index, request in enumerate(self._program.all_reduces):
             hiding = self._program.overlap_lines(request)
@@ -106,7 +114,9 @@ class ProgramListing:
         return "\n".join(f"{number if number > 0 else '':>5}  {line}" for number, line in numbered)
 
     def _program_rows(self) -> Iterator[tuple[ProgramLine, str, str]]:
-        """Lines to show, each with its kind and as a short call with the bucket that it asks or waits for."""
+        """Lines to show, each with its kind and as a short call with the bucket that it asks or
+        waits for.
+        """
         notes = {}
         for index, request in enumerate(self._program.all_reduces):
             notes[request.line.number] = f"  asks for bucket {index}"

@@ -1,4 +1,6 @@
-"""The function ``call`` of an inductor program, statement by statement: lines, memory, requests and their waits."""
+"""The function ``call`` of an inductor program, statement by statement: lines, memory, requests and
+their waits.
+"""
 
 import ast
 import math
@@ -46,7 +48,8 @@ class ProgramLine:
 class BufferView:
     """What a name stands for: a stretch of the memory that was allocated under the name ``root``.
 
-    ``offset`` and ``shape`` in elements; ``shape`` and ``dtype`` are None where the program does not say.
+    ``offset`` and ``shape`` in elements; ``shape`` and ``dtype`` are None where the program does
+    not say.
     """
 
     name: str
@@ -109,7 +112,9 @@ class InductorProgram:
         return [request for request in self.requests if request.line.name.startswith("all_reduce")]
 
     def overlap_lines(self, request: CollectiveRequest) -> tuple[ProgramLine, ...]:
-        """What runs while a collective travels: kernels and externs before the first wait for it."""
+        """What runs while a collective travels: kernels and externs before the first wait for
+        it.
+        """
         return self.compute_between(request.line, request.waits[0] if request.waits else None)
 
     def compute_between(
@@ -124,7 +129,8 @@ class InductorProgram:
         )
 
     def bucket_pieces(self, sent: BufferView, request: ProgramLine) -> list[BufferView]:
-        """The tensors that were copied into one flat buffer before the request, by place, or the tensor itself.
+        """The tensors that were copied into one flat buffer before the request, by place, or the
+        tensor itself.
 
         The all-reduce takes the flat buffer, or one of the same size that a kernel has made of it.
         """
@@ -247,7 +253,9 @@ class InductorProgram:
                 self.views[seen.name] = replace(seen, shape=_literal_shape(call.args[1]))
 
     def _resolve_view(self, value: ast.expr, new: str = "") -> BufferView:
-        """What an expression stands for; memory of its own, under the name ``new``, where it is no view."""
+        """What an expression stands for; memory of its own, under the name ``new``, where it is no
+        view.
+        """
         if isinstance(value, ast.Name):
             return self.views.get(value.id, BufferView(value.id, value.id))
         if isinstance(value, ast.Subscript):
@@ -287,7 +295,8 @@ def _find_call_function(code: str) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             return node
     raise ValueError(
-        f"no function call() in {len(code.splitlines())} lines: give the whole program that inductor wrote"
+        f"no function call() in {len(code.splitlines())} lines: give the whole program that"
+        " inductor wrote"
     )
 
 

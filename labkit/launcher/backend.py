@@ -19,7 +19,9 @@ from labkit.runs.folder import RunFolder
 CLUSTER_MODULE = "labkit_cluster.hosts"
 POLL_PERIOD_S = 0.1
 FAILURE_GRACE_S = 3.0
-"""How long torchrun may take to end by itself after a rank has failed, before the run is stopped."""
+"""How long torchrun may take to end by itself after a rank has failed, before the run is
+stopped.
+"""
 EXIT_FAILED = 1
 
 

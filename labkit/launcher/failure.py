@@ -1,6 +1,7 @@
 """Finds the first failure of a run among what its ranks and torchrun left behind.
 
-One rank fails, and within milliseconds the others fail too, because it no longer answers. The learner needs the first:
+One rank fails, and within milliseconds the others fail too, because it no longer answers. The
+learner needs the first:
 
 1. the earliest exception that does not look like the consequence of another rank's end;
 2. a rank that ended without an exception: by a signal, or with an exit status of its own;
@@ -34,7 +35,9 @@ def read_rank_errors(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
-    """The failure to report for a run whose torchrun ended with this status (negative: the signal that ended it)."""
+    """The failure to report for a run whose torchrun ended with this status (negative: the signal
+    that ended it).
+    """
     errors = read_rank_errors(folder)
     causes = [error for error in errors if not error["echo"]]
     if causes:
@@ -48,14 +51,18 @@ def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
 
 
 def timeout_failure(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
-    """The failure of a run that was stopped at its limit, after its ranks were asked for their stacks."""
+    """The failure of a run that was stopped at its limit, after its ranks were asked for their
+    stacks.
+    """
     stacks = {rank: read_stack(folder, rank) or "(no answer)" for rank in range(ranks)}
     outputs = {rank: read_tail(folder.log(rank), lines=100_000) for rank in range(ranks)}
     return RunTimedOut(timeout_s, stacks, outputs)
 
 
 def _read_rank_exits(folder: RunFolder) -> list[dict[str, Any]]:
-    """How ranks ended, as each host's torchrun saw it; those of the host that wrote first come first."""
+    """How ranks ended, as each host's torchrun saw it; those of the host that wrote first come
+    first.
+    """
     paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
     return [end for path in paths for end in read_json(path).get("failures", [])]
 
@@ -107,7 +114,9 @@ def _first_silent_exit(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
 
 
 def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFailed:
-    """The failure of a rank, or of torchrun (-1), that ended with this status and without an exception."""
+    """The failure of a rank, or of torchrun (-1), that ended with this status and without an
+    exception.
+    """
     log, stack, silent = (
         folder.log(rank),
         read_stack(folder, rank),

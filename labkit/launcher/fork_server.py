@@ -73,7 +73,9 @@ def list_program_modules() -> list[str]:
 
 
 def pause_when_asked(control: socket.socket) -> None:
-    """Leave the machine to a cold run that is being measured; serve_forks answers later requests."""
+    """Leave the machine to a cold run that is being measured; serve_forks answers later
+    requests.
+    """
     word = RESUME
     while word == PAUSE or select.select([control], [], [], 0)[0]:
         word = control.recv(1)

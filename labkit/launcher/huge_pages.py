@@ -1,7 +1,8 @@
 """Huge pages, for a process that is forked again and again.
 
-A fork copies its parent's page tables, entry by entry, and they are taken apart again at its end. In huge pages (2 MiB
-on x86) the memory of a warm parent has few entries: that saves about a sixth of the time of a small warm run.
+A fork copies its parent's page tables, entry by entry, and they are taken apart again at its end.
+In huge pages (2 MiB on x86) the memory of a warm parent has few entries: that saves about a sixth
+of the time of a small warm run.
 """
 
 import ctypes
@@ -12,7 +13,9 @@ MADV_COLLAPSE = 25  # Linux 6.1 and newer, see madvise(2)
 
 
 def find_huge_page_addresses() -> list[int]:
-    """Addresses of the huge pages into which this process's own memory fits, as it lies now. Linux only."""
+    """Addresses of the huge pages into which this process's own memory fits, as it lies now. Linux
+    only.
+    """
     addresses: list[int] = []
     for words in map(str.split, Path("/proc/self/maps").read_text().splitlines()):
         if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):  # of no file, and not the stack
@@ -26,7 +29,9 @@ def find_huge_page_addresses() -> list[int]:
 
 
 def collapse_pages(address: int) -> None:
-    """Move what lies in small pages here into a huge one, in 5 ms. Where the system cannot, all stays as it is."""
+    """Move what lies in small pages here into a huge one, in 5 ms. Where the system cannot, all
+    stays as it is.
+    """
     ctypes.CDLL(None).madvise(
         ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE_BYTES), MADV_COLLAPSE
     )

@@ -6,8 +6,9 @@
     dist.all_reduce(x)
     x
 
-Every rank runs the cell as a script of its own, in a new process: plain PyTorch is enough. What the ranks print appears
-while they run, and at the end once more, sorted by rank; so does the value of the last line.
+Every rank runs the cell as a script of its own, in a new process: plain PyTorch is enough. What the
+ranks print appears while they run, and at the end once more, sorted by rank; so does the value of
+the last line.
 """
 
 import ast
@@ -98,14 +99,18 @@ class TorchrunMagics(Magics):
             known[options.name] = result
 
     def show_failure(self, name: str, error: LabError, said: str) -> None:
-        """Show in red how a cell failed that was meant to, and keep the error under its name, if it has one."""
+        """Show in red how a cell failed that was meant to, and keep the error under its name, if it
+        has one.
+        """
         print(said, file=sys.stderr)
         if name and self.shell:
             self.shell.user_ns[name] = error
 
 
 def parse_cell(text: str) -> ast.Module:
-    """The code of a cell. Raises ParameterError for what is no Python, which IPython shows without labkit's frames."""
+    """The code of a cell. Raises ParameterError for what is no Python, which IPython shows without
+    labkit's frames.
+    """
     try:
         tree = ast.parse(text, CELL_NAME)
         compile(tree, CELL_NAME, "exec")  # return outside of a function, and the like
@@ -129,7 +134,8 @@ def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
         raise UsageError(
-            f"--use {', '.join(unknown)}: the notebook has no such name; run the cell that makes it first"
+            f"--use {', '.join(unknown)}: the notebook has no such name; run the cell that makes it"
+            " first"
         )
     return {name: known[name] for name in wanted}
 
@@ -174,7 +180,9 @@ def rank_list_text(ranks: list[int]) -> str:
 
 
 def output_before_failure(failure: RankFailed) -> dict[int, str]:
-    """The output of a failed run's ranks, without the traceback that the failing one printed at its end."""
+    """The output of a failed run's ranks, without the traceback that the failing one printed at its
+    end.
+    """
     folder = RunFolder(failure.log.parent)
     paths = {int(path.stem.removeprefix("rank_")): path for path in folder.path.glob("rank_*.log")}
     logs = {rank: path.read_text(errors="replace") for rank, path in paths.items()}
@@ -210,9 +218,11 @@ def timeout_text(late: RunTimedOut, text: str) -> str:
     lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
     places = {rank: main_thread_line(stack) for rank, stack in sorted(late.stacks.items())}
     said = {
-        rank: mark_line(text, int(number))
-        if number
-        else "not in the cell: " + late.stacks[rank].strip()
+        rank: (
+            mark_line(text, int(number))
+            if number
+            else "not in the cell: " + late.stacks[rank].strip()
+        )
         for rank, number in places.items()
     }
     return "\n".join([*lines, *(f"{who}:\n{place}" for who, place in group_by_text(said))])

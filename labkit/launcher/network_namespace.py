@@ -1,9 +1,10 @@
 """A network of its own for each run, for machines that others use as well: set LABKIT_NETWORK=own.
 
-Whoever is logged in shares the machine's loopback, and neither torch's store nor gloo asks who connects to it. In a
-network namespace of its own a run has a loopback that no other process can reach, and nothing else: its ranks cannot
-download anything either, which is why nobody gets it unasked. Linux alone has it. Root may make one; other users may
-where the system gives them user namespaces.
+Whoever is logged in shares the machine's loopback, and neither torch's store nor gloo asks who
+connects to it. In a network namespace of its own a run has a loopback that no other process can
+reach, and nothing else: its ranks cannot download anything either, which is why nobody gets it
+unasked. Linux alone has it. Root may make one; other users may where the system gives them user
+namespaces.
 """
 
 import ctypes
@@ -32,7 +33,8 @@ def is_namespace_requested() -> bool:
     said = os.environ.get(ENV_NETWORK, "")
     if said not in ("", OWN_NETWORK):
         raise ParameterError(
-            f"{ENV_NETWORK}={said!r} is not {OWN_NETWORK!r} (a network of its own for each run); unset it"
+            f"{ENV_NETWORK}={said!r} is not {OWN_NETWORK!r} (a network of its own for each run);"
+            " unset it"
         )
     if said and sys.platform != "linux":
         raise ParameterError(
@@ -42,7 +44,8 @@ def is_namespace_requested() -> bool:
 
 
 def enter_namespace() -> None:
-    """Give this process, which must have one thread, and all that it will start, a network with a loopback alone.
+    """Give this process, which must have one thread, and all that it will start, a network with a
+    loopback alone.
 
     Raises:
         LabError: the system does not allow it.
@@ -55,12 +58,15 @@ def enter_namespace() -> None:
     except OSError as error:
         fix = "have user namespaces allowed (man 7 user_namespaces), or unset it"
         raise LabError(
-            f"{ENV_NETWORK}={OWN_NETWORK}: this system gives no network of its own ({error.strerror}): {fix}"
+            f"{ENV_NETWORK}={OWN_NETWORK}: this system gives no network of its own"
+            f" ({error.strerror}): {fix}"
         ) from error
 
 
 def _enter_as_unprivileged_user() -> None:
-    """The same within a user namespace, in which this user has the right to it, and is still the same user."""
+    """The same within a user namespace, in which this user has the right to it, and is still the
+    same user.
+    """
     user, group = os.geteuid(), os.getegid()
     if not _call_unshare(CLONE_NEWUSER | CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

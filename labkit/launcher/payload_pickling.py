@@ -25,8 +25,8 @@ class PayloadError(ParameterError):
 def pack_payload(given: Mapping[str, Any]) -> bytes:
     """Values and functions as ``payload.unpack_payload`` reads them.
 
-    Functions, classes and modules of the notebook travel by value, since a rank may not find their file, or run too
-    much of it; those of installed packages by name.
+    Functions, classes and modules of the notebook travel by value, since a rank may not find their
+    file, or run too much of it; those of installed packages by name.
 
     Raises:
         Unsendable: one of them uses something that cannot leave this process.
@@ -68,7 +68,9 @@ def _cell_sources() -> dict[str, list[str]]:
 
 
 def function_source(function: Callable[..., Any]) -> str:
-    """What a run's folder tells of a function that it was given: its source, where that can be had."""
+    """What a run's folder tells of a function that it was given: its source, where that can be
+    had.
+    """
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -78,7 +80,9 @@ def function_source(function: Callable[..., Any]) -> str:
 def validate_replacements(
     given: Mapping[str, Any], wanted: Mapping[str, inspect.Signature], program: str
 ) -> None:
-    """Raise ParameterError unless each is a function that a program can call in place of its own of that name."""
+    """Raise ParameterError unless each is a function that a program can call in place of its own of
+    that name.
+    """
     if not isinstance(given, Mapping):
         raise ParameterError(
             f"use = {given!r} is no dict: give functions by name, such as {{'name': function}}"
@@ -96,8 +100,8 @@ def validate_replacements(
             )
         if not _accepts_signature(function, wanted[name]):
             raise ParameterError(
-                f"use= gives {name}{inspect.signature(function)}, and {program} calls {name}{wanted[name]}: "
-                "take the same arguments"
+                f"use= gives {name}{inspect.signature(function)}, and {program} calls"
+                f" {name}{wanted[name]}: take the same arguments"
             )
 
 

@@ -1,9 +1,10 @@
 """Shows how a run goes: ranks started, step k of n, elapsed time, and what the ranks print.
 
-In a notebook this is one block that is redrawn in place and emptied at the end, so that nothing of it (times, which
-differ from run to run) stays in the saved notebook; the output stays in ``result.ranks[i].log()``. It is drawn as HTML
-rather than as a widget, because the state of a widget does stay. Elsewhere it is text on stderr. The environment
-variable LABKIT_PROGRESS chooses: ``off``, ``text`` or ``notebook``.
+In a notebook this is one block that is redrawn in place and emptied at the end, so that nothing of
+it (times, which differ from run to run) stays in the saved notebook; the output stays in
+``result.ranks[i].log()``. It is drawn as HTML rather than as a widget, because the state of a
+widget does stay. Elsewhere it is text on stderr. The environment variable LABKIT_PROGRESS chooses:
+``off``, ``text`` or ``notebook``.
 """
 
 import contextlib
@@ -94,7 +95,9 @@ class Display:
 
 
 class TextDisplay(Display):
-    """Lines on stderr: the ranks' output, and the state at the start, at each quarter of the steps and at the end."""
+    """Lines on stderr: the ranks' output, and the state at the start, at each quarter of the steps
+    and at the end.
+    """
 
     def __init__(self) -> None:
         self._quarter = -1
@@ -120,13 +123,17 @@ class TextDisplay(Display):
     def _print_lines(self, *lines: str, whoever_reads: bool = False) -> None:
         """Print what is still unsaid and these lines, as far as somebody reads, or all of it.
 
-        Who reads a pipe slowly must hold up neither the run nor its time limit, and who has gone must not end it.
+        Who reads a pipe slowly must hold up neither the run nor its time limit, and who has gone
+        must not end it.
         """
         self._unsaid.extend(lines)
         try:
             while self._unsaid and (whoever_reads or can_write_line(sys.stderr)):
                 if self._left_out:
-                    remark = f"... {self._left_out:,} lines left out here; they are in the output of the run ..."
+                    remark = (
+                        f"... {self._left_out:,} lines left out here; they are in the output of the"
+                        " run ..."
+                    )
                     print(remark, file=sys.stderr)
                     self._left_out = 0
                 print(self._unsaid.popleft(), file=sys.stderr, flush=True)
@@ -138,7 +145,9 @@ class TextDisplay(Display):
 
 
 def can_write_line(file: Any) -> bool:
-    """Whether a line goes into this file at once, and not only when somebody has read from the pipe that it is."""
+    """Whether a line goes into this file at once, and not only when somebody has read from the pipe
+    that it is.
+    """
     try:
         number = file.fileno()
     except (AttributeError, OSError, ValueError):  # it is none of the system's
@@ -149,14 +158,18 @@ def can_write_line(file: Any) -> bool:
 
 
 def redirect_to_devnull(file: Any) -> None:
-    """Let what is written to this pipe, whose reader has gone, vanish. Otherwise Python fails at its end once more."""
+    """Let what is written to this pipe, whose reader has gone, vanish. Otherwise Python fails at
+    its end once more.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
     os.close(nowhere)
 
 
 class NotebookDisplay(Display):
-    """One block of HTML under the cell, redrawn in place at most four times a second, empty at the end."""
+    """One block of HTML under the cell, redrawn in place at most four times a second, empty at the
+    end.
+    """
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -242,7 +255,9 @@ _display_override: ContextVar[Display | None] = ContextVar("_given", default=Non
 
 @contextlib.contextmanager
 def use_display(display: Display) -> Iterator[None]:
-    """Runs of this thread show their progress on this display. One that raises KeyboardInterrupt ends its run."""
+    """Runs of this thread show their progress on this display. One that raises KeyboardInterrupt
+    ends its run.
+    """
     token = _display_override.set(display)
     try:
         yield
@@ -251,7 +266,8 @@ def use_display(display: Display) -> Iterator[None]:
 
 
 def choose_display() -> Display:
-    """The display for where this runs: the one of ``shown_on``, else by LABKIT_PROGRESS and the place.
+    """The display for where this runs: the one of ``shown_on``, else by LABKIT_PROGRESS and the
+    place.
 
     Raises:
         ParameterError: LABKIT_PROGRESS asks for one that there is not.
@@ -262,11 +278,13 @@ def choose_display() -> Display:
     displays = {"off": Display, "text": TextDisplay, "notebook": NotebookDisplay}
     if wanted not in displays:
         raise ParameterError(
-            f"{ENV_PROGRESS}={wanted!r} is none of {', '.join(displays)}; unset it to have labkit choose"
+            f"{ENV_PROGRESS}={wanted!r} is none of {', '.join(displays)}; unset it to have labkit"
+            " choose"
         )
     if wanted == "notebook" and not in_kernel():
         raise ParameterError(
-            "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text or off"
+            "LABKIT_PROGRESS='notebook' draws in a Jupyter kernel, and this is none: set it to text"
+            " or off"
         )
     return displays[wanted]()
 

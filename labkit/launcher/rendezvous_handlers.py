@@ -1,12 +1,14 @@
 """How the torchruns of a run meet: at once.
 
-torch's own rendezvous is made for hosts that come and go, which poll a store until enough have come; on one host that
-was four fifths of a short run. torch takes handlers of one's own: ``--rdzv-backend`` names one that was registered. One
-host has nobody to wait for. Several have met already, while torchrun was importing torch (meeting.py).
+torch's own rendezvous is made for hosts that come and go, which poll a store until enough have
+come; on one host that was four fifths of a short run. torch takes handlers of one's own:
+``--rdzv-backend`` names one that was registered. One host has nobody to wait for. Several have met
+already, while torchrun was importing torch (meeting.py).
 
-The store that is made here serves the ranks' process group; of several hosts the torchruns use it, too. It listens at
-one address, 127.0.0.1 or the one at which the hosts have met, and at a port that the system has given to it and to no
-other run; torch's own listens on every interface. It asks nobody for a login.
+The store that is made here serves the ranks' process group; of several hosts the torchruns use it,
+too. It listens at one address, 127.0.0.1 or the one at which the hosts have met, and at a port that
+the system has given to it and to no other run; torch's own listens on every interface. It asks
+nobody for a login.
 """
 
 import contextlib
@@ -65,8 +67,9 @@ class SingleRoundHandler(RendezvousHandler):
 class SingleHostHandler(SingleRoundHandler):
     """The rendezvous of a torchrun that is alone.
 
-    A store has a thread, and a fork at a moment at which that thread holds a lock waits for it for ever. So here the
-    store begins when all ranks are forked; until then the system keeps those waiting that connect.
+    A store has a thread, and a fork at a moment at which that thread holds a lock waits for it for
+    ever. So here the store begins when all ranks are forked; until then the system keeps those
+    waiting that connect.
     """
 
     def __init__(self, run_id: str):
@@ -76,7 +79,8 @@ class SingleHostHandler(SingleRoundHandler):
         os.register_at_fork(after_in_child=self._listening.close)  # the store is not a rank's own
         _call_after_ranks_start(self._start_store)
         if network_namespace.is_namespace_requested():
-            # c10d says once per process that nobody knows names there, and ranks are forks of this one
+            # c10d says once per process that nobody knows names there, and ranks are forks of this
+            # one
             _make_tcp_store(STORE_ADDRESS, 0, socket.create_server((STORE_ADDRESS, 0)).detach())
 
     def get_backend(self) -> str:
@@ -122,7 +126,9 @@ class MultiHostHandler(SingleRoundHandler):
 
 
 def _make_tcp_store(address: str, port: int, listening: int | None = None) -> Any:
-    """The store at this address: this process's own where it has the listening socket, else another's."""
+    """The store at this address: this process's own where it has the listening socket, else
+    another's.
+    """
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
@@ -144,7 +150,9 @@ def _call_after_ranks_start(serve: Callable[[], None]) -> None:
 
 
 def _close_listener_in_fork(listening: int, inode: int) -> None:
-    """In a rank, which is a fork: the store is not its own. In a fork of that one the number may be another file's."""
+    """In a rank, which is a fork: the store is not its own. In a fork of that one the number may be
+    another file's.
+    """
     with contextlib.suppress(OSError):
         if os.fstat(listening).st_ino == inode:
             os.close(listening)

@@ -1,7 +1,8 @@
 """What a machine has run out of, read from the words of an error, and what to do about it.
 
-Limits of a system show themselves in many places, in the notebook's process, in torchrun and in ranks, and always as
-somebody else's error: a store that finds no loop, a thread that does not start. The words are few.
+Limits of a system show themselves in many places, in the notebook's process, in torchrun and in
+ranks, and always as somebody else's error: a store that finds no loop, a thread that does not
+start. The words are few.
 """
 
 import contextlib
@@ -28,28 +29,38 @@ MEMORY_CAP_WORDS = MemoryCapExceeded.__name__
 
 
 def shortage_fix(text: str) -> str:
-    """What to do about a shortage that this text tells of, as a sentence that begins a line; "" where it tells none."""
+    """What to do about a shortage that this text tells of, as a sentence that begins a line; ""
+    where it tells none.
+    """
     if any(words in text for words in FILE_LIMIT_WORDS):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"\nno more files may be opened here: raise the limit, now {limit}, with `ulimit -n 1024` or more"
+        return (
+            f"\nno more files may be opened here: raise the limit, now {limit}, with `ulimit -n"
+            " 1024` or more"
+        )
     if any(words in text for words in PROCESS_LIMIT_WORDS):
         return (
-            "\nno more processes or threads may be started here: take fewer ranks, end other programs, or raise the "
-            "limit, that of `ulimit -u` or of the container (--pids-limit)"
+            "\nno more processes or threads may be started here: take fewer ranks, end other"
+            " programs, or raise the limit, that of `ulimit -u` or of the container (--pids-limit)"
         )
     if any(words in text for words in GPU_LIMIT_WORDS):
-        return "\nthe GPU has no room: see in `nvidia-smi` who uses it, take a smaller model or batch, or device='cpu'"
+        return (
+            "\nthe GPU has no room: see in `nvidia-smi` who uses it, take a smaller model or batch,"
+            " or device='cpu'"
+        )
     if any(words in text for words in MEMORY_LIMIT_WORDS) and MEMORY_CAP_WORDS not in text:
         return (
-            "\nthere was no more memory: take fewer ranks, a smaller model or batch, end other programs, or raise the "
-            "limit of the container or of `ulimit -v`"
+            "\nthere was no more memory: take fewer ranks, a smaller model or batch, end other"
+            " programs, or raise the limit of the container or of `ulimit -v`"
         )
     return ""
 
 
 @contextlib.contextmanager
 def explain_shortage() -> Iterator[None]:
-    """Turn an error of this process that tells of a shortage into a LabError that says what to do."""
+    """Turn an error of this process that tells of a shortage into a LabError that says what to
+    do.
+    """
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:

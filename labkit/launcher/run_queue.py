@@ -1,8 +1,10 @@
-"""Runs of one machine, whoever asks for them, take turns: as many at a time as cores and memory allow.
+"""Runs of one machine, whoever asks for them, take turns: as many at a time as cores and memory
+allow.
 
-There is no server. Every run holds a ticket, a file that it keeps locked, in a folder that all processes of this user
-share, and that no other user can enter; the lock goes when the process goes, however it goes. Tickets are numbered in
-the order of arrival, and nobody overtakes. One lock on the folder makes each look at the tickets a step of its own.
+There is no server. Every run holds a ticket, a file that it keeps locked, in a folder that all
+processes of this user share, and that no other user can enter; the lock goes when the process goes,
+however it goes. Tickets are numbered in the order of arrival, and nobody overtakes. One lock on the
+folder makes each look at the tickets a step of its own.
 """
 
 import contextlib
@@ -84,7 +86,9 @@ def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[
 
 
 class Ticket:
-    """A place in the queue. The name of its file: number, cores, gpus, process, and whether it is running."""
+    """A place in the queue. The name of its file: number, cores, gpus, process, and whether it is
+    running.
+    """
 
     lock_files: ClassVar[set[IO[bytes]]] = set()
     """The locked files of this process."""
@@ -99,7 +103,9 @@ class Ticket:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def count_runs_ahead(self) -> int:
-        """How many runs this one has to wait for; 0: it has its turn, and keeps it until ``leave``."""
+        """How many runs this one has to wait for; 0: it has its turn, and keeps it until
+        ``leave``.
+        """
         with _lock_queue(self.folder):
             if not self.path.exists():  # someone cleaned up
                 return 1

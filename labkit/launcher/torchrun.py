@@ -1,11 +1,13 @@
-"""torchrun, as one run's process: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``, started by process.start.
+"""torchrun, as one run's process: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``, started
+by process.start.
 
-torch's own torchrun runs here unchanged. Four things are added: the run ends when the notebook's process is gone,
-however it went (torchrun alone would go on); no process that a rank has started outlives it; the way each failed rank
-ended is written to exit.json; and it meets itself at once (rendezvous_handlers.py). Two are shortened: once a rank has
-failed, the others have two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch
-and what else the program takes of it is imported already, instead of each starting Python and importing it again. This
-process in its turn is a fork of the warm parent (parent.py) where there is one.
+torch's own torchrun runs here unchanged. Four things are added: the run ends when the notebook's
+process is gone, however it went (torchrun alone would go on); no process that a rank has started
+outlives it; the way each failed rank ended is written to exit.json; and it meets itself at once
+(rendezvous_handlers.py). Two are shortened: once a rank has failed, the others have two seconds to
+obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch and what else the
+program takes of it is imported already, instead of each starting Python and importing it again.
+This process in its turn is a fork of the warm parent (parent.py) where there is one.
 """
 
 import ast
@@ -70,16 +72,20 @@ def main() -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of what loses its own in this run, so that it can be found whatever its session is. Linux only.
+    """Become the parent of what loses its own in this run, so that it can be found whatever its
+    session is. Linux only.
 
-    A program that starts a process with an empty environment, in a session of its own, leaves no other trace of it.
+    A program that starts a process with an empty environment, in a session of its own, leaves no
+    other trace of it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _has_children() -> bool:
-    """Whether a child lives, after the ranks have ended: an orphan. Those that have ended are collected."""
+    """Whether a child lives, after the ranks have ended: an orphan. Those that have ended are
+    collected.
+    """
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -90,9 +96,9 @@ def _has_children() -> bool:
 def can_fork() -> bool:
     """Whether ranks can be forked from this process. Otherwise each starts a Python of its own.
 
-    CUDA does not survive a fork: it is untouched as long as this process holds no file of the driver open. Outside
-    Linux the systems' own libraries do not survive it: forking after they were loaded can crash (Python's own default
-    there is spawn).
+    CUDA does not survive a fork: it is untouched as long as this process holds no file of the
+    driver open. Outside Linux the systems' own libraries do not survive it: forking after they were
+    loaded can crash (Python's own default there is spawn).
     """
     return sys.platform == "linux" and not any(
         name.startswith("/dev/nvidia") for name in _list_open_files()
@@ -132,7 +138,9 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
 
 
 def _import_for_ranks(arguments: list[str]) -> None:
-    """Import what the program imports of torch and labkit: once for all ranks of this host, rather than in each."""
+    """Import what the program imports of torch and labkit: once for all ranks of this host, rather
+    than in each.
+    """
     with contextlib.suppress(Exception):  # torchrun and the ranks say what is wrong
         program = arguments[arguments.index(WORKER_MODULE) + 1]
         spec = None if program.endswith(".py") else importlib.util.find_spec(program)
@@ -142,9 +150,11 @@ def _import_for_ranks(arguments: list[str]) -> None:
 
 
 def list_imports(program: Path) -> list[str]:
-    """List the modules of torch and labkit that a program imports at its top, and what may be modules of them.
+    """List the modules of torch and labkit that a program imports at its top, and what may be
+    modules of them.
 
-    A program that hands ``track=`` to ``session.steps`` has its memory followed, so its list holds the tracker, too.
+    A program that hands ``track=`` to ``session.steps`` has its memory followed, so its list holds
+    the tracker, too.
 
     Raises:
         OSError, SyntaxError: the program cannot be read.
@@ -177,7 +187,9 @@ def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
 
 
 def _limit_shutdown_time() -> None:
-    """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not reach the end after a failure."""
+    """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not reach the end
+    after a failure.
+    """
     close = torch_private.get("PContext.close")
 
     def close_with_limit(
@@ -189,10 +201,13 @@ def _limit_shutdown_time() -> None:
 
 
 def _fork_ranks() -> None:
-    """Let torchrun fork this process for each rank. Importing torch is most of what a rank does before it runs.
+    """Let torchrun fork this process for each rank. Importing torch is most of what a rank does
+    before it runs.
 
-    torch has a public start_method="fork" (elastic_launch with a function), but its agent waits for every rank's return
-    value: a rank that leaves with os._exit(0) hangs the run, and of several failures it reports one.
+    torch has a public start_method="fork" (elastic_launch with a function), but its agent waits for
+    every rank's return
+    value: a rank that leaves with os._exit(0) hangs the run, and of several failures it reports
+        one.
     """
     start_anew = torch_private.get("SubprocessHandler._popen")
 
@@ -205,10 +220,11 @@ def _fork_ranks() -> None:
 
 
 class RankProcess:
-    """A rank that was forked, with what torchrun uses of subprocess.Popen: ``pid``, ``returncode``, poll and wait.
+    """A rank that was forked, with what torchrun uses of subprocess.Popen: ``pid``, ``returncode``,
+    poll and wait.
 
-    torchrun polls its ranks in turn, again and again. Here that is a wait until any rank ends, so that torchrun learns
-    of it at once and does not take time from the ranks meanwhile.
+    torchrun polls its ranks in turn, again and again. Here that is a wait until any rank ends, so
+    that torchrun learns of it at once and does not take time from the ranks meanwhile.
     """
 
     pidfds: ClassVar[dict[int, int]] = {}

@@ -1,7 +1,9 @@
-"""The notebook's side of warm launching: keeps a warm parent (parent.py) at hand, which forks torchrun for a run.
+"""The notebook's side of warm launching: keeps a warm parent (parent.py) at hand, which forks
+torchrun for a run.
 
-The parent imports for some seconds, in the background and never beside a run that is measured: a run that comes first
-is a cold one, during which the parent stands still; a later run waits for it. Who sets LABKIT_WARM=1 always waits.
+The parent imports for some seconds, in the background and never beside a run that is measured: a
+run that comes first is a cold one, during which the parent stands still; a later run waits for it.
+Who sets LABKIT_WARM=1 always waits.
 """
 
 import contextlib
@@ -35,7 +37,9 @@ ENV_PREFIXES_AT_IMPORT = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS", "DNNL", "ONEDNN", "ATEN_", "NUMPY", "NPY_"),
     *("LD_", "MALLOC_", "GLIBC", "LANG", "LC_", "TZ", "TMPDIR", "LOGLEVEL"),
 )
-"""How the environment variables begin that count when a process begins or imports torch. All others arrive anyway."""
+"""How the environment variables begin that count when a process begins or imports torch. All others
+arrive anyway.
+"""
 
 
 class ForkServerGone(Exception):
@@ -43,14 +47,18 @@ class ForkServerGone(Exception):
 
 
 class WarmTorchrun:
-    """A torchrun that the warm parent forked, with what labkit uses of subprocess.Popen: ``pid`` and ``wait``."""
+    """A torchrun that the warm parent forked, with what labkit uses of subprocess.Popen: ``pid``
+    and ``wait``.
+    """
 
     def __init__(self, answers: socket.socket, pid: int):
         self.pid, self._answers = pid, answers
         self._status: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, negative for a signal. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """The exit status, negative for a signal. Raises subprocess.TimeoutExpired after
+        ``timeout`` seconds.
+        """
         if self._status is None:
             self._answers.settimeout(timeout)
             try:
@@ -73,7 +81,8 @@ class ForkServer:
         ours = {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         }
-        # numpy makes as many threads as this says when it is imported; the ranks set their own number later
+        # numpy makes as many threads as this says when it is imported; the ranks set their own
+        # number later
         ours |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         room = {ENV_RUN_FOLDER: "." * MAX_PATH_BYTES}  # last, see parent.Mark
         inherited = {
@@ -93,7 +102,9 @@ class ForkServer:
             )
 
     def wait_until_ready(self, within_s: float) -> bool:
-        """Whether it has imported everything, or does so within this time. Raises Gone if it has ended."""
+        """Whether it has imported everything, or does so within this time. Raises Gone if it has
+        ended.
+        """
         if self.process.poll() is not None:
             raise ForkServerGone
         if not self._ready:
@@ -146,7 +157,9 @@ class ForkServer:
 
 
 class ForkServerManager:
-    """Has a warm parent at hand for this process: starts it, renews it, and keeps it still beside a cold run."""
+    """Has a warm parent at hand for this process: starts it, renews it, and keeps it still beside a
+    cold run.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -177,7 +190,9 @@ class ForkServerManager:
                         self.start_in_background()
 
     def start_in_background(self) -> None:
-        """Start a parent in the background, unless one is there that stands for this process as it is now."""
+        """Start a parent in the background, unless one is there that stands for this process as it
+        is now.
+        """
         with self._lock:
             if sys.platform != "linux" or os.environ.get(ENV_WARM) == "0":
                 return
@@ -232,7 +247,8 @@ def choose_warm_start(wish: bool | None) -> bool | None:
     """Whether to launch warm: True, False, or None for "yes, once a parent is ready".
 
     Args:
-        wish: what the caller asked for; None leaves it to LABKIT_WARM (0 or 1), and without that only a kernel is warm.
+        wish: what the caller asked for; None leaves it to LABKIT_WARM (0 or 1), and without that
+            only a kernel is warm.
 
     Raises:
         ParameterError: LABKIT_WARM is something else.
@@ -240,7 +256,8 @@ def choose_warm_start(wish: bool | None) -> bool | None:
     said = os.environ.get(ENV_WARM, "")
     if said not in ("", "0", "1"):
         raise ParameterError(
-            f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit choose"
+            f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit"
+            " choose"
         )
     if sys.platform != "linux":  # elsewhere no fork is safe, see torchrun.may_fork
         return False
@@ -252,7 +269,9 @@ def choose_warm_start(wish: bool | None) -> bool | None:
 
 
 def process_state() -> tuple[Any, ...]:
-    """What a new Python would find that began now. A parent that began with another state must not stand for it."""
+    """What a new Python would find that began now. A parent that began with another state must not
+    stand for it.
+    """
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIXES_AT_IMPORT)
     }

@@ -93,7 +93,7 @@ def _refuse_smaller_world() -> None:
         host = os.environ.get(ENV_HOST_NAME, "this host")
         raise RuntimeError(
             f"{host} is in a world of {world_size} ranks, and {asked} were asked for: it went on "
-            f"alone, or torchrun was started by other means; let labkit start it on all hosts"
+            "alone, or torchrun was started by other means; let labkit start it on all hosts"
         )
 
 

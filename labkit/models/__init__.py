@@ -1,1 +1,3 @@
-"""Plain single-device modules: no rank, environment or process group inside. Parallelism is applied from outside."""
+"""Plain single-device modules: no rank, environment or process group inside. Parallelism is applied
+from outside.
+"""

@@ -1,4 +1,6 @@
-"""The models of the FSDP lab by name. Importing this module does not import torch: it is read before a launch."""
+"""The models of the FSDP lab by name. Importing this module does not import torch: it is read
+before a launch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class ModelEntry:
     extra: str | None = None
     """The optional dependency that it needs, as the name of a package."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """What a caller may choose, by the names of the constructor's arguments, and by default: a small model."""
+    """What a caller may choose, by the names of the constructor's arguments, and by default: a
+    small model.
+    """
     paper: Mapping[str, int] = field(default_factory=dict)
     """The sizes of the model that it stands for, where these are others."""
     multiples: Mapping[str, int] = field(default_factory=dict)
@@ -54,7 +58,9 @@ class ModelEntry:
 
     @cached_property
     def class_counts(self) -> dict[str, int]:
-        """How many modules of each class are inside, by class name, sorted; the model itself is not among them."""
+        """How many modules of each class are inside, by class name, sorted; the model itself is not
+        among them.
+        """
         return {name: int(count) for name, count in map(str.split, self.counts.split(", "))}
 
 
@@ -71,10 +77,10 @@ MODELS: dict[str, ModelEntry] = {
         "labkit.models.hf",
         "Bert",
         ("BertLayer", "BertLMPredictionHead"),
-        "BertAttention 2, BertEmbeddings 1, BertEncoder 1, BertForMaskedLM 1, BertIntermediate 2, "
-        "BertLMPredictionHead 1, BertLayer 2, BertModel 1, BertOnlyMLMHead 1, BertOutput 2, "
-        "BertPredictionHeadTransform 1, BertSelfAttention 2, BertSelfOutput 2, Dropout 7, Embedding 3, "
-        "GELUActivation 3, LayerNorm 6, Linear 14, ModuleList 1",
+        "BertAttention 2, BertEmbeddings 1, BertEncoder 1, BertForMaskedLM 1, BertIntermediate 2,"
+        " BertLMPredictionHead 1, BertLayer 2, BertModel 1, BertOnlyMLMHead 1, BertOutput 2,"
+        " BertPredictionHeadTransform 1, BertSelfAttention 2, BertSelfOutput 2, Dropout 7,"
+        " Embedding 3, GELUActivation 3, LayerNorm 6, Linear 14, ModuleList 1",
         extra="transformers",
         sizes={"vocab": 96, "hidden": 32, "layers": 2},
         paper={"vocab": 30522, "hidden": 768, "layers": 12},
@@ -85,9 +91,9 @@ MODELS: dict[str, ModelEntry] = {
         "labkit.models.hf",
         "T5",
         ("T5Block",),
-        "Dropout 16, Embedding 5, Linear 33, ModuleList 6, ReLU 4, T5Attention 6, T5Block 4, T5DenseActDense 4, "
-        "T5ForConditionalGeneration 1, T5LayerCrossAttention 2, T5LayerFF 4, T5LayerNorm 12, "
-        "T5LayerSelfAttention 4, T5Stack 2",
+        "Dropout 16, Embedding 5, Linear 33, ModuleList 6, ReLU 4, T5Attention 6, T5Block 4,"
+        " T5DenseActDense 4, T5ForConditionalGeneration 1, T5LayerCrossAttention 2, T5LayerFF 4,"
+        " T5LayerNorm 12, T5LayerSelfAttention 4, T5Stack 2",
         extra="transformers",
         sizes={"vocab": 96, "hidden": 32, "layers": 2},
         paper={"vocab": 32128, "hidden": 512, "layers": 6},
@@ -98,9 +104,10 @@ MODELS: dict[str, ModelEntry] = {
         "labkit.models.transformer",
         "TransformerWithSharedParams",
         ("TransformerEncoderLayer", "TransformerDecoderLayer"),
-        "BatchNorm1d 1, Dropout 14, Embedding 1, LayerNorm 12, Linear 9, ModuleList 2, MultiheadAttention 6, "
-        "NonDynamicallyQuantizableLinear 6, Transformer 1, TransformerDecoder 1, TransformerDecoderLayer 2, "
-        "TransformerEncoder 1, TransformerEncoderLayer 2",
+        "BatchNorm1d 1, Dropout 14, Embedding 1, LayerNorm 12, Linear 9, ModuleList 2,"
+        " MultiheadAttention 6, NonDynamicallyQuantizableLinear 6, Transformer 1,"
+        " TransformerDecoder 1, TransformerDecoderLayer 2, TransformerEncoder 1,"
+        " TransformerEncoderLayer 2",
         takes_numbers=False,
     ),
     "nested": ModelEntry(
@@ -180,19 +187,22 @@ def check_model(
     missing = [name for name in block_types if name not in entry.class_counts]
     if missing:
         raise ValueError(
-            f"model {model} has no block of type {', '.join(missing)}: it has {', '.join(entry.class_counts)}"
+            f"model {model} has no block of type {', '.join(missing)}: it has"
+            f" {', '.join(entry.class_counts)}"
         )
     for name, size in (sizes or {}).items():
         if name not in entry.sizes:
             raise ValueError(
-                f"model {model} has no size {name}: it has {', '.join(entry.sizes) or 'none to choose'}"
+                f"model {model} has no size {name}: it has"
+                f" {', '.join(entry.sizes) or 'none to choose'}"
             )
         least = min(1, entry.sizes[name])  # a delay may be 0
         if size < least:
             raise ValueError(f"{name} {size} must be at least {least}")
         if rest := size % entry.multiples.get(name, 1):
             raise ValueError(
-                f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads: {rest} over"
+                f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads:"
+                f" {rest} over"
             )
     blocks = sum(entry.class_counts[name] for name in set(block_types or entry.block_types))
     for name, chosen in counted.items():

@@ -1,7 +1,9 @@
 """ConvNeXt, an image classifier made of convolutions alone, as plain single-device code.
 
-Shapes: N images (batch), C channels, H height, W width. Feature maps are [N, C, H, W]; the stem divides H and W by 4,
-every later downsampling by 2. Source: Liu et al., "A ConvNet for the 2020s", 2022 (arXiv:2201.03545).
+Shapes: N images (batch), C channels, H height, W width. Feature maps are [N, C, H, W]; the stem
+    divides H and W by 4,
+every later downsampling by 2. Source: Liu et al., "A ConvNet for the 2020s", 2022
+(arXiv:2201.03545).
 """
 
 from collections.abc import Sequence
@@ -40,11 +42,13 @@ class ChannelLayerNorm(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drop a residual branch for a random part of the samples, and scale the others up to keep the mean.
+    """In training, drop a residual branch for a random part of the samples, and scale the others up
+    to keep the mean.
 
-    The decision is one number for each sample of the whole batch. A rank that holds only some samples or only a part of
-    each image must decide as all others do: it draws for all ``shards`` times N samples from a generator that every
-    rank seeds alike, and uses its own N. Source: Huang et al., 2016 (arXiv:1603.09382).
+    The decision is one number for each sample of the whole batch. A rank that holds only some
+    samples or only a part of each image must decide as all others do: it draws for all ``shards``
+    times N samples from a generator that every rank seeds alike, and uses its own N. Source: Huang
+    et al., 2016 (arXiv:1603.09382).
 
     Args:
         drop_rate: probability that a sample's branch is dropped, at least 0 and below 1.
@@ -59,7 +63,9 @@ class StochasticDepth(nn.Module):
         self.shard, self.shards = 0, 1
 
     def keep_factors(self, samples: int) -> Tensor:
-        """The factor of each of this rank's samples, 0 or 1 / (1 - drop_rate), shape [N], on the CPU."""
+        """The factor of each of this rank's samples, 0 or 1 / (1 - drop_rate), shape [N], on the
+        CPU.
+        """
         drawn = torch.rand(samples * self.shards, generator=self.generator, device="cpu")
         mine = drawn[self.shard * samples : (self.shard + 1) * samples]
         return (mine >= self.drop_rate).float() / (1 - self.drop_rate)
@@ -72,12 +78,14 @@ class StochasticDepth(nn.Module):
 
 
 class ConvNeXtBlock(nn.Module):
-    """Depthwise 7x7 convolution, norm, two pointwise convolutions with GELU between, layer scale, residual.
+    """Depthwise 7x7 convolution, norm, two pointwise convolutions with GELU between, layer scale,
+    residual.
 
     Args:
         dim: C, channels in and out.
         drop_path: rate of stochastic depth.
-        layer_scale_init_value: start of ``gamma`` [C, 1, 1]; there is no gamma where this is 0 or less.
+        layer_scale_init_value: start of ``gamma`` [C, 1, 1]; there is no gamma where this is 0 or
+            less.
     """
 
     def __init__(self, dim: int, drop_path: float = 0.0, layer_scale_init_value: float = 1e-6):
@@ -132,7 +140,8 @@ class GlobalMean(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """The classifier: for each stage a Downsample and ``depths[i]`` blocks of ``dims[i]`` channels, then mean and head.
+    """The classifier: for each stage a Downsample and ``depths[i]`` blocks of ``dims[i]`` channels,
+    then mean and head.
 
     Args:
         in_chans: channels of the images.
@@ -142,8 +151,9 @@ class ConvNeXt(nn.Module):
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         layer_scale_init_value: see ConvNeXtBlock.
         head_init_scale: the head's first weight and bias are multiplied by this.
-        init: ``"trunc_normal"`` (standard deviation 0.2), or ``"ones"``, which makes all channels equal: the norm then
-            returns 0 and the loss is ln(num_classes) whatever else is right or wrong.
+        init: ``"trunc_normal"`` (standard deviation 0.2), or ``"ones"``, which makes all channels
+            equal: the norm then returns 0 and the loss is ln(num_classes) whatever else is right or
+                wrong.
     """
 
     def __init__(
@@ -160,7 +170,8 @@ class ConvNeXt(nn.Module):
         super().__init__()
         if len(depths) != len(dims) or not depths:
             raise ValueError(
-                f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, at least one"
+                f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, at"
+                " least one"
             )
         rates = numpy.linspace(0, drop_path_rate, sum(depths)).tolist()
         stages: list[nn.Module] = []
@@ -177,7 +188,9 @@ class ConvNeXt(nn.Module):
         self.init_weights(init)
 
     def init_weights(self, init: Init) -> None:
-        """Fill weights (see ``init``) and biases (0) again, as after ``to_empty`` on a model from the meta device."""
+        """Fill weights (see ``init``) and biases (0) again, as after ``to_empty`` on a model from
+        the meta device.
+        """
         if init not in ("trunc_normal", "ones"):
             raise ValueError(f"init {init!r} is neither 'trunc_normal' nor 'ones'")
         fill = nn.init.ones_ if init == "ones" else partial(nn.init.trunc_normal_, std=0.2)

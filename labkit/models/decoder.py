@@ -1,8 +1,11 @@
-"""A decoder as Llama's: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, an output layer of its own weights.
+"""A decoder as Llama's: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, an output layer
+of its own weights.
 
-Shapes: N samples, S tokens, D width, H heads, K heads of keys and values, E width of a head, F inner width of the
-feedforward part, V words. Sources: Touvron et al., "LLaMA", 2023 (arXiv:2302.13971) and "Llama 2" (arXiv:2307.09288);
-Su et al., "RoFormer", 2021 (arXiv:2104.09864); Ainslie et al., "GQA", 2023 (arXiv:2305.13245).
+Shapes: N samples, S tokens, D width, H heads, K heads of keys and values, E width of a head, F
+    inner width of the
+feedforward part, V words. Sources: Touvron et al., "LLaMA", 2023 (arXiv:2302.13971) and "Llama 2"
+(arXiv:2307.09288); Su et al., "RoFormer", 2021 (arXiv:2104.09864); Ainslie et al., "GQA", 2023
+(arXiv:2305.13245).
 """
 
 import torch
@@ -71,7 +74,8 @@ class Feedforward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then the feedforward part; each adds to what it was given, which it sees normalised.
+    """Attention, then the feedforward part; each adds to what it was given, which it sees
+    normalised.
 
     The arguments are those of ``Attention`` and ``Feedforward``.
     """
@@ -90,7 +94,8 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderModel(LabModel):
-    """Embedding, blocks, norm, output layer. Sizes have the names of ``labkit_simulate.theory.transformer.Decoder``.
+    """Embedding, blocks, norm, output layer. Sizes have the names of
+    ``labkit_simulate.theory.transformer.Decoder``.
 
     Args:
         width: D.
@@ -145,7 +150,9 @@ class DecoderModel(LabModel):
         return (random_tokens(*self.input_shape, below=self.vocab, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Mean cross-entropy of the logits with the tokens that come next; after a sample's last comes its first."""
+        """Mean cross-entropy of the logits with the tokens that come next; after a sample's last
+        comes its first.
+        """
         following = inputs[0].roll(-1, dims=1)
         return functional.cross_entropy(
             upcast_to_float32(output).flatten(0, 1), following.flatten()
@@ -153,13 +160,17 @@ class DecoderModel(LabModel):
 
 
 def rotary_cos_sin(sequence: int, head_width: int) -> Tensor:
-    """By how much each pair of a head's numbers is turned at each place: cosine and sine, [S, E / 2, 2]."""
+    """By how much each pair of a head's numbers is turned at each place: cosine and sine, [S, E /
+    2, 2].
+    """
     speeds = ROTATION_BASE ** (-torch.arange(0, head_width, 2) / head_width)
     angles = torch.outer(torch.arange(sequence), speeds)
     return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
 def apply_rotary(x: Tensor, rotations: Tensor) -> Tensor:
-    """Turn each pair of numbers of each head: [N, S, H, E] by complex numbers [S, E / 2], in float32."""
+    """Turn each pair of numbers of each head: [N, S, H, E] by complex numbers [S, E / 2], in
+    float32.
+    """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotations.unsqueeze(1)).flatten(-2).to(x.dtype)

@@ -1,7 +1,8 @@
-"""Delays at chosen moments of a training step: they make overlap visible, and a missing synchronisation fail.
+"""Delays at chosen moments of a training step: they make overlap visible, and a missing
+synchronisation fail.
 
-On a GPU a delay occupies the current stream and returns at once, as a long kernel would; on a CPU the thread sleeps,
-without Python's lock, so that communication goes on.
+On a GPU a delay occupies the current stream and returns at once, as a long kernel would; on a CPU
+the thread sleeps, without Python's lock, so that communication goes on.
 """
 
 import time
@@ -59,7 +60,9 @@ class _PauseBackward(torch.autograd.Function):
 
 
 def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
-    """``values`` with a pause in the backward of its first tensor that needs a gradient, and whether there was one."""
+    """``values`` with a pause in the backward of its first tensor that needs a gradient, and
+    whether there was one.
+    """
     found = False
 
     def attach_pause(x: Tensor) -> Tensor:
@@ -82,10 +85,11 @@ def _output_device(values: Any, module: nn.Module) -> torch.device:
 
 
 def delay_compute(block: nn.Module, ms: float) -> None:
-    """Make the forward and the backward of a block ``ms`` milliseconds longer each, as if it computed more.
+    """Make the forward and the backward of a block ``ms`` milliseconds longer each, as if it
+    computed more.
 
-    Call it before the block is wrapped, so that the delay lies between the gathering of its parameters and their
-    release. In the backward the delay comes first.
+    Call it before the block is wrapped, so that the delay lies between the gathering of its
+    parameters and their release. In the backward the delay comes first.
 
     Args:
         block: changed in place.
@@ -102,11 +106,12 @@ def delay_compute(block: nn.Module, ms: float) -> None:
 
 
 def delay_reduction(block: nn.Module, ms: float) -> None:
-    """Wait ``ms`` milliseconds once the backward has produced a block's gradients, before a wrapper reduces them.
+    """Wait ``ms`` milliseconds once the backward has produced a block's gradients, before a wrapper
+    reduces them.
 
-    The delay is tied to the gradient of the block's input, which is the last that the block's backward computes. Where
-    no input needs one, as in a model's first block, it is tied to the output, and comes before the block's gradients.
-    Call it before the block is wrapped.
+    The delay is tied to the gradient of the block's input, which is the last that the block's
+    backward computes. Where no input needs one, as in a model's first block, it is tied to the
+    output, and comes before the block's gradients. Call it before the block is wrapped.
     """
     if ms <= 0:
         return
@@ -130,7 +135,8 @@ class ModuleWithDelay(LabModel):
     Args:
         module: any model; its blocks are changed in place.
         delay_after_loss_ms: pause between the loss and the backward.
-        delay_before_reduction_ms: pause in the backward of every block of ``module.block_types``: see delay_reduction.
+        delay_before_reduction_ms: pause in the backward of every block of ``module.block_types``:
+            see delay_reduction.
     """
 
     def __init__(

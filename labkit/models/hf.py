@@ -13,7 +13,9 @@ BATCH, TOKENS = 2, 8
 
 
 class _TokenModel(LabModel):
-    """What both have in common: token ids in, logits out, cross-entropy with the ids that went in."""
+    """What both have in common: token ids in, logits out, cross-entropy with the ids that went
+    in.
+    """
 
     vocab: int
 
@@ -59,7 +61,8 @@ class Bert(_TokenModel):
         self.model = BertForMaskedLM(config)
         for name, module in self.model.named_modules():
             if name.endswith("attention.self.key"):
-                # Softmax cancels this bias: its gradient is rounding noise, which no two computations share.
+                # Softmax cancels this bias: its gradient is rounding noise, which no two
+                # computations share.
                 module.register_parameter("bias", None)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -97,6 +100,8 @@ class T5(_TokenModel):
         return self.model(input_ids=ids, decoder_input_ids=decoder_ids).logits
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """The encoder's token ids [2, 8], and the decoder's: the same, one place later, after the start token 0."""
+        """The encoder's token ids [2, 8], and the decoder's: the same, one place later, after the
+        start token 0.
+        """
         (ids,) = super().get_input(device, seed)
         return ids, functional.pad(ids[:, :-1], (1, 0))

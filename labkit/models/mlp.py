@@ -50,7 +50,8 @@ class MLP(nn.Module):
 
 
 class MLPStack(FloatInputModel):
-    """MLPs whose inner widths are 3, 4 and 3 times D, and again from the start where there are more than three.
+    """MLPs whose inner widths are 3, 4 and 3 times D, and again from the start where there are more
+    than three.
 
     Args:
         dim: D.
@@ -86,7 +87,8 @@ class DoubleLinear(FloatInputModel):
 
     Args:
         dim: D.
-        use_second_linear: return both results; else the first alone, and the second layer gets no gradient.
+        use_second_linear: return both results; else the first alone, and the second layer gets no
+            gradient.
     """
 
     block_types = ("Linear",)

@@ -1,4 +1,5 @@
-"""A mixture of experts at its barest: every rank has an expert of its own beside parts that all ranks share.
+"""A mixture of experts at its barest: every rank has an expert of its own beside parts that all
+ranks share.
 
 Shapes: N samples.
 """
@@ -21,7 +22,9 @@ class Shared(nn.Linear):
 
 
 class Expert(nn.Linear):
-    """A linear layer whose first weight and bias come from a seed of its own, not from the global RNG."""
+    """A linear layer whose first weight and bias come from a seed of its own, not from the global
+    RNG.
+    """
 
     def __init__(self, in_features: int, out_features: int, seed: int):
         super().__init__(in_features, out_features)
@@ -39,8 +42,9 @@ class MixtureOfExperts(FloatInputModel):
 
     Args:
         expert_seed: gives the expert's first values; one for each rank.
-        delay_before_free_ms: pause after the forward of the shared part and of the expert, before a wrapper frees
-            their gathered parameters: a free that does not wait for the computation shows.
+        delay_before_free_ms: pause after the forward of the shared part and of the expert, before a
+            wrapper frees their gathered parameters: a free that does not wait for the computation
+            shows.
     """
 
     block_types = ("Shared",)

@@ -13,7 +13,9 @@ class NestedBlock(nn.Sequential):
 
 
 class NestedWrappedModule(FloatInputModel):
-    """Widths 8, 4, 16, 16, 4, 8: the middle is a block that holds a block, and another block follows it."""
+    """Widths 8, 4, 16, 16, 4, 8: the middle is a block that holds a block, and another block
+    follows it.
+    """
 
     block_types = ("NestedBlock",)
     input_shape = (4, 8)
@@ -33,10 +35,12 @@ class NestedWrappedModule(FloatInputModel):
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """The same widths, of which only the last layer, 4 to 8, needs gradients; it is in one block with the one before.
+    """The same widths, of which only the last layer, 4 to 8, needs gradients; it is in one block
+    with the one before.
 
-    FSDP1 cuts a block as one flat tensor, 108 numbers here, of which the last 40 are trained: on two ranks the first
-    holds none of these. Whether a step is skipped must still be decided by both alike.
+    FSDP1 cuts a block as one flat tensor, 108 numbers here, of which the last 40 are trained: on
+    two ranks the first holds none of these. Whether a step is skipped must still be decided by both
+    alike.
     """
 
     def __init__(self) -> None:

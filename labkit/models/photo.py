@@ -1,7 +1,8 @@
-"""Images to train on without a download: random ones, or tiles of the portrait of Grace Hopper that matplotlib ships.
+"""Images to train on without a download: random ones, or tiles of the portrait of Grace Hopper that
+matplotlib ships.
 
-The task with the photo: from a tile, say which of ten regions it was cut from. Tiles start at random places, so no two
-are alike, and a network has to look at what they show.
+The task with the photo: from a tile, say which of ten regions it was cut from. Tiles start at
+random places, so no two are alike, and a network has to look at what they show.
 """
 
 import functools
@@ -31,7 +32,8 @@ def load_photo() -> numpy.ndarray:
 
 
 def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
-    """One of ``terms`` pictures that add up to this one exactly: what it has between two brightnesses, from 0 up.
+    """One of ``terms`` pictures that add up to this one exactly: what it has between two
+    brightnesses, from 0 up.
 
     Values are 0 to 255, bytes or floats; a term has them from 0 to 256 / terms.
     """
@@ -44,7 +46,8 @@ def image_batch(
 ) -> tuple[Tensor, Tensor]:
     """Random numbers, or tiles of the photo, as N = ``count`` images, and labels below ``classes``.
 
-    Equal seeds give equal ones. Height and width are in pixels. The photo's labels are its 10 regions.
+    Equal seeds give equal ones. Height and width are in pixels. The photo's labels are its 10
+    regions.
 
     Returns:
         Images [N, 3, height, width], float32 in channels-last format, and labels [N], int64.

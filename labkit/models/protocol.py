@@ -1,8 +1,8 @@
 """What every model of the FSDP lab offers, so that one training loop serves them all.
 
-A model says what it eats (``get_input``), what it minimises (``get_loss``) and which of its blocks are worth wrapping
-(``block_types``). It knows no ranks: what differs between ranks, a seed for the samples or for an expert, comes from
-the caller.
+A model says what it eats (``get_input``), what it minimises (``get_loss``) and which of its blocks
+are worth wrapping (``block_types``). It knows no ranks: what differs between ranks, a seed for the
+samples or for an expert, comes from the caller.
 """
 
 from abc import ABC, abstractmethod
@@ -37,25 +37,30 @@ class LabModel(nn.Module, ABC):
     """A model that brings its own input and its own objective.
 
     Attributes:
-        block_types: class names of the blocks that are usually wrapped or checkpointed, each by itself.
+        block_types: class names of the blocks that are usually wrapped or checkpointed, each by
+            itself.
     """
 
     block_types: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def build(cls, **sizes: int) -> Self:
-        """A model with these sizes; its constructor says which there are, and what they are by default."""
+        """A model with these sizes; its constructor says which there are, and what they are by
+        default.
+        """
         return cls(**sizes)
 
     @abstractmethod
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """The arguments of ``forward``. Equal seeds give equal values on every device; the global RNG is not used."""
+        """The arguments of ``forward``. Equal seeds give equal values on every device; the global
+        RNG is not used.
+        """
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
         """The mean squared distance of the output to 1, a scalar.
 
-        It keeps pulling where a sum of ReLU outputs, minimised, reaches 0 within a few steps and has no gradient from
-        there on, so that a comparison of gradients would compare zeros.
+        It keeps pulling where a sum of ReLU outputs, minimised, reaches 0 within a few steps and
+        has no gradient from there on, so that a comparison of gradients would compare zeros.
         """
         return (upcast_to_float32(output) - 1).square().mean()
 
@@ -64,7 +69,9 @@ class LabModel(nn.Module, ABC):
         loss.backward()
 
     def local_modules(self) -> list[nn.Module]:
-        """Submodules that are meant to differ from rank to rank: their gradients must not be averaged."""
+        """Submodules that are meant to differ from rank to rank: their gradients must not be
+        averaged.
+        """
         return []
 
     def unused_modules(self) -> list[nn.Module]:
@@ -86,7 +93,9 @@ class FloatInputModel(LabModel):
 
 
 def upcast_to_float32(x: Tensor) -> Tensor:
-    """The same numbers, in float32 where they are in a shorter type: a loss should not be rounded to 8 bits."""
+    """The same numbers, in float32 where they are in a shorter type: a loss should not be rounded
+    to 8 bits.
+    """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -98,7 +107,9 @@ def random_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
 
 
 def random_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
-    """Whole numbers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the same."""
+    """Whole numbers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the
+    same.
+    """
     return torch.randint(
         below, shape, generator=torch.Generator().manual_seed(seed), device="cpu"
     ).to(device)

@@ -1,4 +1,5 @@
-"""The network of lab 3: it says from which of ten regions of the photo a tile was cut. Plain, on one device.
+"""The network of lab 3: it says from which of ten regions of the photo a tile was cut. Plain, on
+one device.
 
 Shapes: N tiles, D width; a tile is [3, 16, 16].
 """
@@ -17,7 +18,9 @@ BATCH = 64  # tiles in a step of training
 
 
 def tile_network(dim: int) -> nn.Sequential:
-    """A linear layer, two multilayer perceptrons, and a linear layer: [N, 3, 16, 16] to [N, 10], all without bias."""
+    """A linear layer, two multilayer perceptrons, and a linear layer: [N, 3, 16, 16] to [N, 10],
+    all without bias.
+    """
     first, last = (
         nn.Linear(3 * TILE_PIXELS * TILE_PIXELS, dim, bias=False),
         nn.Linear(dim, CLASSES, bias=False),
@@ -32,10 +35,11 @@ def tile_batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def tile_network_weights(dim: int, steps: int) -> dict[str, Tensor]:
-    """The network's weights after so many steps of Adam from seed 0, by name. The global RNG is left as it was.
+    """The network's weights after so many steps of Adam from seed 0, by name. The global RNG is
+    left as it was.
 
-    A second call gives the same tensors, so do not change them. One thread trains: so the number of cores changes
-    nothing, and for matrices as small as these a second thread is only waited for.
+    A second call gives the same tensors, so do not change them. One thread trains: so the number of
+    cores changes nothing, and for matrices as small as these a second thread is only waited for.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""A long chain of linear layers, made to be wrapped: most of its parameters are in a few wide blocks.
+"""A long chain of linear layers, made to be wrapped: most of its parameters are in a few wide
+blocks.
 
 Shapes: N samples (batch).
 """
@@ -12,7 +13,8 @@ from labkit.models.protocol import FloatInputModel
 
 
 class CustomLinear(nn.Module):
-    """A linear layer without bias that is no ``nn.Linear``: a rule that goes by class does not find it.
+    """A linear layer without bias that is no ``nn.Linear``: a rule that goes by class does not find
+    it.
 
     Args:
         a: inputs.
@@ -41,9 +43,11 @@ class MyModule(nn.Module):
 
 
 class ToyModel(FloatInputModel):
-    """Linear layers with ReLU between: inputs, hidden, hidden, two blocks down to narrow, a tail of blocks, outputs.
+    """Linear layers with ReLU between: inputs, hidden, hidden, two blocks down to narrow, a tail of
+    blocks, outputs.
 
-    At the default sizes it holds 217 million parameters, 869 MB in fp32, of which three layers hold 97 %.
+    At the default sizes it holds 217 million parameters, 869 MB in fp32, of which three layers hold
+    97 %.
 
     Args:
         hidden: width of the wide part.

@@ -1,4 +1,5 @@
-"""An encoder and decoder whose output layer shares its weight with the embedding: the case that splits wrappers.
+"""An encoder and decoder whose output layer shares its weight with the embedding: the case that
+splits wrappers.
 
 Shapes: N samples, S source tokens, T target tokens, D model width, V vocabulary.
 """
@@ -13,10 +14,11 @@ BATCH, SOURCE_TOKENS, TARGET_TOKENS = 2, 6, 4
 
 
 class TransformerWithSharedParams(LabModel):
-    """``nn.Transformer`` between one embedding, for source and target alike, and an output layer tied to it.
+    """``nn.Transformer`` between one embedding, for source and target alike, and an output layer
+    tied to it.
 
-    Two buffers, one of floats and one of integers, are added to the source, because wrappers treat buffers apart.
-    Batch normalisation has buffers that every rank changes in its own way.
+    Two buffers, one of floats and one of integers, are added to the source, because wrappers treat
+    buffers apart. Batch normalisation has buffers that every rank changes in its own way.
     Dropout draws from the global RNG.
 
     Args:
@@ -25,8 +27,9 @@ class TransformerWithSharedParams(LabModel):
         layers: of the encoder, and as many of the decoder.
         feedforward: width inside a layer's perceptron.
         dropout: rate.
-        add_bn: normalise the target's embedding with nn.BatchNorm1d, which here takes the N samples for its channels:
-            each is normalised over its tokens and their features, and has a weight, a bias and running statistics.
+        add_bn: normalise the target's embedding with nn.BatchNorm1d, which here takes the N samples
+            for its channels: each is normalised over its tokens and their features, and has a
+            weight, a bias and running statistics.
     """
 
     block_types = ("TransformerEncoderLayer", "TransformerDecoderLayer")

@@ -1,8 +1,10 @@
-"""Average gradients over ranks, a bucket at a time, while the backward pass is still computing others.
+"""Average gradients over ranks, a bucket at a time, while the backward pass is still computing
+others.
 
-One all-reduce a parameter would pay the latency of a message for every bias. So parameters share flat buckets, filled
-in the order in which the backward pass makes gradients (last layer first), and a bucket leaves as soon as it is full.
-Source of the idea: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704).
+One all-reduce a parameter would pay the latency of a message for every bias. So parameters share
+flat buckets, filled in the order in which the backward pass makes gradients (last layer first), and
+a bucket leaves as soon as it is full. Source of the idea: Li et al., "PyTorch Distributed", 2020
+(arXiv:2006.15704).
 """
 
 from collections.abc import Callable, Iterable
@@ -17,13 +19,17 @@ from labkit.torch_private import queue_callback
 
 BUCKET_BYTES = 25 * 2**20
 BucketRule = Callable[[list[int], int], list[list[int]]]
-"""From the sizes of gradients in bytes, in the order in which they come, and a limit: the indices in each bucket."""
+"""From the sizes of gradients in bytes, in the order in which they come, and a limit: the indices
+in each bucket.
+"""
 
 
 def apply_gradient_buckets(
     model: LabModel, mesh: DeviceMesh, ignored: Iterable[nn.Module] = ()
 ) -> None:
-    """Average a model's gradients over the ranks of a mesh, in place: all but those of local and ignored modules."""
+    """Average a model's gradients over the ranks of a mesh, in place: all but those of local and
+    ignored modules.
+    """
     local = {
         id(parameter)
         for module in [*model.local_modules(), *ignored]
@@ -35,10 +41,11 @@ def apply_gradient_buckets(
 
 
 class GradientBuckets:
-    """Hooks that leave in every ``parameter.grad`` the mean over all ranks of a mesh once the backward pass ends.
+    """Hooks that leave in every ``parameter.grad`` the mean over all ranks of a mesh once the
+    backward pass ends.
 
-    Each backward pass must give a gradient to every parameter: the last one to arrive completes the exchange. One that
-    ends without raises ValueError, on every rank, and no rank is left waiting.
+    Each backward pass must give a gradient to every parameter: the last one to arrive completes the
+    exchange. One that ends without raises ValueError, on every rank, and no rank is left waiting.
 
     Args:
         parameters: in the order of the forward pass; equal on all ranks.
@@ -82,8 +89,9 @@ class GradientBuckets:
             missing = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
             shapes = ", ".join(map(str, missing)) or "some that older batches had used"
             raise ValueError(
-                f"the backward pass gave no gradient to parameters of shape {shapes}, so their bucket never left: "
-                f"freeze what the model does not use (requires_grad_(False)), or wrap the model with FSDP"
+                f"the backward pass gave no gradient to parameters of shape {shapes}, so their"
+                " bucket never left: freeze what the model does not use (requires_grad_(False)),"
+                " or wrap the model with FSDP"
             )
 
     def _start_all_reduce(self, bucket: list[nn.Parameter]) -> None:
@@ -123,7 +131,9 @@ def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
 def bucket_parameters(
     parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule
 ) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order, in the buckets of a rule. Raises ValueError unless each is in exactly one."""
+    """Parameters in reverse order, in the buckets of a rule. Raises ValueError unless each is in
+    exactly one.
+    """
     coming = parameters[::-1]
     buckets = rule(
         [parameter.numel() * parameter.element_size() for parameter in coming], bucket_bytes

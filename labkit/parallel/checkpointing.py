@@ -1,10 +1,11 @@
 """The blocks of a model: find them, freeze them, and keep fewer of their activations.
 
-A checkpointed block throws its activations away in the forward pass and computes them again in the backward pass. It
-keeps its input only. That costs about a third of a step's arithmetic if every block does it. Source: Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174). A selectively checkpointed block keeps what
-is dear to compute as well: attention, and every other matrix product (Korthikanti et al., "Reducing Activation
-Recomputation", 2022, arXiv:2205.05198; the choice is torchtitan's).
+A checkpointed block throws its activations away in the forward pass and computes them again in the
+backward pass. It keeps its input only. That costs about a third of a step's arithmetic if every
+block does it. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016
+(arXiv:1604.06174). A selectively checkpointed block keeps what is dear to compute as well:
+attention, and every other matrix product (Korthikanti et al., "Reducing Activation Recomputation",
+2022, arXiv:2205.05198; the choice is torchtitan's).
 """
 
 from collections import Counter
@@ -20,7 +21,9 @@ from labkit import torch_private
 from labkit.torch_private import checkpoint_wrapper as wrapper
 
 BlockTypes = Collection[str] | Callable[[nn.Module], bool]
-"""Which modules are blocks: those whose class has one of these names, or those for which a function says so."""
+"""Which modules are blocks: those whose class has one of these names, or those for which a function
+says so.
+"""
 GEMM_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 OPS_TO_SAVE = tuple(
     torch_private.get(f"{name}.default")
@@ -32,15 +35,19 @@ OPS_TO_SAVE = tuple(
         "reduce_scatter_tensor",
     )
 )
-"""What a selectively checkpointed block keeps each result of: attention, and what took communication."""
+"""What a selectively checkpointed block keeps each result of: attention, and what took
+communication.
+"""
 
 
 def apply_activation_checkpointing(
     model: nn.Module, block_types: Collection[str], *, selective: bool = False
 ) -> int:
-    """Checkpoint every block of these types in place: non-reentrant, activations stay on their device.
+    """Checkpoint every block of these types in place: non-reentrant, activations stay on their
+    device.
 
-    Names of parameters do not change. A block inside a checkpointed block is not checkpointed again.
+    Names of parameters do not change. A block inside a checkpointed block is not checkpointed
+    again.
 
     Args:
         model: any module.
@@ -67,7 +74,9 @@ def apply_activation_checkpointing(
 
 
 class SelectiveCheckpointPolicy:
-    """What selective checkpointing keeps of one block in one step: attention, and its products 1, 3, 5 and so on."""
+    """What selective checkpointing keeps of one block in one step: attention, and its products 1,
+    3, 5 and so on.
+    """
 
     def __init__(self) -> None:
         self._products: Counter[bool] = Counter()
@@ -84,7 +93,9 @@ class SelectiveCheckpointPolicy:
 
 
 def find_blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
-    """Modules inside ``model`` that are blocks, outer ones first; the checkpointed ones included."""
+    """Modules inside ``model`` that are blocks, outer ones first; the checkpointed ones
+    included.
+    """
     inner = [module for module in model.modules() if module is not model]
     if callable(block_types):
         return [module for module in inner if block_types(module)]
@@ -111,7 +122,8 @@ def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collec
     blocks = find_blocks(model, block_types)
     if not set(chosen) <= set(range(len(blocks))):
         raise ValueError(
-            f"freeze {sorted(chosen)} counts blocks that are not there: there are {len(blocks)}, from 0"
+            f"freeze {sorted(chosen)} counts blocks that are not there: there are {len(blocks)},"
+            " from 0"
         )
     for index in chosen:
         blocks[index].requires_grad_(False)
@@ -126,6 +138,8 @@ def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointW
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter without what checkpointing, FSDP1 and the compiler put into it."""
+    """The name of a module or parameter without what checkpointing, FSDP1 and the compiler put into
+    it.
+    """
     wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
     return ".".join(part for part in name.split(".") if part not in wrappers)

@@ -1,9 +1,11 @@
-"""Let the compiler write a model's passes: a block at a time, or the whole model with all that it sends.
+"""Let the compiler write a model's passes: a block at a time, or the whole model with all that it
+sends.
 
-Every program applies techniques in one order, torchtitan's: tensor parallelism, checkpointing, compiling, data
-parallelism. So a compiled block holds its recomputation and what it sends along ``tp``; FSDP, which gathers before a
-block and frees behind it, stays outside. DDP is the exception: the compiler can fuse only all-reduces that it sees, so
-a model that DDP replicates is compiled last, as a whole.
+Every program applies techniques in one order, torchtitan's: tensor parallelism, checkpointing,
+compiling, data parallelism. So a compiled block holds its recomputation and what it sends along
+``tp``; FSDP, which gathers before a block and frees behind it, stays outside. DDP is the exception:
+the compiler can fuse only all-reduces that it sees, so a model that DDP replicates is compiled
+last, as a whole.
 """
 
 from collections.abc import Collection
@@ -22,16 +24,18 @@ def apply_compile(
     inductor: bool = True,
     eager_random: bool = False,
 ) -> int:
-    """Compile every block of these types in place, or without types the whole model. Names do not change.
+    """Compile every block of these types in place, or without types the whole model. Names do not
+    change.
 
-    It compiles when it is first called. Shapes are static: a DTensor's backward pass does not compile with dynamic ones
-    (torch 2.13). A block inside a compiled block is part of it.
+    It compiles when it is first called. Shapes are static: a DTensor's backward pass does not
+    compile with dynamic ones (torch 2.13). A block inside a compiled block is part of it.
 
     Args:
         model: any module.
         block_types: class names of the blocks, such as ``("T5Block",)``.
         inductor: write programs; else run the traced graphs as they are.
-        eager_random: let dropout draw what it draws in eager code, which inductor's own generator does not.
+        eager_random: let dropout draw what it draws in eager code, which inductor's own generator
+            does not.
 
     Returns:
         How many modules are compiled.
@@ -55,7 +59,9 @@ def apply_compile(
 
 
 def count_compiled_graphs() -> int:
-    """How many graphs this process has compiled so far: none means that what was to be compiled runs as it is."""
+    """How many graphs this process has compiled so far: none means that what was to be compiled
+    runs as it is.
+    """
     from labkit.torch_private import counters  # half a second for each rank
 
     return int(counters["stats"]["unique_graphs"])

@@ -1,19 +1,24 @@
 """Replicated data parallelism, by DDP's own reducer or by the compiler.
 
-Every rank holds the whole model, computes gradients of its own samples, and averages them with the others'. One
-all-reduce a gradient would cost too many messages, one for all would start too late: gradients travel in *buckets*.
+Every rank holds the whole model, computes gradients of its own samples, and averages them with the
+others'. One all-reduce a gradient would cost too many messages, one for all would start too late:
+gradients travel in *buckets*.
 
     eager      hooks fill DDP's buckets while autograd runs; a full bucket leaves at once
-    compiled   compiled autograd traces the backward pass, with an all-reduce and a wait for each gradient, into one
-               graph; a pass of inductor's fuses the all-reduces into buckets and moves the waits to the first use
+    compiled   compiled autograd traces the backward pass, with an all-reduce and a wait for each
+    gradient, into one
+               graph; a pass of inductor's fuses the all-reduces into buckets and moves the waits to
+               the first use
 
-    with fused("concat", bucket_mb=25), compiled_backward():     # all of it inside: building, forward, backward
+    with fused("concat", bucket_mb=25), compiled_backward():     # all of it inside: building,
+    forward, backward
         model = apply_replicate(LinearChain(), mesh)
         apply_compile(model)
         model(x).sum().backward()
         buckets_counted()                                        # 3
 
-Sources: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704); pytorch/pytorch#110662, which traces the backward
+Sources: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704); pytorch/pytorch#110662, which
+    traces the backward
 pass; torch/_inductor/fx_passes/ddp_fusion.py, which fuses.
 """
 
@@ -88,15 +93,17 @@ def apply_technique(
     late_waits: bool = True,
     yours: Callable[..., nn.Module] | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Apply one technique as a case says, and stay where its forward and backward passes have to run.
+    """Apply one technique as a case says, and stay where its forward and backward passes have to
+    run.
 
-    The model is equal on all ranks, the mesh has one axis, and the mode is DDP's wrapper or ``replicate``, by
-    themselves or compiled (``compiled`` is ``replicate``), or the function ``yours``, which is called like
-    ``apply_ddp``. See ``fused`` for its fuse, bucket size and waits, and ``compiled_backward`` for ``inductor``, which
-    holds for the forward pass as well.
+    The model is equal on all ranks, the mesh has one axis, and the mode is DDP's wrapper or
+    ``replicate``, by themselves or compiled (``compiled`` is ``replicate``), or the function
+    ``yours``, which is called like ``apply_ddp``. See ``fused`` for its fuse, bucket size and
+    waits, and ``compiled_backward`` for ``inductor``, which holds for the forward pass as well.
 
     Returns:
-        A context manager that gives the model to call, and a list that fills with the programs of ``generated_code``.
+        A context manager that gives the model to call, and a list that fills with the programs of
+        ``generated_code``.
     """
     programs: list[str] = []
     compiled = mode in ("compiled", "compiled_ddp")
@@ -121,9 +128,10 @@ def apply_ddp(
 ) -> DistributedDataParallel:
     """Wrap a model with DistributedDataParallel; its parameters are made rank 0's.
 
-    A bucket is sent once it holds ``bucket_mb`` MiB. At 25, the default, the first one is sent at 1 MiB already; for
-    any other size DDP drops this exception. The first backward pass sends everything in one bucket: only then does
-    DDP know in which order gradients become ready. Gradients are averaged over the mesh, which has one axis.
+    A bucket is sent once it holds ``bucket_mb`` MiB. At 25, the default, the first one is sent at 1
+    MiB already; for any other size DDP drops this exception. The first backward pass sends
+    everything in one bucket: only then does DDP know in which order gradients become ready.
+    Gradients are averaged over the mesh, which has one axis.
     """
     return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
@@ -133,8 +141,8 @@ def apply_replicate(
 ) -> nn.Module:
     """The same in place, without a wrapper: the module keeps its names. See ``apply_ddp``.
 
-    Where the mesh is one axis of a larger one and parameters are DTensors on another axis, they leave the module's
-    ``parameters()`` after the first forward pass: keep hold of them before.
+    Where the mesh is one axis of a larger one and parameters are DTensors on another axis, they
+    leave the module's ``parameters()`` after the first forward pass: keep hold of them before.
     """
     return replicate(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
@@ -145,21 +153,24 @@ def _bucket_cap_mb(bucket_mb: float) -> float | None:
 
 
 def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Let gradients travel in a shorter type: rounded, summed in that type, and put back into float32.
+    """Let gradients travel in a shorter type: rounded, summed in that type, and put back into
+    float32.
 
-    Gloo sums both types. Inductor fuses only all-reduces whose result is the gradient itself, and here it is not:
-    compiled, every gradient travels alone. Goes between ``apply_ddp`` or ``apply_replicate``, on the same mesh, and
-    ``apply_compile``; float32 changes nothing.
+    Gloo sums both types. Inductor fuses only all-reduces whose result is the gradient itself, and
+    here it is not: compiled, every gradient travels alone. Goes between ``apply_ddp`` or
+    ``apply_replicate``, on the same mesh, and ``apply_compile``; float32 changes nothing.
     """
     if dtype != torch.float32:
         hook = COMPRESSION_HOOKS[dtype]
-        # DDP refuses the name bf16_compress_hook without a GPU, and any annotation in the form of text: so, a lambda
+        # DDP refuses the name bf16_compress_hook without a GPU, and any annotation in the form of
+        # text: so, a lambda
         model.register_comm_hook(mesh.get_group(), lambda state, bucket: hook(state, bucket))
 
 
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
-    """Run a forward and backward pass with communication, or without, in which case gradients add up on each rank.
+    """Run a forward and backward pass with communication, or without, in which case gradients add
+    up on each rank.
 
     The model is from ``apply_ddp`` or ``apply_replicate``, compiled or not.
     """
@@ -180,14 +191,15 @@ def fuse_all_reduces(
 ) -> Iterator[None]:
     """In here, DDP leaves the averaging to the compiler, which fuses all-reduces into buckets.
 
-    Models are built, called and differentiated in here, the backward pass in ``compiled_backward``. What was compiled
-    is forgotten on the way in and out, and all settings are put back. DDP changes some of them itself when it is built.
-    An uncompiled forward pass needs ``python_reducer`` too: ``python_reducer_without_compiled_forward`` leaves DDP its
-    own reducer, with which a backward pass does not compile (pytorch/pytorch#152735).
+    Models are built, called and differentiated in here, the backward pass in ``compiled_backward``.
+    What was compiled is forgotten on the way in and out, and all settings are put back. DDP changes
+    some of them itself when it is built. An uncompiled forward pass needs ``python_reducer`` too:
+    ``python_reducer_without_compiled_forward`` leaves DDP its own reducer, with which a backward
+    pass does not compile (pytorch/pytorch#152735).
 
     Args:
-        mode: ``coalesced`` hands the gradients of a bucket to one call, ``concat`` copies them into one flat tensor,
-            ``none`` sends each alone.
+        mode: ``coalesced`` hands the gradients of a bucket to one call, ``concat`` copies them into
+            one flat tensor, ``none`` sends each alone.
         bucket_mb: a bucket is closed once it holds so many MiB; the first one at 1 MiB, always.
         late_waits: wait where a gradient is first used, rather than right after it was sent.
     """
@@ -197,7 +209,8 @@ def fuse_all_reduces(
     passes: list[Any] = [ddp_fusion.schedule_comm_wait] if late_waits else []
     if mode != "none":
         fuse = getattr(ddp_fusion, f"fuse_ddp_with_{mode}_op")
-        # not by its name, with which inductor would give it DDP's bucket size, rounded down to a whole number
+        # not by its name, with which inductor would give it DDP's bucket size, rounded down to a
+        # whole number
         passes.insert(0, lambda graph: fuse(graph, bucket_mb))
     settings = {
         "_fuse_ddp_communication": True,
@@ -223,12 +236,14 @@ def fuse_all_reduces(
 
 @contextlib.contextmanager
 def compile_backward(*, inductor: bool = True) -> Iterator[None]:
-    """In here, ``backward()`` is traced by compiled autograd, DDP's all-reduces included, and compiled.
+    """In here, ``backward()`` is traced by compiled autograd, DDP's all-reduces included, and
+    compiled.
 
     Shapes are static: with dynamic ones a DTensor's backward pass does not compile (torch 2.13).
 
     Args:
-        inductor: write a program with inductor; else run the traced graph as it is, so that nothing is fused.
+        inductor: write a program with inductor; else run the traced graph as it is, so that nothing
+            is fused.
     """
     from labkit.torch_private import compiled_autograd
 
@@ -242,7 +257,9 @@ def compile_backward(*, inductor: bool = True) -> Iterator[None]:
 
 
 def pop_bucket_count() -> int:
-    """How many buckets inductor has made of the backward pass that it compiled since this was last asked."""
+    """How many buckets inductor has made of the backward pass that it compiled since this was last
+    asked.
+    """
     from labkit.torch_private import counters
 
     return int(counters["inductor"].pop("ddp_buckets", 0))
@@ -257,7 +274,9 @@ def count_traced_backwards() -> int:
 
 @contextlib.contextmanager
 def capture_generated_code() -> Iterator[list[str]]:
-    """The programs that inductor writes in here, in order; those of a backward pass hold ``_c10d_functional``."""
+    """The programs that inductor writes in here, in order; those of a backward pass hold
+    ``_c10d_functional``.
+    """
     from labkit.torch_private import GraphLowering
 
     programs: list[str] = []

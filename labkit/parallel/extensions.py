@@ -10,8 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from labkit import tensors
 
 ExtensionChoice = str | tensors.Extension | Callable[[Tensor], Tensor]
-"""How parameters are gathered: "none" (as FSDP2 does by itself), "two_tensor", a key of ``tensors.EXTENSIONS``, an
-Extension of one's own, or a function that makes of each parameter a tensor of a type with hooks."""
+"""How parameters are gathered: "none" (as FSDP2 does by itself), "two_tensor", a key of
+``tensors.EXTENSIONS``, an Extension of one's own, or a function that makes of each parameter a
+tensor of a type with hooks."""
 
 
 def apply_extension(
@@ -22,24 +23,27 @@ def apply_extension(
     reshard_after_forward: bool = True,
     **policies: Any,
 ) -> nn.Sequential:
-    """Shard a model, each child that has parameters a unit, and let its parameters send what the extension says.
+    """Shard a model, each child that has parameters a unit, and let its parameters send what the
+    extension says.
 
-    A model on the meta device gets its hooks later, by ``add_hooks`` once it has memory: ``to_empty`` makes new
-    tensors without them. A ``TwoTensor`` is a type and not an attribute: it stays.
+    A model on the meta device gets its hooks later, by ``add_hooks`` once it has memory:
+    ``to_empty`` makes new tensors without them. A ``TwoTensor`` is a type and not an attribute: it
+    stays.
 
     Args:
         model: equal on all ranks, on this rank's device or on the meta device.
         mesh: one axis.
         extension: see ``Gather``.
-        reshard_after_forward: free a unit's full parameters after its forward pass and gather them again.
+        reshard_after_forward: free a unit's full parameters after its forward pass and gather them
+            again.
         **policies: of ``fully_shard``.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the extension is none; one rank, for which FSDP2 copies the first of the sent tensors and
-            drops the others (torch 2.13).
+        ValueError: the extension is none; one rank, for which FSDP2 copies the first of the sent
+            tensors and drops the others (torch 2.13).
     """
     if mesh.size() < 2:
         raise ValueError(
@@ -60,6 +64,8 @@ def apply_extension(
 
 
 def add_extension_hooks(model: nn.Module, extension: ExtensionChoice) -> None:
-    """Put the hooks of an extension onto a sharded model's parameters; those of a type with hooks have them."""
+    """Put the hooks of an extension onto a sharded model's parameters; those of a type with hooks
+    have them.
+    """
     if not callable(extension) and extension not in ("none", "two_tensor"):
         tensors.extend_model(model, extension)

@@ -1,4 +1,6 @@
-"""Repairs that a learner of the lab on failures writes: a collective that leaves a trace, a batch in pieces."""
+"""Repairs that a learner of the lab on failures writes: a collective that leaves a trace, a batch
+in pieces.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +11,8 @@ from torch import Tensor, nn
 def recorded(collective: Callable[..., Any], log: list[dict[str, Any]]) -> Callable[..., Any]:
     """The same collective, which also leaves a trace of every call in a log.
 
-    An entry holds the name of the collective as ``call``, the ``shape`` of the tensor, and ``done``. It is there before
-    the call starts, so that a call which never returns can be found.
+    An entry holds the name of the collective as ``call``, the ``shape`` of the tensor, and
+    ``done``. It is there before the call starts, so that a call which never returns can be found.
     """
 
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -24,6 +26,8 @@ def recorded(collective: Callable[..., Any], log: list[dict[str, Any]]) -> Calla
 
 
 def backward_in_pieces(model: nn.Module, inputs: Tensor, targets: Tensor, pieces: int) -> None:
-    """Leave the gradient of the batch's mean squared error, with the activations of one piece of it at a time."""
+    """Leave the gradient of the batch's mean squared error, with the activations of one piece of it
+    at a time.
+    """
     for x, y in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
         (nn.functional.mse_loss(model(x), y) * len(x) / len(inputs)).backward()

@@ -1,14 +1,16 @@
-"""Fully sharded data parallelism: every rank keeps a part of each parameter, gradient and optimizer state.
+"""Fully sharded data parallelism: every rank keeps a part of each parameter, gradient and optimizer
+state.
 
-The model is cut into *units*. Before a unit computes, its parameters are all-gathered; afterwards the full copy is
-freed. In the backward pass they are gathered once more, and the unit's gradients are reduce-scattered: each rank
-receives the mean of its part. What is a unit decides everything: one large unit holds the whole model at once, many
-small ones send many small messages.
+The model is cut into *units*. Before a unit computes, its parameters are all-gathered; afterwards
+the full copy is freed. In the backward pass they are gathered once more, and the unit's gradients
+are reduce-scattered: each rank receives the mean of its part. What is a unit decides everything:
+one large unit holds the whole model at once, many small ones send many small messages.
 
     rank 0 keeps  a0 b0 c0        all-gather b        rank 0 computes with b0 b1, then frees b1
     rank 1 keeps  a1 b1 c1       ------------->       rank 1 computes with b0 b1, then frees b0
 
-Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054); Zhao et al., "PyTorch FSDP", 2023 (arXiv:2304.11277).
+Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054); Zhao et al., "PyTorch FSDP", 2023
+    (arXiv:2304.11277).
 """
 
 import random
@@ -81,15 +83,18 @@ def apply_fsdp(
 
     Args:
         model: with the same shared parameters on all ranks, on this rank's device.
-        mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local modules. With an
-            axis ``replicate`` before them, every line of ``data`` holds all parameters (hybrid sharding).
-        wrap: ``none`` leaves every rank all parameters and averages gradients in buckets (as DDP does); ``root`` makes
-            one unit, ``block`` one a block, ``layer`` one a module that holds parameters itself, ``every`` one a module
-            that holds any, ``size`` one a module with ``min_numbers`` of them, ``yours`` what ``is_unit`` says.
+        mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local
+            modules. With an axis ``replicate`` before them, every line of ``data`` holds all
+            parameters (hybrid sharding).
+        wrap: ``none`` leaves every rank all parameters and averages gradients in buckets (as DDP
+            does); ``root`` makes one unit, ``block`` one a block, ``layer`` one a module that holds
+            parameters itself, ``every`` one a module that holds any, ``size`` one a module with
+            ``min_numbers`` of them, ``yours`` what ``is_unit`` says.
         fsdp: 1 is FullyShardedDataParallel, 2 is fully_shard.
         blocks: class names of the blocks; the model's own by default.
         skip: blocks to forget when wrapping, counted from 0 in the order of the forward pass.
-        precision: bf16 and fp16 gather and compute in that type and reduce in float32; the others change nothing here.
+        precision: bf16 and fp16 gather and compute in that type and reduce in float32; the others
+            change nothing here.
         offload: keep the shards in host memory.
         reshard_after_forward: gather parameters twice a step instead of keeping them.
         prefetch: see ``gather_ahead``; FSDP2 only.
@@ -107,7 +112,8 @@ def apply_fsdp(
     if wrap == "none":
         if precision in GATHER_DTYPES or offload:
             raise ValueError(
-                f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap root or block"
+                f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap"
+                " root or block"
             )
         apply_gradient_buckets(model, mesh["data"], find_blocks(model, ignore))
         return model, {}
@@ -154,7 +160,9 @@ def apply_fsdp(
 
 
 def random_block_index(seed: int, blocks: int) -> int:
-    """The block, counted from 0, that a seed draws: so a notebook can ask which it is without having named it."""
+    """The block, counted from 0, that a seed draws: so a notebook can ask which it is without
+    having named it.
+    """
     return random.Random(seed).randrange(blocks)
 
 
@@ -167,10 +175,11 @@ def init_model(
     cuda_init: CUDAInitMode,
     **how: Any,
 ) -> tuple[nn.Module, Units]:
-    """Wrap a model or not, and move it to the device before, after or never: what a test of wrapping has to vary.
+    """Wrap a model or not, and move it to the device before, after or never: what a test of
+    wrapping has to vary.
 
-    Without FSDP it stays plain, and only gradients are averaged. FSDP2 moves what it shards to the mesh's device in any
-    case. ``how`` is passed on to ``apply_fsdp``.
+    Without FSDP it stays plain, and only gradients are averaged. FSDP2 moves what it shards to the
+    mesh's device in any case. ``how`` is passed on to ``apply_fsdp``.
     """
     if cuda_init is CUDAInitMode.BEFORE:
         model.to(device)
@@ -184,9 +193,10 @@ def init_model(
 def enable_prefetch(model: nn.Module, units: Units) -> None:
     """Let each unit's parameters arrive while the unit before it computes, in both directions.
 
-    On a GPU FSDP2 does so by itself, since its streams run side by side. Gloo has no streams: there FSDP2 waits for
-    each all-gather where it starts it, unless it is told not to. Reduce-scatters are waited for in any case.
-    The units are those that ``apply_fsdp2`` gave for this model, in the order of the forward pass.
+    On a GPU FSDP2 does so by itself, since its streams run side by side. Gloo has no streams: there
+    FSDP2 waits for each all-gather where it starts it, unless it is told not to. Reduce-scatters
+    are waited for in any case. The units are those that ``apply_fsdp2`` gave for this model, in the
+    order of the forward pass.
     """
     model._set_unshard_async_op(True)  # type: ignore[operator]  # has no public name, in 2.13 either
     blocks = [modules[0] for name, modules in units.items() if name != ROOT]
@@ -208,19 +218,22 @@ def apply_fsdp2(
 ) -> Units:
     """Shard a model with ``fully_shard``, blocks first and then the root, in place.
 
-    Parameters become DTensors, ``Shard(0)``. Activation checkpointing, if any, must be applied before.
+    Parameters become DTensors, ``Shard(0)``. Activation checkpointing, if any, must be applied
+    before.
 
     Args:
         model: equal on all ranks, on this rank's device or on the meta device.
         mesh: as for ``apply_fsdp``; one axis ``data`` is enough without local modules.
         block_types: class names of the modules that become units; none for one unit, the root.
         skip: see ``fsdp_units``.
-        reshard_after_forward: free a unit's full parameters after its forward pass and gather them again in the
-            backward pass. The root's stay, since its backward pass comes next.
+        reshard_after_forward: free a unit's full parameters after its forward pass and gather them
+            again in the backward pass. The root's stay, since its backward pass comes next.
         mp_policy: dtypes of compute, reduction and outputs; float32 by default.
         offload_policy: CPUOffloadPolicy() keeps the shards in host memory.
-        local_modules: modules that differ from rank to rank: not sharded, not averaged; DTensors on a mesh of one.
-        ignored_modules: modules that FSDP does not touch: whole plain tensors on every rank, not averaged.
+        local_modules: modules that differ from rank to rank: not sharded, not averaged; DTensors on
+            a mesh of one.
+        ignored_modules: modules that FSDP does not touch: whole plain tensors on every rank, not
+            averaged.
 
     Returns:
         The units by name, the root as ``root`` last if it holds parameters of its own.
@@ -285,15 +298,19 @@ def apply_fsdp1(
     limit_all_gathers: bool = True,
     use_orig_params: bool = True,
 ) -> FullyShardedDataParallel:
-    """Wrap a model with FullyShardedDataParallel, the older API, for comparison with ``apply_fsdp2``.
+    """Wrap a model with FullyShardedDataParallel, the older API, for comparison with
+    ``apply_fsdp2``.
 
-    A block that is tied to a module outside of it stays with the root: FSDP1 cannot put two modules into one unit.
-    Arguments with a name that is used there mean the same; ``reshard_after_forward`` is FULL_SHARD, else SHARD_GRAD_OP.
-    With ``use_checkpointing`` blocks are checkpointed inside their units; without ``use_wrap_policy`` the whole model
-    is one unit. By default the mesh is all ranks, and the device of this rank the CPU. The last four are FSDP1's own:
+    A block that is tied to a module outside of it stays with the root: FSDP1 cannot put two modules
+    into one unit. Arguments with a name that is used there mean the same; ``reshard_after_forward``
+    is FULL_SHARD, else SHARD_GRAD_OP. With ``use_checkpointing`` blocks are checkpointed inside
+    their units; without ``use_wrap_policy`` the whole model is one unit. By default the mesh is all
+    ranks, and the device of this rank the CPU. The last four are FSDP1's own:
 
-        backward_prefetch: gather the next unit before this one's gradients are computed (pre), after (post), or not.
-        forward_prefetch: gather the next unit before this one computes, in the order of the first step.
+        backward_prefetch: gather the next unit before this one's gradients are computed (pre),
+            after (post), or not.
+        forward_prefetch: gather the next unit before this one computes, in the order of the first
+            step.
         limit_all_gathers: let the CPU run ahead by two gathers at most; it shows on a GPU alone.
         use_orig_params: show parameters by their names; else one flat parameter a unit.
 
@@ -301,11 +318,13 @@ def apply_fsdp1(
         The wrapped model.
 
     Raises:
-        ValueError: the model has no block of these types; offload without a GPU, for which FSDP1 pins memory.
+        ValueError: the model has no block of these types; offload without a GPU, for which FSDP1
+            pins memory.
     """
     if cpu_offload and not torch.cuda.is_available():
         raise ValueError(
-            "FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no offload"
+            "FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no"
+            " offload"
         )
     if use_checkpointing:
         assert not callable(block_types)

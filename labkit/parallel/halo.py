@@ -1,16 +1,19 @@
 """Convolve an image that is cut into strips, one strip a rank.
 
-Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3 (width).
+Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3
+    (width).
 
-A convolution whose windows overlap needs, at each border of its strip, a few columns that the neighbour holds: the
-halo. Every rank sends its outermost columns to both neighbours, receives theirs, and then convolves as if alone:
+A convolution whose windows overlap needs, at each border of its strip, a few columns that the
+neighbour holds: the halo. Every rank sends its outermost columns to both neighbours, receives
+theirs, and then convolves as if alone:
 
-    rank 0  | a b c d |            rank 0  | 0 a b c d E |       0: zero padding at the border of the image
-    rank 1  | e f g h |     ->     rank 1  | D e f g h 0 |       D, E: the neighbour's columns
+    rank 0  | a b c d |            rank 0  | 0 a b c d E |       0: zero padding at the border of
+    the image rank 1  | e f g h |     ->     rank 1  | D e f g h 0 |       D, E: the neighbour's
+    columns
 
-In the backward pass the gradients of D and E go back to their owners, who add them to their own: that is the adjoint of
-the exchange, and with it automatic differentiation gives what one device gives. They travel while the gradient of the
-weight is computed.
+In the backward pass the gradients of D and E go back to their owners, who add them to their own:
+that is the adjoint of the exchange, and with it automatic differentiation gives what one device
+gives. They travel while the gradient of the weight is computed.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ class Strip:
         rank: this rank's index in the line.
         ranks: length of the line.
         share: this rank's part of the image, 1 / ranks where all strips are equal.
-        pad: another way than this file's to get the neighbours' columns: a differentiable function of a strip, the halo
-            and this place that returns the padded strip. None for this file's.
+        pad: another way than this file's to get the neighbours' columns: a differentiable function
+            of a strip, the halo and this place that returns the padded strip. None for this file's.
     """
 
     dim: int
@@ -54,7 +57,8 @@ class Strip:
 
 
 def halo_size(conv: nn.Conv2d, dim: int) -> int:
-    """Columns (or rows, dim 2) that one rank needs from each neighbour for this convolution; 0 needs no exchange.
+    """Columns (or rows, dim 2) that one rank needs from each neighbour for this convolution; 0
+    needs no exchange.
 
     Raises:
         ValueError: the convolution's output cannot stay cut where its input is.
@@ -64,7 +68,8 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     )
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
         raise ValueError(
-            f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a number and zeros"
+            f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a"
+            " number and zeros"
         )
     padding, reach = conv.padding[dim - 2], dilation * (kernel - 1)
     if stride == 1 and 2 * padding == reach:
@@ -72,8 +77,9 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
     if stride == kernel and padding == 0 and dilation == 1:
         return 0
     raise ValueError(
-        f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation} along dim {dim} cannot be sharded: "
-        f"either stride 1 with 2 x padding = dilation x (kernel - 1) = {reach}, or stride = kernel without padding"
+        f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation} along dim {dim}"
+        f" cannot be sharded: either stride 1 with 2 x padding = dilation x (kernel - 1) = {reach},"
+        " or stride = kernel without padding"
     )
 
 
@@ -88,7 +94,8 @@ def halo_conv2d(
 ) -> Tensor:
     """Convolve one strip of an image as if the whole image were here.
 
-    A collective of the whole line: every rank of it must call this, forward and backward, in the same order.
+    A collective of the whole line: every rank of it must call this, forward and backward, in the
+    same order.
 
     Args:
         x: this rank's strip, [N, C, H, W].
@@ -99,16 +106,18 @@ def halo_conv2d(
         settings: of the convolution.
 
     Returns:
-        This rank's strip of the output. Differentiable; gradients of weight and bias are this rank's part of a sum.
+        This rank's strip of the output. Differentiable; gradients of weight and bias are this
+        rank's part of a sum.
 
     Raises:
-        ValueError: this strip is narrower than the halo; its neighbour would need columns from the rank beyond.
+        ValueError: this strip is narrower than the halo; its neighbour would need columns from the
+            rank beyond.
     """
     size = x.shape[strip.dim]
     if halo > size:
         raise ValueError(
-            f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the halo of {halo}: "
-            f"use fewer ranks or a larger image"
+            f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the"
+            f" halo of {halo}: use fewer ranks or a larger image"
         )
     if not halo:
         return torch.conv2d(x, weight, bias, *settings)
@@ -186,7 +195,9 @@ class _HaloConv2d(torch.autograd.Function):
 
 
 def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
-    """A strip with ``halo`` columns of the neighbours at both ends; zeros at the borders of the image."""
+    """A strip with ``halo`` columns of the neighbours at both ends; zeros at the borders of the
+    image.
+    """
     size, dim = x.shape[strip.dim], strip.dim
     arrivals = _exchange_with_neighbours(
         x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip
@@ -202,7 +213,8 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
 def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
     """The adjoint of ``with_halo``: gradients of a halo set out for the ranks that own the columns.
 
-    Call what is returned for the gradient of the strip: its own, and at both ends what the neighbours' halos add.
+    Call what is returned for the gradient of the strip: its own, and at both ends what the
+    neighbours' halos add.
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
     own = grad_padded.narrow(dim, halo, size)  # what arrives is added in place
@@ -222,7 +234,8 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
 def _exchange_with_neighbours(
     first: Tensor, last: Tensor, strip: Strip
 ) -> Callable[[], list[Tensor | None]]:
-    """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as much from each.
+    """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as
+    much from each.
 
     Call what is returned to wait for what the two send; None at a border of the image.
     """
@@ -279,10 +292,12 @@ class _SpatialMean(torch.autograd.Function):
 
 
 def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
-    """The mean over H and W of the whole image, from each rank's strip: one all-reduce of N x C numbers.
+    """The mean over H and W of the whole image, from each rank's strip: one all-reduce of N x C
+    numbers.
 
-    Every rank of the line computes the same loss from it, so the gradient of the sum of all ranks' losses is ``ranks``
-    times one rank's. The backward pass multiplies by that, and averaging gradients over all ranks divides by it again.
+    Every rank of the line computes the same loss from it, so the gradient of the sum of all ranks'
+    losses is ``ranks`` times one rank's. The backward pass multiplies by that, and averaging
+    gradients over all ranks divides by it again.
 
     Args:
         x: this rank's strip, [N, C, H, W].

@@ -1,8 +1,9 @@
 """An all-reduce in a ring, of sends and receives alone, one step after another, to look at.
 
-Each rank sends to the next and receives from the one before. A tensor is cut into as many parts as there are ranks. In
-ranks - 1 steps the parts go around and are added up, a reduce-scatter; in as many more the sums go around, an
-all-gather. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+Each rank sends to the next and receives from the one before. A tensor is cut into as many parts as
+there are ranks. In ranks - 1 steps the parts go around and are added up, a reduce-scatter; in as
+many more the sums go around, an all-gather. Source: Patarasuk and Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from torch import Tensor
 
 
 def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
-    """What this rank holds after each of the 2 (ranks - 1) steps; the last is the sum. A collective.
+    """What this rank holds after each of the 2 (ranks - 1) steps; the last is the sum. A
+    collective.
 
     Args:
         tensor: a vector of the same length on every rank; it is not changed.

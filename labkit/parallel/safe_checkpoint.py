@@ -1,8 +1,9 @@
-"""Reads a folder that torch.distributed.checkpoint wrote as data alone: whoever made it, nothing in it is executed.
+"""Reads a folder that torch.distributed.checkpoint wrote as data alone: whoever made it, nothing in
+it is executed.
 
-torch reads the tensors of a checkpoint so, but unpickles its table of contents (``.metadata``) and what is no tensor,
-such as a learning rate, without looking. A pickle can name any function and have it called, so what these two name is
-held against a list first.
+torch reads the tensors of a checkpoint so, but unpickles its table of contents (``.metadata``) and
+what is no tensor, such as a learning rate, without looking. A pickle can name any function and have
+it called, so what these two name is held against a list first.
 
 Source: https://docs.python.org/3/library/pickle.html#restricting-globals
 """
@@ -66,5 +67,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if is_dtype or name in SAFE_GLOBALS.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"{METADATA_FILE} names {module}.{name}, which is no part of a checkpoint: do not load it"
+            f"{METADATA_FILE} names {module}.{name}, which is no part of a checkpoint: do not"
+            " load it"
         )

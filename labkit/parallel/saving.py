@@ -1,8 +1,12 @@
-"""Save a training run whose state is sharded, and go on with it, on another number of ranks if need be.
+"""Save a training run whose state is sharded, and go on with it, on another number of ranks if need
+be.
 
-A folder holds a file for each rank, written and read side by side, in which every tensor knows its whole shape and
-place: torch.distributed.checkpoint cuts them anew for whoever loads. One plain file (``.pt``) holds the same state
-whole: rank 0 gathers and writes it, so it must fit into one host's memory, and ``torch.load`` alone can read it.
+A folder holds a file for each rank, written and read side by side, in which every tensor knows its
+whole shape and
+place: torch.distributed.checkpoint cuts them anew for whoever loads. One plain file (``.pt``) holds
+    the same state
+whole: rank 0 gathers and writes it, so it must fit into one host's memory, and ``torch.load`` alone
+    can read it.
 
     {"model": {name: tensor}, "optimizer": {"state": …, "param_groups": …}, "step": 3}
 
@@ -32,7 +36,8 @@ CHECKPOINTS_TO_KEEP = 2
 
 
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save parameters, buffers, the optimizer's state and how many steps were trained. A collective.
+    """Save parameters, buffers, the optimizer's state and how many steps were trained. A
+    collective.
 
     Args:
         path: a folder, or a file that ends in ``.pt``; nothing may be there.
@@ -66,7 +71,8 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
         How many steps were trained.
 
     Raises:
-        RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have other names or shapes.
+        RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have
+        other names or shapes.
     """
     if path.suffix != PLAIN_FILE_SUFFIX:
         weights, updates = get_state_dict(model, optimizer)
@@ -89,10 +95,11 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 
 class CheckpointFolder:
-    """A folder of saves, one a step, that all ranks see. Training goes on from the newest that is complete.
+    """A folder of saves, one a step, that all ranks see. Training goes on from the newest that is
+    complete.
 
-    A save takes its name in one step, once every rank has written its part: one that was cut off is never taken. Making
-    this is a collective, as its functions are.
+    A save takes its name in one step, once every rank has written its part: one that was cut off is
+    never taken. Making this is a collective, as its functions are.
 
     Args:
         folder: is made if it is not there.
@@ -121,11 +128,14 @@ class CheckpointFolder:
             (folder / mark).unlink()
         if blind := [rank for rank, does in enumerate(sees) if not does]:
             raise ValueError(
-                f"ranks {blind} do not see rank 0's folder {folder}: take one on a disk that all share"
+                f"ranks {blind} do not see rank 0's folder {folder}: take one on a disk that all"
+                " share"
             )
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> int:
-        """Put the newest save into a model and its optimizer; returns how many steps were trained, 0 without a save."""
+        """Put the newest save into a model and its optimizer; returns how many steps were trained,
+        0 without a save.
+        """
         return load_training(self._folder / self._newest, model, optimizer) if self._newest else 0
 
     def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:

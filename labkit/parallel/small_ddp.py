@@ -1,8 +1,9 @@
 """Data-parallel training in thirty lines: what a learner of the DDP lab writes.
 
-Every gradient belongs to a bucket. Once the last gradient of a bucket is there, its all-reduce is asked for, and the
-backward pass goes on; once the last gradient of all is there, the rank waits. ``buckets.GradientBuckets`` does the same
-for a mesh, and refuses a backward pass that leaves a gradient out.
+Every gradient belongs to a bucket. Once the last gradient of a bucket is there, its all-reduce is
+asked for, and the backward pass goes on; once the last gradient of all is there, the rank waits.
+``buckets.GradientBuckets`` does the same for a mesh, and refuses a backward pass that leaves a
+gradient out.
 """
 
 import torch

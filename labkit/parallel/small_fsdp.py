@@ -1,8 +1,10 @@
-"""Fully sharded data parallelism in thirty lines, one unit at a time: what a learner of the FSDP lab writes.
+"""Fully sharded data parallelism in thirty lines, one unit at a time: what a learner of the FSDP
+lab writes.
 
-``shard_unit`` takes a module, a *unit*, and leaves this rank a flat share of its parameters. Around the unit's forward
-and backward pass the whole parameters are put together in a buffer that is empty otherwise. ``FlatShards`` is the model
-made of such units. Nothing travels while something computes, and buffers are not shared: ``fully_shard`` does both.
+``shard_unit`` takes a module, a *unit*, and leaves this rank a flat share of its parameters. Around
+the unit's forward and backward pass the whole parameters are put together in a buffer that is empty
+otherwise. ``FlatShards`` is the model made of such units. Nothing travels while something computes,
+and buffers are not shared: ``fully_shard`` does both.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +17,9 @@ from torch import Tensor, nn
 ShardUnit = Callable[[nn.Module], nn.Parameter]
 """Shards a unit in place, and returns this rank's share.
 
-The share is a flat parameter: all of the unit's, in the order of ``unit.parameters()``, one after another, with zeros
-at the end so that the ranks divide them, cut into equal parts of which rank r keeps part r. After a backward pass its
-gradient is the mean over the ranks.
+The share is a flat parameter: all of the unit's, in the order of ``unit.parameters()``, one after
+another, with zeros at the end so that the ranks divide them, cut into equal parts of which rank r
+keeps part r. After a backward pass its gradient is the mean over the ranks.
 """
 
 
@@ -85,7 +87,8 @@ class FlatShards(nn.Module):
         shard: called with each of them.
 
     Raises:
-        ValueError: units overlap or leave parameters out, or what ``shard`` returned is no share of its unit.
+        ValueError: units overlap or leave parameters out, or what ``shard`` returned is no share of
+            its unit.
     """
 
     def __init__(
@@ -101,7 +104,8 @@ class FlatShards(nn.Module):
         if missing or len(set(held)) < len(held):
             what = f"{missing[0]} is in no unit" if missing else "two units share a parameter"
             raise ValueError(
-                f"{what}, and nobody but a unit gathers it: choose units that hold each parameter once"
+                f"{what}, and nobody but a unit gathers it: choose units that hold each parameter"
+                " once"
             )
         self.shards = nn.ParameterList(
             _make_share(shard, name, unit) for name, unit in units.items()
@@ -131,8 +135,8 @@ def _make_share(shard: ShardUnit, name: str, unit: nn.Module) -> nn.Parameter:
     if not isinstance(share, nn.Parameter) or share.shape != (wanted,):
         shape = f" of shape {tuple(share.shape)}" if isinstance(share, Tensor) else ""
         raise ValueError(
-            f"unit {name or 'root'} has {whole} numbers, so each of {ranks} ranks keeps {wanted} in a flat "
-            f"nn.Parameter; the function gave a {type(share).__name__}{shape}"
+            f"unit {name or 'root'} has {whole} numbers, so each of {ranks} ranks keeps {wanted} in"
+            f" a flat nn.Parameter; the function gave a {type(share).__name__}{shape}"
         )
     return share
 

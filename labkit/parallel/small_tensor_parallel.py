@@ -1,12 +1,14 @@
-"""Tensor parallelism without DTensor, as learners of the lab on two dimensions write it: two functions, two layers.
+"""Tensor parallelism without DTensor, as learners of the lab on two dimensions write it: two
+functions, two layers.
 
                           forward pass        backward pass
     copy_to_ranks         as it is            summed over the ranks       where a pair begins
     sum_over_ranks        summed              as it is                    where a pair ends
 
-``ColumnParallel`` and ``RowParallel`` are a pair's two linear layers, as one rank has them: plain parameters, which are
-this rank's share. ``share_pairs`` puts them into a stack of MLPs, and ``SharedPairs`` says what the shares are parts
-of. Megatron-LM calls the two functions f and g (Shoeybi et al., 2019, arXiv:1909.08053).
+``ColumnParallel`` and ``RowParallel`` are a pair's two linear layers, as one rank has them: plain
+parameters, which are this rank's share. ``share_pairs`` puts them into a stack of MLPs, and
+``SharedPairs`` says what the shares are parts of. Megatron-LM calls the two functions f and g
+(Shoeybi et al., 2019, arXiv:1909.08053).
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +25,9 @@ from torch.nn import functional
 from labkit.models.mlp import MLPStack
 
 ShareLayer = Callable[[nn.Linear, ProcessGroup], nn.Module]
-"""Makes one rank's share of a linear layer with bias, a module with parameters ``weight`` and ``bias``."""
+"""Makes one rank's share of a linear layer with bias, a module with parameters ``weight`` and
+``bias``.
+"""
 PAIR_PLACEMENTS: dict[str, dict[str, Placement]] = {
     "in_proj": {"weight": Shard(0), "bias": Shard(0)},
     "out_proj": {"weight": Shard(1), "bias": Replicate()},
@@ -88,7 +92,9 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """This rank's share of a linear layer's inputs: columns of the weight. The bias is whole, and added once."""
+    """This rank's share of a linear layer's inputs: columns of the weight. The bias is whole, and
+    added once.
+    """
 
     def __init__(self, layer: nn.Linear, group: ProcessGroup):
         super().__init__()
@@ -140,7 +146,8 @@ def _check_share(
         wants[each] = tuple(shape)
     if has != wants:
         raise ValueError(
-            f"{name}: one of {ranks} ranks needs a module with parameters {wants}, and got {has or own!r}"
+            f"{name}: one of {ranks} ranks needs a module with parameters {wants}, and got"
+            f" {has or own!r}"
         )
 
 
@@ -161,7 +168,9 @@ class TensorParallelPairs(nn.Module):
         return self.model(x)
 
     def as_dtensors(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shares of parameters or gradients, by the names of the stack's, as DTensors. A collective."""
+        """This rank's shares of parameters or gradients, by the names of the stack's, as DTensors.
+        A collective.
+        """
         whole: dict[str, Tensor] = {}
         for name, share in shares.items():
             layer, own_name = name.split(".")[-2:]

@@ -1,21 +1,24 @@
 """Shard a convolutional network's activations along the height or the width of its images.
 
-Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension of [N, C, H, W], 2 (height) or 3 (width).
+Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension of [N, C, H, W], 2
+    (height) or 3 (width).
 
-Every rank of the mesh axis ``mesh_dim`` holds one strip of every image and of every feature map, and all parameters.
-The other mesh axis, if there is one, shares the samples out. Three ways to do it, each faster than the one before:
+Every rank of the mesh axis ``mesh_dim`` holds one strip of every image and of every feature map,
+and all parameters. The other mesh axis, if there is one, shares the samples out. Three ways to do
+it, each faster than the one before:
 
-| strategy | tensors                          | who exchanges the halo             | gradients are reduced     |
-|----------|----------------------------------|------------------------------------|---------------------------|
-| native   | DTensor                          | PyTorch's DTensor convolution      | one collective each       |
-| dtensor  | DTensor                          | labkit.parallel.halo               | one collective each       |
-| local    | DTensor input, then plain local  | labkit.parallel.halo               | in buckets                |
+| strategy | tensors                         | halo exchange                 | gradients           |
+| -------- | ------------------------------- | ----------------------------- | ------------------- |
+| native   | DTensor                         | PyTorch's DTensor convolution | one collective each |
+| dtensor  | DTensor                         | labkit.parallel.halo          | one collective each |
+| local    | DTensor input, then plain local | labkit.parallel.halo          | in buckets          |
 
-``native`` is refused, since upstream is wrong on every version so far; ``native_unguarded`` runs all the same, to be
-looked at.
+``native`` is refused, since upstream is wrong on every version so far; ``native_unguarded`` runs
+all the same, to be looked at.
 
-Whichever it is: the model takes a DTensor from ``shard_batch``, returns the plain logits of this rank's samples, and
-after ``loss.backward()`` of their mean loss each parameter's gradient is that of the mean over all samples.
+Whichever it is: the model takes a DTensor from ``shard_batch``, returns the plain logits of this
+rank's samples, and after ``loss.backward()`` of their mean loss each parameter's gradient is that
+of the mean over all samples.
 """
 
 from collections.abc import Callable
@@ -55,8 +58,9 @@ def apply_spatial(
 ) -> ConvNeXt:
     """Shard the activations of ``model`` along one dimension of its images, in place.
 
-    A collective of the whole mesh: parameters become those of the mesh's first rank on every rank. Set gradients to
-    zero before each backward pass: with DTensors and a data axis, old ones would be divided by its ranks again.
+    A collective of the whole mesh: parameters become those of the mesh's first rank on every rank.
+    Set gradients to zero before each backward pass: with DTensors and a data axis, old ones would
+    be divided by its ranks again.
 
     Args:
         model: a ConvNeXt on this rank's device.
@@ -70,7 +74,8 @@ def apply_spatial(
         The same model.
 
     Raises:
-        ValueError: an unknown strategy, dimension or axis; a convolution that cannot be cut; ``native``.
+        ValueError: an unknown strategy, dimension or axis; a convolution that cannot be cut;
+            ``native``.
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
@@ -94,7 +99,9 @@ def apply_spatial(
 
 
 def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
-    """The index of the mesh axis along which strips lie. Raises ValueError for one that the mesh does not have."""
+    """The index of the mesh axis along which strips lie. Raises ValueError for one that the mesh
+    does not have.
+    """
     if mesh.ndim > 2:
         raise ValueError(
             f"mesh of {mesh.ndim} axes: spatial sharding takes one (space) or two (data x space)"
@@ -121,13 +128,16 @@ def shard_batch(
     mesh_dim: int | str | None = None,
     stride: int = 1,
 ) -> tuple[DTensor, Tensor]:
-    """This rank's strips of its samples, and their labels, from a batch that every rank holds whole. No communication.
+    """This rank's strips of its samples, and their labels, from a batch that every rank holds
+    whole. No communication.
 
-    Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every strip is a multiple of
-    ``stride``, by which the network divides the dimension in all (32 for four stages).
+    Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every
+    strip is a multiple of ``stride``, by which the network divides the dimension in all (32 for
+    four stages).
 
     Returns:
-        The images as a DTensor [N, C, H, W], and the labels of the samples that this rank holds, a plain tensor.
+        The images as a DTensor [N, C, H, W], and the labels of the samples that this rank holds, a
+        plain tensor.
 
     Raises:
         ValueError: samples or columns cannot be shared out, with the arithmetic.
@@ -144,7 +154,9 @@ def shard_batch(
 
 
 def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None) -> slice:
-    """Which samples of the batch this rank holds: all of them, or its share along the mesh's data axis."""
+    """Which samples of the batch this rank holds: all of them, or its share along the mesh's data
+    axis.
+    """
     if mesh.ndim == 1:
         return slice(0, batch)
     data = 1 - axis_index(mesh, mesh_dim)
@@ -153,7 +165,9 @@ def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None)
 
 
 class HaloConv2d(nn.Module):
-    """A Conv2d, with its own weight and bias, not copies, that takes and returns one strip of the feature map."""
+    """A Conv2d, with its own weight and bias, not copies, that takes and returns one strip of the
+    feature map.
+    """
 
     def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
         super().__init__()
@@ -162,7 +176,9 @@ class HaloConv2d(nn.Module):
         self.settings = ConvolutionSettings.from_conv(conv, strip.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A strip [N, C, H, W], plain or DTensor, to this rank's strip of the output, of the same kind."""
+        """A strip [N, C, H, W], plain or DTensor, to this rank's strip of the output, of the same
+        kind.
+        """
         convolve = partial(halo_conv2d, halo=self.halo, strip=self.strip, settings=self.settings)
         if not isinstance(x, DTensor):
             return convolve(x, self.weight, self.bias)
@@ -172,7 +188,9 @@ class HaloConv2d(nn.Module):
 
 
 def _local_parameter(parameter: Tensor) -> Tensor:
-    """A replicated parameter as a plain tensor whose gradient is this rank's part of a sum over all ranks."""
+    """A replicated parameter as a plain tensor whose gradient is this rank's part of a sum over all
+    ranks.
+    """
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
@@ -219,12 +237,17 @@ def _apply_dtensor(
         _relabel_as_strips(model)
 
     def check_strips(module: nn.Module, args: tuple[DTensor]) -> None:
-        # A feature map made from local strips does not know how long the others are, so they must be equal.
+        # A feature map made from local strips does not know how long the others are, so they must
+        # be equal.
         size = args[0].shape[strip.dim]
         if left_over := size % strip.ranks:
-            rule = f"{size} % {strip.ranks} = {left_over}; use strategy local or a size that {strip.ranks} divides"
+            rule = (
+                f"{size} % {strip.ranks} = {left_over}; use strategy local or a size that"
+                f" {strip.ranks} divides"
+            )
             raise ValueError(
-                f"{strip.ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor: {rule}"
+                f"{strip.ranks} ranks cannot share {size} along dim {strip.dim} as a DTensor:"
+                f" {rule}"
             )
 
     model.register_forward_pre_hook(check_strips)
@@ -236,10 +259,12 @@ def _apply_dtensor(
 
 
 def _relabel_as_strips(model: nn.Module) -> None:
-    """Say of every convolution's input and output that they are strips, where torch calls the output replicated.
+    """Say of every convolution's input and output that they are strips, where torch calls the
+    output replicated.
 
-    So the model trains, and every number that depends on a halo or on a sum over ranks is wrong: only to be looked at.
-    The wrong label alone fails later, with an error that does not name the cause. (A batch that the ranks divide still
+    So the model trains, and every number that depends on a halo or on a sum over ranks is wrong:
+    only to be looked at. The wrong label alone fails later, with an error that does not name the
+    cause. (A batch that the ranks divide still
     fails: there torch moves samples as well.)
     """
 
@@ -268,16 +293,21 @@ def _forward_on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTens
 
 
 def _sum_gradient(parameter: Tensor, replicated: list[Replicate], data_ranks: int) -> None:
-    """Sum a gradient over ranks: each holds its own pixels' part. Samples are averaged, so divide by their ranks."""
+    """Sum a gradient over ranks: each holds its own pixels' part. Samples are averaged, so divide
+    by their ranks.
+    """
     gradient = parameter.grad
     assert isinstance(gradient, DTensor)
     mean = gradient.redistribute(placements=replicated) / data_ranks
-    # with the parameter's strides, which Adam's fused kernel takes for granted: torch 2.11 loses them in redistribute
+    # with the parameter's strides, which Adam's fused kernel takes for granted: torch 2.11 loses
+    # them in redistribute
     parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
 def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> None:
-    """Let all strips of a sample be dropped together, and ranks with other samples draw on from the same stream."""
+    """Let all strips of a sample be dropped together, and ranks with other samples draw on from the
+    same stream.
+    """
     device = next(model.parameters()).device
     seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
     for index in range(mesh.ndim):

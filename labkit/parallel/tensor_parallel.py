@@ -1,17 +1,20 @@
 r"""Tensor parallelism: ranks along the mesh axis ``tp`` share each matrix product.
 
-The two linear layers of an MLP make a pair. The first is cut by columns, so that each rank computes some of the inner
-features and applies ReLU to them alone; the second is cut by rows, so that the ranks' results only need to be added.
+The two linear layers of an MLP make a pair. The first is cut by columns, so that each rank computes
+some of the inner features and applies ReLU to them alone; the second is cut by rows, so that the
+ranks' results only need to be added.
 
                       in_proj (columns)       out_proj (rows)
     rank 0    x   ->   inner features 0   ->   part of y   \
-    rank 1    x   ->   inner features 1   ->   part of y   -+->  y = sum of the parts: one all-reduce an MLP
+    rank 1    x   ->   inner features 1   ->   part of y   -+->  y = sum of the parts: one
+    all-reduce an MLP
 
-With sequence parallelism each rank keeps only its places of the sequence between the pairs: the sum is
-reduce-scattered over the sequence, which is all-gathered before the next pair. The bytes sent are the same; activations
-between the pairs, and what is computed there, are shared.
+With sequence parallelism each rank keeps only its places of the sequence between the pairs: the sum
+is reduce-scattered over the sequence, which is all-gathered before the next pair. The bytes sent
+are the same; activations between the pairs, and what is computed there, are shared.
 
-Shapes: N samples, S places of a sequence, D width. Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053);
+Shapes: N samples, S places of a sequence, D width. Sources: Shoeybi et al., "Megatron-LM", 2019
+    (arXiv:1909.08053);
 Korthikanti et al., "Reducing Activation Recomputation", 2022 (arXiv:2205.05198).
 """
 
@@ -53,27 +56,29 @@ def apply_tensor_parallel(
 ) -> MLPStack:
     """Share a stack's matrices over the axis ``tp``, in place.
 
-    Ranks of one ``tp`` line take the same samples and return the same result. A line of one rank shares nothing.
-    Checkpointing, compiling and FSDP over ``data``, if any, come after.
+    Ranks of one ``tp`` line take the same samples and return the same result. A line of one rank
+    shares nothing. Checkpointing, compiling and FSDP over ``data``, if any, come after.
 
     Args:
         model: equal on all ranks, on this rank's device.
         mesh: with axes named ``data`` and ``tp``.
-        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm; evenly, or with torch 2.13 or
-            later also unevenly.
+        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm; evenly, or
+            with torch 2.13 or later also unevenly.
         plan: ways to cut by names of modules, instead of pairs of column- and row-parallel layers.
 
     Returns:
-        ``model``; it takes and returns plain tensors [N, S, D]. Parameters are DTensors, plain on one rank.
+        ``model``; it takes and returns plain tensors [N, S, D]. Parameters are DTensors, plain on
+        one rank.
 
     Raises:
-        ValueError: the mesh lacks an axis; the ranks of both axes, since FSDP cuts what is left, cannot share an inner
-            width evenly.
+        ValueError: the mesh lacks an axis; the ranks of both axes, since FSDP cuts what is left,
+            cannot share an inner width evenly.
     """
     _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
     line = mesh[
         "tp"
-    ]  # taken once: inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
+        # inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
+    ]
     if line.size() > 1:
         parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
         if sequence_parallel:
@@ -94,11 +99,13 @@ def apply_tensor_parallel(
 def apply_decoder_tensor_parallel(
     model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> None:
-    """Share a decoder's matrices over the axis ``tp``, in place: pairs in every block, the embedding, the output layer.
+    """Share a decoder's matrices over the axis ``tp``, in place: pairs in every block, the
+    embedding, the output layer.
 
-    Ranks of one ``tp`` line take the same tokens. Logits stay cut over words, a DTensor: compute the loss and its
-    backward pass in ``loss_parallel()`` of torch, which sends three numbers a token and never has the logits whole.
-    Checkpointing, compiling and FSDP over ``data``, if any, come after.
+    Ranks of one ``tp`` line take the same tokens. Logits stay cut over words, a DTensor: compute
+    the loss and its backward pass in ``loss_parallel()`` of torch, which sends three numbers a
+    token and never has the logits whole. Checkpointing, compiling and FSDP over ``data``, if any,
+    come after.
 
     Args:
         model: equal on all ranks, on this rank's device.
@@ -106,14 +113,16 @@ def apply_decoder_tensor_parallel(
         sequence_parallel: cut the sequence, dim 1, between the pairs and in the norms; evenly.
 
     Raises:
-        ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the heads, an inner width or the words.
+        ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the heads, an inner
+            width or the words.
     """
     _check_widths(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
     parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
 
 
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
-    """Share a chain's matrices over the axis ``tp``, in pairs, and leave it plain parameters for DDP to replicate.
+    """Share a chain's matrices over the axis ``tp``, in pairs, and leave it plain parameters for
+    DDP to replicate.
 
     The model, which is changed, and the mesh are as for ``apply_tensor_parallel``.
 
@@ -129,14 +138,17 @@ def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainPa
 
 
 class PlainParameters(nn.Module):
-    """A tensor-parallel model whose parameters are plain tensors, this rank's shards, as DDP needs them.
+    """A tensor-parallel model whose parameters are plain tensors, this rank's shards, as DDP needs
+    them.
 
-    Each forward pass makes DTensors of them again. torch's own way, ``replicate(model, device_mesh=mesh["data"])`` on a
-    model with DTensor parameters, leaves the DTensors of the first step where the parameters were: ``parameters()`` is
-    empty from then on (pytorch/pytorch#152712), and the second step of a compiled model fails.
+    Each forward pass makes DTensors of them again. torch's own way, ``replicate(model,
+    device_mesh=mesh["data"])`` on a model with DTensor parameters, leaves the DTensors of the first
+    step where the parameters were: ``parameters()`` is empty from then on (pytorch/pytorch#152712),
+    and the second step of a compiled model fails.
 
     Args:
-        model: with DTensor parameters on one mesh, cut evenly. It is changed: its parameters become plain.
+        model: with DTensor parameters on one mesh, cut evenly. It is changed: its parameters become
+            plain.
         mesh: that mesh.
     """
 
@@ -158,7 +170,9 @@ class PlainParameters(nn.Module):
         )
 
     def as_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shards of parameters or gradients, by the names of the model's parameters, as DTensors."""
+        """This rank's shards of parameters or gradients, by the names of the model's parameters, as
+        DTensors.
+        """
         return {
             name: DTensor.from_local(shard, self.mesh, self.placements[name], run_check=False)
             for name, shard in shards.items()
@@ -166,7 +180,9 @@ class PlainParameters(nn.Module):
 
 
 def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Every MLP as a pair. Where the sequence is cut between, it is a DTensor, which knows an uneven one's length."""
+    """Every MLP as a pair. Where the sequence is cut between, it is a DTensor, which knows an
+    uneven one's length.
+    """
     columns, rows = ColwiseParallel(), RowwiseParallel()
     if sequence_parallel:
         columns = ColwiseParallel(input_layouts=SEQUENCE_LAYOUT)
@@ -178,7 +194,8 @@ def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, Parall
 
 
 def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Pairs: query, key and value with output; gate and up with down. What begins a pair is prepared once for all.
+    """Pairs: query, key and value with output; gate and up with down. What begins a pair is
+    prepared once for all.
 
     The embedding is cut by its width, and so needs no sum.
     """
@@ -205,7 +222,9 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
 
 def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
-    """Refuse a mesh without the two axes, and inner widths that the ranks of the sharing ones cannot share."""
+    """Refuse a mesh without the two axes, and inner widths that the ranks of the sharing ones
+    cannot share.
+    """
     names = mesh.mesh_dim_names or ()
     if not {"data", "tp"} <= set(names):
         raise ValueError(
@@ -215,5 +234,6 @@ def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> Non
     for width in widths:
         if width % ranks:
             raise ValueError(
-                f"{ranks} ranks cannot share the inner width {width}: {width} % {ranks} = {width % ranks}"
+                f"{ranks} ranks cannot share the inner width {width}: {width} % {ranks} ="
+                f" {width % ranks}"
             )

@@ -1,7 +1,7 @@
 """Which modules of a model are sharded together: FSDP's units.
 
-A unit's parameters are gathered together, just before its first module computes. So a parameter must be in one unit
-only, whoever uses it, and a unit inside another one must be made before it.
+A unit's parameters are gathered together, just before its first module computes. So a parameter
+must be in one unit only, whoever uses it, and a unit inside another one must be made before it.
 """
 
 import weakref
@@ -33,14 +33,18 @@ def layer_types(model: nn.Module) -> tuple[str, ...]:
 
 
 def modules_with_parameters(model: nn.Module) -> tuple[nn.Module, ...]:
-    """What ``--wrap every`` wraps: all that is called and holds parameters, one inside the other."""
+    """What ``--wrap every`` wraps: all that is called and holds parameters, one inside the
+    other.
+    """
     return tuple(
         module for module in _self_contained_parts(model) if any(True for _ in module.parameters())
     )
 
 
 def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
-    """What ``--wrap size`` wraps: each module that holds so many numbers outside of the units inside it."""
+    """What ``--wrap size`` wraps: each module that holds so many numbers outside of the units
+    inside it.
+    """
     chosen: list[nn.Module] = []
     taken: set[int] = set()
     for module in reversed(
@@ -54,9 +58,11 @@ def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
 
 
 def wrap(module: ModuleType) -> ModuleType:
-    """Mark a module as a unit where it is written: ``nn.Sequential(wrap(nn.Linear(4, 4)), ...)``; the same module.
+    """Mark a module as a unit where it is written: ``nn.Sequential(wrap(nn.Linear(4, 4)), ...)``;
+    the same module.
 
-    With ``is_marked`` for ``block_types`` those become units. FSDP1's own ``wrap`` is called in the same place.
+    With ``is_marked`` for ``block_types`` those become units. FSDP1's own ``wrap`` is called in the
+    same place.
     """
     _unit_marks.add(module)
     return module
@@ -71,9 +77,11 @@ _unit_marks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _callable_parts(model: nn.Module) -> list[nn.Module]:
-    """The modules inside a model that are called, so that a hook can gather before them; outer ones first.
+    """The modules inside a model that are called, so that a hook can gather before them; outer ones
+    first.
 
-    Lists and dicts of modules have no forward pass; attention uses its parts' weights without calling the parts.
+    Lists and dicts of modules have no forward pass; attention uses its parts' weights without
+    calling the parts.
     """
     uncalled = {
         part
@@ -92,7 +100,8 @@ def _callable_parts(model: nn.Module) -> list[nn.Module]:
 def _self_contained_parts(model: nn.Module) -> list[nn.Module]:
     """The callable parts without those around only one of several modules that share a parameter.
 
-    A unit of such a part would have to hold the others, which may lie in a unit that holds this part.
+    A unit of such a part would have to hold the others, which may lie in a unit that holds this
+    part.
     """
     parts = _callable_parts(model)
     return [
@@ -109,19 +118,22 @@ def fsdp_units(
     local_modules: Collection[nn.Module] = (),
     skip: Collection[int] = (),
 ) -> Units:
-    """The modules of each unit by name, in the order of the model; what is in none of them belongs to the root.
+    """The modules of each unit by name, in the order of the model; what is in none of them belongs
+    to the root.
 
-    A parameter that two modules share must live in one unit, or each would gather and reduce a copy of its own. So
-    modules that are tied to a block join its unit.
+    A parameter that two modules share must live in one unit, or each would gather and reduce a copy
+    of its own. So modules that are tied to a block join its unit.
 
     Args:
         model: any module.
-        block_types: which modules are blocks, and so become units: class names, or a function that says it of each.
+        block_types: which modules are blocks, and so become units: class names, or a function that
+            says it of each.
         local_modules: modules that differ from rank to rank and stay out of all units.
         skip: blocks to leave to the root, counted from 0 in the order of the model.
 
     Raises:
-        ValueError: block types are given and the model has none of them, or not as many as ``skip`` counts.
+        ValueError: block types are given and the model has none of them, or not as many as ``skip``
+            counts.
     """
     outside = {part for module in local_modules for part in module.modules()}
     blocks = [
@@ -133,7 +145,8 @@ def fsdp_units(
         if apart := [block for block in find_blocks(model, block_types) if block in outside]:
             kinds = ", ".join(sorted({type(block).__name__ for block in apart}))
             raise ValueError(
-                f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is left to wrap"
+                f"all blocks of {type(model).__name__} ({kinds}) are ignored or local: nothing is"
+                " left to wrap"
             )
         if callable(block_types):
             raise ValueError(
@@ -141,11 +154,13 @@ def fsdp_units(
             )
         has = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         raise ValueError(
-            f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has {has}"
+            f"no block of type {', '.join(sorted(block_types))} in {type(model).__name__}: it has"
+            f" {has}"
         )
     if not set(skip) <= set(range(len(blocks))):
         raise ValueError(
-            f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)}, from 0"
+            f"skip {sorted(skip)} counts blocks that are not there: the model has {len(blocks)},"
+            " from 0"
         )
     blocks = [block for index, block in enumerate(blocks) if index not in skip]
     wrappers, names = (
@@ -170,7 +185,9 @@ def fsdp_units(
 
 
 def inner_first(units: Units) -> Iterator[list[nn.Module]]:
-    """The units in an order in which each comes before those that contain one of its modules, as wrapping needs it."""
+    """The units in an order in which each comes before those that contain one of its modules, as
+    wrapping needs it.
+    """
     inside = {
         name: {part for m in modules for part in m.modules()} - set(modules)
         for name, modules in units.items()

@@ -1,7 +1,8 @@
-"""Do DDP, ``replicate`` and their compiled versions give one device's gradients, in the buckets that theory predicts?
+"""Do DDP, ``replicate`` and their compiled versions give one device's gradients, in the buckets
+that theory predicts?
 
-One device goes through every rank's samples in turn and averages. Techniques are compared with it rather than with each
-other, since two that are wrong in the same way would agree.
+One device goes through every rank's samples in turn and averages. Techniques are compared with it
+rather than with each other, since two that are wrong in the same way would agree.
 """
 
 import copy
@@ -49,14 +50,17 @@ def compare_techniques(
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
-    Compared are every step's output and gradients, and every parameter after the last. Each rank has its own samples,
-    ``batch`` in a batch; the chain has ``layers`` layers ``dim`` wide; ``how`` is passed on to ``ddp.apply_technique``.
+    Compared are every step's output and gradients, and every parameter after the last. Each rank
+    has its own samples, ``batch`` in a batch; the chain has ``layers`` layers ``dim`` wide; ``how``
+    is passed on to ``ddp.apply_technique``.
 
     Returns:
-        What ``Here.verdict`` takes. ``sent_bytes``: what a rank hands to all-reduces in all steps, by technique.
-        ``sent_without_sync``: the part of it in batches that should send nothing. ``compiled_backwards``: how many
-        programs with communication inductor wrote, or without it, how many backward passes compiled autograd traced,
-        so that nobody compares eager runs with each other.
+        What ``Here.verdict`` takes. ``sent_bytes``: what a rank hands to all-reduces in all steps,
+        by technique.
+        ``sent_without_sync``: the part of it in batches that should send nothing.
+            ``compiled_backwards``: how many
+        programs with communication inductor wrote, or without it, how many backward passes compiled
+        autograd traced, so that nobody compares eager runs with each other.
     """
     build = partial(build_chain, dim, case, device, batch, layers)
     one_device = OneDevice(
@@ -110,7 +114,9 @@ def _train_and_compare(
     rank: int,
     expected: list[tuple[Tensor, TensorList]],
 ) -> Counter[bool]:
-    """Train with one technique, and compare each step's last output and gradients; bytes sent, by whether synced."""
+    """Train with one technique, and compare each step's last output and gradients; bytes sent, by
+    whether synced.
+    """
     optimizer, sent, batches = make_sgd(lab), Counter[bool](), len(case.batches)
     for step, (expected_output, gradients) in enumerate(expected):
         optimizer.zero_grad()
@@ -147,10 +153,12 @@ def compare_buckets(
     bucket_mb: float,
     **how: Any,
 ) -> dict[str, Any]:
-    """Compile a backward pass twice, without gradients and on top of them, and look for its buckets. A collective.
+    """Compile a backward pass twice, without gradients and on top of them, and look for its
+    buckets. A collective.
 
-    They are predicted, counted by inductor, read from the program that it writes, and seen when they are handed over,
-    with names. Fusing needs a case with gradients in float32. The arguments are those of ``compare_techniques``.
+    They are predicted, counted by inductor, read from the program that it writes, and seen when
+    they are handed over, with names. Fusing needs a case with gradients in float32. The arguments
+    are those of ``compare_techniques``.
 
     Returns:
         What ``Here.verdict`` takes; lists hold a value for each of the two backward passes.
@@ -203,7 +211,9 @@ def compare_buckets(
 
 
 def request_wait_order(buckets: Sequence[inductor.Bucket]) -> list[str]:
-    """Requests and waits of a program in its order, as "request 0" and "wait 0": each bucket once or more."""
+    """Requests and waits of a program in its order, as "request 0" and "wait 0": each bucket once
+    or more.
+    """
     events = [(bucket.request.number, f"request {index}") for index, bucket in enumerate(buckets)]
     events += [
         (wait.number, f"wait {index}")
@@ -222,8 +232,8 @@ def _is_in_bucket_order(order: list[str], what: str) -> bool:
 def _max_in_flight(buckets: Sequence[inductor.Bucket]) -> int:
     """How many buckets have been asked for and not been waited for yet, at most, in a program.
 
-    All of them where nobody needs a result before the end. A program that adds to older gradients has reason to wait
-    for some earlier: what has arrived is added to these at once.
+    All of them where nobody needs a result before the end. A program that adds to older gradients
+    has reason to wait for some earlier: what has arrived is added to these at once.
     """
     sent = [(bucket.request.number, 1) for bucket in buckets]
     arrived = [(min(wait.number for wait in bucket.waits), -1) for bucket in buckets]

@@ -1,8 +1,9 @@
 """Do parameters with all-gather extensions train as plain ones do, and send what theory says?
 
-``compare_training`` and ``train_from_meta_device`` train three MLPs of width 8 without bias, each a unit, as torch's
-test of these extensions does. The objective is another: the sum of ReLU outputs, minimised, is 0 from the third step
-on, and so are all gradients. The other two look at a network of the caller's. All return what ``Here.verdict`` takes.
+``compare_training`` and ``train_from_meta_device`` train three MLPs of width 8 without bias, each a
+unit, as torch's test of these extensions does. The objective is another: the sum of ReLU outputs,
+minimised, is 0 from the third step on, and so are all gradients. The other two look at a network of
+the caller's. All return what ``Here.verdict`` takes.
 """
 
 import copy
@@ -42,10 +43,12 @@ def three_mlps(device: torch.device | str) -> nn.Sequential:
 def compare_extension_training(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
 ) -> dict[str, Any]:
-    """Compare every loss, gradient and shard with plain training whose gradients are reduced by hand. A collective.
+    """Compare every loss, gradient and shard with plain training whose gradients are reduced by
+    hand. A collective.
 
-    Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every gradient alive. So the
-    reference is not ``OneDevice``, which would add the ranks' gradients in another order than an all-reduce does.
+    Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every
+    gradient alive. So the reference is not ``OneDevice``, which would add the ranks' gradients in
+    another order than an all-reduce does.
     """
     found, halves = Parity(), 1
     for reshard in (True, False):
@@ -85,7 +88,8 @@ def compare_extension_training(
 def train_from_meta_device(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
 ) -> dict[str, Any]:
-    """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A collective.
+    """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A
+    collective.
 
     With and without resharding after the forward pass; the losses are those of the second.
     """
@@ -101,8 +105,8 @@ def _train_one_way(
 ) -> dict[str, Any]:
     """The same, one way.
 
-    Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN after training, and have
-    changed in it. A TwoTensor's halves must start alike.
+    Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN
+    after training, and have changed in it. A TwoTensor's halves must start alike.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = apply_extension(
@@ -159,8 +163,9 @@ def compare_bytes(
 ) -> dict[str, Any]:
     """Hold the bytes of each extension's all-gathers in one step against theory. A collective.
 
-    ``build`` makes the network with an extension; its root holds no parameters of its own. ``backward`` is a forward
-    and a backward pass; with ``reshard``, parameters are gathered in both.
+    ``build`` makes the network with an extension; its root holds no parameters of its own.
+    ``backward`` is a forward and a backward pass; with ``reshard``, parameters are gathered in
+    both.
     """
     measured, predicted = {}, {}
     for name in theory.EXTENSION_BYTES:
@@ -177,7 +182,8 @@ def compare_bytes(
 def compare_final_losses(
     mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]
 ) -> dict[str, Any]:
-    """Train with each extension, and hold the mean loss of all ranks at the end against that of fp32. A collective.
+    """Train with each extension, and hold the mean loss of all ranks at the end against that of
+    fp32. A collective.
 
     ``train`` takes an extension, the same samples whatever it is, and returns this rank's losses.
     """
@@ -205,7 +211,9 @@ def _forward_backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tens
 
 
 def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.Module) -> None:
-    """Add this rank's shard of every gradient and parameter, and both halves where there are two."""
+    """Add this rank's shard of every gradient and parameter, and both halves where there are
+    two.
+    """
     for (name, parameter), expected in zip(
         model.named_parameters(), reference.parameters(), strict=True
     ):
@@ -220,7 +228,9 @@ def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.M
 
 
 def _initialise_shard(parameter: Tensor) -> None:
-    """Draw a shard's values, and give both halves of a TwoTensor the same, since each draws its own."""
+    """Draw a shard's values, and give both halves of a TwoTensor the same, since each draws its
+    own.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="DTensor random operators"

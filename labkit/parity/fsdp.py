@@ -63,16 +63,20 @@ def compare_fsdp_training(
     rank: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Let one device, not trained yet, train as many steps as this rank has, and compare. A collective.
+    """Let one device, not trained yet, train as many steps as this rank has, and compare. A
+    collective.
 
-    The model, FSDP2's, FSDP1's or a plain one, comes after its steps; it should have trained ``steps`` of them.
+    The model, FSDP2's, FSDP1's or a plain one, comes after its steps; it should have trained
+    ``steps`` of them.
 
     Returns:
-        What ``Here.verdict`` takes, on the loss and output of every step, its input's gradient where it has one, and
-        the last step's gradients, parameters and buffers. FSDP1 shows gradients by name with ``use_orig_params`` only.
+        What ``Here.verdict`` takes, on the loss and output of every step, its input's gradient
+        where it has one, and the last step's gradients, parameters and buffers. FSDP1 shows
+        gradients by name with ``use_orig_params`` only.
 
     Raises:
-        ValueError: there is no step; a parameter that is used has no gradient; an output's structure is another.
+        ValueError: there is no step; a parameter that is used has no gradient; an output's
+            structure is another.
     """
     if not trained:
         raise ValueError(

@@ -1,8 +1,9 @@
 """One device plays all ranks in turn: what data-parallel and sharded training must agree with.
 
-It keeps one whole copy of the model for each rank, runs each copy on that rank's samples, averages the gradients of the
-shared parameters over the copies, and lets each copy update. No rank, collective or shard is involved, so nothing that
-sharding can get wrong can go wrong here as well. Dropout agrees because each copy draws after the same seed.
+It keeps one whole copy of the model for each rank, runs each copy on that rank's samples, averages
+the gradients of the shared parameters over the copies, and lets each copy update. No rank,
+collective or shard is involved, so nothing that sharding can get wrong can go wrong here as well.
+Dropout agrees because each copy draws after the same seed.
 """
 
 from collections.abc import Callable, Collection
@@ -19,11 +20,14 @@ from labkit.parallel.checkpointing import find_blocks
 MAX_BATCHES = 10_000
 """Of all ranks in a step."""
 Rounding = Literal["parameters", "autocast", "everything"]
-"""What is in the short type: parameters and samples of both passes; what autocast chooses; updates as well."""
+"""What is in the short type: parameters and samples of both passes; what autocast chooses; updates
+as well.
+"""
 
 
 def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
-    """The seed of a rank's samples in one of its batches of a step: another one for each, up to 10,000 in a step.
+    """The seed of a rank's samples in one of its batches of a step: another one for each, up to
+    10,000 in a step.
 
     One rank that goes through four batches has the samples of four ranks with one batch each.
     """
@@ -33,7 +37,9 @@ def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
 def draw_samples(
     model: LabModel, device: torch.device, step: int, rank: int, batch: int = 0, batches: int = 1
 ) -> tuple[Tensor, ...]:
-    """A rank's samples in one batch. What is drawn next, such as dropout, is that rank's and that batch's as well."""
+    """A rank's samples in one batch. What is drawn next, such as dropout, is that rank's and that
+    batch's as well.
+    """
     seed = sample_seed(step, rank, batch, batches)
     inputs = model.get_input(device, seed)
     torch.manual_seed(seed)
@@ -41,7 +47,9 @@ def draw_samples(
 
 
 def make_sgd(model: nn.Module) -> Optimizer:
-    """SGD with momentum for a check: Adam turns the rounding of a gradient near zero into a step of full size."""
+    """SGD with momentum for a check: Adam turns the rounding of a gradient near zero into a step of
+    full size.
+    """
     return torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9
     )
@@ -58,7 +66,8 @@ class OneDevice:
         device: where the samples are put.
         batches: of a rank in one step; their gradients add up.
         mean: divide by the number of batches, so that more batches are as more ranks.
-        local_types: class names of modules whose gradients are not averaged, beside the model's own local ones.
+        local_types: class names of modules whose gradients are not averaged, beside the model's own
+            local ones.
         input_gradients: let samples, where they are numbers, have gradients.
 
     Attributes:

@@ -1,7 +1,9 @@
-"""The tensors of a distributed model: are they right on each rank, are they equal on all, and how to move them.
+"""The tensors of a distributed model: are they right on each rank, are they equal on all, and how
+to move them.
 
-For tests, the kit's and your own: no lab calls them. ``check_sharded_parity`` compares shard by shard, and says which
-parameter is wrong on which rank; ``parity.Parity``, which the labs use, gathers first and gives one number over all.
+For tests, the kit's and your own: no lab calls them. ``check_sharded_parity`` compares shard by
+shard, and says which parameter is wrong on which rank; ``parity.Parity``, which the labs use,
+gathers first and gives one number over all.
 """
 
 import hashlib
@@ -23,21 +25,25 @@ from labkit.parity.training import local_shard, to_full_tensor
 def check_sharded_parity(
     replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: Sequence[str] = ()
 ) -> int:
-    """Compare this rank's shard of every parameter and gradient with the same part of a whole model's.
+    """Compare this rank's shard of every parameter and gradient with the same part of a whole
+    model's.
 
     No communication. It has this name in torch's FSDP tests, too.
 
     Args:
         replicated: whole on every rank, with reduced gradients.
         sharded: its parameters are DTensors, as FSDP2 leaves them.
-        prefixes_to_ignore: parts of the sharded names that wrappers put there, as ``"_checkpoint_wrapped_module."``.
+        prefixes_to_ignore: parts of the sharded names that wrappers put there, as
+            ``"_checkpoint_wrapped_module."``.
 
     Returns:
         How many tensors were compared: parameters, and gradients where there are some.
 
     Raises:
-        AssertionError: a name, value or gradient differs, by more than torch.testing allows for its dtype.
-        ValueError: a parameter is not a DTensor; two axes of the mesh shard the same dim; there is nothing to compare.
+        AssertionError: a name, value or gradient differs, by more than torch.testing allows for its
+            dtype.
+        ValueError: a parameter is not a DTensor; two axes of the mesh shard the same dim; there is
+            nothing to compare.
     """
     pairs = _pair_parameters(replicated, sharded, prefixes_to_ignore)
     if not pairs:
@@ -61,7 +67,8 @@ def check_sharded_parity(
 
 
 def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Assert that parameters and buffers are equal, bit for bit, on all ranks. A collective; sends 32 bytes a tensor.
+    """Assert that parameters and buffers are equal, bit for bit, on all ranks. A collective; sends
+    32 bytes a tensor.
 
     ``_assert_module_states`` in torch's FSDP tests.
 
@@ -102,9 +109,11 @@ def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
 
 
 def full_params(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all whole parameters by name, without what wrappers put into names. A collective for a sharded model.
+    """Copies of all whole parameters by name, without what wrappers put into names. A collective
+    for a sharded model.
 
-    ``get_full_params`` in torch's FSDP tests, which gives a list. FSDP1 must have ``use_orig_params``.
+    ``get_full_params`` in torch's FSDP tests, which gives a list. FSDP1 must have
+    ``use_orig_params``.
     """
     _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
@@ -124,7 +133,8 @@ def broadcast_state_dict(
 ) -> dict[str, Tensor]:
     """Rank 0's state dict, on every rank, on ``device``. A collective.
 
-    ``_broadcast_state_dict`` in torch's FSDP tests. ``state``: whole tensors, looked at on the group's rank 0 only.
+    ``_broadcast_state_dict`` in torch's FSDP tests. ``state``: whole tensors, looked at on the
+    group's rank 0 only.
 
     Raises:
         ValueError: rank 0 has no state, or shards in it; every rank raises it.
@@ -134,9 +144,11 @@ def broadcast_state_dict(
         shards = [name for name, tensor in (state or {}).items() if isinstance(tensor, DTensor)]
         if state is None or shards:
             box = [
-                f"{shards[0]} is a shard: gather it first, with full_params"
-                if shards
-                else "rank 0 has no state"
+                (
+                    f"{shards[0]} is a shard: gather it first, with full_params"
+                    if shards
+                    else "rank 0 has no state"
+                )
             ]
         else:
             box = [{name: tensor.detach().cpu() for name, tensor in state.items()}]
@@ -149,10 +161,11 @@ def broadcast_state_dict(
 def copy_state_dict(
     model: nn.Module, cpu_offload: bool = False, half: bool = False
 ) -> dict[str, Tensor]:
-    """A copy of the model's state dict; the model itself stays as it is. FSDP2's gives shards, FSDP1's is a collective.
+    """A copy of the model's state dict; the model itself stays as it is. FSDP2's gives shards,
+    FSDP1's is a collective.
 
-    ``_get_state_dict`` in torch's FSDP tests, which changes the model instead. ``cpu_offload`` puts the copies into
-    host memory, ``half`` makes float16 of those that are floating-point.
+    ``_get_state_dict`` in torch's FSDP tests, which changes the model instead. ``cpu_offload`` puts
+    the copies into host memory, ``half`` makes float16 of those that are floating-point.
     """
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if half:
@@ -161,7 +174,9 @@ def copy_state_dict(
 
 
 def _reshard_modules(model: nn.Module) -> None:
-    """After a forward pass that kept FSDP2's full parameters: those are copies, perhaps in another dtype; free them."""
+    """After a forward pass that kept FSDP2's full parameters: those are copies, perhaps in another
+    dtype; free them.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -170,7 +185,9 @@ def _reshard_modules(model: nn.Module) -> None:
 def _pair_parameters(
     replicated: nn.Module, sharded: nn.Module, prefixes: Sequence[str]
 ) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Parameters of two models under one name, in order. Raises AssertionError where the names differ."""
+    """Parameters of two models under one name, in order. Raises AssertionError where the names
+    differ.
+    """
     expected, actual = dict(replicated.named_parameters()), {}
     for name, parameter in sharded.named_parameters():
         for prefix in prefixes:
@@ -189,14 +206,17 @@ def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
     dims = [dim for placement in placements if (dim := getattr(placement, "dim", None)) is not None]
     if len(set(dims)) < len(dims):
         raise ValueError(
-            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; which one cut first decides which rows a "
-            f"rank holds: FSDP over tensor parallelism cuts the last axis first, distribute_tensor the first axis. "
-            f"Gather instead: parity.Parity compares whole tensors"
+            f"{name}: two mesh axes shard the same dim, {tuple(placements)}; which one cut first"
+            " decides which rows a rank holds: FSDP over tensor parallelism cuts the last axis"
+            " first, distribute_tensor the first axis. Gather instead: parity.Parity compares"
+            " whole tensors"
         )
 
 
 def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
-    """Raises AssertionError unless this rank's shard of ``actual`` is that which it would hold of ``expected``."""
+    """Raises AssertionError unless this rank's shard of ``actual`` is that which it would hold of
+    ``expected``.
+    """
     if not isinstance(actual, DTensor):
         raise ValueError(f"{what} is a plain tensor, not a shard")
     if actual.placements != parameter.placements:

@@ -1,7 +1,8 @@
-"""Does a distributed run compute what one device computes? Compare tensors, and count what was compared.
+"""Does a distributed run compute what one device computes? Compare tensors, and count what was
+compared.
 
-The error of a tensor is the largest absolute difference over the largest absolute value expected, so that one number
-serves weights, gradients and outputs of any scale.
+The error of a tensor is the largest absolute difference over the largest absolute value expected,
+so that one number serves weights, gradients and outputs of any scale.
 """
 
 import copy
@@ -25,21 +26,23 @@ TensorList = list[tuple[str, Tensor | None]]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest relative error that is still right, by the shortest type on the way.
 
-Ranks add in another order than one device. In float32 that changes the last of 24 bits, and layers and steps carry it
-on; bfloat16 rounds to 1 part in 256, float16 to 1 in 2048.
+Ranks add in another order than one device. In float32 that changes the last of 24 bits, and layers
+and steps carry it on; bfloat16 rounds to 1 part in 256, float16 to 1 in 2048.
 """
 
 
 FLOORS = {torch.float16: 2.0**-23}
-"""What gradients kept in a type may differ by whatever their size: float16 knows no number between 0 and 2^-24, and a
-small gradient is rounded to such steps on both sides."""
+"""What gradients kept in a type may differ by whatever their size: float16 knows no number between
+0 and 2^-24, and a small gradient is rounded to such steps on both sides."""
 
 
 @dataclass
 class Parity:
-    """A running comparison: how many tensors so far, the largest relative error, and the name of the worst tensor.
+    """A running comparison: how many tensors so far, the largest relative error, and the name of
+    the worst tensor.
 
-    Differences up to ``floor`` count as none. Gradients of the reference are counted as well, and how many of them are
+    Differences up to ``floor`` count as none. Gradients of the reference are counted as well, and
+    how many of them are
     zeros: two zeros are equal whatever went wrong before.
     """
 
@@ -51,7 +54,8 @@ class Parity:
     floor: float = 0.0
 
     def compare_tensor(self, name: str, actual: Tensor | None, expected: Tensor | None) -> None:
-        """Compare one tensor. A DTensor is gathered, so every rank must add the same tensors in the same order.
+        """Compare one tensor. A DTensor is gathered, so every rank must add the same tensors in the
+        same order.
 
         Raises:
             ValueError: one of the two is missing, or their shapes differ.
@@ -98,11 +102,12 @@ class Parity:
     def compare_models(
         self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False
     ) -> None:
-        """Compare the tensors of one kind of two models, see ``tensors_of``, and ``watch`` the gradients.
+        """Compare the tensors of one kind of two models, see ``tensors_of``, and ``watch`` the
+        gradients.
 
         Raises:
-            ValueError: the models differ in names; a parameter that is used has no gradient, or one that is not used
-                has one.
+            ValueError: the models differ in names; a parameter that is used has no gradient, or one
+                that is not used has one.
         """
         left, right = tensors_by_name(actual, what), tensors_by_name(expected, what)
         if what == "gradient":
@@ -125,7 +130,8 @@ class Parity:
     def count_gradients(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
         """Count the gradients of what a single-device model uses, and those that are all zeros.
 
-        With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are zeros.
+        With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are
+        zeros.
         """
         unused = find_unused_parameters(reference)
         used = [
@@ -148,8 +154,8 @@ class Parity:
     def verdict(self, limit: float, expected: int) -> dict[str, Any]:
         """The result over all ranks, as ``Here.verdict`` prints it. A collective.
 
-        ``limit`` is the largest relative error that is still right, see ``LIMITS``; ``expected`` how many tensors there
-        were to compare, counted apart from the loop that compared them.
+        ``limit`` is the largest relative error that is still right, see ``LIMITS``; ``expected``
+        how many tensors there were to compare, counted apart from the loop that compared them.
         """
         error, worst = self.largest_error()
         alive = self.gradients > 0 and self.zero_gradients == 0
@@ -206,14 +212,18 @@ def to_full_tensor(tensor: Tensor | None) -> Tensor | None:
 
 
 def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as ``like`` is: its own tensor, where torch's default takes rank 0's."""
+    """This rank's part of a whole tensor, cut as ``like`` is: its own tensor, where torch's default
+    takes rank 0's.
+    """
     return distribute_tensor(
         tensor, like.device_mesh, like.placements, src_data_rank=None
     ).to_local()
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Largest absolute difference beyond ``floor`` over largest absolute value expected; nan or inf stay visible."""
+    """Largest absolute difference beyond ``floor`` over largest absolute value expected; nan or inf
+    stay visible.
+    """
     difference = ((actual.double() - expected.double()).abs().max() - floor).clamp(min=0).item()
     scale = expected.double().abs().max().item()
     if difference == 0 and not math.isnan(scale):
@@ -222,13 +232,17 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
 
 
 def seed_and_copy(model: ModelType, seed: int) -> ModelType:
-    """Make a model's parameters non-degenerate (see ``seed_parameters``), and return a copy to compare it with."""
+    """Make a model's parameters non-degenerate (see ``seed_parameters``), and return a copy to
+    compare it with.
+    """
     seed_parameters(model, seed)
     return copy.deepcopy(model)
 
 
 def seed_parameters(model: nn.Module, seed: int, spread: float = 0.2) -> None:
-    """Add seeded noise to every parameter, so that no channel equals another and no bias, norm or scale is neutral."""
+    """Add seeded noise to every parameter, so that no channel equals another and no bias, norm or
+    scale is neutral.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

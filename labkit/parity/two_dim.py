@@ -38,14 +38,16 @@ def compare_mesh_training(
 ) -> dict[str, Any]:
     """Train on the mesh beside one device, which plays the lines of ``data`` in turn. A collective.
 
-    Every step's output, gradients and updated parameters are compared with one device's. ``build`` makes the model,
-    equal every time; ``apply`` puts it on the mesh, whose axis ``data`` has the samples, and compiles it as well where
-    it is called with ``compile=True``: that version is compared with the eager one, too.
+    Every step's output, gradients and updated parameters are compared with one device's. ``build``
+    makes the model, equal every time; ``apply`` puts it on the mesh, whose axis ``data`` has the
+    samples, and compiles it as well where it is called with ``compile=True``: that version is
+    compared with the eager one, too.
 
     Returns:
-        What ``Here.verdict`` takes: how many tensors were compared and the largest relative error against one device;
-        with ``compile`` also the largest error against eager, and how many graphs and how many backward passes were
-        compiled. Graphs must be some; backward passes, too, of a ``PlainParameters``, whose gradients DDP averages.
+        What ``Here.verdict`` takes: how many tensors were compared and the largest relative error
+        against one device; with ``compile`` also the largest error against eager, and how many
+        graphs and how many backward passes were compiled. Graphs must be some; backward passes,
+        too, of a ``PlainParameters``, whose gradients DDP averages.
     """
     line, found, between = mesh["data"].get_local_rank(), Parity(), Parity()
 
@@ -114,7 +116,9 @@ def compare_mesh_training(
 
 
 def compare_quietly(found: Parity, prefix: str, actual: NamedShards, expected: NamedShards) -> None:
-    """Add tensors to a comparison, without torch's warning that gathering along two axes is slow. A collective."""
+    """Add tensors to a comparison, without torch's warning that gathering along two axes is slow. A
+    collective.
+    """
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -191,7 +191,8 @@ def runs_folder() -> Path:
     chosen = os.path.expanduser(os.environ.get(ENV_RUNS_FOLDER, ""))
     if chosen.startswith("~"):
         raise LabError(
-            f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; set it to a folder, such as ~/runs or /tmp/runs"
+            f"{ENV_RUNS_FOLDER}={chosen}: there is no such user; set it to a folder, such as ~/runs"
+            " or /tmp/runs"
         )
     if chosen:
         return Path(chosen).resolve()
@@ -222,5 +223,8 @@ def disk_problem(path: Path) -> str:
     """Say that the disk of this folder is full and what to do, or return ""."""
     with contextlib.suppress(OSError):  # the folder is gone
         if shutil.disk_usage(path).free < MIN_FREE_DISK_BYTES:
-            return f"the disk of {path} is full: delete old runs or other files, or set LABKIT_RUNS to another disk"
+            return (
+                f"the disk of {path} is full: delete old runs or other files, or set LABKIT_RUNS to"
+                " another disk"
+            )
     return ""

@@ -253,7 +253,8 @@ def find_prunable_runs(
     """
     if keep is None and older_than_days is None:
         raise ParameterError(
-            "prune removes nothing without a limit: say how many to keep, or from which age to remove"
+            "prune removes nothing without a limit: say how many to keep, or from which age to"
+            " remove"
         )
     if (keep or 0) < 0 or not (older_than_days or 0) >= 0:
         raise ParameterError(

@@ -1,7 +1,8 @@
 """Files and folders that are their owner's alone, also on a machine that others use.
 
-What others may do is settled where a file or folder is made, so that there is no moment in which it is open to them; a
-umask can only take more away. Nothing here follows a link in the place of what it makes or opens.
+What others may do is settled where a file or folder is made, so that there is no moment in which it
+is open to them; a umask can only take more away. Nothing here follows a link in the place of what
+it makes or opens.
 """
 
 import contextlib
@@ -22,7 +23,9 @@ LOCK_POLL_PERIOD_S = 0.002
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """``open``. A new file is as open as its folder, so that in a private one it is private, whatever the umask."""
+    """``open``. A new file is as open as its folder, so that in a private one it is private,
+    whatever the umask.
+    """
     return open(path, mode, opener=_open_with_folder_mode, **options)
 
 
@@ -46,7 +49,9 @@ def is_own_folder(path: Path) -> bool:
 
 
 def make_own_folder(path: Path) -> None:
-    """``make_folder``. Raises PermissionError where something else is in its place, such as another user's folder."""
+    """``make_folder``. Raises PermissionError where something else is in its place, such as another
+    user's folder.
+    """
     with contextlib.suppress(FileExistsError):
         make_private_folder(path)
     if not is_own_folder(path):
@@ -54,10 +59,12 @@ def make_own_folder(path: Path) -> None:
 
 
 def per_user_folder(name: str, *places: str) -> Path:
-    """A private folder for what all processes of this user on this machine share; made where it is not there.
+    """A private folder for what all processes of this user on this machine share; made where it is
+    not there.
 
-    It lies in the first place where nobody else is in the way: those given, the folder for temporary files, where
-    another user may have made one of this name before, or the home folder, which this machine may share with others.
+    It lies in the first place where nobody else is in the way: those given, the folder for
+    temporary files, where another user may have made one of this name before, or the home folder,
+    which this machine may share with others.
 
     Raises:
         PermissionError: there is none; it says of each place why not.
@@ -78,7 +85,9 @@ def per_user_folder(name: str, *places: str) -> Path:
 
 
 def _is_safe_parent(place: Path) -> bool:
-    """Whether it is a folder in which nobody but this user and root can remove or rename what this user makes."""
+    """Whether it is a folder in which nobody but this user and root can remove or rename what this
+    user makes.
+    """
     found = place.lstat()
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
     return ours and bool(

@@ -1,24 +1,24 @@
 """Records: one measurement is one line of JSON.
 
-A rank appends to ``rank_00003.jsonl`` in the folder of its run; the notebook reads all files of the folder into one
-table. Nothing else crosses from the ranks to the notebook as a number.
+A rank appends to ``rank_00003.jsonl`` in the folder of its run; the notebook reads all files of the
+folder into one table. Nothing else crosses from the ranks to the notebook as a number.
 
-    {"v": 2, "rank": 0, "step": 3, "kind": "span", "name": "backward", "start_us": 1234.5, "dur_us": 678.9}
+    {"v": 2, "rank": 0, "step": 3, "kind": "span", "name": "backward", "start_us": 12, "dur_us": 7}
 
-| kind   | name of              | fields                        | meaning                                              |
-|--------|----------------------|-------------------------------|------------------------------------------------------|
-| span   | the stretch          | start_us, dur_us              | a timed stretch, from the start of the session       |
-| bar    | a module or a bucket | lane, phase, start_us, dur_us | a stretch of a time line, from the start of its step |
-| bucket | a parameter          | index, bytes                  | what one bucket carries of this one's gradient       |
-| scalar | the number           | value, unit                   | one number, such as a loss                           |
-| memory | its use              | bytes                         | one amount of memory                                 |
-| comm   | the collective       | axis, group_size, hosts,      | calls in a step, and the bytes that this rank handed |
-|        |                      | count, bytes                  | to them: not those on the wire                       |
+| kind   | name           | fields                                | meaning                      |
+| ------ | -------------- | ------------------------------------- | ---------------------------- |
+| span   | stretch        | start_us, dur_us                      | from the session's start     |
+| bar    | module, bucket | lane, phase, start_us, dur_us         | from its step's start        |
+| bucket | parameter      | index, bytes                          | bytes of its gradient        |
+| scalar | quantity       | value, unit                           | such as a loss               |
+| memory | use            | bytes                                 | amount of memory             |
+| comm   | collective     | axis, group_size, hosts, count, bytes | calls per step, bytes passed |
 
-Warm-up steps have step -1, timed steps count from 0. ``axis`` is the mesh axis along which a collective ran, and ""
-where the record is the total. ``group_size`` is the number of ranks that took part, ``hosts`` on how many hosts they
-are. Runs from before ``group_size`` was written lack it: nobody can say what their collectives put on the wire; those
-that lack ``hosts`` had one. Version 1 had neither bars nor buckets nor axes: they stood in the names of other kinds,
+Warm-up steps have step -1, timed steps count from 0. ``axis`` is the mesh axis along which a
+collective ran, and "" where the record is the total. ``group_size`` is the number of ranks that
+took part, ``hosts`` on how many hosts they are. Runs from before ``group_size`` was written lack
+it: nobody can say what their collectives put on the wire; those that lack ``hosts`` had one.
+Version 1 had neither bars nor buckets nor axes: they stood in the names of other kinds,
 and are turned into fields as they are read.
 """
 
@@ -45,7 +45,10 @@ FIELDS_BY_KIND: dict[str, dict[str, type]] = {
 }
 OPTIONAL_FIELDS = {"group_size", "hosts"}
 COMMON_FIELDS: dict[str, type] = {"v": int, "rank": int, "step": int, "kind": str, "name": str}
-RECORD_FIX = "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the line, or run again"
+RECORD_FIX = (
+    "A record is one line of JSON with the fields of its kind (labkit/runs/records.py): remove the"
+    " line, or run again"
+)
 PLANNED_STEPS = "planned_steps"
 """The scalar in which a rank says how many steps it will time, for whoever shows progress."""
 MAX_INT64 = 2**63 - 1  # that a column of a table holds
@@ -57,10 +60,12 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 class RecordWriter:
-    """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in ``lines``.
+    """Appends one rank's records to its file. ``folder=None`` keeps them in memory only, in
+    ``lines``.
 
     Raises:
-        RecordError: another process is writing there. The sums of two runs in one folder would be those of neither.
+        RecordError: another process is writing there. The sums of two runs in one folder would be
+            those of neither.
     """
 
     def __init__(self, folder: Path | None, rank: int):
@@ -73,7 +78,9 @@ class RecordWriter:
             _lock_record_file(self._file)
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
-        """Write one record. Raises RecordError for a field that its kind does not have, or a number that is not one."""
+        """Write one record. Raises RecordError for a field that its kind does not have, or a number
+        that is not one.
+        """
         line = {
             "v": FORMAT_VERSION,
             "rank": self.rank,
@@ -95,7 +102,9 @@ class RecordWriter:
 
 
 def _lock_record_file(file: IO[str]) -> None:
-    """Lock a rank's file for this process: the lock goes with it, and its children do not have it."""
+    """Lock a rank's file for this process: the lock goes with it, and its children do not have
+    it.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -110,7 +119,9 @@ def _lock_record_file(file: IO[str]) -> None:
 
 
 def collective_label(axis: str, name: str) -> str:
-    """What a collective is called among the values of a run: ``tp/all_reduce`` along an axis, ``all_reduce`` in all."""
+    """What a collective is called among the values of a run: ``tp/all_reduce`` along an axis,
+    ``all_reduce`` in all.
+    """
     return f"{axis}/{name}" if axis else name
 
 
@@ -137,10 +148,12 @@ def record_problem(line: Any) -> str:
 
 
 def upgrade_from_version_1(line: Any) -> Any:
-    """A decoded line as version 2 has it. What cannot be taken apart stays as it is, for ``problem_with`` to judge.
+    """A decoded line as version 2 has it. What cannot be taken apart stays as it is, for
+    ``problem_with`` to judge.
 
-    Where version 2 has fields, version 1 had names: a span ``compute/forward/layers.0`` was a bar, a comm record
-    ``bucket/0/fc4.weight`` what a bucket carries, ``tp/all_reduce`` the part of a collective along one axis.
+    Where version 2 has fields, version 1 had names: a span ``compute/forward/layers.0`` was a bar,
+    a comm record ``bucket/0/fc4.weight`` what a bucket carries, ``tp/all_reduce`` the part of a
+    collective along one axis.
     """
     if not isinstance(line, dict) or line.get("v") != 1:
         return line
@@ -158,17 +171,21 @@ def upgrade_from_version_1(line: Any) -> Any:
 
 @dataclass
 class Records:
-    """All records of a run, and the files whose last line was cut off (a rank killed while it wrote)."""
+    """All records of a run, and the files whose last line was cut off (a rank killed while it
+    wrote).
+    """
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     incomplete_files: list[Path] = field(default_factory=list)
 
 
 def read_records(folder: Path) -> Records:
-    """Read and check the records of every rank in a run's folder, by rank, in the order they were written.
+    """Read and check the records of every rank in a run's folder, by rank, in the order they were
+    written.
 
     Raises:
-        RecordError: a malformed line that is not the unfinished last one; the message starts with file:line.
+        RecordError: a malformed line that is not the unfinished last one; the message starts with
+            file:line.
     """
     records = Records()
     for path in sorted(folder.glob("rank_*.jsonl")):

@@ -59,7 +59,9 @@ class RankOutput:
 
     @cached_property
     def reported(self) -> dict[str, Any]:
-        """What this rank's program gave to the notebook, by name, with ``labkit.rank.give``; {} for nothing."""
+        """What this rank's program gave to the notebook, by name, with ``labkit.rank.give``; {} for
+        nothing.
+        """
         import torch
 
         path = self.folder.report(self.rank)
@@ -70,7 +72,8 @@ class RankOutput:
         """The text that this rank's program kept under this name, with ``here.keep``.
 
         Raises:
-            Missing: there is none; the message lists those that there are. It is a FileNotFoundError.
+            Missing: there is none; the message lists those that there are. It is a
+                FileNotFoundError.
         """
         path = self.folder.artifact(self.rank, name)
         if not path.exists():
@@ -88,8 +91,10 @@ class RunResult:
 
     Attributes:
         folder: where all of it lies.
-        info: the content of run.json: program, params, versions, git revision, device, start, duration, exit.
-        truncated: record files whose last line was cut off, by a rank that was killed while it wrote.
+        info: the content of run.json: program, params, versions, git revision, device, start,
+            duration, exit.
+        truncated: record files whose last line was cut off, by a rank that was killed while it
+            wrote.
     """
 
     folder: Path
@@ -104,7 +109,9 @@ class RunResult:
 
     @property
     def verdict(self) -> dict[str, Any]:
-        """What the program's check found, as rank 0 printed it: ok, compared, and more; {} where there was none."""
+        """What the program's check found, as rank 0 printed it: ok, compared, and more; {} where
+        there was none.
+        """
         return dict(self.info.get("verdict", {}))
 
     @property
@@ -133,7 +140,9 @@ class RunResult:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its ranks were simulated: it has sizes and counts of some, no values, and reckoned times."""
+        """Whether its ranks were simulated: it has sizes and counts of some, no values, and
+        reckoned times.
+        """
         return bool(self.info.get("simulated", False))
 
     @property
@@ -148,12 +157,16 @@ class RunResult:
 
     @property
     def session(self) -> dict[str, Any]:
-        """What the ranks ran on, as rank 0 saw it: device, device_name, backend, cores, threads, torch, note."""
+        """What the ranks ran on, as rank 0 saw it: device, device_name, backend, cores, threads,
+        torch, note.
+        """
         return dict(self.info["session"])
 
     @property
     def device(self) -> str:
-        """The kind of device used: "cpu", "cuda" or "simulated"; "unknown" for a program that opened no session."""
+        """The kind of device used: "cpu", "cuda" or "simulated"; "unknown" for a program that
+        opened no session.
+        """
         return str(self.session.get("device", "unknown"))
 
     @property
@@ -163,7 +176,9 @@ class RunResult:
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """The name of each rank's host, by rank; () where all were on one. "" for a rank that never started."""
+        """The name of each rank's host, by rank; () where all were on one. "" for a rank that never
+        started.
+        """
         if self.is_simulated:
             on_each = int(self.info["ranks_per_host"])
             names = tuple(f"host {rank // on_each}" for rank in range(self.world_size))
@@ -193,13 +208,14 @@ class RunResult:
         """One number of the run.
 
         Args:
-            name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over the timed steps, of
-                the slowest rank); ``<memory>_bytes`` (the largest of all ranks and steps); ``<collective>_count``,
-                ``<collective>_bytes``, those that a rank handed to its calls, or ``<collective>_wire_bytes``, those
-                that leave a rank for it in a ring, computed from the former as ``theory.collectives.wire_bytes`` does
-                (each in one step, the largest of all ranks). Of a run on several hosts there are also
-                ``<collective>_between_hosts_count`` and ``<collective>_between_hosts_bytes``: the part of its calls in
-                which ranks of more than one host took part.
+            name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over
+                the timed steps, of the slowest rank); ``<memory>_bytes`` (the largest of all ranks
+                and steps); ``<collective>_count``, ``<collective>_bytes``, those that a rank handed
+                to its calls, or ``<collective>_wire_bytes``, those that leave a rank for it in a
+                ring, computed from the former as ``theory.collectives.wire_bytes`` does (each in
+                one step, the largest of all ranks). Of a run on several hosts there are also
+                ``<collective>_between_hosts_count`` and ``<collective>_between_hosts_bytes``: the
+                part of its calls in which ranks of more than one host took part.
 
         Raises:
             UnknownValue: the run recorded no such thing; the message lists what there is.
@@ -211,7 +227,9 @@ class RunResult:
         return values[name]
 
     def summary(self) -> pandas.DataFrame:
-        """One row a rank: its host where there are several, and the names that ``value`` takes, for this rank alone."""
+        """One row a rank: its host where there are several, and the names that ``value`` takes, for
+        this rank alone.
+        """
         import pandas
 
         rows: dict[int, dict[str, Any]] = {}
@@ -225,7 +243,9 @@ class RunResult:
 
     @cached_property
     def _value_by_name(self) -> dict[str, float]:
-        """All that ``value`` knows; worked out once: an explorer asks for many while a control is moved."""
+        """All that ``value`` knows; worked out once: an explorer asks for many while a control is
+        moved.
+        """
         by_rank = [_rank_values(rows, bool(self.hosts)) for _, rows in self.frame.groupby("rank")]
         scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
         combined = {}
@@ -255,7 +275,9 @@ class RunResult:
 
 
 def stamp_text(results: Iterable[RunResult]) -> str:
-    """Where the numbers of several runs come from: a line for each machine and torch, with all numbers of ranks."""
+    """Where the numbers of several runs come from: a line for each machine and torch, with all
+    numbers of ranks.
+    """
     ranks: dict[tuple[str, str, str, str, int], set[int]] = {}
     for result in results:
         session = result.session
@@ -366,7 +388,9 @@ def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[st
 
 
 def _add_between_hosts_rows(comm: pandas.DataFrame) -> pandas.DataFrame:
-    """Rows of collectives, and each once more under a name of its own: empty where all its ranks are on one host."""
+    """Rows of collectives, and each once more under a name of its own: empty where all its ranks
+    are on one host.
+    """
     import pandas
 
     crosses = comm["hosts"].gt(1).fillna(False).astype(int)
@@ -385,7 +409,9 @@ def _as_int_if_whole(value: float) -> float:
 
 
 def _collective_wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
-    """What the collectives of each row put on the wire; None where the record does not say among how many ranks."""
+    """What the collectives of each row put on the wire; None where the record does not say among
+    how many ranks.
+    """
     known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(WIRE_FRACTIONS)
     given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
     return [

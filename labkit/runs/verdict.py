@@ -1,4 +1,6 @@
-"""What a check has found, in words: which rank 0's session leaves in verdict.json, and run.json keeps."""
+"""What a check has found, in words: which rank 0's session leaves in verdict.json, and run.json
+keeps.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +9,9 @@ from typing import Any
 from labkit.runs.folder import RunFolder, read_json
 
 FINISHED_EXITS = ("ok", "differs")
-"""What run.json says of a run that came to its end: "differs" where its check found a difference."""
+"""What run.json says of a run that came to its end: "differs" where its check found a
+difference.
+"""
 
 
 def finished_exit(folder: RunFolder) -> str:
@@ -18,7 +22,8 @@ def finished_exit(folder: RunFolder) -> str:
 def describe_verdict(verdict: Mapping[str, Any]) -> str:
     """What was compared and whether it agrees; "" for no verdict.
 
-    Errors are named by their order of magnitude, so that the same check says the same on every machine.
+    Errors are named by their order of magnitude, so that the same check says the same on every
+    machine.
     """
     if not verdict:
         return ""
@@ -34,7 +39,9 @@ def describe_verdict(verdict: Mapping[str, Any]) -> str:
 
 
 def describe_error(verdict: Mapping[str, Any]) -> str:
-    """The largest error of a check beside what it allows, in digits; "" for one that has no such numbers."""
+    """The largest error of a check beside what it allows, in digits; "" for one that has no such
+    numbers.
+    """
     if not {"max_rel_error", "limit"} <= verdict.keys():
         return ""
     return f"largest relative error {verdict['max_rel_error']:.2g}, tolerance {verdict['limit']:g}"
@@ -45,7 +52,8 @@ def _differences(verdict: Mapping[str, Any]) -> list[str]:
     error, found = verdict.get("max_rel_error", 0.0), []
     if not error <= verdict.get("limit", math.inf):
         found.append(
-            f"they differ, most in {verdict.get('worst') or 'an unnamed one'}, by {_magnitude(error)}"
+            f"they differ, most in {verdict.get('worst') or 'an unnamed one'}, by"
+            f" {_magnitude(error)}"
         )
     if verdict.get("wrong"):
         found.append(f"{verdict['wrong']:,} of rank 0's differ")

@@ -1,7 +1,7 @@
 """The rank program of ``%%torchrun``: runs a notebook's cell on this rank, as a script of its own.
 
-The notebook's side is launcher/magic.py. It gives the cell's text and the names that go with it; back comes the text of
-the cell's last expression, kept with the run as ``value``.
+The notebook's side is launcher/magic.py. It gives the cell's text and the names that go with it;
+back comes the text of the cell's last expression, kept with the run as ``value``.
 """
 
 import ast
@@ -59,7 +59,9 @@ def main() -> None:
 
 
 def execute_cell(text: str, names: dict[str, Any]) -> Any:
-    """Execute code; the value of its last statement if that is an expression without a semicolon, else None."""
+    """Execute code; the value of its last statement if that is an expression without a semicolon,
+    else None.
+    """
     tree = ast.parse(text, CELL_NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, CELL_NAME, "exec"), names)

@@ -1,4 +1,6 @@
-"""A limit on what a rank may allocate: what does not fit under it fails, as it would on a smaller device."""
+"""A limit on what a rank may allocate: what does not fit under it fails, as it would on a smaller
+device.
+"""
 
 import contextlib
 import resource
@@ -21,8 +23,8 @@ ALLOCATION_ERROR_TEXTS = (
 def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
     """In here, this process may hold ``mib`` MiB more than it does now; None caps nothing.
 
-    On a GPU it is torch's allocator that refuses. On a CPU it is Linux (RLIMIT_DATA), which counts everything that the
-    process may write: tensors, but also the stacks of threads, 8 MiB each.
+    On a GPU it is torch's allocator that refuses. On a CPU it is Linux (RLIMIT_DATA), which counts
+    everything that the process may write: tensors, but also the stacks of threads, 8 MiB each.
 
     Raises:
         MemoryCapExceeded: more was asked for; says how much, as far as torch does.
@@ -40,8 +42,9 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
             if not short and not any(word in str(error) for word in ALLOCATION_ERROR_TEXTS):
                 raise
             raise MemoryCapExceeded(
-                f"more than its cap of {mib} MiB was needed ({said[0] if said else type(error).__name__}): shard over "
-                f"more ranks, keep less (checkpointing, a smaller batch or image), or raise memory_cap_mib"
+                f"more than its cap of {mib} MiB was needed"
+                f" ({said[0] if said else type(error).__name__}): shard over more ranks, keep less"
+                " (checkpointing, a smaller batch or image), or raise memory_cap_mib"
             ) from error
 
 

@@ -1,7 +1,8 @@
 """Measure a training step from inside a rank, and write what was measured as records.
 
-Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is recorded in one more
-step that is not timed. The clock is CUDA's event timer on a GPU, ``time.perf_counter`` on a CPU.
+Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is
+recorded in one more step that is not timed. The clock is CUDA's event timer on a GPU,
+``time.perf_counter`` on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CATEGORY_NAMES = {
 
 
 class Step:
-    """One training step. ``index`` is -1 in warm-up, counts from 0 while timed; the last one is traced, not timed.
+    """One training step. ``index`` is -1 in warm-up, counts from 0 while timed; the last one is
+    traced, not timed.
 
     Attributes:
         index: see above.
@@ -58,7 +60,8 @@ class Step:
             name: of the number.
             value: the number.
             unit: its unit.
-            before: how many steps an earlier run had trained, from which this one goes on: the record's step counts on.
+            before: how many steps an earlier run had trained, from which this one goes on: the
+                record's step counts on.
         """
         self._scalars.append(
             (
@@ -81,7 +84,8 @@ class Step:
 
 
 class Meter:
-    """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the clock.
+    """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the
+    clock.
 
     Attributes:
         tensors_have_values: whether a tensor can be asked for its numbers.
@@ -106,7 +110,9 @@ class Meter:
         return event
 
     def start_and_duration_us(self, start: Any, end: Any) -> tuple[float, float]:
-        """Start since the meter was made, and duration, of two moments. The device must have reached both."""
+        """Start since the meter was made, and duration, of two moments. The device must have
+        reached both.
+        """
         if self.device.type == "cuda":
             return self._origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3
         return (start - self._origin) * 1e6, (end - start) * 1e6
@@ -126,25 +132,30 @@ class Meter:
         mesh: DeviceMesh | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> Iterator[Step]:
-        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then traced ones.
+        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then
+        traced ones.
 
-        The first traced step, where ``units`` are given, is profiled: its time line goes into the records and its raw
-        trace into the folder of the run. The last one records communication and, for the models and optimizers in
-        ``track``, memory by category. The loop body runs ``warmup + count + 1`` times, or once more.
+        The first traced step, where ``units`` are given, is profiled: its time line goes into the
+        records and its raw trace into the folder of the run. The last one records communication
+        and, for the models and optimizers in ``track``, memory by category. The loop body runs
+        ``warmup + count + 1`` times, or once more.
 
         Args:
             count: timed steps.
             warmup: steps before them.
             track: models and optimizers whose memory is followed.
             units: modules by the name that they shall have in the time line.
-            mesh: what runs along one of its axes is counted for this axis as well, as ``tp/all_reduce``.
-            after: is called after each step, once its records are written, outside of what is measured.
+            mesh: what runs along one of its axes is counted for this axis as well, as
+                ``tp/all_reduce``.
+            after: is called after each step, once its records are written, outside of what is
+                measured.
         """
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
             self.synchronize()
             if torch.distributed.is_initialized():
-                torch.distributed.barrier()  # so that none pays for another's lateness before the step
+                # no rank may pay in its step for another's earlier delay
+                torch.distributed.barrier()
             if index == 0 and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             step = Step(index, index >= 0, self)
@@ -160,7 +171,9 @@ class Meter:
         after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
-        """Steps that are not measured, for a check, ``most`` at most; takes the arguments of ``steps`` as well."""
+        """Steps that are not measured, for a check, ``most`` at most; takes the arguments of
+        ``steps`` as well.
+        """
         return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
 
     def _step_with_profile(
@@ -233,14 +246,16 @@ def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: in
 
 @contextlib.contextmanager
 def let_gloo_free_tensors() -> Iterator[None]:
-    """In here, a rank that has waited for a collective gives gloo's thread a moment to drop the tensors of it.
+    """In here, a rank that has waited for a collective gives gloo's thread a moment to drop the
+    tensors of it.
 
-    That thread holds them until it runs once more. Where ranks outnumber cores, that may be much later in the step, and
-    the peak of memory would depend on it.
+    That thread holds them until it runs once more. Where ranks outnumber cores, that may be much
+    later in the step, and the peak of memory would depend on it.
     """
     from labkit.torch_private import AsyncCollectiveTensor as InFlight  # what DTensor waits for
 
-    # not functional.wait_tensor: compiled programs are traced through it, and would be compiled anew
+    # not functional.wait_tensor: compiled programs are traced through it, and would be compiled
+    # anew
     with contextlib.ExitStack() as stack:
         for owner, name in (
             (torch.distributed.Work, "wait"),
@@ -274,7 +289,9 @@ def patch_attribute(owner: type, name: str, wrapper: Callable[[Any], Any]) -> It
 
 
 def make_memory_tracker(track: Sequence[Any]) -> Any:
-    """A context that follows every tensor of these models and optimizers: FSDP2 has categories of its own."""
+    """A context that follows every tensor of these models and optimizers: FSDP2 has categories of
+    its own.
+    """
     fsdp = sys.modules.get(
         "torch.distributed.fsdp"
     )  # who has not imported it has nothing that is sharded by it
@@ -305,11 +322,12 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
 def allow_second_forward(
     tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None
 ) -> Callable[..., Any]:
-    """A tracker's hook before a module's forward pass, for steps of several batches: the model runs once for each.
+    """A tracker's hook before a module's forward pass, for steps of several batches: the model runs
+    once for each.
 
-    torch's trackers keep an account of each module as well, of one step with one batch, and refuse a second forward
-    pass (a reviewer's question in pytorch/pytorch#125323). Nobody reads these accounts here: before the model runs
-    again, they are dropped.
+    torch's trackers keep an account of each module as well, of one step with one batch, and refuse
+    a second forward pass (a reviewer's question in pytorch/pytorch#125323). Nobody reads these
+    accounts here: before the model runs again, they are dropped.
 
     Args:
         tracker: torch's.

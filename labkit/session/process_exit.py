@@ -1,8 +1,9 @@
 """How a rank's process ends: as Python ends a process, except that nothing is taken apart.
 
-gloo's threads can crash or deadlock while the interpreter is taken down around them, so a rank leaves with os._exit.
-Before that comes what a program may count on at its end: its threads are awaited, then come the functions that it gave
-to atexit (multiprocessing's own joins its children), and what it wrote is written out, also into files left open.
+gloo's threads can crash or deadlock while the interpreter is taken down around them, so a rank
+leaves with os._exit. Before that comes what a program may count on at its end: its threads are
+awaited, then come the functions that it gave to atexit (multiprocessing's own joins its children),
+and what it wrote is written out, also into files left open.
 """
 
 import atexit
@@ -72,12 +73,16 @@ def flush_open_files() -> None:
 
 
 def reset_exit_handlers() -> None:
-    """Let a forked process end as a new one would: what its parent left for its end is not for this one to do."""
-    gc.freeze()  # the parent's objects, its open files among them; gc.get_objects no longer gives them
+    """Let a forked process end as a new one would: what its parent left for its end is not for this
+    one to do.
+    """
+    # hide the parent's objects, open files among them, from gc.get_objects
+    gc.freeze()
     atexit._clear()
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
-    # those that a new Python registers when it imports these modules, which a fork does not import again
+    # those that a new Python registers when it imports these modules, which a fork does not import
+    # again
     for function in (
         logging.shutdown,
         weakref.finalize._exitfunc,  # type: ignore[attr-defined]
@@ -91,5 +96,7 @@ def _is_compressed(file: Any) -> bool:
 
 
 def _flush_order(file: Any) -> int:
-    """0 for text, 1 for a compressed file, which may lie under text, 2 for what may lie under both."""
+    """0 for text, 1 for a compressed file, which may lie under text, 2 for what may lie under
+    both.
+    """
     return 0 if isinstance(file, io.TextIOBase) else 1 if _is_compressed(file) else 2

@@ -6,8 +6,9 @@
             with step.span("forward"):
                 ...
 
-A program that uses this runs under labkit.run, under bare torchrun, and alone as one rank. Under labkit.run its records
-go into the folder of the run; otherwise they stay in memory, and at the end rank 0 prints a table of each rank's.
+A program that uses this runs under labkit.run, under bare torchrun, and alone as one rank. Under
+labkit.run its records go into the folder of the run; otherwise they stay in memory, and at the end
+rank 0 prints a table of each rank's.
 """
 
 import contextlib
@@ -49,9 +50,10 @@ StepLoop = Callable[..., Iterator[Step]]  # Here.steps or Here.plain_steps
 _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 """Keeps every process group, the meshes' too, until the process ends.
 
-A DDP model that outlives destroy_process_group would be the last owner. Its Reducer's destructor then joins gloo's
-threads while it holds Python's global lock, for which one of these may be waiting: the rank never ends (seen in 14 of
-60 runs). The same kind of deadlock: pytorch/pytorch#56297, #75097, and #154976, which mended another place.
+A DDP model that outlives destroy_process_group would be the last owner. Its Reducer's destructor
+then joins gloo's threads while it holds Python's global lock, for which one of these may be
+waiting: the rank never ends (seen in 14 of 60 runs). The same kind of deadlock:
+    pytorch/pytorch#56297, #75097, and #154976, which mended another place.
 """
 
 
@@ -93,7 +95,9 @@ class Session:
             )
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
-        """In here, this rank may hold so many MiB more than it does now; see ``memory_cap.cap_memory``."""
+        """In here, this rank may hold so many MiB more than it does now; see
+        ``memory_cap.cap_memory``.
+        """
         return cap_memory(mib, self.device)
 
     def record_scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
@@ -102,12 +106,15 @@ class Session:
             self._writer.write("scalar", name, -1, value=float(value), unit=unit)
 
     def record_bucket(self, index: int, gradients: Mapping[str, int]) -> None:
-        """Record what one bucket carries: bytes of gradients by parameter, in the order in which they lie in it."""
+        """Record what one bucket carries: bytes of gradients by parameter, in the order in which
+        they lie in it.
+        """
         for parameter, size in gradients.items():
             self._writer.write("bucket", parameter, -1, index=index, bytes=size)
 
     def save_artifact(self, name: str, text: str) -> None:
-        """Keep a text of this rank in the run's folder, if there is one, for ``result.ranks[0].kept(name)``.
+        """Keep a text of this rank in the run's folder, if there is one, for
+        ``result.ranks[0].kept(name)``.
 
         Raises:
             ParameterError: the name has other signs than letters, digits, - and _.
@@ -122,14 +129,15 @@ class Session:
             print(text, flush=True)
 
     def finish_check(self, **result: Any) -> None:
-        """End a check: record its verdict, print it as one JSON line on rank 0, and leave if a rank is not ok.
+        """End a check: record its verdict, print it as one JSON line on rank 0, and leave if a rank
+        is not ok.
 
-        Under labkit.run the rank then leaves with status 0, since a difference is the result of the run and not its
-        failure; otherwise with status 1.
+        Under labkit.run the rank then leaves with status 0, since a difference is the result of the
+        run and not its failure; otherwise with status 1.
 
         Args:
-            **result: ``ok``, and ``compared``, how many values were compared; a rank that has compared nothing is not
-                ok, whatever it says. Other numbers as the check likes.
+            **result: ``ok``, and ``compared``, how many values were compared; a rank that has
+                compared nothing is not ok, whatever it says. Other numbers as the check likes.
         """
         missing = sorted({"ok", "compared"} - result.keys())
         if missing:
@@ -146,16 +154,18 @@ class Session:
             write_json(RunFolder(self._writer.folder).verdict_json, result)
         self.print_on_rank_0(json.dumps(result))
         if not result["ok"]:
-            dist.barrier()  # a rank that left earlier would have torchrun end rank 0 before it has printed
+            # a rank that left earlier would have torchrun end rank 0 before it has printed
+            dist.barrier()
             sys.exit(0 if self._writer.folder else 1)
 
 
 @contextlib.contextmanager
 def session() -> Iterator[Session]:
-    """Join the process group that torchrun's environment describes (one rank without it); always leave it.
+    """Join the process group that torchrun's environment describes (one rank without it); always
+    leave it.
 
-    NCCL where every rank has a GPU of its own, else gloo on CPU. LABKIT_DEVICE, which ``labkit.run(device=...)`` sets,
-    can ask for ``cpu`` or ``cuda``.
+    NCCL where every rank has a GPU of its own, else gloo on CPU. LABKIT_DEVICE, which
+    ``labkit.run(device=...)`` sets, can ask for ``cpu`` or ``cuda``.
 
     Raises:
         ParameterError: ``cuda`` is asked for and there are fewer GPUs than ranks.
@@ -206,13 +216,14 @@ def choose_device() -> tuple[torch.device, str]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
         raise ParameterError(
-            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or 'cpu'"
+            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or"
+            " 'cpu'"
         )
     if wish != "cpu" and gpus >= ranks:
         return torch.device("cuda", index), ""
-    return torch.device(
-        "cpu"
-    ), f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
+    return torch.device("cpu"), (
+        f"{gpus} GPU for {ranks} ranks: ran on CPU" if gpus and wish != "cpu" else ""
+    )
 
 
 def local_world_size_and_rank() -> tuple[int, int]:
@@ -221,9 +232,11 @@ def local_world_size_and_rank() -> tuple[int, int]:
 
 
 def pin_to_own_cores(cores: list[int]) -> None:
-    """Keep this rank's threads, and those of gloo, on its share of the cores, where there is a core for each rank.
+    """Keep this rank's threads, and those of gloo, on its share of the cores, where there is a core
+    for each rank.
 
-    Otherwise the scheduler puts one rank's communication on another's core, where it waits for that one's arithmetic.
+    Otherwise the scheduler puts one rank's communication on another's core, where it waits for that
+    one's arithmetic.
     """
     ranks, index = local_world_size_and_rank()
     share = len(cores) // ranks
@@ -233,12 +246,14 @@ def pin_to_own_cores(cores: list[int]) -> None:
 
 @contextlib.contextmanager
 def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
-    """Make process groups in here, on CPU: gloo's threads will run while the rank waits, not interrupt its arithmetic.
+    """Make process groups in here, on CPU: gloo's threads will run while the rank waits, not
+    interrupt its arithmetic.
 
-    A gloo thread that wakes for a message polls the lock of the connection (``Pair::handleEvents`` in pytorch/gloo). If
-    it takes the core just while the rank holds that lock, to post a message of its own, it polls until its time slice
-    ends, some 5 ms later: measured, four ranks on two cores took 1.5 to 2.3 times as long. A thread inherits its
-    starter's policy, and under Linux's SCHED_BATCH one that wakes does not interrupt another.
+    A gloo thread that wakes for a message polls the lock of the connection (``Pair::handleEvents``
+    in pytorch/gloo). If it takes the core just while the rank holds that lock, to post a message of
+    its own, it polls until its time slice ends, some 5 ms later: measured, four ranks on two cores
+    took 1.5 to 2.3 times as long. A thread inherits its starter's policy, and under Linux's
+    SCHED_BATCH one that wakes does not interrupt another.
     """
     if device.type != "cpu" or not hasattr(os, "SCHED_BATCH"):
         yield
@@ -269,7 +284,9 @@ def session_info(here: Session, cores: int) -> dict[str, Any]:
 
 
 def records_text(writer: RecordWriter) -> str:
-    """This rank's records as text: spans averaged over timed steps in ms, memory, communication in one step."""
+    """This rank's records as text: spans averaged over timed steps in ms, memory, communication in
+    one step.
+    """
     rows = []
     spans = [line for line in writer.lines if line["kind"] == "span"]
     for name in dict.fromkeys(line["name"] for line in spans):
@@ -283,7 +300,8 @@ def records_text(writer: RecordWriter) -> str:
                 rows.append(f"{name:<18} {readable_bytes(size):>13}")
             case {"kind": "comm", "name": name, "axis": axis, "count": count, "bytes": size}:
                 rows.append(
-                    f"{collective_label(axis, name):<18} {readable_bytes(size):>13}    in {count} calls a step"
+                    f"{collective_label(axis, name):<18} {readable_bytes(size):>13}    in {count}"
+                    " calls a step"
                 )
     return "\n".join([f"rank {writer.rank}", *rows, ""]) if rows else ""
 
@@ -291,8 +309,9 @@ def records_text(writer: RecordWriter) -> str:
 def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
     """Run a rank program's ``main`` with its Config, checked for this number of ranks.
 
-    A refused value ends all ranks with status 2 and one line from rank 0, before any communication. Under a bare
-    torchrun, too, no rank takes the interpreter apart, however it ends: see ``ending.py``.
+    A refused value ends all ranks with status 2 and one line from rank 0, before any communication.
+    Under a bare torchrun, too, no rank takes the interpreter apart, however it ends: see
+    ``ending.py``.
     """
     try:
         config = payload.load_config(config_class)
@@ -310,7 +329,9 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
 
 
 def exit_with_reason(reason: str) -> NoReturn:
-    """Leave with status 2. Rank 0 says why; the others wait, since torchrun stops all with the first."""
+    """Leave with status 2. Rank 0 says why; the others wait, since torchrun stops all with the
+    first.
+    """
     if int(os.environ.get("RANK", "0")) == 0:
         print(reason, file=sys.stderr, flush=True)
     else:

@@ -1,24 +1,29 @@
-"""Where does a step's communication hide? One step under torch.profiler, turned into bars named by module.
+"""Where does a step's communication hide? One step under torch.profiler, turned into bars named by
+module.
 
-A rank has two lanes. *Communication* is what gloo's threads or NCCL's kernels do. *Compute* is, on a GPU, every other
-kernel; on a CPU, all that the profiler sees this rank do except to ask and to wait for a collective. *Exposed* is the
-communication that no compute of the same rank covers:
+A rank has two lanes. *Communication* is what gloo's threads or NCCL's kernels do. *Compute* is, on
+a GPU, every other kernel; on a CPU, all that the profiler sees this rank do except to ask and to
+wait for a collective. *Exposed* is the communication that no compute of the same rank covers:
 
     compute        [forward 1]          [forward 2]
     communication             [gather 2]              exposed: the rank waits for what it needs next
 
     compute        [forward 1][forward 2]
-    communication   [gather 2]                        hidden: unit 2 was gathered while unit 1 computed
+    communication   [gather 2]                        hidden: unit 2 was gathered while unit 1
+    computed
 
-A collective lasts until its last rank has arrived, so one late rank shows as long communication on all the others. The
-profiler slows a step down: compare timelines with timelines, and take durations from timed steps.
+A collective lasts until its last rank has arrived, so one late rank shows as long communication on
+all the others. The profiler slows a step down: compare timelines with timelines, and take durations
+from timed steps.
 
 In the trace, communication runs on gloo's threads or NCCL's streams and names no unit:
 
-    {"name": "aten::addmm", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}    microseconds
+    {"name": "aten::addmm", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}
+    microseconds
 
-Where it is asked for it does: FSDP2 asks inside of ranges such as ``FSDP::all_gather (layers.2)``, and ``name_units``
-leaves marks for other techniques. So each collective is led back to the moment when this rank asked for it.
+Where it is asked for it does: FSDP2 asks inside of ranges such as ``FSDP::all_gather (layers.2)``,
+and ``name_units`` leaves marks for other techniques. So each collective is led back to the moment
+when this rank asked for it.
 """
 
 import contextlib
@@ -90,9 +95,13 @@ class LaneBar:
     lane: str
     """``compute``, ``communication`` or ``exposed``."""
     name: str
-    """Of the unit, one or more modules; ``bucket 0``, ... for all-reduces of a backward pass; "" for the optimizer."""
+    """Of the unit, one or more modules; ``bucket 0``, ... for all-reduces of a backward pass; ""
+    for the optimizer.
+    """
     phase: str
-    """forward, backward or optimizer; of communication the collective: all_gather, reduce_scatter, all_reduce, ..."""
+    """forward, backward or optimizer; of communication the collective: all_gather, reduce_scatter,
+    all_reduce, ...
+    """
     start_us: float
     dur_us: float
 
@@ -120,7 +129,9 @@ class StepProfile:
 
 
 def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
-    """The stretches of communication that no compute covers, each once, named by the collective that started first."""
+    """The stretches of communication that no compute covers, each once, named by the collective
+    that started first.
+    """
     bars = sorted(bars, key=lambda bar: bar.start_us)
     covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
     sent = [bar for bar in bars if bar.lane == "communication"]
@@ -132,7 +143,9 @@ def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
 
 
 def exposed_us(bars: Iterable[LaneBar]) -> float:
-    """Microseconds of communication that no compute covers; collectives at the same time count once."""
+    """Microseconds of communication that no compute covers; collectives at the same time count
+    once.
+    """
     return sum(bar.dur_us for bar in exposed_bars(bars))
 
 
@@ -143,12 +156,15 @@ def profile_step(
     units: Mapping[str, Sequence[nn.Module]] | None = None,
     device: str = "cpu",
 ) -> Iterator[StepProfile]:
-    """Profile the step inside; the recording is filled when it ends. A collective: the ranks start together.
+    """Profile the step inside; the recording is filled when it ends. A collective: the ranks start
+    together.
 
     Args:
-        path: where the raw trace goes, for Perfetto (ui.perfetto.dev); gzipped if it ends in ``.gz``. None keeps none.
-        units: modules by the name that their bars shall have. What torch names itself (FSDP2's units) needs none,
-            but for a forward pass that sleeps, which is no operator. In a compiled pass no unit is told apart.
+        path: where the raw trace goes, for Perfetto (ui.perfetto.dev); gzipped if it ends in
+            ``.gz``. None keeps none.
+        units: modules by the name that their bars shall have. What torch names itself (FSDP2's
+            units) needs none, but for a forward pass that sleeps, which is no operator. In a
+            compiled pass no unit is told apart.
         device: ``cuda`` records kernels as well.
     """
     recording = StepProfile()
@@ -177,7 +193,9 @@ def profile_step(
 
 
 def write_profile(recording: StepProfile, writer: RecordWriter, step: int) -> None:
-    """Write a recording as records: its bars, the exposed stretches as bars of a lane of their own, and the sums."""
+    """Write a recording as records: its bars, the exposed stretches as bars of a lane of their own,
+    and the sums.
+    """
     for bar in [*recording.bars, *exposed_bars(recording.bars)]:
         writer.write("bar", step=step, **asdict(bar))
     amounts = {
@@ -191,7 +209,9 @@ def write_profile(recording: StepProfile, writer: RecordWriter, step: int) -> No
 
 @contextlib.contextmanager
 def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
-    """In here, the profiler sees when a unit's forward pass runs, and between which moments its backward pass lies."""
+    """In here, the profiler sees when a unit's forward pass runs, and between which moments its
+    backward pass lies.
+    """
     handles = []
     for name, modules in units.items():
         for module in modules:
@@ -224,7 +244,8 @@ def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
 def _mark_gradients(tensors: Any, label: str) -> None:
     """Leave a mark in the trace at the moment when the gradient of these tensors is known.
 
-    Not in a compiled backward pass: hooks are part of its graph, which would be compiled anew within the profiled step.
+    Not in a compiled backward pass: hooks are part of its graph, which would be compiled anew
+    within the profiled step.
     """
     compiled_autograd = sys.modules.get(COMPILED_AUTOGRAD_MODULE)
     if getattr(compiled_autograd, "compiled_autograd_enabled", False):
@@ -251,7 +272,9 @@ def _add_wait_range(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Drop what is written to file descriptor 2 in here: kineto reports each start and stop, at any log level."""
+    """Drop what is written to file descriptor 2 in here: kineto reports each start and stop, at any
+    log level.
+    """
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -281,7 +304,8 @@ def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]
     )
     if step is None:
         raise ValueError(
-            f"no range {STEP_MARK} among {len(events)} events: record the trace with timeline.record"
+            f"no range {STEP_MARK} among {len(events)} events: record the trace with"
+            " timeline.record"
         )
     inside = [e for e in events if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
     gpu = [e for e in inside if e.get("cat") in _GPU_WORK_CATEGORIES]
@@ -312,7 +336,9 @@ class _ThreadInterval(NamedTuple):
 
 
 class _HostActivity:
-    """What this rank's own threads did, and when: phases, units, launches of kernels, calls for collectives."""
+    """What this rank's own threads did, and when: phases, units, launches of kernels, calls for
+    collectives.
+    """
 
     def __init__(self, events: Sequence[TraceEvent]):
         threads: dict[Any, list[TraceEvent]] = defaultdict(list)
@@ -359,7 +385,9 @@ class _HostActivity:
 
 
 def _last_before(found: Sequence[Any], moment: float) -> Any:
-    """Of tuples that are in order of their first value, a time, the last one by this moment; None for none."""
+    """Of tuples that are in order of their first value, a time, the last one by this moment; None
+    for none.
+    """
     index = bisect_right(found, moment, key=itemgetter(0)) - 1
     return found[index] if index >= 0 else None
 
@@ -420,11 +448,12 @@ def _unit_moments(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int, st
 
 
 def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
-    """The unit at work from each of these moments on; what ends gives way to the unit that it lies in.
+    """The unit at work from each of these moments on; what ends gives way to the unit that it lies
+    in.
 
-    One tensor can be the output of a unit, of the unit around it, and the input of the next: in the backward pass their
-    marks come together, in this order. So the beginning of a unit around the present one changes nothing, nor does the
-    end of any other.
+    One tensor can be the output of a unit, of the unit around it, and the input of the next: in the
+    backward pass their marks come together, in this order. So the beginning of a unit around the
+    present one changes nothing, nor does the end of any other.
     """
     names, current = {name for _, _, name in moments}, ROOT_UNIT
     for _, begins, name in moments:
@@ -437,7 +466,9 @@ def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
 
 
 def unit_name(qualified_name: str | None) -> str:
-    """The unit's name: without checkpointing's wrappers, the first module's where several make one unit."""
+    """The unit's name: without checkpointing's wrappers, the first module's where several make one
+    unit.
+    """
     first = (qualified_name or "").split(", ")[0].replace("_checkpoint_wrapped_module", "")
     return first.replace("..", ".").strip(".") or ROOT_UNIT
 
@@ -466,7 +497,9 @@ def _gpu_compute_bars(events: Iterable[TraceEvent], asked: _HostActivity) -> lis
 
 
 def _merge_bars(bars: Iterable[LaneBar], waits: Sequence[float], gap_us: float) -> list[LaneBar]:
-    """One bar for each run of compute of the same unit and phase; ``waits`` begin at these moments."""
+    """One bar for each run of compute of the same unit and phase; ``waits`` begin at these
+    moments.
+    """
     runs: list[LaneBar] = []
     for bar in sorted(bars, key=lambda bar: bar.start_us):
         last = runs[-1] if runs else bar
@@ -485,7 +518,9 @@ def _is_nccl(event: TraceEvent) -> bool:
 
 
 def _collective_name(name: str) -> str:
-    """``all_gather`` for c10d::_allgather_base_, gloo:all_gather and ncclDevKernel_AllGather_RING_LL alike."""
+    """``all_gather`` for c10d::_allgather_base_, gloo:all_gather and
+    ncclDevKernel_AllGather_RING_LL alike.
+    """
     plain = re.sub("[^a-z]", "", name.lower())
     return next((what for what in _COLLECTIVE_NAMES if what.replace("_", "") in plain), plain)
 
@@ -511,8 +546,9 @@ def _communication_bars(
 ) -> Iterator[LaneBar]:
     """Communication's bars, named by FSDP2 where it asked for them.
 
-    FSDP1 names nothing; in the backward pass it gathers its units in the reverse of the forward pass's order, ahead of
-    time. All-reduces of a backward pass are numbered: they are DDP's buckets.
+    FSDP1 names nothing; in the backward pass it gathers its units in the reverse of the forward
+    pass's order, ahead of time. All-reduces of a backward pass are numbered: they are DDP's
+    buckets.
     """
     gathered: list[str] = []
     buckets = 0

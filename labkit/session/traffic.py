@@ -1,8 +1,10 @@
 """What a rank sends: count every collective and message, and see which gradients travel together.
 
-``Wire`` watches a backward pass from below, where every all-reduce passes, fused or not. A bucket is a flat tensor, or
-a list of tensors, without names. But what comes back in it is, number for number, what the backward pass leaves in the
-gradients: so each gradient is found in the bucket that brought it. Gradients that are equal, such as zeros of one size,
+``Wire`` watches a backward pass from below, where every all-reduce passes, fused or not. A bucket
+is a flat tensor, or a list of tensors, without names. But what comes back in it is, number for
+number, what the backward pass leaves in the
+gradients: so each gradient is found in the bucket that brought it. Gradients that are equal, such
+    as zeros of one size,
 cannot be told apart: they may get each other's names.
 """
 
@@ -41,7 +43,9 @@ _IN_PLACE_COLLECTIVES = {"all_reduce", "broadcast", "reduce", "send", "recv"}
 
 
 def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
-    """What an operation of torch's communication namespaces moves: a label and the tensors that this rank hands in."""
+    """What an operation of torch's communication namespaces moves: a label and the tensors that
+    this rank hands in.
+    """
     if name == "batch_p2p_ops":
         kinds, _, _, tensors = args[:4]
         return [
@@ -56,10 +60,12 @@ def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tu
 
 
 def group_name_and_ranks(args: Sequence[Any]) -> tuple[str, list[int]]:
-    """Name of the process group that an operation of torch's communication namespaces runs on, and its ranks.
+    """Name of the process group that an operation of torch's communication namespaces runs on, and
+    its ranks.
 
     Args:
-        args: of the operation, its process group (c10d) or the group's name (functional collectives) among them.
+        args: of the operation, its process group (c10d) or the group's name (functional
+            collectives) among them.
     """
     groups = {str(name): group for group, name in torch_private.world.pg_names.items()}
     for each in args:
@@ -107,15 +113,17 @@ def _sum_by_name(amounts: Counter[tuple[str, int, int]]) -> Counter[str]:
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Counts calls and bytes of every collective and point-to-point message that this rank takes part in.
+    """Counts calls and bytes of every collective and point-to-point message that this rank takes
+    part in.
 
-    ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...). Bytes are those of the
-    tensor that this rank hands to the call (for ``recv``, that it receives). How many leave the rank depends on the
-    algorithm and the size of the group: see ``theory.collectives.wire_bytes``.
+    ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...).
+    Bytes are those of the tensor that this rank hands to the call (for ``recv``, that it receives).
+    How many leave the rank depends on the algorithm and the size of the group: see
+    ``theory.collectives.wire_bytes``.
 
     Args:
-        mesh: what runs along one of its axes is counted for this axis as well, in ``along["tp"]`` for an axis ``tp``.
-            ``along[""]`` is the total, the same as ``counts`` and ``bytes``.
+        mesh: what runs along one of its axes is counted for this axis as well, in ``along["tp"]``
+            for an axis ``tp``. ``along[""]`` is the total, the same as ``counts`` and ``bytes``.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -147,12 +155,15 @@ class CommunicationCounter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as compiled code in here, and count what it sends; else torch would run it eagerly."""
+        """Let compiled code run as compiled code in here, and count what it sends; else torch would
+        run it eagerly.
+        """
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
-            return NotImplemented  # let DTensor turn the operation into local ones and collectives first
+            # let DTensor turn the operation into local ones and collectives first
+            return NotImplemented
         if (
             func is torch.ops.prim.device.default
         ):  # half of what autograd does with fake tensors; sends nothing
@@ -187,7 +198,8 @@ class BucketRecorder(CommunicationCounter):
         if namespace in ("c10d", "_c10d_functional") and name.startswith(
             ("all_reduce", "allreduce")
         ):
-            # a functional all-reduce that is not in place returns the tensor in which the sum arrives
+            # a functional all-reduce that is not in place returns the tensor in which the sum
+            # arrives
             bucket = tree_leaves(result if namespace == "_c10d_functional" else args[0])
             self._in_flight |= {
                 tensor.data_ptr(): (bucket, place) for place, tensor in enumerate(bucket)
@@ -203,7 +215,8 @@ class BucketRecorder(CommunicationCounter):
     def gradients_by_bucket(
         self, parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, int]]:
-        """The buckets in the order in which they were sent: the bytes of each gradient, by name, as they lie in it.
+        """The buckets in the order in which they were sent: the bytes of each gradient, by name, as
+        they lie in it.
 
         Args:
             parameters: by name, with the gradients that the backward pass left.
@@ -232,7 +245,8 @@ def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str
             if name is None:
                 size = flat.numel() * flat.element_size()
                 raise ValueError(
-                    f"{what} brought {size} bytes that are in no gradient of {', '.join(left) or 'any'}"
+                    f"{what} brought {size} bytes that are in no gradient of"
+                    f" {', '.join(left) or 'any'}"
                 )
             count = left.pop(name).numel()
             found[name] = count * flat.element_size()

@@ -1,7 +1,7 @@
 """Parameters that decide what FSDP2's all-gather sends.
 
-``TwoTensor`` is a type of parameter with hooks of its own; ``extend`` puts hooks onto plain sharded parameters.
-``inspection`` looks at what these leave in memory.
+``TwoTensor`` is a type of parameter with hooks of its own; ``extend`` puts hooks onto plain sharded
+parameters. ``inspection`` looks at what these leave in memory.
 """
 
 from labkit.tensors.inspection import (

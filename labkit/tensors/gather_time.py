@@ -19,7 +19,9 @@ HOOK_NAMES = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def gather_ms(model: nn.Module) -> tuple[float, float]:
-    """Milliseconds to gather and free every unit once, one after another; and those within hooks. A collective."""
+    """Milliseconds to gather and free every unit once, one after another; and those within hooks. A
+    collective.
+    """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     within: list[float] = []
     for parameter in model.parameters():

@@ -1,4 +1,5 @@
-"""Look into a model with all-gather extensions: what its shards hold, what it gathers, what it leaves in memory.
+"""Look into a model with all-gather extensions: what its shards hold, what it gathers, what it
+leaves in memory.
 
 The model comes after ``fully_shard``; its units are left sharded.
 """
@@ -12,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a tensor's numbers: itself, or the inner ones of a wrapper such as TwoTensor."""
+    """The plain tensors that hold a tensor's numbers: itself, or the inner ones of a wrapper such
+    as TwoTensor.
+    """
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names: list[str] = tensor.__tensor_flatten__()[0]
@@ -26,7 +29,8 @@ def plain_shards(parameter: Tensor) -> list[Tensor]:
 
 
 class GatherErrors(NamedTuple):
-    """How far gathered weights are from exact ones, of the parameter that is worst; NaN where a weight is.
+    """How far gathered weights are from exact ones, of the parameter that is worst; NaN where a
+    weight is.
 
     Attributes:
         largest: the largest error, over the largest weight of its parameter.
@@ -69,7 +73,8 @@ def _rms(numbers: Tensor) -> Tensor:
 
 
 def gather_memory_bytes(model: nn.Module) -> int:
-    """Bytes that a rank holds of gathered parameters while their unit computes, summed over the units. A collective.
+    """Bytes that a rank holds of gathered parameters while their unit computes, summed over the
+    units. A collective.
 
     They are the parameter, and what was gathered for it; each piece of memory counts once.
     """
@@ -87,7 +92,9 @@ def gather_memory_bytes(model: nn.Module) -> int:
 
 
 def _all_gather_outputs(unit: FSDPModule) -> list[Tensor]:
-    """What FSDP2 gathered for a unit's parameters and keeps until they are resharded; private to it (2.11 to 2.13)."""
+    """What FSDP2 gathered for a unit's parameters and keeps until they are resharded; private to it
+    (2.11 to 2.13).
+    """
     group = unit._get_fsdp_state()._fsdp_param_group
     return [
         tensor
@@ -97,10 +104,11 @@ def _all_gather_outputs(unit: FSDPModule) -> list[Tensor]:
 
 
 def leak_bytes(model: nn.Module) -> dict[str, int]:
-    """Gather and free every unit once: the bytes of full parameters that are still there, by name. A collective.
+    """Gather and free every unit once: the bytes of full parameters that are still there, by name.
+    A collective.
 
-    None for hooks that are right. A ``fsdp_post_all_gather`` that makes new memory for the parameter, and does not
-    name it to be freed, leaves a whole parameter on every rank.
+    None for hooks that are right. A ``fsdp_post_all_gather`` that makes new memory for the
+    parameter, and does not name it to be freed, leaves a whole parameter on every rank.
     """
     left: dict[str, int] = {}
     for name, unit in _fsdp_modules(model).items():
@@ -116,8 +124,9 @@ def refuse_leak(model: nn.Module) -> None:
     """Raises ValueError where ``unfreed_bytes`` finds some. A collective."""
     for name, size in leak_bytes(model).items():
         raise ValueError(
-            f"{name}: {size} bytes of the full parameter are left after reshard, 0 should be: fsdp_post_all_gather "
-            f"must also return the tensors that it allocated, for FSDP2 to free"
+            f"{name}: {size} bytes of the full parameter are left after reshard, 0 should be:"
+            " fsdp_post_all_gather must also return the tensors that it allocated, for FSDP2 to"
+            " free"
         )
 
 

@@ -1,11 +1,14 @@
 """Gather parameters in fewer bytes: hooks on the plain local tensors of an FSDP2 model.
 
-FSDP2 looks for its two hooks on the local tensor of each sharded parameter, of whatever type it is. So they can be put
-onto a plain one: ``encode`` turns this rank's rows into what is sent, ``decode`` turns what arrived into the parameter.
+FSDP2 looks for its two hooks on the local tensor of each sharded parameter, of whatever type it is.
+So they can be put onto a plain one: ``encode`` turns this rank's rows into what is sent, ``decode``
+turns what arrived into the parameter.
 
-    rows in float32  --encode-->  numbers, scales  --all-gather-->  all numbers, all scales  --decode-->  parameter
+    rows in float32  --encode-->  numbers, scales  --all-gather-->  all numbers, all scales
+    --decode-->  parameter
 
-The optimizer updates the float32 rows, so only what computes is rounded. Gradients are reduced as ever.
+The optimizer updates the float32 rows, so only what computes is rounded. Gradients are reduced as
+ever.
 
 Shapes: P rows on every rank once padded, W ranks.
 """
@@ -34,8 +37,10 @@ class Extension:
 
     Attributes:
         sends: what each sent tensor is; ``encode`` gives as many.
-        encode: from a shard [P, ...] to the tensors that are sent. Each grows W times along its first dimension.
-        decode: from all that was gathered, and a dtype, to the parameter [W * P, ...] in that dtype.
+        encode: from a shard [P, ...] to the tensors that are sent. Each grows W times along its
+            first dimension.
+        decode: from all that was gathered, and a dtype, to the parameter [W * P, ...] in that
+            dtype.
     """
 
     sends: tuple[str, ...]
@@ -44,16 +49,19 @@ class Extension:
 
 
 def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
-    """Let FSDP2 gather a sharded parameter in this way. Call it on every rank, before the first forward pass.
+    """Let FSDP2 gather a sharded parameter in this way. Call it on every rank, before the first
+    forward pass.
 
-    Shards of unequal length are padded with zeros before they are encoded. The padding ends up below the parameter's
-    last row: FSDP2 lays a view of the parameter's own shape over what ``decode`` returns.
+    Shards of unequal length are padded with zeros before they are encoded. The padding ends up
+    below the parameter's last row: FSDP2 lays a view of the parameter's own shape over what
+    ``decode`` returns.
 
-    Whatever replaces the local tensor later loses the hooks without a word: moving the model, ``to_empty``,
-    ``load_state_dict(assign=True)``. So does CPU offload in every all-gather.
+    Whatever replaces the local tensor later loses the hooks without a word: moving the model,
+    ``to_empty``, ``load_state_dict(assign=True)``. So does CPU offload in every all-gather.
 
     Args:
-        parameter: of two or more dims, sharded along the first by ``fully_shard``, not on the meta device.
+        parameter: of two or more dims, sharded along the first by ``fully_shard``, not on the meta
+            device.
         extension: a key of ``EXTENSIONS``, or one's own.
 
     Raises:
@@ -63,7 +71,8 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
     if chosen is None:
         raise ValueError(f"extension {extension!r} is none of {', '.join(EXTENSIONS)}")
     rows = _rows_with_padding(parameter)
-    # what FSDP2 asks for hooks: ``to_local`` of a parameter gives a view of it, another object (2.13)
+    # what FSDP2 asks for hooks: ``to_local`` of a parameter gives a view of it, another object
+    # (2.13)
     local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
     hooks = _GatherHooks(chosen, local, torch.Size([rows, *parameter.shape[1:]]))
     local.fsdp_pre_all_gather = hooks.pre_all_gather  # type: ignore[attr-defined]
@@ -71,10 +80,11 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
 
 
 def extend_model(model: nn.Module, extension: str | Extension) -> int:
-    """``extend`` every parameter of two or more dims, and return how many. Call it before the first forward pass.
+    """``extend`` every parameter of two or more dims, and return how many. Call it before the first
+    forward pass.
 
-    And after ``fully_shard`` and, if the model was built on the meta device, ``to_empty``. Vectors stay as they are:
-    they are few, and a scale for each row would send more than it saves.
+    And after ``fully_shard`` and, if the model was built on the meta device, ``to_empty``. Vectors
+    stay as they are: they are few, and a scale for each row would send more than it saves.
     """
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     for parameter in matrices:
@@ -88,8 +98,8 @@ class _GatherHooks:
     def __init__(self, extension: Extension, local: Tensor, padded: torch.Size):
         self.extension, self.local, self.padded = extension, local, padded
 
-    # (mesh) and not the five arguments: told more, FSDP2 refuses on a shorter last shard what is not of the padded
-    # shape, and scales are not. The padding itself is known here without them.
+    # (mesh) and not the five arguments: told more, FSDP2 refuses on a shorter last shard what is
+    # not of the padded shape, and scales are not. The padding itself is known here without them.
     def pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         sent = self.extension.encode(pad_rows(self.local, self.padded[0]))
         names = self.extension.sends
@@ -112,7 +122,8 @@ class _GatherHooks:
         self._check_parameter(whole, param_dtype)
         shared = _storage_id(whole) in {_storage_id(tensor) for tensor in gathered}
         if out is None:
-            # FSDP2 frees the gathered tensors itself, and sizes the storage of what else is named by its elements
+            # FSDP2 frees the gathered tensors itself, and sizes the storage of what else is named
+            # by its elements
             return whole, () if shared else (whole,)
         if _storage_id(whole) != _storage_id(out):
             refill(out, whole)
@@ -122,8 +133,9 @@ class _GatherHooks:
         wanted = (self.padded[0] * self._ranks, *self.padded[1:])
         if tuple(whole.shape) != wanted or whole.dtype != dtype or not whole.is_contiguous():
             raise ValueError(
-                f"decode gave {tuple(whole.shape)} in {whole.dtype}, not the contiguous parameter of {self._ranks} "
-                f"ranks, {wanted} in {dtype}: undo what encode did to a shard {tuple(self.padded)}"
+                f"decode gave {tuple(whole.shape)} in {whole.dtype}, not the contiguous parameter"
+                f" of {self._ranks} ranks, {wanted} in {dtype}: undo what encode did to a shard"
+                f" {tuple(self.padded)}"
             )
         if whole.untyped_storage().nbytes() != whole.nbytes:
             raise ValueError(
@@ -153,9 +165,11 @@ def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
     """Numbers of 8 or 4 bits, and the scales that they were divided by.
 
     Args:
-        numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even length.
-        scales: whose largest value sets a scale: that of a "shard", of each "row", or of each "group" of 32 numbers in
-            a row; by default of a shard for float8, of each row for the others.
+        numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even
+            length.
+        scales: whose largest value sets a scale: that of a "shard", of each "row", or of each
+            "group" of 32 numbers in a row; by default of a shard for float8, of each row for the
+            others.
 
     Raises:
         ValueError: other numbers, or other scales.
@@ -181,7 +195,8 @@ def _encode_scaled(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor,
     scaled = (flat / _expand_scales(chosen, flat, scales)).view(shard.shape)
     if (
         numbers == "float8"
-    ):  # gloo does not know it: FSDP2 sends plain bytes because a tensor of another dtype goes along
+        # gloo lacks this dtype: FSDP2 sends plain bytes since a tensor of another dtype comes along
+    ):
         return scaled.to(FLOAT8), chosen
     return (_pack_int4(scaled) if numbers == "int4" else scaled.round().to(torch.int8)), chosen
 
@@ -199,7 +214,8 @@ def _pack_int4(scaled: Tensor) -> Tensor:
     """Numbers from -7 to 7, two in a byte."""
     if scaled.shape[-1] % 2:
         raise ValueError(
-            f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even number, or int8"
+            f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even"
+            " number, or int8"
         )
     shifted = (scaled.round() + 8).to(torch.uint8)
     return shifted[..., ::2] * 16 + shifted[..., 1::2]
@@ -247,7 +263,9 @@ EXTENSIONS: dict[str, Extension] = {
 
 
 def gather_on_one_rank(weight: Tensor, ranks: int, extension: Extension) -> Tensor:
-    """What so many ranks would compute with in place of a whole weight [rows, ...], worked out without them."""
+    """What so many ranks would compute with in place of a whole weight [rows, ...], worked out
+    without them.
+    """
     rows = -(-len(weight) // ranks)
     padded = pad_rows(weight, rows * ranks)
     sent = [extension.encode(shard) for shard in padded.split(rows)]

@@ -1,16 +1,17 @@
 """A tensor that is two tensors: the smallest parameter type that changes what FSDP sends.
 
-To PyTorch a ``TwoTensor`` looks like one tensor of the shape of its halves, without memory of its own. Every operation
-on it arrives in ``__torch_dispatch__`` and is done twice, once with each half:
+To PyTorch a ``TwoTensor`` looks like one tensor of the shape of its halves, without memory of its
+own. Every operation on it arrives in ``__torch_dispatch__`` and is done twice, once with each half:
 
     two @ x     ->     TwoTensor(two.a @ x, two.b @ x)
 
-FSDP2 asks a parameter type two questions: what to send (``fsdp_pre_all_gather``), and how the parameter is built from
-what arrived (``fsdp_post_all_gather``). Who holds which memory:
+FSDP2 asks a parameter type two questions: what to send (``fsdp_pre_all_gather``), and how the
+parameter is built from what arrived (``fsdp_post_all_gather``). Who holds which memory:
 
     sharded            sent                gathered               the parameter that computes
-    TwoTensor          a's rows, b's rows  all rows of a, of b    TwoTensor around the two gathered tensors
-    always kept                            freed by FSDP          freed as well where casting made other memory
+    TwoTensor          a's rows, b's rows  all rows of a, of b    TwoTensor around the two gathered
+    tensors always kept                            freed by FSDP          freed as well where
+    casting made other memory
 
 Shapes: R rows on this rank, P rows on every rank once padded, W ranks.
 """
@@ -39,14 +40,16 @@ _OVERWRITE_OPS = (torch.ops.aten.copy_.default,)  # change a tensor without read
 
 
 class TwoTensor(Tensor):
-    """Two tensors of equal shape, strides, dtype and device that go through every operation side by side.
+    """Two tensors of equal shape, strides, dtype and device that go through every operation side by
+    side.
 
-    An operation that writes its result into a plain tensor (``out=``) leaves that of ``a`` there. FSDP2 reduces
-    gradients so: of two halves that differ, both are updated with the gradient of ``a``.
+    An operation that writes its result into a plain tensor (``out=``) leaves that of ``a`` there.
+    FSDP2 reduces gradients so: of two halves that differ, both are updated with the gradient of
+    ``a``.
 
     Args:
-        a: the first half; its memory is shared, not copied, and autograd follows the wrapper instead of it. The
-            attribute of this name is a tensor without gradient.
+        a: the first half; its memory is shared, not copied, and autograd follows the wrapper
+            instead of it. The attribute of this name is a tensor without gradient.
         b: the second, likewise.
 
     Raises:
@@ -61,7 +64,8 @@ class TwoTensor(Tensor):
         for name, of in _MUST_AGREE.items():
             if of(a) != of(b):
                 raise ValueError(
-                    f"the halves of a TwoTensor differ in {name}: {of(a)} and {of(b)}; make them equal"
+                    f"the halves of a TwoTensor differ in {name}: {of(a)} and {of(b)}; make them"
+                    " equal"
                 )
         two: TwoTensor = Tensor._make_wrapper_subclass(
             cls,
@@ -85,7 +89,9 @@ class TwoTensor(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], metadata: None, size: Any, stride: Any
     ) -> TwoTensor:
-        """The inverse of ``__tensor_flatten__``; size and strides are those of the inner tensors."""
+        """The inverse of ``__tensor_flatten__``; size and strides are those of the inner
+        tensors.
+        """
         return TwoTensor(inner["a"], inner["b"])
 
     @classmethod
@@ -110,15 +116,18 @@ class TwoTensor(Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What FSDP2 sends of this rank's shard: both halves, padded to the length of the longest shard.
+        """What FSDP2 sends of this rank's shard: both halves, padded to the length of the longest
+        shard.
 
-        FSDP2 counts the parameters of this method. With ``(self, mesh)`` alone it is told only who shares the
-        parameter, the W ranks of ``mesh``: enough for shards of equal length. With five it also learns the whole
-        parameter's shape and strides, which a shorter last shard needs for its padding, the module that holds it, and
-        the dtypes that its unit asks for. Any other number is refused.
+        FSDP2 counts the parameters of this method. With ``(self, mesh)`` alone it is told only who
+        shares the parameter, the W ranks of ``mesh``: enough for shards of equal length. With five
+        it also learns the whole parameter's shape and strides, which a shorter last shard needs for
+        its padding, the module that holds it, and the dtypes that its unit asks for. Any other
+        number is refused.
 
         Returns:
-            Two tensors of shape [P, ...], and what ``fsdp_post_all_gather`` shall be told about them: nothing.
+            Two tensors of shape [P, ...], and what ``fsdp_post_all_gather`` shall be told about
+            them: nothing.
         """
         rows = -(-outer_size[0] // mesh.size())
         return (pad_rows(self.a, rows), pad_rows(self.b, rows)), None
@@ -133,9 +142,10 @@ class TwoTensor(Tensor):
     ) -> tuple[TwoTensor, tuple[Tensor, ...]] | None:
         """Build the whole parameter from what was gathered, once; later only refill it.
 
-        Autograd may have saved the first call's parameter, so later calls must bring the same memory to life:
-        FSDP2 allocates that of the gathered tensors and of the named ones, and passes the parameter as ``out``. In
-        the parameter's own dtype the gathered tensors are its memory, and there is nothing to copy.
+        Autograd may have saved the first call's parameter, so later calls must bring the same
+        memory to life: FSDP2 allocates that of the gathered tensors and of the named ones, and
+        passes the parameter as ``out``. In the parameter's own dtype the gathered tensors are its
+        memory, and there is nothing to copy.
 
         Args:
             all_gather_outputs: all rows of a and of b, [W * P, ...] each, padding included.
@@ -144,10 +154,12 @@ class TwoTensor(Tensor):
             out: from the second call on, the parameter that the first one returned.
 
         Returns:
-            On the first call the parameter, and the tensors whose memory FSDP2 must free after use; else nothing.
+            On the first call the parameter, and the tensors whose memory FSDP2 must free after use;
+            else nothing.
 
         Raises:
-            ValueError: not two tensors of one shape were gathered, or ``out`` does not hold their memory.
+            ValueError: not two tensors of one shape were gathered, or ``out`` does not hold their
+                memory.
         """
         _check_gathered(all_gather_outputs)
         a, b = all_gather_outputs
@@ -159,8 +171,9 @@ class TwoTensor(Tensor):
                 refill(half, gathered)
             elif gathered.untyped_storage()._cdata != half.untyped_storage()._cdata:
                 raise ValueError(
-                    f"the parameter's half {name} does not lie in the gathered tensor's memory and would keep its old "
-                    f"value: return a TwoTensor around the gathered tensors on the first call"
+                    f"the parameter's half {name} does not lie in the gathered tensor's memory and"
+                    " would keep its old value: return a TwoTensor around the gathered tensors on"
+                    " the first call"
                 )
         return None
 
@@ -187,7 +200,8 @@ def convert_parameters(
                 )
                 was = f"a parameter of shape {tuple(each.shape)}"
                 raise ValueError(
-                    f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same shape"
+                    f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same"
+                    " shape"
                 )
             module.register_parameter(name, nn.Parameter(converted, each.requires_grad))
 
@@ -202,16 +216,19 @@ _MUST_AGREE: dict[str, Any] = {
 
 
 def pad_rows(shard: Tensor, rows: int) -> Tensor:
-    """A shard [R, ...] with zeros below, [rows, ...]: an all-gather wants as much from every rank."""
+    """A shard [R, ...] with zeros below, [rows, ...]: an all-gather wants as much from every
+    rank.
+    """
     missing = rows - shard.shape[0]
     return functional.pad(shard, [0, 0] * (shard.ndim - 1) + [0, missing]) if missing else shard
 
 
 def refill(out: Tensor, gathered: Tensor) -> None:
-    """Put the gathered rows, without padding, into an unsharded parameter that autograd may have saved.
+    """Put the gathered rows, without padding, into an unsharded parameter that autograd may have
+    saved.
 
-    To autograd this is the value that it saved, back again, and no change: without the guard the backward pass
-    refuses with "modified by an inplace operation".
+    To autograd this is the value that it saved, back again, and no change: without the guard the
+    backward pass refuses with "modified by an inplace operation".
     """
     with torch.no_grad(), unsafe_preserve_version_counter(out):
         out.copy_(gathered[: out.shape[0]])
@@ -233,7 +250,8 @@ def _refuse_to_accumulate(func: Any, args: Sequence[Any]) -> None:
             and not all(isinstance(leaf, TwoTensor) for leaf in tree_leaves(value))
         ):
             raise TypeError(
-                f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one half"
+                f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one"
+                " half"
             )
 
 

@@ -1,1 +1,3 @@
-"""What to expect, as pure formulas, one file a lab: bytes moved, bytes held, time. No torch, no ranks."""
+"""What to expect, as pure formulas, one file a lab: bytes moved, bytes held, time. No torch, no
+ranks.
+"""

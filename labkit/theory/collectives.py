@@ -1,12 +1,14 @@
-"""What messages cost: a latency alpha each, and beta for every byte. No torch, no ranks: numbers in, numbers out.
+"""What messages cost: a latency alpha each, and beta for every byte. No torch, no ranks: numbers
+in, numbers out.
 
     time of n messages of b bytes in all = n alpha + b beta
 
 Source: Hockney, "The communication challenge for MPP", 1994.
 
-Bytes are counted in two ways, and each has its name. Bytes *handed to the call* are those of the tensor that a rank
-gives to a collective: ``all_reduce_bytes``. These are counted. Bytes *on the wire* are those that leave a rank:
-``all_reduce_wire_bytes``. These are computed from the first and the size of the group, for a ring of ranks.
+Bytes are counted in two ways, and each has its name. Bytes *handed to the call* are those of the
+tensor that a rank gives to a collective: ``all_reduce_bytes``. These are counted. Bytes *on the
+wire* are those that leave a rank: ``all_reduce_wire_bytes``. These are computed from the first and
+the size of the group, for a ring of ranks.
 """
 
 import math
@@ -32,15 +34,18 @@ WIRE_FRACTIONS: Mapping[str, Callable[[int], tuple[int, int]]] = {
     "send": lambda ranks: (1, 1),
     "recv": lambda ranks: (0, 1),
 }
-"""By collective or message, the part of the bytes handed to the call that leaves a rank: numerator, denominator."""
+"""By collective or message, the part of the bytes handed to the call that leaves a rank: numerator,
+denominator.
+"""
 
 
 def collective_wire_bytes(collective: str, handed_bytes: float, ranks: int) -> float:
     """Bytes that leave a rank for one collective or message, in a ring of these ranks.
 
-    A ring of n sends (n - 1) / n of a tensor for its reduce-scatter, and as much for its all-gather. An all-reduce is
-    both, and none can do with less. For a broadcast it is the mean over the ranks. Source: Patarasuk and Yuan,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    A ring of n sends (n - 1) / n of a tensor for its reduce-scatter, and as much for its
+    all-gather. An all-reduce is both, and none can do with less. For a broadcast it is the mean
+    over the ranks. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations", 2009.
 
     Args:
         collective: a name such as "all_reduce", see ``ON_THE_WIRE``.
@@ -52,7 +57,8 @@ def collective_wire_bytes(collective: str, handed_bytes: float, ranks: int) -> f
     """
     if collective not in WIRE_FRACTIONS or ranks < 1:
         raise ValueError(
-            f"{collective} of {ranks} ranks: take 1 rank or more, and one of {', '.join(WIRE_FRACTIONS)}"
+            f"{collective} of {ranks} ranks: take 1 rank or more, and one of"
+            f" {', '.join(WIRE_FRACTIONS)}"
         )
     part, of = WIRE_FRACTIONS[collective](ranks)
     return handed_bytes * part / of
@@ -84,18 +90,22 @@ class AlphaBeta:
 
     @property
     def break_even_bytes(self) -> float:
-        """The size of a message whose bytes take as long as its latency; infinite where bytes cost nothing."""
+        """The size of a message whose bytes take as long as its latency; infinite where bytes cost
+        nothing.
+        """
         return self.alpha_s / self.beta_s_per_byte if self.beta_s_per_byte else math.inf
 
 
 def fit_alpha_beta(times_s: Mapping[int, float]) -> AlphaBeta:
-    """Alpha and beta from measured times: least squares of the relative error, neither of them negative.
+    """Alpha and beta from measured times: least squares of the relative error, neither of them
+    negative.
 
-    The relative error counts because times span orders of magnitude: by absolute error the largest message alone would
-    decide, and the latency would be what is left over.
+    The relative error counts because times span orders of magnitude: by absolute error the largest
+    message alone would decide, and the latency would be what is left over.
 
     Args:
-        times_s: seconds by size of the message in bytes; not means, since one disturbed round would bend the line.
+        times_s: seconds by size of the message in bytes; not means, since one disturbed round would
+            bend the line.
 
     Raises:
         ValueError: fewer than two sizes, or a size or time that is not positive.

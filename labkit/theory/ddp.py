@@ -1,22 +1,29 @@
-"""Buckets of gradients: which ones DDP, or the compiler, sends together, and how many bytes each takes.
+"""Buckets of gradients: which ones DDP, or the compiler, sends together, and how many bytes each
+takes.
 
-Gradients fill a bucket in the order in which the backward pass completes them. A bucket that has reached its size is
-closed and sent, so it is never cut, and may be larger than its size by one gradient. The first bucket closes at 1 MiB,
-so that the first message leaves early:
+Gradients fill a bucket in the order in which the backward pass completes them. A bucket that has
+reached its size is closed and sent, so it is never cut, and may be larger than its size by one
+gradient. The first bucket closes at 1 MiB, so that the first message leaves early:
 
-    dim 2000, 25 MiB       fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias fc1.weight fc1.bias
-    MB                     16.0         32.0                                      16.0
+    dim 2000, 25 MiB       fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias
+    fc1.weight fc1.bias MB                     16.0         32.0
+    16.0
 
-Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp for DDP's own reducer,
-``_bucket_size_fusion`` in torch/_inductor/fx_passes/ddp_fusion.py for the compiler. They differ in three things:
+Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp for DDP's
+    own reducer,
+``_bucket_size_fusion`` in torch/_inductor/fx_passes/ddp_fusion.py for the compiler. They differ in
+three things:
 
-- DDP sends everything in one bucket in its first backward pass, and follows the order of that pass from then on.
-- DDP's first bucket closes at 1 MiB only where the bucket size is left at 25 MiB; the compiler's always does.
-- The compiler's backward pass computes a layer's weight before its bias, autograd's the bias before the weight.
+- DDP sends everything in one bucket in its first backward pass, and follows the order of that pass
+  from then on.
+- DDP's first bucket closes at 1 MiB only where the bucket size is left at 25 MiB; the compiler's
+  always does.
+- The compiler's backward pass computes a layer's weight before its bias, autograd's the bias before
+  the weight.
 
-Everywhere ``dim`` is the width of a LinearChain of so many ``layers``, and a bucket is closed once it holds
-``bucket_mb`` MiB. ``way`` is ``eager``, ``compiled`` (forward and backward) or ``backward_only``, which keeps
-autograd's order.
+Everywhere ``dim`` is the width of a LinearChain of so many ``layers``, and a bucket is closed once
+it holds ``bucket_mb`` MiB. ``way`` is ``eager``, ``compiled`` (forward and backward) or
+``backward_only``, which keeps autograd's order.
 """
 
 import math
@@ -37,7 +44,8 @@ def bucket_plan(
     bucket_mb: float = DEFAULT_BUCKET_MB,
     first_mb: float = FIRST_BUCKET_MB,
 ) -> list[list[int]]:
-    """Which gradients share a bucket, as places in ``sizes_bytes``; the first bucket is closed at ``first_mb`` MiB.
+    """Which gradients share a bucket, as places in ``sizes_bytes``; the first bucket is closed at
+    ``first_mb`` MiB.
 
     The sizes are in the order in which the gradients become ready, before any compression.
     """
@@ -69,12 +77,13 @@ def chain_buckets(
     fuse: bool = True,
     compressed: bool = False,
 ) -> list[dict[str, int]]:
-    """LinearChain's buckets in the order in which they are sent: bytes of each gradient, by name, as handed over.
+    """LinearChain's buckets in the order in which they are sent: bytes of each gradient, by name,
+    as handed over.
 
     DDP's own after its first backward pass.
 
-    ``fuse`` is False where the compiler sends each gradient alone. Where they are ``compressed``, gradients travel in
-    16 bits, and the compiler fuses none of them.
+    ``fuse`` is False where the compiler sends each gradient alone. Where they are ``compressed``,
+    gradients travel in 16 bits, and the compiler fuses none of them.
     """
     ready = chain_gradients(dim, way, layers)
     alone = way != "eager" and (compressed or not fuse)
@@ -90,7 +99,8 @@ def chain_buckets(
 
 
 def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
-    """When each bucket has arrived: they leave in their order, one at a time, each no sooner than it is ready.
+    """When each bucket has arrived: they leave in their order, one at a time, each no sooner than
+    it is ready.
 
     So one late gradient holds up its bucket, and all buckets after it. Any unit of time.
     """
@@ -103,7 +113,9 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
 def bucket_ready_times(
     buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float
 ) -> list[float]:
-    """When each of ``chain_buckets`` is full, in seconds: every layer takes an equal part of the backward pass."""
+    """When each of ``chain_buckets`` is full, in seconds: every layer takes an equal part of the
+    backward pass.
+    """
     last_layers = [int(list(bucket)[-1].partition(".")[0].removeprefix("fc")) for bucket in buckets]
     return [(layers - layer + 1) / layers * backward_s for layer in last_layers]
 
@@ -113,8 +125,9 @@ def bucket_transfer_times(
 ) -> list[tuple[float, float]]:
     """When each bucket leaves and arrives, any unit of time.
 
-    Hidden, messages travel beside the arithmetic, as with a network card: those of ``arrivals``. Otherwise the
-    processor that computes carries them, too: the arithmetic, and with it all later buckets, waits for each message.
+    Hidden, messages travel beside the arithmetic, as with a network card: those of ``arrivals``.
+    Otherwise the processor that computes carries them, too: the arithmetic, and with it all later
+    buckets, waits for each message.
     """
     if not hidden:
         ready_s = [ready + sum(takes_s[:place]) for place, ready in enumerate(ready_s)]
@@ -127,10 +140,12 @@ def bucket_transfer_times(
 def smallest_bucket_bytes(
     total_bytes: float, backward_s: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
-    """The smallest bucket whose messages all fit into the backward pass; infinite where the bytes alone do not.
+    """The smallest bucket whose messages all fit into the backward pass; infinite where the bytes
+    alone do not.
 
-    Buckets of b bytes are total / b messages: total / b * alpha + total * beta = backward. Smaller ones pay more
-    latency than there is time to hide; larger ones leave a larger last bucket, which nothing hides.
+    Buckets of b bytes are total / b messages: total / b * alpha + total * beta = backward. Smaller
+    ones pay more latency than there is time to hide; larger ones leave a larger last bucket, which
+    nothing hides.
     """
     room_s = backward_s - total_bytes * beta_s_per_byte
     return total_bytes * alpha_s / room_s if room_s > 0 else math.inf
@@ -139,7 +154,8 @@ def smallest_bucket_bytes(
 def backward_transfer_times(
     dim: int, layers: int, bucket_mb: float, *, backward_s: float, network: AlphaBeta, hidden: bool
 ) -> list[tuple[float, float]]:
-    """``journeys`` of a LinearChain's gradients in DDP's own buckets, in seconds since its backward pass began.
+    """``journeys`` of a LinearChain's gradients in DDP's own buckets, in seconds since its backward
+    pass began.
 
     Args:
         dim: width of the layers.

@@ -1,9 +1,10 @@
 """What FSDP's all-gather sends when the parameter decides how: bytes as formulas, without torch.
 
-A rank hands in its rows of every parameter, padded to the length of the longest shard: ceil(rows / ranks). Next to
-numbers of one byte travel their scales, float32: one a shard for float8, one a row for int8. Everywhere an
-``extension`` is a key of ``BYTES``, or int4, and a parameter's ``shape`` is the whole one, of which ``ranks`` share the
-rows. ``scales`` says which numbers share a scale instead: those of a "shard", of a "row", or a "group" of 32 in a row.
+A rank hands in its rows of every parameter, padded to the length of the longest shard: ceil(rows /
+ranks). Next to numbers of one byte travel their scales, float32: one a shard for float8, one a row
+for int8. Everywhere an ``extension`` is a key of ``BYTES``, or int4, and a parameter's ``shape`` is
+the whole one, of which ``ranks`` share the rows. ``scales`` says which numbers share a scale
+instead: those of a "shard", of a "row", or a "group" of 32 in a row.
 """
 
 import math
@@ -40,7 +41,8 @@ def scale_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = 
     """Bytes of the scales among these."""
     if scales and extension not in SCALE_GRANULARITY:
         raise ValueError(
-            f"extension {extension} has no scales to share in a {scales}: take {' or '.join(SCALE_GRANULARITY)}"
+            f"extension {extension} has no scales to share in a {scales}: take"
+            f" {' or '.join(SCALE_GRANULARITY)}"
         )
     rows = -(-shape[0] // ranks)
     counts = {
@@ -60,7 +62,8 @@ def step_gather_bytes(
     reshard: bool = True,
     scales: str = "",
 ) -> int:
-    """Bytes that one rank hands to the all-gathers of a training step, of parameters outside the root's own unit.
+    """Bytes that one rank hands to the all-gathers of a training step, of parameters outside the
+    root's own unit.
 
     With ``reshard`` they are freed after the forward pass and gathered again in the backward pass.
     """
@@ -70,9 +73,11 @@ def step_gather_bytes(
 def held_bytes(
     shape: Sequence[int], ranks: int, extension: str, *, compute_bytes: int = 4, scales: str = ""
 ) -> int:
-    """Bytes that a rank holds of a parameter while it computes with so many bytes a number, padding included.
+    """Bytes that a rank holds of a parameter while it computes with so many bytes a number, padding
+    included.
 
-    What was gathered is the parameter itself where it has the right dtype. Otherwise both are there.
+    What was gathered is the parameter itself where it has the right dtype. Otherwise both are
+    there.
     """
     gathered = ranks * gather_bytes(shape, ranks, extension, scales)
     own = {"fp32": 4, "bf16": 2, "two_tensor": 4}.get(extension) == compute_bytes
@@ -82,10 +87,12 @@ def held_bytes(
 
 
 def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
-    """Bandwidth, in bytes a second on the wire of a rank, below which a gather of fewer bytes is faster.
+    """Bandwidth, in bytes a second on the wire of a rank, below which a gather of fewer bytes is
+    faster.
 
-    ``bytes_saved`` are those of the whole parameters, of which a ring sends (ranks - 1) / ranks from each rank;
-    ``coding_s`` is the time to encode a rank's rows and to decode all. Nothing is hidden behind arithmetic.
+    ``bytes_saved`` are those of the whole parameters, of which a ring sends (ranks - 1) / ranks
+    from each rank; ``coding_s`` is the time to encode a rank's rows and to decode all. Nothing is
+    hidden behind arithmetic.
     """
     return bytes_saved * (ranks - 1) / ranks / coding_s
 
@@ -93,10 +100,10 @@ def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
 def rounding_error(extension: str) -> float:
     """Largest error of a gathered weight, over the largest absolute value that shares its scale.
 
-    A float with m bits of mantissa rounds a number by up to 2 ** -(m + 1) of it: bfloat16 has 7, float8 e4m3fn has 3.
-    Of int8, 127 steps reach the largest value, of 4 bits 7, and rounding misses by up to half a step. Sources:
-    Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433); Dettmers et al., "LLM.int8()", 2022
-    (arXiv:2208.07339).
+    A float with m bits of mantissa rounds a number by up to 2 ** -(m + 1) of it: bfloat16 has 7,
+    float8 e4m3fn has 3. Of int8, 127 steps reach the largest value, of 4 bits 7, and rounding
+    misses by up to half a step. Sources: Micikevicius et al., "FP8 Formats for Deep Learning", 2022
+    (arXiv:2209.05433); Dettmers et al., "LLM.int8()", 2022 (arXiv:2208.07339).
     """
     exact = {"fp32": 0.0, "two_tensor": 0.0}
     return (exact | {"bf16": 2**-8, "float8": 2**-4, "int8": 0.5 / 127, "int4": 0.5 / 7})[extension]

@@ -1,8 +1,10 @@
-"""What fully sharded training holds and sends, as formulas: no torch, no ranks, numbers in and numbers out.
+"""What fully sharded training holds and sends, as formulas: no torch, no ranks, numbers in and
+numbers out.
 
-Parameters are float32 (4 bytes) and the optimizer is Adam: two more numbers for each parameter, and a 4-byte step count
-for each tensor. Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054) for who holds what; the order of events in
-a step is that of PyTorch's ``fully_shard``, read from its code and held against measurements by the lab.
+Parameters are float32 (4 bytes) and the optimizer is Adam: two more numbers for each parameter, and
+a 4-byte step count for each tensor. Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054)
+for who holds what; the order of events in a step is that of PyTorch's ``fully_shard``, read from
+its code and held against measurements by the lab.
 """
 
 import math
@@ -22,7 +24,8 @@ FLOAT_BYTES = 4
 def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
     """Bytes that a rank holds between steps, float32 with Adam, when parameters divide evenly.
 
-    Stages: 0 (DDP: nothing is sharded), 1 (the optimizer's state), 2 (and gradients) or 3 (and parameters: FSDP).
+    Stages: 0 (DDP: nothing is sharded), 1 (the optimizer's state), 2 (and gradients) or 3 (and
+        parameters: FSDP).
 
     Returns:
         Bytes of ``parameter``, ``gradient`` and ``optimizer``.
@@ -37,9 +40,10 @@ def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
 def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
     """Bytes that a rank sends over the wire in one training step, in a ring, by collective.
 
-    One pass over the parameters, an all-gather or a reduce-scatter, sends (ranks - 1) / ranks of their bytes: what the
-    other ranks need. FSDP makes two all-gathers (one without resharding) and a reduce-scatter. DDP's all-reduce is one
-    of each, so ``all_gathers=1`` is DDP too. Source: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 7.
+    One pass over the parameters, an all-gather or a reduce-scatter, sends (ranks - 1) / ranks of
+    their bytes: what the other ranks need. FSDP makes two all-gathers (one without resharding) and
+    a reduce-scatter. DDP's all-reduce is one of each, so ``all_gathers=1`` is DDP too. Source:
+    Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 7.
     """
     one_pass = (ranks - 1) / ranks * parameter_bytes
     return {"all_gather": all_gathers * one_pass, "reduce_scatter": one_pass}
@@ -49,12 +53,14 @@ def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
     """The most that a rank holds in a step of ``parallel.small_fsdp``, without activations.
 
     Args:
-        units: bytes of each unit's parameters, float32, in the order of the forward pass; the ranks divide them.
+        units: bytes of each unit's parameters, float32, in the order of the forward pass; the ranks
+            divide them.
         ranks: who share them.
 
-    A rank keeps its share of parameters and of Adam's two numbers. The backward pass goes from the last unit to the
-    first. In each, the rank holds the flat copy of the unit's gradients and gloo's working copy of it (before that, the
-    gradients themselves), and its share of the gradients from this unit on.
+    A rank keeps its share of parameters and of Adam's two numbers. The backward pass goes from the
+    last unit to the first. In each, the rank holds the flat copy of the unit's gradients and gloo's
+    working copy of it (before that, the gradients themselves), and its share of the gradients from
+    this unit on.
     """
     kept = 3 * sum(units) / ranks
     return kept + max(2 * size + sum(units[index:]) / ranks for index, size in enumerate(units))
@@ -65,16 +71,19 @@ def tokens_to_hide(
 ) -> float:
     """Tokens of a rank in a step from which on FSDP's communication can hide behind its arithmetic.
 
-    Training takes about 6 operations for each parameter and token (2 forward, 4 backward), and three passes over the
-    parameters. The number of parameters is on both sides and drops out. Source of the 6: Kaplan et al., "Scaling laws
-    for neural language models", 2020 (arXiv:2001.08361).
+    Training takes about 6 operations for each parameter and token (2 forward, 4 backward), and
+    three passes over the parameters. The number of parameters is on both sides and drops out.
+    Source of the 6: Kaplan et al., "Scaling laws for neural language models", 2020
+    (arXiv:2001.08361).
     """
     seconds_per_parameter = 3 * number_bytes * (ranks - 1) / ranks / wire_bytes_per_s
     return seconds_per_parameter * flops_per_s / 6
 
 
 def shard_elements(shape: Sequence[int], ranks: int) -> int:
-    """Numbers that the fullest rank keeps of a parameter cut along its first dimension: ceil(rows / ranks) rows."""
+    """Numbers that the fullest rank keeps of a parameter cut along its first dimension: ceil(rows /
+    ranks) rows.
+    """
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
@@ -127,7 +136,9 @@ def toy_layers(
 
 
 def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[LinearLayer]:
-    """The layers of labkit.models.mlp.MLPStack, two in each MLP, assigned to the units that ``--wrap`` makes."""
+    """The layers of labkit.models.mlp.MLPStack, two in each MLP, assigned to the units that
+    ``--wrap`` makes.
+    """
     layers = []
     for index, times in zip(range(blocks), cycle((3, 4, 3))):  # a cycle has no end
         for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
@@ -139,7 +150,9 @@ def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[LinearLayer]:
 
 
 def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int, int]]:
-    """Bytes of each unit by name, in order: what a rank keeps of it, and what it holds while the unit is gathered."""
+    """Bytes of each unit by name, in order: what a rank keeps of it, and what it holds while the
+    unit is gathered.
+    """
     kept: Counter[str] = Counter()
     for layer in layers:
         kept[layer.unit] += FLOAT_BYTES * sum(
@@ -151,10 +164,12 @@ def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int
 def step_collectives(
     layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """Collectives of one training step and the bytes that a rank hands to them, by the names of ``result.value``.
+    """Collectives of one training step and the bytes that a rank hands to them, by the names of
+    ``result.value``.
 
-    Every unit is gathered once for the forward pass. Resharding costs a second time in the backward pass, but for the
-    root, which is not resharded since its backward pass comes next. Every unit's gradients are reduce-scattered once.
+    Every unit is gathered once for the forward pass. Resharding costs a second time in the backward
+    pass, but for the root, which is not resharded since its backward pass comes next. Every unit's
+    gradients are reduce-scattered once.
     """
     units = unit_bytes(layers, ranks)
     again = {
@@ -173,8 +188,9 @@ def stage_collectives(
 ) -> dict[str, int]:
     """The same for each stage of ``step_ledger``, with gathers of ``number_bytes`` a number.
 
-    Stage 0 is one all-reduce a bucket of 25 MiB. Stage 1 reduces every gradient onto the rank that updates its
-    parameter, and gathers the updated ones: bytes alone, as Rajbhandari et al., 2020, section 7.1, count them.
+    Stage 0 is one all-reduce a bucket of 25 MiB. Stage 1 reduces every gradient onto the rank that
+    updates its parameter, and gathers the updated ones: bytes alone, as Rajbhandari et al., 2020,
+    section 7.1, count them.
     """
     whole = sum(FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes)
     if stage == 0:
@@ -192,7 +208,9 @@ def stage_collectives(
 
 
 def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """Bytes that leave a rank in a step, by collective, from those handed to the calls by ``..._bytes``."""
+    """Bytes that leave a rank in a step, by collective, from those handed to the calls by
+    ``..._bytes``.
+    """
     names = [
         name for name in ("all_gather", "reduce_scatter", "all_reduce") if f"{name}_bytes" in handed
     ]
@@ -202,10 +220,12 @@ def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float
 def hybrid_collectives(
     layers: Sequence[LinearLayer], group: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """The same for hybrid sharding, by axis: ``data`` inside a group of ranks, ``replicate`` from group to group.
+    """The same for hybrid sharding, by axis: ``data`` inside a group of ranks, ``replicate`` from
+    group to group.
 
-    A group does what all ranks do without groups. Each of its ranks then holds the sum of the group's gradients for its
-    shard, and sums that over the groups: one all-reduce a unit, of the shard's size.
+    A group does what all ranks do without groups. Each of its ranks then holds the sum of the
+    group's gradients for its shard, and sums that over the groups: one all-reduce a unit, of the
+    shard's size.
     """
     inside = step_collectives(layers, group, reshard_after_forward=reshard_after_forward)
     shards = [shard for shard, _ in unit_bytes(layers, group).values()]
@@ -218,9 +238,11 @@ def hybrid_collectives(
 def resident_bytes(
     layers: Sequence[LinearLayer], ranks: int, *, frozen: Collection[str] = ()
 ) -> dict[str, int]:
-    """Bytes that the fullest rank holds after a step, gradients included, by the names of ``result.value``.
+    """Bytes that the fullest rank holds after a step, gradients included, by the names of
+    ``result.value``.
 
-    Parameters of the units in ``frozen`` are not trained: they have neither gradient nor optimizer state.
+    Parameters of the units in ``frozen`` are not trained: they have neither gradient nor optimizer
+    state.
     """
     units = unit_bytes(layers, ranks)
     trained = sum(shard for unit, (shard, _) in units.items() if unit not in frozen)
@@ -268,19 +290,22 @@ def step_ledger(
 ) -> MemoryLedger:
     """What a rank holds after each event of one training step, by category.
 
-    Categories: parameter, optstate and gradient (what stays on the rank); unsharded_parameter; all_gather and
+    Categories: parameter, optstate and gradient (what stays on the rank); unsharded_parameter;
+        all_gather and
     reduce_scatter (communication buffers); activation; temp.
 
     Args:
         layers: in the order of the forward pass.
         samples: rows of a rank's input, batch x sequence.
         ranks: who share what is sharded.
-        stage: 3 is FSDP; 2 is FSDP that keeps what it has gathered until the backward pass; 1 is DDP with a sharded
-            optimizer; 0 is DDP, where gradients stay where they were made, and at the end of the backward pass a flat
-            bucket (temp) holds all of them once more, for the all-reduce.
-        checkpointing: blocks keep their input only, and compute the rest again in the backward pass.
-        number_bytes: of a number in gathered parameters, activations and their gradients: 4, or 2 with bfloat16.
-            Shards, reduced gradients and the loss stay float32.
+        stage: 3 is FSDP; 2 is FSDP that keeps what it has gathered until the backward pass; 1 is
+            DDP with a sharded optimizer; 0 is DDP, where gradients stay where they were made, and
+            at the end of the backward pass a flat bucket (temp) holds all of them once more, for
+            the all-reduce.
+        checkpointing: blocks keep their input only, and compute the rest again in the backward
+            pass.
+        number_bytes: of a number in gathered parameters, activations and their gradients: 4, or 2
+            with bfloat16. Shards, reduced gradients and the loss stay float32.
 
     Raises:
         ValueError: another stage; 2 bytes in a stage that gathers nothing.
@@ -290,8 +315,8 @@ def step_ledger(
     if stage < 2:
         if number_bytes != FLOAT_BYTES:
             raise ValueError(
-                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
-                "take float32, or stage 2 or 3"
+                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes}"
+                " bytes: take float32, or stage 2 or 3"
             )
         walk: _StepMemory = _DDPStepMemory(
             layers, samples, ranks, False, checkpointing, FLOAT_BYTES, shard_optimizer=stage == 1
@@ -312,7 +337,8 @@ def fsdp_step_peak(
     reshard_after_forward: bool = True,
     checkpointing: bool = False,
 ) -> dict[str, int]:
-    """Bytes by category at the moment of an FSDP step when a rank holds most, and their sum as ``total``.
+    """Bytes by category at the moment of an FSDP step when a rank holds most, and their sum as
+    ``total``.
 
     See ``step_ledger``, which walks through the step event by event.
     """
@@ -326,7 +352,9 @@ def ddp_step_peak(layers: Sequence[LinearLayer], samples: int) -> dict[str, int]
 
 
 class _StepMemory:
-    """What one training step allocates and frees, event by event, as ``fully_shard`` orders them."""
+    """What one training step allocates and frees, event by event, as ``fully_shard`` orders
+    them.
+    """
 
     gradient_category = "temp"
     """Category of a parameter's whole gradient."""
@@ -423,7 +451,9 @@ class _StepMemory:
         self.free("temp", size)
 
     def _loss_backward(self, size: int) -> None:
-        """The gradient of the output. On the way there are the mean's, output - 1, twice that, and their product."""
+        """The gradient of the output. On the way there are the mean's, output - 1, twice that, and
+        their product.
+        """
         self.allocate("temp", 4 * size)
         self.free("temp", 3 * size)
         self.free("activation", size)
@@ -486,7 +516,9 @@ class _StepMemory:
             self.free("activation", before)
 
     def _gather_unit(self, unit: str) -> None:
-        """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next one is read."""
+        """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next
+        one is read.
+        """
         if unit not in self.gathered:
             self.allocate("all_gather", self._full_unit_bytes(unit))
             self._unshard_unit(unit)

@@ -20,7 +20,9 @@ def uncovered(
 def uncovered_in_turn(
     stretches: Sequence[tuple[float, float]], covers: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[int, float, float]]:
-    """What is left of each stretch where neither ``covers`` nor an earlier stretch reach: its place, start and end."""
+    """What is left of each stretch where neither ``covers`` nor an earlier stretch reach: its
+    place, start and end.
+    """
     covered = list(covers)
     for place, stretch in enumerate(stretches):
         yield from ((place, *part) for part in uncovered(*stretch, sorted(covered)))

@@ -1,14 +1,15 @@
-"""What lab 1 predicts of a ConvNeXt cut into strips: sizes, bytes moved, bytes held. Numbers in, numbers out.
+"""What lab 1 predicts of a ConvNeXt cut into strips: sizes, bytes moved, bytes held. Numbers in,
+numbers out.
 
-Sizes are in elements unless the name says bytes. Each formula names its source or is derived in its docstring; the labs
-hold every one against what was measured. What arguments mean everywhere:
+Sizes are in elements unless the name says bytes. Each formula names its source or is derived in its
+docstring; the labs hold every one against what was measured. What arguments mean everywhere:
 
     batch           samples that this rank holds
     depths, dims    blocks and channels in each stage
     stages          from convnext_stages, of the whole images or of this rank's strip of them
     tensor_dim      2 if the height is cut, 3 if the width
-    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1, 3 for ConvNeXt's 7x7
-    element_bytes   4 for float32, 2 for bfloat16
+    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1, 3 for ConvNeXt's
+    7x7 element_bytes   4 for float32, 2 for bfloat16
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ from labkit.theory.sizes import shard_sizes
 
 @dataclass(frozen=True)
 class ConvNeXtStage:
-    """The feature maps of one ConvNeXt stage: [batch, channels, height, width], in ``depth`` blocks."""
+    """The feature maps of one ConvNeXt stage: [batch, channels, height, width], in ``depth``
+    blocks.
+    """
 
     channels: int
     height: int
@@ -30,7 +33,9 @@ class ConvNeXtStage:
 def convnext_stages(
     height: int, width: int, depths: Sequence[int], dims: Sequence[int]
 ) -> list[ConvNeXtStage]:
-    """The sizes of every stage's feature maps: the stem divides height and width by 4, each later stage by 2 more."""
+    """The sizes of every stage's feature maps: the stem divides height and width by 4, each later
+    stage by 2 more.
+    """
     strides = [4 * 2**index for index in range(len(dims))]
     return [
         ConvNeXtStage(channels, height // stride, width // stride, depth)
@@ -39,7 +44,9 @@ def convnext_stages(
 
 
 def total_stride(depths: Sequence[int]) -> int:
-    """What a ConvNeXt of so many stages divides height and width by: 4 in the stem, 2 before each further stage."""
+    """What a ConvNeXt of so many stages divides height and width by: 4 in the stem, 2 before each
+    further stage.
+    """
     return 4 * 2 ** (len(depths) - 1)
 
 
@@ -47,13 +54,15 @@ def check_convnext(height: int, width: int, depths: Sequence[int], dims: Sequenc
     """Raises ValueError, with the arithmetic, for images or stages that a ConvNeXt cannot have."""
     if len(depths) != len(dims) or not depths or min(*depths, *dims) < 1:
         raise ValueError(
-            f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, each at least 1"
+            f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, each at"
+            " least 1"
         )
     stride = total_stride(depths)
     for name, size in (("height", height), ("width", width)):
         if size < 1 or size % stride:
             raise ValueError(
-                f"{name} {size} is not a multiple of the total stride {stride}: {size} % {stride} = {size % stride}"
+                f"{name} {size} is not a multiple of the total stride {stride}: {size} % {stride} ="
+                f" {size % stride}"
             )
 
 
@@ -61,22 +70,26 @@ def check_strips(size: int, ranks: int, depths: Sequence[int], halo: int = 3) ->
     """The strips of a ConvNeXt's images, checked for the deepest stage, where they are narrowest.
 
     Raises:
-        ValueError: strips that are no multiple of the total stride, or narrower than the halo in the last stage.
+        ValueError: strips that are no multiple of the total stride, or narrower than the halo in
+            the last stage.
     """
     stride = total_stride(depths)
     widths = shard_sizes(size, ranks, multiple=stride)
     if ranks > 1 and widths[-1] // stride < halo:
         raise ValueError(
-            f"{ranks} ranks cannot share {size}: in the last stage a rank holds {widths[-1]} / {stride} = "
-            f"{widths[-1] // stride}, less than the halo of {halo}; use fewer ranks, fewer stages or a larger image"
+            f"{ranks} ranks cannot share {size}: in the last stage a rank holds {widths[-1]} /"
+            f" {stride} = {widths[-1] // stride}, less than the halo of {halo}; use fewer ranks,"
+            " fewer stages or a larger image"
         )
     return widths
 
 
 def halo_bytes(*, rows: int, halo: int, channels: int, batch: int, element_bytes: int = 4) -> int:
-    """Bytes that a rank sends to one neighbour before one convolution: ``halo`` columns of all rows and channels.
+    """Bytes that a rank sends to one neighbour before one convolution: ``halo`` columns of all rows
+    and channels.
 
-    ``rows`` is the length of the cut: the height where the width is cut, the width where the height is.
+    ``rows`` is the length of the cut: the height where the width is cut, the width where the height
+    is.
     """
     return rows * halo * channels * batch * element_bytes
 
@@ -89,11 +102,12 @@ def spatial_send_bytes(
     tensor_dim: int = 3,
     halo: int = 3,
 ) -> int:
-    """Bytes of float32 that one rank sends to its neighbours in a whole training step of a ConvNeXt cut into strips.
+    """Bytes of float32 that one rank sends to its neighbours in a whole training step of a ConvNeXt
+    cut into strips.
 
-    Every block exchanges one halo before its depthwise convolution and the gradient of one in the backward pass. There
-    are 0, 1 (for the first and the last rank) or 2 ``neighbours``. The length of the cut is not divided, so stages of
-    whole images and of strips give the same.
+    Every block exchanges one halo before its depthwise convolution and the gradient of one in the
+    backward pass. There are 0, 1 (for the first and the last rank) or 2 ``neighbours``. The length
+    of the cut is not divided, so stages of whole images and of strips give the same.
     """
     total = 0
     for stage in stages:
@@ -112,8 +126,9 @@ def convnext_parameters(
 ) -> int:
     """Number of parameters of a ConvNeXt with layer scale, as labkit.models.convnext builds it.
 
-    A block of C channels has a depthwise 7x7 (49 C + C), a norm (2 C), C to 4C and back (8 C^2 + 5 C) and gamma (C).
-    A downsampling from A to B channels has a kernel (A B k^2 + B) and a norm of B in the stem, of A elsewhere.
+    A block of C channels has a depthwise 7x7 (49 C + C), a norm (2 C), C to 4C and back (8 C^2 + 5
+    C) and gamma (C). A downsampling from A to B channels has a kernel (A B k^2 + B) and a norm of B
+    in the stem, of A elsewhere.
     """
     total = dims[-1] * num_classes + num_classes
     for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
@@ -124,7 +139,9 @@ def convnext_parameters(
 
 
 def convnext_parameter_tensors(depths: Sequence[int]) -> int:
-    """Number of parameter tensors of a ConvNeXt: four in a downsampling, nine in a block, two in the head."""
+    """Number of parameter tensors of a ConvNeXt: four in a downsampling, nine in a block, two in
+    the head.
+    """
     return 4 * len(depths) + 9 * sum(depths) + 2
 
 
@@ -138,12 +155,14 @@ def spatial_all_reduces(
     space_ranks: int,
     data_ranks: int = 1,
 ) -> tuple[int, int]:
-    """How many all-reduces a training step of a ConvNeXt cut into strips makes, and the bytes a rank hands to them.
+    """How many all-reduces a training step of a ConvNeXt cut into strips makes, and the bytes a
+    rank hands to them.
 
-    The mean over the image adds up one number for each sample and channel of the last stage along the space axis. Then
-    the gradients, along each axis of the mesh: ``local`` hands over all in one flat bucket, so this holds for models
-    below the bucket's 25 MiB; ``dtensor`` hands over each tensor alone, and the head's weight and bias, which all
-    strips compute alike, along the data axis only. Numbers are float32.
+    The mean over the image adds up one number for each sample and channel of the last stage along
+    the space axis. Then the gradients, along each axis of the mesh: ``local`` hands over all in one
+    flat bucket, so this holds for models below the bucket's 25 MiB; ``dtensor`` hands over each
+    tensor alone, and the head's weight and bias, which all strips compute alike, along the data
+    axis only. Numbers are float32.
 
     Raises:
         ValueError: a strategy that is neither of the two.
@@ -174,11 +193,12 @@ def convnext_activation_bytes(
 ) -> int:
     """Bytes of activations that a ConvNeXt keeps for its backward pass, on one rank.
 
-    In units of one feature map A = batch x C x height x width, a block keeps: the depthwise convolution's
-    input (A, plus the halo), its output for the norm (A), the norm's for the first pointwise convolution (A), that
-    one's for GELU (4 A), GELU's for the second (4 A), and its output for the layer scale (A): 12 A. A norm
-    keeps a mean and a deviation a pixel as well. A downsampling keeps the norm's input and output. Memory peaks in the
-    backward pass of the last block, when the first of these, the layer scale's input, is already gone: 1 A less there.
+    In units of one feature map A = batch x C x height x width, a block keeps: the depthwise
+    convolution's input (A, plus the halo), its output for the norm (A), the norm's for the first
+    pointwise convolution (A), that one's for GELU (4 A), GELU's for the second (4 A), and its
+    output for the layer scale (A): 12 A. A norm keeps a mean and a deviation a pixel as well. A
+    downsampling keeps the norm's input and output. Memory peaks in the backward pass of the last
+    block, when the first of these, the layer scale's input, is already gone: 1 A less there.
 
     ``stages`` are those of this rank's strip; with one of ``ranks`` in the line there is no halo.
     """
@@ -211,7 +231,8 @@ def strip_step_s(
     alpha_s: float,
     beta_s_per_byte: float,
 ) -> float:
-    """Seconds of a step cut into strips, where nothing hides: the arithmetic's share, then every message.
+    """Seconds of a step cut into strips, where nothing hides: the arithmetic's share, then every
+    message.
 
     Args:
         plain_s: of the same step on one device.

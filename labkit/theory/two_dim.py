@@ -1,17 +1,20 @@
-"""What tensor parallelism sends and holds, alone and on a mesh with data parallelism: formulas, without torch.
+"""What tensor parallelism sends and holds, alone and on a mesh with data parallelism: formulas,
+without torch.
 
-A pair is two linear layers with bias, ``width`` to ``inner`` and back. Its inner features are shared out over the axis
-``tp``. Samples are shared out over the axis ``data``, and so are the parameters where FSDP does it. To FSDP and DDP,
-what a rank of ``tp`` holds is simply a thinner model: their formulas are those of ``theory.fsdp``. In all formulas:
+A pair is two linear layers with bias, ``width`` to ``inner`` and back. Its inner features are
+shared out over the axis ``tp``. Samples are shared out over the axis ``data``, and so are the
+parameters where FSDP does it. To FSDP and DDP, what a rank of ``tp`` holds is simply a thinner
+model: their formulas are those of ``theory.fsdp``. In all formulas:
 
-    pairs               width and inner features of every pair; all of one width where activations are counted
-    tokens              of a rank in a step: its samples times their places
+    pairs               width and inner features of every pair; all of one width where activations
+    are counted tokens              of a rank in a step: its samples times their places
     data, tp            lengths of these axes
     plan                fsdp_tp or ddp_tp
     sequence_parallel   tokens between the pairs are shared out, too
     checkpointing       each pair keeps its input only
 
-Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Korthikanti et al., "Reducing Activation
+Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Korthikanti et al.,
+    "Reducing Activation
 Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198) for the sequence.
 """
 
@@ -36,10 +39,11 @@ def chain_pairs(dim: int) -> list[tuple[int, int]]:
 
 
 def rank_layers(pairs: LayerPairs, tp: int) -> list[fsdp.LinearLayer]:
-    """What one rank of ``tp`` holds of the model, as layers of their own; each pair is a unit of FSDP.
+    """What one rank of ``tp`` holds of the model, as layers of their own; each pair is a unit of
+    FSDP.
 
-    The first layer of a pair is cut by columns of its output, bias included. The second is cut by its inputs, and its
-    bias is whole.
+    The first layer of a pair is cut by columns of its output, bias included. The second is cut by
+    its inputs, and its bias is whole.
 
     Raises:
         ValueError: the ranks cannot share an inner width evenly.
@@ -65,12 +69,14 @@ def activation_collectives(
 ) -> dict[str, int]:
     """Collectives of one training step along ``tp``, and the bytes that a rank hands to them.
 
-    Forward, every pair adds its ranks' results up: an all-reduce of all tokens. Backward, every pair but the first adds
-    up the gradients of its input; the first one's input are samples, which have no gradient.
+    Forward, every pair adds its ranks' results up: an all-reduce of all tokens. Backward, every
+    pair but the first adds up the gradients of its input; the first one's input are samples, which
+    have no gradient.
 
-    With sequence parallelism an all-reduce becomes a reduce-scatter behind a pair and an all-gather before the next.
-    Backward, each becomes the other. At the two ends, where the whole sequence comes in and goes out, this takes two
-    all-gathers more. A checkpointed pair repeats its forward pass, communication included.
+    With sequence parallelism an all-reduce becomes a reduce-scatter behind a pair and an all-gather
+    before the next. Backward, each becomes the other. At the two ends, where the whole sequence
+    comes in and goes out, this takes two all-gathers more. A checkpointed pair repeats its forward
+    pass, communication included.
 
     Raises:
         ValueError: the ranks cannot share the tokens evenly.
@@ -95,8 +101,9 @@ def parameter_collectives(
 ) -> dict[str, int]:
     """Collectives of one training step along ``data``, and the bytes that a rank hands to them.
 
-    FSDP gathers each pair's thin parameters twice and reduce-scatters their gradients. DDP all-reduces the gradients;
-    into how many messages it packs them is a matter of its buckets, so only bytes are given.
+    FSDP gathers each pair's thin parameters twice and reduce-scatters their gradients. DDP
+    all-reduces the gradients; into how many messages it packs them is a matter of its buckets, so
+    only bytes are given.
     """
     layers = rank_layers(pairs, tp)
     if data == 1:
@@ -111,7 +118,8 @@ def parameter_collectives(
 def step_collectives_by_axis(
     pairs: LayerPairs, tokens: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool
 ) -> dict[str, int]:
-    """All collectives of one training step by axis, by the names of ``result.value``: the two functions above.
+    """All collectives of one training step by axis, by the names of ``result.value``: the two
+    functions above.
 
     ``how`` is ``sequence_parallel`` and ``checkpointing``, both False by default.
     """
@@ -128,16 +136,19 @@ def parameter_count(layers: Sequence[fsdp.LinearLayer]) -> int:
 def mesh_resident_bytes(
     pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp"
 ) -> dict[str, int]:
-    """Bytes that the fullest rank holds after a step with Adam, by the names of ``result.value``."""
+    """Bytes that the fullest rank holds after a step with Adam, by the names of
+    ``result.value``.
+    """
     return fsdp.resident_bytes(rank_layers(pairs, tp), data if plan == "fsdp_tp" else 1)
 
 
 def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, float]:
     """Bytes that one rank puts on the wire along each axis if every collective runs in a ring.
 
-    Of n ranks' ring, a rank that hands s bytes to an all-gather sends (n - 1) s; to a reduce-scatter (n - 1) / n of
-    s; to an all-reduce, which is one of each, 2 (n - 1) / n of s. Source: ``theory.collectives.wire_bytes``.
-    What was ``sent`` comes by the names of ``result.value``, from ``collectives`` or measured; others are left out.
+    Of n ranks' ring, a rank that hands s bytes to an all-gather sends (n - 1) s; to a
+    reduce-scatter (n - 1) / n of s; to an all-reduce, which is one of each, 2 (n - 1) / n of s.
+    Source: ``theory.collectives.wire_bytes``. What was ``sent`` comes by the names of
+        ``result.value``, from ``collectives`` or measured; others are left out.
     """
     wire = {}
     for axis, ranks in (("tp", tp), ("data", data)):
@@ -160,13 +171,14 @@ def tp_activation_bytes(
 ) -> int:
     """Bytes of activations that a rank holds of an MLPStack when its forward pass ends.
 
-    A pair keeps its input, its inner features after the first ReLU, of which a rank has its share, and its result after
-    the second, which is the next one's input. The loss keeps one tensor more. Between the pairs every rank holds the
-    same. A checkpointed pair keeps its input only.
+    A pair keeps its input, its inner features after the first ReLU, of which a rank has its share,
+    and its result after the second, which is the next one's input. The loss keeps one tensor more.
+    Between the pairs every rank holds the same. A checkpointed pair keeps its input only.
 
-    With sequence parallelism a rank holds its tokens alone between the pairs. But torch's ColwiseParallel keeps the
-    input that it has gathered, too, for the gradient of its weights: this saves memory only where the pairs are
-    checkpointed, or where more than a ReLU lies between them. (Megatron-LM gathers again in the backward pass instead.)
+    With sequence parallelism a rank holds its tokens alone between the pairs. But torch's
+    ColwiseParallel keeps the input that it has gathered, too, for the gradient of its weights: this
+    saves memory only where the pairs are checkpointed, or where more than a ReLU lies between them.
+    (Megatron-LM gathers again in the backward pass instead.)
 
     Raises:
         ValueError: the ranks cannot share an inner width or the tokens evenly.
@@ -190,9 +202,9 @@ def tp_activation_bytes(
 def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:
     """Bytes by category at the peak of a step without data parallelism, Adam's state included.
 
-    The peak lies where the backward pass begins, as long as activations outweigh gradients: all activations are there,
-    and the gradient of the loss, a mean of squares, takes four tensors of the output's size (temp) to work out.
-    ``how`` is that of ``activation_bytes``.
+    The peak lies where the backward pass begins, as long as activations outweigh gradients: all
+    activations are there, and the gradient of the loss, a mean of squares, takes four tensors of
+    the output's size (temp) to work out. ``how`` is that of ``activation_bytes``.
     """
     kept = mesh_resident_bytes(pairs, data=1, tp=tp)
     return {
@@ -208,8 +220,9 @@ def message_share(
 ) -> float:
     """Time of a pair's messages along ``tp``, as a part of the time that a rank computes for it.
 
-    For each token of width d a pair takes 12 d inner operations in a training step, of which a rank does 1 / tp. It
-    takes two all-reduces, forward and backward, of d numbers. Tokens and d drop out. Latency is left out.
+    For each token of width d a pair takes 12 d inner operations in a training step, of which a rank
+    does 1 / tp. It takes two all-reduces, forward and backward, of d numbers. Tokens and d drop
+    out. Latency is left out.
     """
     compute_s = 12 * inner / tp / flops_per_s
     messages_s = 2 * (2 * (tp - 1) / tp) * number_bytes / wire_bytes_per_s
@@ -226,7 +239,8 @@ def step_seconds(
     links: Mapping[str, AlphaBeta],
     number_bytes: int = fsdp.FLOAT_BYTES,
 ) -> dict[str, float]:
-    """Seconds of a training step with FSDP along ``data``, on one rank, as if nothing ran at the same time.
+    """Seconds of a training step with FSDP along ``data``, on one rank, as if nothing ran at the
+    same time.
 
     Args:
         pairs: of the stack.
@@ -238,7 +252,8 @@ def step_seconds(
         number_bytes: of a parameter, gradient or activation that travels.
 
     Returns:
-        ``compute``, 6 operations for each number of a rank's matrices and each token; ``tp`` and ``data``, messages.
+        ``compute``, 6 operations for each number of a rank's matrices and each token; ``tp`` and
+        ``data``, messages.
     """
     sent = step_collectives_by_axis(pairs, tokens, data=data, tp=tp)
     wire = axis_wire_bytes(sent, data=data, tp=tp)
@@ -255,7 +270,8 @@ def step_seconds(
 
 
 def step_flops_per_token(pairs: LayerPairs) -> int:
-    """Operations of a training step for each token, of all ranks together: 6 for each number of the matrices.
+    """Operations of a training step for each token, of all ranks together: 6 for each number of the
+    matrices.
 
     Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
     """
@@ -263,24 +279,28 @@ def step_flops_per_token(pairs: LayerPairs) -> int:
 
 
 def valid_tp_sizes(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
-    """Those lengths of ``tp`` that divide the ranks, and leave each line of them as many of the samples."""
+    """Those lengths of ``tp`` that divide the ranks, and leave each line of them as many of the
+    samples.
+    """
     return [tp for tp in lengths if ranks % tp == 0 and samples % (ranks // tp) == 0]
 
 
 def seconds_after_overlap(seconds: Mapping[str, float], overlap: bool) -> dict[str, float]:
     """What a rank spends of a step: it computes, then waits for what nothing hides.
 
-    With ``overlap`` messages along ``data`` travel while the rank computes. Those along ``tp`` are waited for.
+    With ``overlap`` messages along ``data`` travel while the rank computes. Those along ``tp`` are
+    waited for.
     """
     hidden = seconds["compute"] if overlap else 0.0
     return {**seconds, "data": max(0.0, seconds["data"] - hidden)}
 
 
 def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: int) -> AlphaBeta:
-    """The link of a ring of ranks, where every host has ``host`` ranks and a network card for each of them.
+    """The link of a ring of ranks, where every host has ``host`` ranks and a network card for each
+    of them.
 
-    A ring goes through all ranks of its group in a host, then to the next host. Several rings run side by side, one for
-    each card: a group that has k ranks in a host has k cards to itself there.
+    A ring goes through all ranks of its group in a host, then to the next host. Several rings run
+    side by side, one for each card: a group that has k ranks in a host has k cards to itself there.
 
     Args:
         card: link of one card.

@@ -23,7 +23,8 @@ def candidate_scatter(
     chosen: int | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Step time against needed memory, a mark for each candidate: filled where it fits, the budget a dashed line.
+    """Step time against needed memory, a mark for each candidate: filled where it fits, the budget
+    a dashed line.
 
     Args:
         frame: rows of ``labkit.SearchResult.frame``, of one kind of hosts and one number of ranks.

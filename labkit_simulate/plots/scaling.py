@@ -1,5 +1,5 @@
-"""Figures of reckoned steps: their parts by number of GPUs, throughput drawn in two ways, and predictions held against
-others' measurements.
+"""Figures of reckoned steps: their parts by number of GPUs, throughput drawn in two ways, and
+predictions held against others' measurements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ PART_COLOURS = {"compute": style.BLUE, "exposed": style.EXPOSURE_COLOUR}
 def step_time_parts(
     steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes | None = None
 ) -> Axes:
-    """Time of a step in two parts, one bar a label: arithmetic, and communication that nothing hides.
+    """Time of a step in two parts, one bar a label: arithmetic, and communication that nothing
+    hides.
 
     Args:
         steps: seconds by ``compute`` and ``exposed``, by label.
@@ -57,7 +58,9 @@ def step_time_parts(
 def total_throughput(
     series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None
 ) -> Axes:
-    """Tokens per second of all GPUs together, over their number, both axes logarithmic; one line a label."""
+    """Tokens per second of all GPUs together, over their number, both axes logarithmic; one line a
+    label.
+    """
     ax = style.make_axes(ax, 5.5, 3.8)
     for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
         ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
@@ -71,7 +74,8 @@ def total_throughput(
 def throughput_per_gpu(
     series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None
 ) -> Axes:
-    """The same for one GPU, as a part of what one does at its line's smallest number; the axis begins at 0.
+    """The same for one GPU, as a part of what one does at its line's smallest number; the axis
+    begins at 0.
 
     Args:
         series: parts by number of GPUs, by label.
@@ -102,7 +106,8 @@ def estimate_accuracy(
     note: str,
     ax: Axes | None = None,
 ) -> Axes:
-    """Predicted over measured, a mark a case on a logarithmic axis; the band is a factor of ``within`` either way.
+    """Predicted over measured, a mark a case on a logarithmic axis; the band is a factor of
+    ``within`` either way.
 
     Args:
         predicted: by case.

@@ -1,4 +1,6 @@
-"""Figures of what a simulated rank holds: over its step, and by block of the model when it holds most."""
+"""Figures of what a simulated rank holds: over its step, and by block of the model when it holds
+most.
+"""
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -15,7 +17,8 @@ from labkit_simulate.block_memory import (
 
 
 def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None = None) -> Axes:
-    """Bytes that a simulated rank holds over its step, change by change; the peak is named, and coloured by phase.
+    """Bytes that a simulated rank holds over its step, change by change; the peak is named, and
+    coloured by phase.
 
     The axis is not time: each tensor that is made or freed is one step of it.
     """
@@ -58,7 +61,9 @@ def memory_curve(result: RunResult, *, rank: int | None = None, ax: Axes | None 
 
 
 def memory_by_block(result: RunResult, *, rank: int | None = None, ax: Axes | None = None) -> Axes:
-    """What each block of the model holds of a simulated rank's peak, by use: a bar a block, in order of the step."""
+    """What each block of the model holds of a simulated rank's peak, by use: a bar a block, in
+    order of the step.
+    """
     table = block_memory_table(result, rank)
     table = table[table["total"] > 0].drop(columns=[*SUMMARY_COLUMNS])
     ax = style.make_axes(ax, width=8.0, height=1.3 + 0.35 * len(table))

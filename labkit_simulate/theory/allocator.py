@@ -1,12 +1,15 @@
-"""What torch's allocator reserves of a GPU for the tensors that a program holds: more than their bytes.
+"""What torch's allocator reserves of a GPU for the tensors that a program holds: more than their
+bytes.
 
-It asks the driver for segments, cuts blocks off them and keeps what is freed. A tensor takes a multiple of 512 bytes.
-Up to 1 MiB it comes from a segment of 2 MiB, below 10 MiB from one of 20 MiB, and from there on it has a segment of its
-own, a multiple of 2 MiB. Of the free blocks the smallest that is large enough is taken; what is left of it becomes a
-block if that is worth while (512 bytes in small segments, more than 1 MiB in large ones), and free neighbours join.
+It asks the driver for segments, cuts blocks off them and keeps what is freed. A tensor takes a
+multiple of 512 bytes. Up to 1 MiB it comes from a segment of 2 MiB, below 10 MiB from one of 20
+MiB, and from there on it has a segment of its own, a multiple of 2 MiB. Of the free blocks the
+smallest that is large enough is taken; what is left of it becomes a block if that is worth while
+(512 bytes in small segments, more than 1 MiB in large ones), and free neighbours join.
 
-Left out: that each CUDA stream has blocks of its own, that cached segments are given back before torch reports that
-memory is short, and ``PYTORCH_CUDA_ALLOC_CONF``. Source: c10/cuda/CUDACachingAllocator.cpp in PyTorch (2.11 to 2.13).
+Left out: that each CUDA stream has blocks of its own, that cached segments are given back before
+torch reports that memory is short, and ``PYTORCH_CUDA_ALLOC_CONF``. Source:
+c10/cuda/CUDACachingAllocator.cpp in PyTorch (2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ OUTSIDE_ALLOCATOR_BYTES: dict[str, int] = {
     "NCCL": 1024 * MIB,
     "cuBLAS and cuDNN": 256 * MIB,
 }
-"""What a process takes of a GPU beside that, in bytes: round numbers to plan with, not measured for each program."""
+"""What a process takes of a GPU beside that, in bytes: round numbers to plan with, not measured for
+each program.
+"""
 
 
 @dataclass(eq=False)

@@ -3,12 +3,15 @@
     machine = fit(runs, devices=2)          # runs on 1 and 2 ranks, of two sizes
     predicted_s(other, machine)             # the same sum, for a run that was not measured
 
-A step is taken for the sum of its operators and collectives, as on cores, which carry their messages themselves:
+A step is taken for the sum of its operators and collectives, as on cores, which carry their
+messages themselves:
 
-    seconds = operators x overhead + sum of max(operations / rate, bytes / bandwidth) + messages x alpha + bytes x beta
+    seconds = operators x overhead + sum of max(operations / rate, bytes / bandwidth) + messages x
+    alpha + bytes x beta
 
-It is least squares of the relative error, no coefficient negative. Which operators are held up by arithmetic and which
-by memory follows from rate and bandwidth, so both are found in turn until nothing changes.
+It is least squares of the relative error, no coefficient negative. Which operators are held up by
+arithmetic and which by memory follows from rate and bandwidth, so both are found in turn until
+nothing changes.
 """
 
 import itertools
@@ -109,7 +112,9 @@ def fit_hardware(
 
 
 def step_estimate_s(run: CalibrationRun, machine: Hardware) -> float:
-    """Seconds of a step: its operators by roofline, its collectives by alpha and beta, one after another."""
+    """Seconds of a step: its operators by roofline, its collectives by alpha and beta, one after
+    another.
+    """
     rank = machine.for_rank(run.ranks)
     messages = (
         calls.count
@@ -120,17 +125,20 @@ def step_estimate_s(run: CalibrationRun, machine: Hardware) -> float:
 
 
 def relative_errors(runs: Sequence[CalibrationRun], machine: Hardware) -> Mapping[str, float]:
-    """By how much each run's prediction is off, as a part of what was measured; negative where it is too short."""
+    """By how much each run's prediction is off, as a part of what was measured; negative where it
+    is too short.
+    """
     return {run.name: step_estimate_s(run, machine) / run.seconds - 1 for run in runs}
 
 
 def nonnegative_least_squares(
     rows: NDArray[np.float64], wanted: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The coefficients, none negative, that bring ``rows @ coefficients`` nearest to what is wanted.
+    """The coefficients, none negative, that bring ``rows @ coefficients`` nearest to what is
+    wanted.
 
-    They are the ordinary ones of those columns whose coefficients are not 0. Five columns have 31 choices: all are
-    tried.
+    They are the ordinary ones of those columns whose coefficients are not 0. Five columns have 31
+    choices: all are tried.
     """
     count = rows.shape[1]
     best, least = np.zeros(count), float(wanted @ wanted)
@@ -150,7 +158,9 @@ def nonnegative_least_squares(
 
 
 def _regression_features(run: CalibrationRun, machine: Hardware) -> list[float]:
-    """What the five coefficients are multiplied by: operations, bytes, operators, messages, bytes on the wire."""
+    """What the five coefficients are multiplied by: operations, bytes, operators, messages, bytes
+    on the wire.
+    """
     rank = machine.for_rank(run.ranks)
     part, slower = run.ranks / machine.devices, max(1.0, run.ranks / machine.devices)
     flops = moved = 0.0

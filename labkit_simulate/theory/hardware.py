@@ -1,13 +1,14 @@
-"""What machines can do at best, by data sheet: arithmetic, memory and links, each figure with its source.
+"""What machines can do at best, by data sheet: arithmetic, memory and links, each figure with its
+source.
 
     hardware("h100-8x").flops_per_s["bfloat16"]        # 989.4e12, of one GPU, without sparsity
 
-Figures are those of one *device*: a GPU, or a core of a processor. Links are counted in one direction, as a ring uses
-them, and data sheets add both directions up: 900 GB/s of NVLink are 450 here. Arithmetic is dense: where a sheet states
-it with sparsity, it is halved.
+Figures are those of one *device*: a GPU, or a core of a processor. Links are counted in one
+direction, as a ring uses them, and data sheets add both directions up: 900 GB/s of NVLink are 450
+here. Arithmetic is dense: where a sheet states it with sparsity, it is halved.
 
-Latencies are on no data sheet. Those of GPUs are what NCCL itself reckons with when it chooses an algorithm, for its
-ring and its protocol for large messages.
+Latencies are on no data sheet. Those of GPUs are what NCCL itself reckons with when it chooses an
+algorithm, for its ring and its protocol for large messages.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,10 @@ NVIDIA_URL = "https://www.nvidia.com/en-us/data-center/"
 NCCL_SOURCE = (
     "NCCL's ring, protocol Simple: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
 )
-KERNEL_GAP_SOURCE = "gap between kernels that are issued ahead, measured on a V100: https://developer.nvidia.com/blog/cuda-graphs/"
+KERNEL_GAP_SOURCE = (
+    "gap between kernels that are issued ahead, measured on a V100:"
+    " https://developer.nvidia.com/blog/cuda-graphs/"
+)
 DRIVER_SOURCE = "the driver's own total (nvidia-smi); the sheet says {} GB"
 TORCHTITAN_URL = "https://github.com/pytorch/torchtitan/blob/main/"
 H100_TORCHTITAN_URL = TORCHTITAN_URL + "benchmarks/llama3_h100_202412_torchtitan.md"
@@ -39,14 +43,16 @@ class Hardware:
         flops_per_s: operations of a device per second at best, by type of number.
         memory_bytes: of a device.
         memory_bytes_per_s: between a device and its memory.
-        inside: the link of a device to the others of its host: latency of a step of a ring, seconds for a byte.
+        inside: the link of a device to the others of its host: latency of a step of a ring, seconds
+            for a byte.
         between: the link of a network card to those of other hosts.
         cards: network cards of a host; its devices share them evenly.
         call_s: what a collective takes before its first byte moves.
         operator_s: what an operator takes beside its arithmetic and memory traffic.
         matmul_share: the part of ``flops_per_s`` that operators which multiply matrices reach.
-        shared: whether the ranks of a host share all its devices, as processes share cores, and carry their messages
-            themselves. Otherwise a rank has a device of its own, and messages travel beside its arithmetic.
+        shared: whether the ranks of a host share all its devices, as processes share cores, and
+            carry their messages themselves. Otherwise a rank has a device of its own, and messages
+            travel beside its arithmetic.
         sources: where each figure is from, by its attribute's name.
     """
 
@@ -68,8 +74,8 @@ class Hardware:
     def for_rank(self, ranks_on_host: int) -> "Hardware":
         """The same where so many ranks run on a host: what one of them has.
 
-        Cores are shared, down to a part of one, which makes everything slower that a rank does. Issuing operators is
-        no faster with more cores: it is the work of one.
+        Cores are shared, down to a part of one, which makes everything slower that a rank does.
+        Issuing operators is no faster with more cores: it is the work of one.
 
         Raises:
             ValueError: more ranks than devices that cannot be shared.
@@ -100,7 +106,8 @@ class Hardware:
         """
         if dtype not in self.flops_per_s:
             raise ValueError(
-                f"no rate for {dtype!r} numbers on {self.name}: it has {', '.join(self.flops_per_s)}"
+                f"no rate for {dtype!r} numbers on {self.name}: it has"
+                f" {', '.join(self.flops_per_s)}"
             )
         return self.flops_per_s[dtype]
 
@@ -118,11 +125,13 @@ def get_hardware(name: str, **changed: Any) -> Hardware:
         **changed: attributes that shall differ, such as ``matmul_share=0.5``.
 
     Raises:
-        ValueError: another name, or an attribute that there is not; the message lists what there is.
+        ValueError: another name, or an attribute that there is not; the message lists what there
+            is.
     """
     if name not in HARDWARE:
         raise ValueError(
-            f"hardware {name!r} is none of {', '.join(HARDWARE)}: take one of them, or make a Hardware"
+            f"hardware {name!r} is none of {', '.join(HARDWARE)}: take one of them, or make a"
+            " Hardware"
         )
     unknown = [attribute for attribute in changed if attribute not in Hardware.__dataclass_fields__]
     if unknown:
@@ -144,7 +153,9 @@ def _gpu_host(
     matmul_share: float,
     sources: Mapping[str, str],
 ) -> Hardware:
-    """A host of eight GPUs on NVLink switches with a network card each: in teraFLOP/s, and GB/s in one direction."""
+    """A host of eight GPUs on NVLink switches with a network card each: in teraFLOP/s, and GB/s in
+    one direction.
+    """
     return Hardware(
         name=name,
         device=device,
@@ -165,7 +176,9 @@ def _gpu_host(
 def _data_sheet_sources(
     sheet: str, system: str, matmul_share: str, memory: str, between: str
 ) -> dict[str, str]:
-    """Sources of a host of GPUs: the GPU's data sheet, the whole system's, and what is on neither."""
+    """Sources of a host of GPUs: the GPU's data sheet, the whole system's, and what is on
+    neither.
+    """
     return {
         "devices": system,
         "cards": system,
@@ -186,7 +199,10 @@ _HOPPER_TFLOPS = {
     "float8": 1978.9,
 }
 _HOPPER_SHARE, _AMPERE_SHARE = 0.436, 0.651
-_H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture, table 2: https://resources.nvidia.com/en-us-tensor-core"
+_H100_PAPER = (
+    "NVIDIA H100 Tensor Core GPU Architecture, table 2:"
+    " https://resources.nvidia.com/en-us-tensor-core"
+)
 _DGX = {
     name: f"https://docs.nvidia.com/dgx/{name}-user-guide/introduction-to-{name}.html"
     for name in ("dgxh100", "dgxa100", "dgxb200")
@@ -298,10 +314,18 @@ HARDWARE: dict[str, Hardware] = {
             shared=True,
             sources={
                 "devices": "assumed: as small as the course's machine, two cores and 16 GB",
-                "flops_per_s": "2 FMA units x 8 numbers x 2 operations x 3 GHz: https://www.agner.org/optimize/",
+                "flops_per_s": (
+                    "2 FMA units x 8 numbers x 2 operations x 3 GHz:"
+                    " https://www.agner.org/optimize/"
+                ),
                 "memory_bytes": "assumed, see devices",
-                "memory_bytes_per_s": "two channels of DDR4-3200, half for each core: JEDEC JESD79-4",
-                "inside": "assumed: gloo over loopback; calibrate instead, see labkit_simulate.theory.calibration",
+                "memory_bytes_per_s": (
+                    "two channels of DDR4-3200, half for each core: JEDEC JESD79-4"
+                ),
+                "inside": (
+                    "assumed: gloo over loopback; calibrate instead, see"
+                    " labkit_simulate.theory.calibration"
+                ),
                 "between": "gigabit Ethernet, IEEE 802.3ab; latency assumed",
                 "cards": "assumed",
                 "call_s": "assumed: calibrate instead",

@@ -1,15 +1,17 @@
 """What others have measured and published, with its configuration, to hold predictions against.
 
-One row of each kind of hardware gave ``Hardware.matmul_share``: ``H100_ROWS[0]`` and ``A100_ROWS[0]``. All others are
-predicted with it, nothing else is fitted.
+One row of each kind of hardware gave ``Hardware.matmul_share``: ``H100_ROWS[0]`` and
+``A100_ROWS[0]``. All others are predicted with it, nothing else is fitted.
 
 Sources, both of torchtitan (PyTorch's own trainer):
 
-- benchmarks/llama3_h100_202412_torchtitan.md, December 2024: hosts of 8 H100 with 96 GB of HBM2e at 2.4 TB/s, held to
-  500 W; 400 Gb/s a GPU between hosts. The sequence is not stated for these rows; 8192 is taken, with which the model
-  FLOPs utilisation is the 33 to 39 % that the page states. Memory is what the allocator has reserved.
-- docs/performance.md of 2024: 64 A100 with 80 GB, in hosts whose network it does not state; 200 Gb/s a GPU is assumed.
-  Sequence 8192 for Llama 3, 4096 for Llama 2. Whether programs were compiled is not stated; they are taken as eager.
+- benchmarks/llama3_h100_202412_torchtitan.md, December 2024: hosts of 8 H100 with 96 GB of HBM2e at
+  2.4 TB/s, held to 500 W; 400 Gb/s a GPU between hosts. The sequence is not stated for these rows;
+  8192 is taken, with which the model FLOPs utilisation is the 33 to 39 % that the page states.
+  Memory is what the allocator has reserved.
+- docs/performance.md of 2024: 64 A100 with 80 GB, in hosts whose network it does not state; 200
+  Gb/s a GPU is assumed. Sequence 8192 for Llama 3, 4096 for Llama 2. Whether programs were compiled
+  is not stated; they are taken as eager.
 """
 
 from dataclasses import dataclass
@@ -86,7 +88,9 @@ A100_RESULTS = (
 
 
 def fit_matmul_share(row: ReferenceResult) -> float:
-    """The share of the peak that matrix products must reach for a prediction to be what was measured."""
+    """The share of the peak that matrix products must reach for a prediction to be what was
+    measured.
+    """
     low, high = 0.01, 1.0
     while high - low > 1e-6:
         middle = (low + high) / 2

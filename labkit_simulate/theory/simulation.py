@@ -1,7 +1,8 @@
-"""Small rules of lab 6: how many hosts a model needs, which groups cross hosts, a ring, two streams, how a run scales.
+"""Small rules of lab 6: how many hosts a model needs, which groups cross hosts, a ring, two
+streams, how a run scales.
 
-Numbers in, numbers out. The whole models are ``theory.steptime`` and ``theory.transformer``; a test holds these rules
-against them.
+Numbers in, numbers out. The whole models are ``theory.steptime`` and ``theory.transformer``; a test
+holds these rules against them.
 """
 
 import math
@@ -16,8 +17,10 @@ def fewest_hosts(
     """The fewest hosts on which each rank finds room; None where no number of them is enough.
 
     Args:
-        shared_bytes: what all ranks share evenly, such as sharded parameters, gradients and optimizer state.
-        own_bytes: what each rank holds beside its share, whatever their number, such as activations.
+        shared_bytes: what all ranks share evenly, such as sharded parameters, gradients and
+            optimizer state.
+        own_bytes: what each rank holds beside its share, whatever their number, such as
+            activations.
         budget_bytes: what a rank may hold.
         devices: ranks of a host.
     """
@@ -28,10 +31,12 @@ def fewest_hosts(
 def ring_s(
     shard_bytes: float, hosts: int, nproc: int, inside: AlphaBeta, between: AlphaBeta
 ) -> float:
-    """Seconds of an all-gather in rings over hosts of ``nproc`` ranks, each with a network card of its own.
+    """Seconds of an all-gather in rings over hosts of ``nproc`` ranks, each with a network card of
+    its own.
 
-    A shard makes a hop to every other rank, hosts - 1 of them from host to host. The rings together fill all cards of a
-    host, so its slower link decides on bytes: one rank's to its neighbour, or all cards together.
+    A shard makes a hop to every other rank, hosts - 1 of them from host to host. The rings together
+    fill all cards of a host, so its slower link decides on bytes: one rank's to its neighbour, or
+    all cards together.
 
     Args:
         shard_bytes: what a rank brings.
@@ -49,8 +54,8 @@ def ring_s(
 def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
     """When a forward pass is over in which each unit is gathered while the one before it computes.
 
-    A unit computes once it is gathered and the unit before it has computed. It is gathered once the unit before it is
-    gathered, and the unit before that has computed: there is room for two.
+    A unit computes once it is gathered and the unit before it has computed. It is gathered once the
+    unit before it is gathered, and the unit before that has computed: there is room for two.
 
     Args:
         gathers_s: of each unit, in order.
@@ -64,7 +69,8 @@ def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
 
 
 def hosts_spanned(size: int, stride: int, nproc: int) -> int:
-    """On how many hosts the ranks of a group are: 0, stride, 2 stride, ... of a world that fills host after host.
+    """On how many hosts the ranks of a group are: 0, stride, 2 stride, ... of a world that fills
+    host after host.
 
     Args:
         size: of the group.

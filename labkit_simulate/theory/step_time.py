@@ -1,15 +1,17 @@
-"""How long a step takes by reckoning: operators by roofline, collectives by alpha and beta, overlap by streams.
+"""How long a step takes by reckoning: operators by roofline, collectives by alpha and beta, overlap
+by streams.
 
     gather = collective_s("all_gather", shard_bytes, Group(16, hosts=2), hardware("h100-8x"))
 
-An operator takes as long as its arithmetic or its memory traffic, whichever is longer. A collective takes its steps'
-latency and its bytes over the link that holds it up. Both are tasks of a stream; a stream does its tasks one after
-another, each no sooner than what it needs is there:
+An operator takes as long as its arithmetic or its memory traffic, whichever is longer. A collective
+takes its steps' latency and its bytes over the link that holds it up. Both are tasks of a stream; a
+stream does its tasks one after another, each no sooner than what it needs is there:
 
     communication  [gather 1][gather 2]      [gather 3]
     compute                  [forward 1     ][forward 2     ][forward 3     ]
 
-Units are gathered ahead by one here: gather 3 waits until forward 1 has ended, because only then is there room.
+Units are gathered ahead by one here: gather 3 waits until forward 1 has ended, because only then is
+there room.
 
 Source of the roofline: Williams, Waterman and Patterson, "Roofline", 2009.
 """
@@ -31,7 +33,8 @@ class Operator:
 
     Attributes:
         name: such as "mm".
-        flops: multiplications and additions of matrix products, each counted; 0 for one that multiplies no matrices.
+        flops: multiplications and additions of matrix products, each counted; 0 for one that
+            multiplies no matrices.
         moved_bytes: read and written.
         dtype: of its numbers, one of ``Hardware.flops_per_s``.
     """
@@ -72,7 +75,8 @@ class Group:
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= self.ranks:
             raise ValueError(
-                f"{self.ranks} ranks on {self.hosts} hosts: a group needs 1 host, and a rank on each"
+                f"{self.ranks} ranks on {self.hosts} hosts: a group needs 1 host, and a rank on"
+                " each"
             )
 
     @property
@@ -92,24 +96,31 @@ def collective_s(
 ) -> float:
     """Time of one collective or message.
 
-    ``ring``: a rank passes parts on to its neighbour, n - 1 times, an all-reduce twice as often. The rings together use
-    every network card that belongs to the group's ranks, and each part leaves a host once. ``tree``, for an all-reduce
-    alone: the ranks of a host in a chain, the hosts in two binary trees, up and down again; fewer steps, and twice the
-    tensor's bytes. ``best`` is the faster. An all-to-all sends each part on its own way: most of them leave the host.
+    ``ring``: a rank passes parts on to its neighbour, n - 1 times, an all-reduce twice as often.
+        The rings together use
+    every network card that belongs to the group's ranks, and each part leaves a host once.
+    ``tree``, for an all-reduce
+    alone: the ranks of a host in a chain, the hosts in two binary trees, up and down again; fewer
+        steps, and twice the
+    tensor's bytes. ``best`` is the faster. An all-to-all sends each part on its own way: most of
+    them leave the host.
 
-    Sources: Patarasuk and Yuan, 2009 (ring); Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth
-    broadcast, reduction and scan", 2009; what counts as a step inside and between hosts: ``ncclTopoTuneModel`` in
-    NCCL's src/graph/tuning.cc.
+    Sources: Patarasuk and Yuan, 2009 (ring); Sanders, Speck and Träff, "Two-tree algorithms for
+        full bandwidth
+    broadcast, reduction and scan", 2009; what counts as a step inside and between hosts:
+    ``ncclTopoTuneModel`` in NCCL's src/graph/tuning.cc.
 
     Args:
         name: such as "all_reduce", see ``collectives.WIRE_FRACTIONS``.
         handed_bytes: of the tensor that a rank hands to the call.
-        group: who takes part. Other groups of the same kind fill the hosts, and do the same at the same time.
+        group: who takes part. Other groups of the same kind fill the hosts, and do the same at the
+            same time.
         hosts: on what; for ranks that share cores ``Hardware.for_rank``.
         algorithm: "ring", "tree" or "best".
 
     Raises:
-        ValueError: another name or algorithm; a tree for anything but an all-reduce; more ranks than devices.
+        ValueError: another name or algorithm; a tree for anything but an all-reduce; more ranks
+            than devices.
     """
     if algorithm not in ("best", "ring", "tree") or (algorithm == "tree" and name != "all_reduce"):
         raise ValueError(f"{name} by {algorithm!r}: take best or ring, or tree for an all_reduce")
@@ -118,7 +129,8 @@ def collective_s(
     if group.ranks_per_host > hosts.devices and not hosts.shared:
         fix = f"spread them over {math.ceil(group.ranks / hosts.devices)} hosts"
         raise ValueError(
-            f"{group.ranks_per_host} ranks on a host of {hosts.devices} devices ({hosts.name}): {fix}"
+            f"{group.ranks_per_host} ranks on a host of {hosts.devices} devices ({hosts.name}):"
+            f" {fix}"
         )
     if group.ranks == 1 or not handed_bytes:
         return 0.0
@@ -162,12 +174,16 @@ def _tree_s(handed_bytes: float, group: Group, hosts: Hardware) -> float:
 
 
 def _cross_host_s_per_byte(group: Group, hosts: Hardware) -> float:
-    """Seconds for a byte that leaves a host, over all network cards that its ranks of the group have; 0 on one host."""
+    """Seconds for a byte that leaves a host, over all network cards that its ranks of the group
+    have; 0 on one host.
+    """
     return _card_s_per_byte(group.ranks_per_host, hosts) if group.hosts > 1 else 0.0
 
 
 def _card_s_per_byte(ranks_on_host: int, hosts: Hardware) -> float:
-    """The same for so many ranks of a host: their share of its cards, which other groups fill as well."""
+    """The same for so many ranks of a host: their share of its cards, which other groups fill as
+    well.
+    """
     return hosts.between.beta_s_per_byte / (hosts.cards * min(1.0, ranks_on_host / hosts.devices))
 
 
@@ -234,7 +250,9 @@ class StepTime:
 
     @property
     def exposure_bars(self) -> Sequence[TimelineBar]:
-        """The stretches of communication beside which nothing was computed, each once, named by what began first."""
+        """The stretches of communication beside which nothing was computed, each once, named by
+        what began first.
+        """
         sent = [bar for bar in self.bars if bar.stream != COMPUTE_STREAM]
         computed = [(bar.start_s, bar.end_s) for bar in self.bars if bar.stream == COMPUTE_STREAM]
         open_parts = uncovered_in_turn([(bar.start_s, bar.end_s) for bar in sent], computed)
@@ -249,7 +267,8 @@ class StepTime:
         return self.communication_s - self.exposed_s
 
     def model_flops_share(self, model_flops: float, peak_flops_per_s: float) -> float:
-        """MFU: the part of what the device could compute in this time that the model needs, recomputing not counted.
+        """MFU: the part of what the device could compute in this time that the model needs,
+        recomputing not counted.
 
         Source: Chowdhery et al., "PaLM", 2022 (arXiv:2204.02311), appendix B.
         """
@@ -266,11 +285,13 @@ def busy_s(bars: Iterable[TimelineBar]) -> float:
 
 
 def schedule_tasks(program: Sequence[Task], *, overlaps: bool = True) -> StepTime:
-    """When each task runs: streams do theirs in the program's order, each as soon as those it waits for are over.
+    """When each task runs: streams do theirs in the program's order, each as soon as those it waits
+    for are over.
 
     Args:
         program: a task waits for earlier ones alone.
-        overlaps: whether streams run beside each other; otherwise one task after another, in the program's order.
+        overlaps: whether streams run beside each other; otherwise one task after another, in the
+            program's order.
 
     Raises:
         ValueError: a task that waits for itself or a later one.
@@ -281,7 +302,8 @@ def schedule_tasks(program: Sequence[Task], *, overlaps: bool = True) -> StepTim
     for place, task in enumerate(program):
         if any(not 0 <= earlier < place for earlier in task.after):
             raise ValueError(
-                f"task {place} ({task.name}) waits for {task.after}: it can only wait for those before it"
+                f"task {place} ({task.name}) waits for {task.after}: it can only wait for those"
+                " before it"
             )
         stream = task.stream if overlaps else ""
         start_s = max([free.get(stream, 0.0), *(ends[earlier] for earlier in task.after)])
@@ -307,8 +329,10 @@ class CollectiveEvent:
         name: for the time line.
         seconds: how long it takes.
         stream: on which it runs; collectives of one group share one.
-        early: whether what it sends was there long before, as parameters are: it is then asked for one unit ahead.
-        after: earlier calls whose results it sends, by their places among the events, besides those waited for.
+        early: whether what it sends was there long before, as parameters are: it is then asked for
+            one unit ahead.
+        after: earlier calls whose results it sends, by their places among the events, besides those
+            waited for.
     """
 
     name: str
@@ -320,7 +344,9 @@ class CollectiveEvent:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """A program's event: what follows needs the result of a call, given by its place among the events."""
+    """A program's event: what follows needs the result of a call, given by its place among the
+    events.
+    """
 
     call: int
 
@@ -333,11 +359,12 @@ class BackwardEvent:
 def tasks_from_events(
     events: Sequence[ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent],
 ) -> list[Task]:
-    """The tasks of a step that was recorded event by event, on a device that did one thing after another.
+    """The tasks of a step that was recorded event by event, on a device that did one thing after
+    another.
 
-    A call waits for the arithmetic before it, whose result it sends. An early one is asked for when the one before it
-    is used, since there is room for two: so fully sharded training gathers one unit ahead, which a recording on the CPU
-    does not show.
+    A call waits for the arithmetic before it, whose result it sends. An early one is asked for when
+    the one before it is used, since there is room for two: so fully sharded training gathers one
+    unit ahead, which a recording on the CPU does not show.
 
     Raises:
         ValueError: a wait for anything but an earlier call.
@@ -367,7 +394,9 @@ def tasks_from_events(
 def _move_early_calls(
     events: Sequence[ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent],
 ) -> list[tuple[int, ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent]]:
-    """Events with their places, early calls moved to where the one before them is used, or the backward pass begins."""
+    """Events with their places, early calls moved to where the one before them is used, or the
+    backward pass begins.
+    """
     order: list[tuple[int, ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent]] = []
     ahead = 0
     for number, event in enumerate(events):
@@ -412,14 +441,16 @@ class UnitTimes:
 def fsdp_tasks(units: Sequence[UnitTimes], *, update_s: float = 0.0, ahead: int = 1) -> list[Task]:
     """The tasks of a step under FSDP, in the order in which ``fully_shard`` asks for them.
 
-    Gathers and reduce-scatters share a stream, since NCCL does one collective of a group after another. In the
-    backward pass, the next unit is asked for before this one's gradients are reduced. Source of the order: PyTorch's
-    torch/distributed/fsdp/_fully_shard, as in ``theory.fsdp``.
+    Gathers and reduce-scatters share a stream, since NCCL does one collective of a group after
+    another. In the backward pass, the next unit is asked for before this one's gradients are
+    reduced. Source of the order: PyTorch's torch/distributed/fsdp/_fully_shard, as in
+    ``theory.fsdp``.
 
     Args:
         units: in the order of the forward pass.
         update_s: of the optimizer, which waits for all gradients.
-        ahead: how many units are gathered ahead of the one that computes; 0 where a unit is asked for when needed.
+        ahead: how many units are gathered ahead of the one that computes; 0 where a unit is asked
+            for when needed.
     """
     return _FSDPTaskBuilder(units, ahead).build_tasks(update_s)
 
@@ -456,7 +487,9 @@ class _FSDPTaskBuilder:
         return self.program
 
     def add_pass(self, number: int, name: str, seconds: float) -> int:
-        """A unit's forward or backward pass: before it, the gathers that are due, its own and those ahead."""
+        """A unit's forward or backward pass: before it, the gathers that are due, its own and those
+        ahead.
+        """
         for coming in range(number, min(number + self.ahead, 2 * len(self.units) - 1) + 1):
             self.add_gather(coming)
         unit = self.unit_at(number)

@@ -1,15 +1,17 @@
-"""A training step of a decoder such as Llama's under FSDP, from its shape alone: parameters, operations, bytes, time.
+"""A training step of a decoder such as Llama's under FSDP, from its shape alone: parameters,
+operations, bytes, time.
 
     step = Training(LLAMA_3_8B, batch=2, sequence=8192, ranks=128).on(hardware("h100-8x"))
     step.tokens_per_s, step.memory_bytes
 
-A token takes two operations for each weight that it meets in the forward pass, four in the backward pass (Kaplan et
-al., 2020, arXiv:2001.08361), and attention's: 4 x sequence x width a block, or half of it where a token sees only what
-comes before it, 2.5 times as many in the backward pass (Dao, "FlashAttention-2", 2023, arXiv:2307.08691, section 3.1).
+A token takes two operations for each weight that it meets in the forward pass, four in the backward
+pass (Kaplan et al., 2020, arXiv:2001.08361), and attention's: 4 x sequence x width a block, or half
+of it where a token sees only what comes before it, 2.5 times as many in the backward pass (Dao,
+"FlashAttention-2", 2023, arXiv:2307.08691, section 3.1).
 
-What multiplies no matrices moves bytes. They are counted operator by operator for a block as it is commonly written,
-numbers of 2 bytes with norms and rotations in float32; ``FUSED`` is the same as a compiler that fuses neighbours would
-leave it. B is bytes for each number of that width.
+What multiplies no matrices moves bytes. They are counted operator by operator for a block as it is
+commonly written, numbers of 2 bytes with norms and rotations in float32; ``FUSED`` is the same as a
+compiler that fuses neighbours would leave it. B is bytes for each number of that width.
 
 Letters: d width, k width of keys and values, f of the feedforward part.
 """
@@ -33,16 +35,20 @@ COMPUTE_BYTES, FLOAT_BYTES = 2, 4
 """Bytes of a number in arithmetic and gathers, and of one that is kept, updated or reduced."""
 ATTENTION_BACKWARD = 2.5
 ADAM_BYTES = 40
-"""Moved for each parameter by an update: read p, g, m, v; write p, m, v; and its part in clipping gradients."""
+"""Moved for each parameter by an update: read p, g, m, v; write p, m, v; and its part in clipping
+gradients.
+"""
 EAGER_BLOCK_BYTES, COMPILER_BLOCK_BYTES = {"d": 112, "k": 24, "f": 10}, {"d": 28, "k": 8, "f": 6}
-"""Bytes that a block's operators without matrices move in the forward pass, for each number of that width.
+"""Bytes that a block's operators without matrices move in the forward pass, for each number of that
+width.
 
-Eager, d: two norms of 36 (to float32 6, square 8, mean 4, times its root 8, back 6, times weight 4), rotated queries 20
-(to float32 6, complex product 8, back 6), keys and values for all heads 4, heads side by side 4, two sums of 6. k:
-rotated keys 20, keys and values read 4. f: silu 4, times the other half 6.
+Eager, d: two norms of 36 (to float32 6, square 8, mean 4, times its root 8, back 6, times weight
+4), rotated queries 20 (to float32 6, complex product 8, back 6), keys and values for all heads 4,
+heads side by side 4, two sums of 6. k: rotated keys 20, keys and values read 4. f: silu 4, times
+the other half 6.
 
-Fused, d: two norms with the sum before them of 8, rotated queries 4, heads as above 8. k: rotated keys 4, keys and
-values read 4. f: silu and product at once 6.
+Fused, d: two norms with the sum before them of 8, rotated queries 4, heads as above 8. k: rotated
+keys 4, keys and values read 4. f: silu and product at once 6.
 """
 
 
@@ -73,7 +79,9 @@ class DecoderShape:
 
     @property
     def matmul_weights(self) -> tuple[int, ...]:
-        """Weights of a block's matrix products, in their order: query, key, value, output, gate, up, down."""
+        """Weights of a block's matrix products, in their order: query, key, value, output, gate,
+        up, down.
+        """
         d, k, f = self.width, self.kv_width, self.feedforward
         return d * d, d * k, d * k, d * d, d * f, d * f, f * d
 
@@ -99,7 +107,8 @@ class DecoderShape:
         return self.layers * self.block_parameters + self.root_parameters
 
     def model_flops(self, sequence: int) -> float:
-        """Operations that training needs for a token: 6 a weight that is multiplied, and attention to all tokens.
+        """Operations that training needs for a token: 6 a weight that is multiplied, and attention
+        to all tokens.
 
         As model FLOPs are usually stated: nothing recomputed, and attention counted in full.
         """
@@ -154,8 +163,8 @@ class TrainingSetup:
         batch: sequences of a rank in a step.
         sequence: tokens of each.
         ranks: how many.
-        checkpointing: ``full`` recomputes every block in the backward pass, ``selective`` all but attention and every
-            other product, as torchtitan does.
+        checkpointing: ``full`` recomputes every block in the backward pass, ``selective`` all but
+            attention and every other product, as torchtitan does.
         compiled: whether neighbouring operators are fused.
         dtype: of the arithmetic.
     """
@@ -182,7 +191,8 @@ class TrainingSetup:
         on_host = min(self.ranks, hosts.devices)
         if self.ranks % on_host:
             raise ValueError(
-                f"{self.ranks} ranks do not fill hosts of {on_host}: {self.ranks} % {on_host} = {self.ranks % on_host}"
+                f"{self.ranks} ranks do not fill hosts of {on_host}: {self.ranks} % {on_host} ="
+                f" {self.ranks % on_host}"
             )
         time = self._step_time(hosts.for_rank(on_host), Group(self.ranks, self.ranks // on_host))
         flops = self.tokens * self.model.model_flops(self.sequence)
@@ -219,7 +229,9 @@ class TrainingSetup:
         rank: Hardware,
         group: Group,
     ) -> UnitTimes:
-        """A unit's times. What was gathered is copied to where it is used, and gradients to where they are reduced."""
+        """A unit's times. What was gathered is copied to where it is used, and gradients to where
+        they are reduced.
+        """
         copies = (
             Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters),
             Operator("copy", moved_bytes=6 * parameters),
@@ -235,7 +247,9 @@ class TrainingSetup:
         )
 
     def _block_operators(self) -> tuple[list[Operator], list[Operator]]:
-        """Operators of a block's forward pass, and of its backward pass with what is recomputed there."""
+        """Operators of a block's forward pass, and of its backward pass with what is recomputed
+        there.
+        """
         model, tokens = self.model, self.tokens
         products = [self._matmul_operator(weights) for weights in model.matmul_weights]
         attention = Operator(
@@ -284,10 +298,11 @@ class TrainingSetup:
         return Operator("mm", 2 * self.tokens * weights, dtype=self.dtype)
 
     def peak_memory_bytes(self) -> float:
-        """What a rank's tensors take when they take most: the largest of the moments at which that may be.
+        """What a rank's tensors take when they take most: the largest of the moments at which that
+        may be.
 
-        Attention that keeps its scores' sums alone, an optimizer that updates in place. Counted operator by operator in
-        simulations of ``launch/decoder.py``.
+        Attention that keeps its scores' sums alone, an optimizer that updates in place. Counted
+        operator by operator in simulations of ``launch/decoder.py``.
         """
         last = self.model.layers - 1
         backward = [
@@ -298,8 +313,9 @@ class TrainingSetup:
     def _bytes_at_loss(self) -> float:
         """When the loss's gradient has just been made.
 
-        Shards in float32 with Adam's two numbers; what blocks keep, and the last norm, twice in float32 and once not;
-        the logits' log-softmax, its gradient and the logits' gradient in float32; the gathered root and the last block.
+        Shards in float32 with Adam's two numbers; what blocks keep, and the last norm, twice in
+        float32 and once not; the logits' log-softmax, its gradient and the logits' gradient in
+        float32; the gathered root and the last block.
         """
         model = self.model
         return (
@@ -311,11 +327,12 @@ class TrainingSetup:
         )
 
     def _bytes_in_backward(self, block: int) -> float:
-        """In a block's backward pass: at the gradient of SwiGLU's product, or when the block's gradients are all there.
+        """In a block's backward pass: at the gradient of SwiGLU's product, or when the block's
+        gradients are all there.
 
-        Shards as above, those of gradients of the blocks behind it; the gradients of the one behind it, still on their
-        way in float32; what the blocks before it keep; gathered root, this block and the next; the output layer's
-        gradient; what the block computes with.
+        Shards as above, those of gradients of the blocks behind it; the gradients of the one behind
+        it, still on their way in float32; what the blocks before it keep; gathered root, this block
+        and the next; the output layer's gradient; what the block computes with.
         """
         model = self.model
         behind = model.layers - 1 - block
@@ -336,7 +353,9 @@ class TrainingSetup:
         )
 
     def _bytes_at_end(self) -> float:
-        """When the root's gradients go to be reduced, last of all: they, and a copy in float32; all others' shards."""
+        """When the root's gradients go to be reduced, last of all: they, and a copy in float32; all
+        others' shards.
+        """
         model = self.model
         reduced = FLOAT_BYTES * model.layers * model.block_parameters / self.ranks
         return self._shard_bytes + reduced + (COMPUTE_BYTES + FLOAT_BYTES) * model.root_parameters
@@ -350,9 +369,10 @@ class TrainingSetup:
     def _activation_bytes_per_token(self) -> int:
         """Bytes that a block keeps of a token for the backward pass.
 
-        Full: its input. Selective: results of every other product and of attention as well. None, d: for each of two
-        norms 8 in float32 and 2 not, rotated queries and attention 2 each; k: rotated keys, values 2 each; f: gate, up,
-        silu, product 2 each.
+        Full: its input. Selective: results of every other product and of attention as well. None,
+            d: for each of two
+        norms 8 in float32 and 2 not, rotated queries and attention 2 each; k: rotated keys, values
+        2 each; f: gate, up, silu, product 2 each.
         """
         model = self.model
         d, k, f = model.width, model.kv_width, model.feedforward

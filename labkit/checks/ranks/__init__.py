@@ -1,1 +1,3 @@
-"""What runs inside ranks when an answer is judged: ``answers`` is the program, beside it what each lab feeds."""
+"""What runs inside ranks when an answer is judged: ``answers`` is the program, beside it what each
+lab feeds.
+"""

@@ -1,7 +1,9 @@
-"""The rank program of all checks: gives a learner's functions work on every rank, and sends home what came of it.
+"""The rank program of all checks: gives a learner's functions work on every rank, and sends home
+what came of it.
 
-It says of no answer that it is right: the answer runs in this process, and could change whatever would judge it here.
-The notebook's process does, with what every rank has sent. What cannot go on is another matter: a rank may raise Wrong.
+It says of no answer that it is right: the answer runs in this process, and could change whatever
+would judge it here. The notebook's process does, with what every rank has sent. What cannot go on
+is another matter: a rank may raise Wrong.
 """
 
 import importlib
@@ -46,7 +48,8 @@ def main(config: Config) -> None:
 
 
 def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, Any]) -> None:
-    """Let the lab's ``run_answer`` call the answers, and leave what it returns in the folder. A collective.
+    """Let the lab's ``run_answer`` call the answers, and leave what it returns in the folder. A
+    collective.
 
     Raises:
         Wrong: the answer cannot be worked with, or wants to end this process.
@@ -61,7 +64,8 @@ def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, 
     path, ranks = output_path(folder, dist.get_rank()), range(dist.get_world_size())
     torch.save(values, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
-    # A rank that ends looks like a failure to those still busy; but who waits for it in a collective must learn of it.
+    # A rank that ends looks like a failure to those still busy; but who waits for it in a
+    # collective must learn of it.
     give_up = time.monotonic() + PEER_WAIT_S
     while (
         not all(output_path(folder, index).exists() for index in ranks)
@@ -89,7 +93,8 @@ def plain_cpu_copy(value: Any) -> Any:
         return value
     if value.is_meta or value.layout != torch.strided:
         raise WrongAnswer(
-            f"the function returned a tensor without plain numbers: {value.layout}, on {value.device}"
+            f"the function returned a tensor without plain numbers: {value.layout}, on"
+            f" {value.device}"
         )
     plain = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     if type(plain) is not Tensor:

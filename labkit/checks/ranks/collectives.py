@@ -1,4 +1,6 @@
-"""On a rank: a learner's collectives get one tensor of each rank, a learner's training loop its own samples."""
+"""On a rank: a learner's collectives get one tensor of each rank, a learner's training loop its own
+samples.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,19 +13,23 @@ from labkit.session.traffic import CommunicationCounter
 
 STEPS, SAMPLES, INPUTS, OUTPUTS, LEARNING_RATE = 3, 4, 5, 2, 0.1
 VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}
-"""Of the vectors that a rank is given; a message of 100,000 numbers is not sent before somebody receives it."""
+"""Of the vectors that a rank is given; a message of 100,000 numbers is not sent before somebody
+receives it.
+"""
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer.
 
     Args:
-        answer: takes a vector, this rank and the number of ranks; for "train" a model, batches and a learning rate.
+        answer: takes a vector, this rank and the number of ranks; for "train" a model, batches and
+            a learning rate.
         what: a key of ``LENGTHS``, or "train".
 
     Returns:
-        ``got``, the answer's tensors, or the types of what is none; ``handed``, bytes by collective or message;
-        ``gloo``, what gloo's all-reduce makes of the same vectors. For "train", the model's parameters as ``got``.
+        ``got``, the answer's tensors, or the types of what is none; ``handed``, bytes by collective
+        or message; ``gloo``, what gloo's all-reduce makes of the same vectors. For "train", the
+        model's parameters as ``got``.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":
@@ -52,7 +58,9 @@ def make_rank_model(index: int) -> nn.Module:
 
 
 def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
-    """The samples of a rank in each step: inputs [SAMPLES, INPUTS] and targets [SAMPLES, OUTPUTS]."""
+    """The samples of a rank in each step: inputs [SAMPLES, INPUTS] and targets [SAMPLES,
+    OUTPUTS].
+    """
     draw = torch.Generator().manual_seed(100 + index)
     return [
         (

@@ -1,4 +1,6 @@
-"""On a rank: a learner's functions average gradients by themselves, in fewer messages, or in fewer bytes."""
+"""On a rank: a learner's functions average gradients by themselves, in fewer messages, or in fewer
+bytes.
+"""
 
 import itertools
 import time
@@ -30,7 +32,9 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 
 
 class CallOrderCounter(CommunicationCounter):
-    """Counts, and notes in their order ``asked``, with its bytes, for an all-reduce, and whatever others note."""
+    """Counts, and notes in their order ``asked``, with its bytes, for an all-reduce, and whatever
+    others note.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +52,8 @@ def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
     """Let the answer take charge of a small model, and go through two backward passes.
 
     Returns:
-        For each pass: ``gradients`` as they are when it returns, None for none; ``seen``, in order: "gradient" for each
-        that is there, "asked" with the bytes of an all-reduce, "waited".
+        For each pass: ``gradients`` as they are when it returns, None for none; ``seen``, in order:
+        "gradient" for each that is there, "asked" with the bytes of an all-reduce, "waited".
     """
     model, watches, passes = make_linear_model(), [CallOrderCounter()], []
     for parameter in model.parameters():  # before the answer's own hooks, so that these come after
@@ -75,7 +79,9 @@ def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
 
 
 def run_accumulate(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) -> dict[str, Any]:
-    """Give the answer a model in DDP and some micro-batches; ``gradients``, and ``calls`` of all-reduces."""
+    """Give the answer a model in DDP and some micro-batches; ``gradients``, and ``calls`` of
+    all-reduces.
+    """
     model = DistributedDataParallel(make_linear_model())
     batches = [step_batch(dist.get_rank(), step) for step in range(MICRO_BATCHES)]
     with CommunicationCounter() as traffic:
@@ -84,7 +90,9 @@ def run_accumulate(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) ->
 
 
 def run_half_hook(answer: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Register the answer with DDP, for one backward pass; ``gradients``, and ``handed`` bytes to all-reduces."""
+    """Register the answer with DDP, for one backward pass; ``gradients``, and ``handed`` bytes to
+    all-reduces.
+    """
     model = DistributedDataParallel(make_linear_model())
     model.register_comm_hook(None, answer)
     with CommunicationCounter() as traffic:

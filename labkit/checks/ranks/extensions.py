@@ -43,12 +43,12 @@ HOOK_DTYPES = {"two_tensor": (torch.float32,), "cast": BOTH_DTYPES, "int8": BOTH
 def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     """Train with a post-all-gather hook, or with an encode and a decode.
 
-    ``what`` is "two_tensor" for a hook of that type, "cast" for one that can cast, "int8" for a hook without ``self``
-    of plain parameters, "codec" for an encode and a decode.
+    ``what`` is "two_tensor" for a hook of that type, "cast" for one that can cast, "int8" for a
+    hook without ``self`` of plain parameters, "codec" for an encode and a decode.
 
     Returns:
-        Of a hook, by dtype: ``losses`` of each step, and ``left``, bytes of full parameters that stay in memory, by
-        name. Of a codec, see ``try_codec``.
+        Of a hook, by dtype: ``losses`` of each step, and ``left``, bytes of full parameters that
+        stay in memory, by name. Of a codec, see ``try_codec``.
 
     Raises:
         Wrong: FSDP2 could not use what an answer gives.
@@ -68,7 +68,9 @@ def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
 
 
 def run_codec(mesh: DeviceMesh, encode: Hook, decode: Hook) -> dict[str, Any]:
-    """``weights`` as they were gathered before training, by name; then the ``loss`` and ``sent`` bytes of a step."""
+    """``weights`` as they were gathered before training, by name; then the ``loss`` and ``sent``
+    bytes of a step.
+    """
     model = make_codec_model()
     sent = encode(next(model.parameters()).detach().clone())
     if not isinstance(sent, tuple) or not all(isinstance(tensor, Tensor) for tensor in sent):
@@ -119,7 +121,9 @@ def shard_layers(model: nn.Sequential, mesh: DeviceMesh, dtype: torch.dtype) -> 
 
 
 def make_hook_model(mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook) -> nn.Sequential:
-    """A sharded model with a hook of its own: of int8 and scales, or of TwoTensors, the second half twice the first."""
+    """A sharded model with a hook of its own: of int8 and scales, or of TwoTensors, the second half
+    twice the first.
+    """
     model = make_linear_stack(HOOK_WIDTHS)
     if what == "int8":
         watched = check_hook(hook, Tensor)
@@ -142,7 +146,9 @@ def hook_method(hook: Hook) -> Hook:
 
 
 def check_hook(hook: Hook, kind: type[Tensor]) -> Hook:
-    """A post-all-gather hook whose answers are looked at; raises Wrong for one that FSDP2 could not use."""
+    """A post-all-gather hook whose answers are looked at; raises Wrong for one that FSDP2 could not
+    use.
+    """
 
     def post_all_gather(
         gathered: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None
@@ -170,7 +176,8 @@ def check_first_call(
     if answer is not parts or len(parts) != 2 or not isinstance(parts[0], kind):
         seen = ", ".join(type(each).__name__ for each in parts)
         raise WrongAnswer(
-            f"{first} hook gave {seen}, not two things, a {kind.__name__} and a tuple of the tensors to free"
+            f"{first} hook gave {seen}, not two things, a {kind.__name__} and a tuple of the"
+            " tensors to free"
         )
     whole, to_free = parts
     if not isinstance(to_free, tuple | list) or not all(

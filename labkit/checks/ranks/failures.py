@@ -1,4 +1,6 @@
-"""On a rank: a learner's recorder gets collectives to record, a learner's training loop samples of its own."""
+"""On a rank: a learner's recorder gets collectives to record, a learner's training loop samples of
+its own.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +17,9 @@ STEPS, SAMPLES, LEARNING_RATE = 3, 5, 0.1
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer: ``what`` is "common", "recorded" or "mended"; see the functions below for what they send."""
+    """Call the answer: ``what`` is "common", "recorded" or "mended"; see the functions below for
+    what they send.
+    """
     if what == "common":
         got = answer(BATCH_COUNTS[dist.get_rank()])
         return {"got": int(got) if isinstance(got, int) else None, "kind": type(got).__name__}
@@ -30,9 +34,10 @@ def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
     """Let the answer record four calls.
 
     Returns:
-        ``sums``, what two real collectives left; ``handle``, the type of what an asynchronous one gave; ``log``, the
-        entries of these; ``during``, what the log held while a third was under way; ``after``, its last entry once a
-        fourth had raised an error; ``swallowed``, whether that error did not come out.
+        ``sums``, what two real collectives left; ``handle``, the type of what an asynchronous one
+        gave; ``log``, the entries of these; ``during``, what the log held while a third was under
+        way; ``after``, its last entry once a fourth had raised an error; ``swallowed``, whether
+        that error did not come out.
     """
     log: list[Any] = []
     during: list[Any] = []
@@ -122,11 +127,13 @@ def train_with_faults(
     divisor: float = 0,
     stale: bool = False,
 ) -> list[list[Tensor]]:
-    """The parameters of every rank after the training of the exercise, which this process plays alone.
+    """The parameters of every rank after the training of the exercise, which this process plays
+    alone.
 
     Args:
         ranks: how many.
-        reduced: whether the gradients of a parameter are added up over the ranks; if not, each rank uses its own.
+        reduced: whether the gradients of a parameter are added up over the ranks; if not, each rank
+            uses its own.
         divisor: what sums are divided by; 0 for the number of ranks.
         stale: the last layer's weight is never changed.
     """

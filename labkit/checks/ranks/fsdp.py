@@ -50,9 +50,10 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
     Returns:
-        ``shards`` of each rank as they were at first, or the type of what is none; ``gradients`` after the first
-        backward pass; ``outputs`` of both steps; ``held``, bytes of each unit's whole parameters, by moment; ``left``,
-        bytes of its whole gradients after the backward pass; ``sent``, calls of each collective in the first step.
+        ``shards`` of each rank as they were at first, or the type of what is none; ``gradients``
+        after the first backward pass; ``outputs`` of both steps; ``held``, bytes of each unit's
+        whole parameters, by moment; ``left``, bytes of its whole gradients after the backward pass;
+        ``sent``, calls of each collective in the first step.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())

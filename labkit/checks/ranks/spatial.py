@@ -1,4 +1,6 @@
-"""On a rank: a learner's halo exchange gets one strip of an image that every rank, and the notebook, can make whole."""
+"""On a rank: a learner's halo exchange gets one strip of an image that every rank, and the
+notebook, can make whole.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +18,14 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer once.
 
     Args:
-        answer: takes a strip or a padded gradient [N, C, H, W], the halo, this rank and the number of ranks.
-        what: "forward", "backward" or "ones", see ``tasks``; or "function" for an autograd.Function that does the first
-            two, of which the second is asked for by a backward pass.
+        answer: takes a strip or a padded gradient [N, C, H, W], the halo, this rank and the number
+            of ranks.
+        what: "forward", "backward" or "ones", see ``tasks``; or "function" for an autograd.Function
+            that does the first two, of which the second is asked for by a backward pass.
 
     Returns:
-        ``got``, the answer's tensor, or the type of what it is otherwise; ``moved``, the bytes that it handed over; for
-        "function" ``grad`` as well, the gradient of the strip.
+        ``got``, the answer's tensor, or the type of what it is otherwise; ``moved``, the bytes that
+        it handed over; for "function" ``grad`` as well, the gradient of the strip.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     given = rank_tasks("forward" if what == "function" else what, ranks)[index][0].clone()
@@ -49,7 +52,8 @@ def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
 
     forward: a strip; the same strip with its neighbours' columns, zeros at the border of the image.
     ones: the same for an image of ones.
-    backward: a gradient of the padded strip; the gradient of the strip when those of all ranks are added up.
+    backward: a gradient of the padded strip; the gradient of the strip when those of all ranks are
+        added up.
     """
     draw = torch.Generator().manual_seed(0)
     image = torch.randn(2, 3, 5, COLUMNS * ranks, generator=draw)

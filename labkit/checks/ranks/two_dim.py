@@ -1,4 +1,5 @@
-"""On a rank: a learner's plan puts a model on a 2 x 2 mesh, or the learner's functions and layers share a matrix there.
+"""On a rank: a learner's plan puts a model on a 2 x 2 mesh, or the learner's functions and layers
+share a matrix there.
 
 Ranks along ``tp`` share the matrices; ranks along ``data`` take their own samples.
 """
@@ -30,7 +31,9 @@ CPU = torch.device("cpu")
 
 
 class Block(LabModel):
-    """A block of a language model: attention of four heads, then a gated MLP. [N, S, D] to the same. No norms."""
+    """A block of a language model: attention of four heads, then a gated MLP. [N, S, D] to the
+    same. No norms.
+    """
 
     def __init__(self, dim: int, inner: int):
         super().__init__()
@@ -57,7 +60,9 @@ class Block(LabModel):
 
 
 class Words(LabModel):
-    """The two ends of a language model: token ids [N, S] to features, and features to logits [N, S, V]."""
+    """The two ends of a language model: token ids [N, S] to features, and features to logits [N, S,
+    V].
+    """
 
     def __init__(self, dim: int, words: int):
         super().__init__()
@@ -84,7 +89,9 @@ MODELS: dict[str, Callable[[], LabModel]] = {
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer: a plan for one of ``MODELS``, an autograd.Function ("copy", "sum"), a layer of ``LAYERS``."""
+    """Call the answer: a plan for one of ``MODELS``, an autograd.Function ("copy", "sum"), a layer
+    of ``LAYERS``.
+    """
     warnings.simplefilter(
         "ignore"
     )  # a wrong plan makes torch warn, and here the verdict is what counts
@@ -96,11 +103,12 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 
 
 def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
-    """Apply an autograd.Function to a tensor of this rank's own, and send a gradient of its own back.
+    """Apply an autograd.Function to a tensor of this rank's own, and send a gradient of its own
+    back.
 
     Returns:
-        ``got``, the result or the type of what is none; ``grad`` of the tensor; ``x`` and ``arrived``, the tensor and
-        the gradient as they are after that.
+        ``got``, the result or the type of what is none; ``grad`` of the tensor; ``x`` and
+        ``arrived``, the tensor and the gradient as they are after that.
     """
     given, arrives = rank_tensors(mesh.get_rank())
     x, arrived = given.clone().requires_grad_(), arrives.clone()
@@ -121,9 +129,9 @@ def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[
     """Let the answer make this rank's share of a linear layer; one forward and one backward pass.
 
     Returns:
-        ``parameters`` of every rank by name, or the type of what is no module; ``output``, or ``error``, which came of
-        the forward pass; ``grad`` of the input, ``gradients`` by name; ``forward`` and ``backward``, the calls along tp
-        in each pass.
+        ``parameters`` of every rank by name, or the type of what is no module; ``output``, or
+        ``error``, which came of the forward pass; ``grad`` of the input, ``gradients`` by name;
+        ``forward`` and ``backward``, the calls along tp in each pass.
     """
     line, place = mesh["tp"], mesh["tp"].get_local_rank()
     layer, x, gradient = whole_layer(which, mesh["data"].get_local_rank())
@@ -152,7 +160,9 @@ def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[
 
 
 def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
-    """A layer of ``LAYERS``, equal on all ranks; a line's whole input and the whole output's gradient."""
+    """A layer of ``LAYERS``, equal on all ranks; a line's whole input and the whole output's
+    gradient.
+    """
     inputs, outputs = LAYER_SHAPES[which]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -162,13 +172,15 @@ def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str, Any]:
-    """Train one step with the plan that the answer gives for a model; FSDP shards what each rank holds.
+    """Train one step with the plan that the answer gives for a model; FSDP shards what each rank
+    holds.
 
     Returns:
-        ``data``, this rank's place along that axis; ``held``, numbers of each parameter along tp, before FSDP; then
-        ``output``, ``gradients`` as a whole by parameter, ``sent``, collectives along tp by name, and ``between``,
-        shapes of what leaves each module on this rank, as far as the model runs; ``error``, what stopped it, and
-        ``entered``, the layer that was called last, the features that it got and those of the whole.
+        ``data``, this rank's place along that axis; ``held``, numbers of each parameter along tp,
+        before FSDP; then ``output``, ``gradients`` as a whole by parameter, ``sent``, collectives
+        along tp by name, and ``between``, shapes of what leaves each module on this rank, as far as
+        the model runs; ``error``, what stopped it, and ``entered``, the layer that was called last,
+        the features that it got and those of the whole.
 
     Raises:
         Wrong: the answer gives no plan for this model.
