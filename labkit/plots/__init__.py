@@ -1,8 +1,9 @@
-"""Figures of what was measured. Each function takes results and ``ax=None``, draws, and returns the Axes.
+"""Figures of measurements. Functions take results and ``ax=None``, draw, and return the Axes.
 
-Plots compute nothing and launch nothing. Each figure is stamped with the device, ranks, cores and torch version of its
-runs; CPU ranks beyond the cores are labelled "mechanism, not speed". Everywhere ``result`` is a run and ``results`` are
-runs by label; ``predicted`` is what theory says, likewise by label; ``ax`` is where to draw, by default a new figure.
+Plots compute nothing and launch nothing. Each figure is stamped with the device, ranks, cores and
+torch version of its runs; CPU ranks beyond the cores are labelled "mechanism, not speed".
+Throughout, ``result`` is a run, ``results`` are runs by label, ``predicted`` are theory's values by
+label, and ``ax`` is where to draw, by default a new figure.
 """
 
 import importlib
@@ -13,16 +14,14 @@ from typing import Any
 
 
 def _find_figures() -> dict[str, Callable[..., Any]]:
-    """Find the public functions of this folder's modules by name, so that a lab only adds its file."""
+    # A lab only adds its file; nothing else lists the figures.
     found: dict[str, Callable[..., Any]] = {}
     for each in pkgutil.iter_modules(__path__):
+        if each.name == "style":
+            continue
         module = importlib.import_module(f"{__name__}.{each.name}")
         for name, value in inspect.getmembers(module, inspect.isfunction):
-            if (
-                value.__module__ == module.__name__
-                and not name.startswith("_")
-                and each.name != "style"
-            ):
+            if value.__module__ == module.__name__ and not name.startswith("_"):
                 found[name] = value
     return found
 

@@ -1,12 +1,10 @@
-"""Figures of collectives: what ranks held before and after; what a message costs, and the same bytes in many."""
+"""Figures of collectives: values before and after, and time by message size and count."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas
-from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator
 
 from labkit.plots import style
@@ -15,8 +13,10 @@ from labkit.theory.collectives import AlphaBeta, fit_alpha_beta
 from labkit.theory.sizes import readable_bytes
 
 SUM_COLOUR, PARTIAL_SUM_COLOUR = "#4D4D4D", "#C4C4C4"
+# White digits are hard to read on these.
 LIGHT_COLOURS = (style.ORANGE, style.PURPLE, PARTIAL_SUM_COLOUR)
-"""Colours on which white letters are hard to read."""
+
+Moments = Mapping[str, Sequence[float]]
 
 
 def values_by_rank(
@@ -25,119 +25,99 @@ def values_by_rank(
     *,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """What each rank held before a collective, after it, and at moments between: one panel each.
+    """Draw what each rank held before a collective, after it, and between, in one panel per name.
 
-    A number has the colour of the rank that had it first. One that no rank had is a sum: over all ranks, if some rank
-    holds it in the end, else over some.
+    A number has the colour of the rank that held it first. All other numbers are sums: over all
+    ranks if some rank holds the number in the end, else over some.
 
     Args:
-        result: a run whose ranks gave, under each name, a dict with the numbers that they held at each moment, such as
-            ``{"before": …, "after": …}``.
-        names: those to draw; with titles, if they have any.
-        axes: one for each.
+        result: a run whose ranks reported, under each name, a dict with their numbers at each
+            moment, such as ``{"before": …, "after": …}``.
+        names: the names to draw, or their titles by name.
+        axes: one for each name.
     """
     titles = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
-    panels = {name: [rank.reported[name] for rank in result.ranks] for name in titles}
+    panels = {}
+    for name in titles:
+        panels[name] = [_float_lists(rank.reported[name]) for rank in result.ranks]
     if axes is None:
-        axes = _rank_panels(panels)
+        axes = _rank_panels(list(panels.values()))
     for ax, (name, ranks) in zip(axes, panels.items(), strict=True):
-        moments, left = list(ranks[0]), 0.0
-        colours = _value_colours(
-            [[_float_list(each[moment]) for moment in moments] for each in ranks]
-        )
+        colours, left, middle = _value_colours(ranks), 0.0, len(ranks) / 2
         for row in range(len(ranks)):
             ax.text(-0.15, row + 0.45, f"rank {row}", ha="right", va="center", fontsize=9)
-        for moment in moments:
+        for moment, numbers in ranks[0].items():
             if left:
                 arrow = {"arrowstyle": "->", "lw": 1.5}
-                ax.annotate(
-                    "", (left - 0.1, len(ranks) / 2), (left - 0.9, len(ranks) / 2), arrowprops=arrow
-                )
+                ax.annotate("", (left - 0.1, middle), (left - 0.9, middle), arrowprops=arrow)
             for row, each in enumerate(ranks):
-                _draw_cells(ax, _float_list(each[moment]), colours, left, row)
-            width = len(_float_list(ranks[0][moment]))
-            ax.text(
-                left + width / 2,
-                -0.15,
-                moment,
-                ha="center",
-                va="bottom",
-                fontsize=8,
-                color="#666666",
-            )
-            left += width + 1
+                _draw_cells(ax, each[moment], colours, left, row)
+            place = left + len(numbers) / 2
+            ax.text(place, -0.15, moment, fontsize=8, color="#666666", **style.ON_TOP)
+            left += len(numbers) + 1
         ax.set(xlim=(-1.3, left - 0.9), ylim=(len(ranks) + 0.1, -0.8))
         ax.set_title(titles[name], fontsize=10)
         ax.set_axis_off()
     return axes
 
 
-def _rank_panels(panels: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Axes]:
-    """Axes in one line, each as wide as what it will show, below them a legend."""
-    widths = [
-        sum(len(_float_list(each)) + 1 for each in ranks[0].values()) + 1.3
-        for ranks in panels.values()
-    ]
-    ranks = len(next(iter(panels.values())))
-    look: dict[str, Any] = {"width_ratios": widths, "squeeze": False, "layout": "constrained"}
-    figure, grid = pyplot.subplots(
-        1, len(panels), figsize=(0.36 * sum(widths), 0.36 * ranks + 1.0), **look
-    )
-    shades = {f"from rank {rank}": style.RANK_COLOURS[rank % 4] for rank in range(ranks)}
+def _float_lists(moments: Mapping[str, Any]) -> Moments:
+    return {moment: [float(value) for value in values] for moment, values in moments.items()}
+
+
+def _rank_panels(panels: Sequence[Sequence[Moments]]) -> list[Axes]:
+    """Return a row of axes, each as wide as its cells, above a shared legend."""
+    widths = [sum(len(each) + 1 for each in ranks[0].values()) + 1.3 for ranks in panels]
+    ranks = len(panels[0])
+    size = (0.36 * sum(widths), 0.36 * ranks + 1.0)
+    axes = style.make_row(len(panels), *size, width_ratios=widths)
+    shades = {f"from rank {rank}": style.rank_colour(rank) for rank in range(ranks)}
     shades["sum over all ranks"] = SUM_COLOUR
-    if any(len(moments) > 2 for moments, *_ in panels.values()):
+    if any(len(moments) > 2 for moments, *_ in panels):
         shades["over some"] = PARTIAL_SUM_COLOUR
-    handles = [Patch(color=colour, label=label) for label, colour in shades.items()]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8
-    )
-    return list(grid[0])
+    look: dict[str, Any] = {"ncols": len(shades), "frameon": False, "fontsize": 8}
+    handles = style.legend_patches(shades)
+    axes[0].figure.legend(handles=handles, loc="outside lower center", **look)
+    return axes
 
 
-def _value_colours(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[float, str]:
-    """The colour of each number, from what each rank held at each moment."""
-    every = {
-        number: PARTIAL_SUM_COLOUR for moments in ranks for numbers in moments for number in numbers
-    }
-    in_the_end = {number: SUM_COLOUR for moments in ranks for number in moments[-1]}
-    first = {
-        number: style.RANK_COLOURS[rank % 4]
-        for rank, moments in enumerate(ranks)
-        for number in moments[0]
-    }
-    return every | in_the_end | first
-
-
-def _float_list(values: Any) -> list[float]:
-    return [float(value) for value in values]
+def _value_colours(ranks: Sequence[Moments]) -> dict[float, str]:
+    first, *_, last = ranks[0]
+    colours: dict[float, str] = {}
+    # A later colour replaces an earlier one: partial sums, then full sums, then first holders.
+    for moments in ranks:
+        for numbers in moments.values():
+            colours |= dict.fromkeys(numbers, PARTIAL_SUM_COLOUR)
+    for moments in ranks:
+        colours |= dict.fromkeys(moments[last], SUM_COLOUR)
+    for rank, moments in enumerate(ranks):
+        colours |= dict.fromkeys(moments[first], style.rank_colour(rank))
+    return colours
 
 
 def _draw_cells(
     ax: Axes, numbers: Sequence[float], colours: Mapping[float, str], left: float, row: int
 ) -> None:
-    for column, number in enumerate(numbers):
-        colour = colours[number]
-        text = f"{number:g}"
-        size = 9 if len(text) < 4 else 7.5  # of a box as wide as three digits and a little
-        look: dict[str, Any] = {
-            "color": "black" if colour in LIGHT_COLOURS else "white",
-            "fontsize": size,
-        }
-        ax.add_patch(Rectangle((left + column, row), 1, 0.9, facecolor=colour, edgecolor="white"))
-        ax.text(left + column + 0.5, row + 0.45, text, ha="center", va="center", **look)
+    for column, number in enumerate(numbers, 1):
+        colour, text = colours[number], f"{number:g}"
+        style.add_box(ax, left + column - 1, row, 1, 0.9, facecolor=colour)
+        said = ax.text(left + column - 0.5, row + 0.45, text, **style.CENTRED)
+        said.set_color("black" if colour in LIGHT_COLOURS else "white")
+        # A cell is a little wider than three digits of size 9.
+        said.set_fontsize(9 if len(text) < 4 else 7.5)
 
 
 def all_reduce_rounds(result: RunResult, kind: str = "message") -> pandas.Series:
-    """What launch/all_reduce.py timed, in seconds: every round until the last rank is done, in order of the sizes.
+    """Return the seconds of each round that launch/all_reduce.py timed, until its last rank ended.
 
-    The ``kind`` is "message", by the bytes of a single message, or "pieces", by the number of messages.
+    The index is the size of the message, in bytes, for ``kind`` "message", and the number of
+    messages for "pieces".
 
     Raises:
-        ValueError: the run timed no such thing.
+        ValueError: the run timed no such rounds.
     """
-    spans = result.frame[
-        (result.frame["kind"] == "span") & result.frame["name"].str.fullmatch(rf"{kind}_\d+")
-    ]
+    named = result.frame["name"].str.fullmatch(rf"{kind}_\d+")
+    spans = result.frame[(result.frame["kind"] == "span") & named]
     if spans.empty:
         raise ValueError(
             f"this run of {result.info['program']} timed no {kind}: take a run of all_reduce"
@@ -147,51 +127,31 @@ def all_reduce_rounds(result: RunResult, kind: str = "message") -> pandas.Series
 
 
 def fastest_all_reduce_times(result: RunResult, kind: str = "message") -> pandas.Series:
-    """The fastest of ``message_rounds``, since whatever disturbs a round makes it slower."""
+    """Return the fastest of ``all_reduce_rounds`` per size or count, in seconds."""
+    # A disturbance can only make a round slower, so the minimum is closest to the network.
     return all_reduce_rounds(result, kind).groupby(level=0).min()
 
 
 def all_reduce_time_by_size(result: RunResult, *, ax: Axes | None = None) -> Axes:
-    """Time of one all-reduce against its size: every round, the fastest, and the line that fits these best."""
+    """Draw the time of an all-reduce by its size: all rounds, the fastest, and the line fitted."""
     ax = style.make_axes(ax)
     rounds, times = all_reduce_rounds(result), fastest_all_reduce_times(result)
     line = fit_alpha_beta(times.to_dict())
     sizes = list(times.index)
-    ax.plot(
-        rounds.index,
-        rounds * 1e6,
-        ".",
-        color=style.GREY,
-        alpha=0.4,
-        markersize=4,
-        label="each round",
-    )
+    look: dict[str, Any] = {"color": style.GREY, "alpha": 0.4, "markersize": 4}
+    ax.plot(rounds.index, rounds * 1e6, ".", label="each round", **look)
     ax.plot(sizes, times * 1e6, "o", color=style.BLUE, label="fastest round")
     between = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
-    ax.plot(
-        between,
-        [line.seconds(size) * 1e6 for size in between],
-        label=_alpha_beta_text(line),
-        **style.PREDICTION_STYLE,
-    )
-    ax.axhline(line.alpha_s * 1e6, color=style.GREY, lw=1, ls=":")
+    fitted = [line.seconds(size) * 1e6 for size in between]
+    ax.plot(between, fitted, label=_alpha_beta_text(line), **style.PREDICTION_STYLE)
+    ax.axhline(line.alpha_s * 1e6, **style.GUIDE_STYLE)
     if sizes[0] < line.break_even_bytes < sizes[-1]:
-        ax.axvline(line.break_even_bytes, color=style.GREY, lw=1, ls=":")
-        text, box = f" α / β = {_size_text(line.break_even_bytes)}", {"color": "white", "pad": 1}
-        ax.text(
-            line.break_even_bytes,
-            0.93,
-            text,
-            transform=ax.get_xaxis_transform(),
-            fontsize=9,
-            bbox=box,
-        )
-    ax.set(
-        xscale="log",
-        yscale="log",
-        xlabel="size of one all-reduce",
-        ylabel="time of one all-reduce, µs",
-    )
+        ax.axvline(line.break_even_bytes, **style.GUIDE_STYLE)
+        text = f" α / β = {_size_text(line.break_even_bytes)}"
+        look = {"fontsize": 9, "bbox": {"color": "white", "pad": 1}}
+        ax.text(line.break_even_bytes, 0.93, text, transform=ax.get_xaxis_transform(), **look)
+    ax.set(xscale="log", yscale="log")
+    ax.set(xlabel="size of one all-reduce", ylabel="time of one all-reduce, µs")
     ax.set_xticks(sizes, [_size_text(size) for size in sizes])
     ax.minorticks_off()
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -207,47 +167,27 @@ def all_reduce_time_by_count(
     typical: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
-    """Time of the same bytes in one all-reduce and in many small ones: measured, and as alpha and beta predict.
+    """Draw the time of the same bytes in one all-reduce and in many: measured and predicted.
 
-    Those of ``network``, by default fitted to the times of the run's single messages. What was measured is the fastest
-    round; where ``typical``, the median one.
+    The prediction uses ``network``, by default fitted to the run's single messages. The measured
+    time is that of the fastest round, or of the median round if ``typical``.
     """
     ax = style.make_axes(ax)
     rounds = all_reduce_rounds(result, "pieces").groupby(level=0)
-    total, measured = (
-        int(result.params["total_bytes"]),
-        rounds.median() if typical else rounds.min(),
-    )
+    measured = rounds.median() if typical else rounds.min()
+    total = int(result.params["total_bytes"])
     line = network or fit_alpha_beta(fastest_all_reduce_times(result).to_dict())
-    counts, which = list(measured.index), "median" if typical else "fastest"
+    bar_label: str | None = f"measured, {'median' if typical else 'fastest'} round"
+    line_label: str | None = "predicted: messages x α + bytes x β"
     for column, (count, time_s) in enumerate(measured.items()):
-        expected = line.seconds(total, messages=count)
-        first = column == 0
-        ax.bar(
-            column,
-            time_s * 1e3,
-            0.5,
-            color=style.BLUE,
-            label=f"measured, {which} round" if first else None,
-        )
-        mark = "predicted: messages x α + bytes x β" if first else None
-        ax.plot(
-            [column - 0.38, column + 0.38],
-            [expected * 1e3] * 2,
-            label=mark,
-            **style.PREDICTION_STYLE,
-        )
-        text = f"{time_s * 1e3:.1f} ({expected * 1e3:.1f})"
-        place: dict[str, Any] = {
-            "xytext": (0, 3),
-            "textcoords": "offset points",
-            "ha": "center",
-            "fontsize": 9,
-        }
-        ax.annotate(text, (column, max(time_s, expected) * 1e3), **place)
-    ax.set_xticks(
-        range(len(counts)), [f"{count} x {_size_text(total // count)}" for count in counts]
-    )
+        time_ms, expected_ms = 1e3 * time_s, 1e3 * line.seconds(total, messages=count)
+        ax.bar(column, time_ms, 0.5, color=style.BLUE, label=bar_label)
+        style.mark_prediction(ax, column, 0.38, expected_ms, line_label)
+        bar_label = line_label = None
+        text = f"{time_ms:.1f} ({expected_ms:.1f})"
+        style.add_note(ax, text, (column, max(time_ms, expected_ms)), (0, 3))
+    ticks = [f"{count} x {_size_text(total // count)}" for count in measured.index]
+    ax.set_xticks(range(len(ticks)), ticks)
     ax.set(xlabel=f"how {_size_text(total)} are sent", ylabel="time (predicted in brackets), ms")
     ax.margins(y=0.12)
     style.add_legend_above(ax, 2)
@@ -260,13 +200,11 @@ def communication_break_even(
     batches: Mapping[str, float] | None = None,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """What a step's arithmetic takes, by the tokens of a rank, beside what its messages take; all of it predicted.
-
-    A dot, with its number of tokens, stands where the two take equally long.
+    """Draw the predicted time of arithmetic and messages by tokens per rank, and where they meet.
 
     Args:
-        panels: for each machine's name, seconds of arithmetic for one token; seconds of the messages, by a label.
-        batches: by a machine's name, the tokens that a rank has there; a dotted line.
+        panels: by machine, seconds of arithmetic per token, and seconds of messages by label.
+        batches: by machine, tokens per rank to mark with a dotted line.
         axes: one for each machine.
     """
     axes = style.make_panels(axes, panels, width=4.8, height=3.4)
@@ -274,55 +212,34 @@ def communication_break_even(
         equal = {label: seconds / a_token_s for label, seconds in messages_s.items()}
         batch = (batches or {}).get(name)
         tokens = [min(equal.values()) / 8, max(8 * max(equal.values()), 2 * (batch or 0))]
-        ax.plot(
-            tokens,
-            [each * a_token_s * 1e3 for each in tokens],
-            **style.PREDICTION_STYLE | {"color": style.BLUE},
-        )
-        ax.text(
-            tokens[1],
-            tokens[1] * a_token_s * 1e3,
-            "computing",
-            ha="right",
-            va="bottom",
-            color=style.BLUE,
-        )
-        for (label, seconds), colour in zip(
-            messages_s.items(), (style.VERMILION, style.GREEN), strict=False
-        ):
-            ax.plot(tokens, [seconds * 1e3] * 2, **style.PREDICTION_STYLE | {"color": colour})
-            ax.text(tokens[0], seconds * 1e3, label, va="bottom", fontsize=9, color=colour)
-            ax.plot(equal[label], seconds * 1e3, "o", color=colour)
-            number = f"{equal[label]:,.0f}" if equal[label] >= 100 else f"{equal[label]:.2g}"
-            ax.annotate(number, (equal[label], seconds * 1e3), (5, -12), textcoords="offset points")
+        times_ms = [each * a_token_s * 1e3 for each in tokens]
+        ax.plot(tokens, times_ms, **style.PREDICTION_STYLE | {"color": style.BLUE})
+        ax.text(tokens[1], times_ms[1], "computing", ha="right", va="bottom", color=style.BLUE)
+        colours = (style.VERMILION, style.GREEN)
+        for (label, seconds), colour in zip(messages_s.items(), colours, strict=False):
+            point = (equal[label], seconds * 1e3)
+            ax.plot(tokens, [point[1]] * 2, **style.PREDICTION_STYLE | {"color": colour})
+            ax.text(tokens[0], point[1], label, va="bottom", fontsize=9, color=colour)
+            ax.plot(*point, "o", color=colour)
+            number = style.short_number_text(equal[label])
+            style.add_note(ax, number, point, (5, -12), ha="left", fontsize=None)
         if batch:
-            ax.axvline(batch, color=style.GREY, lw=1, ls=":")
-            ax.text(
-                batch,
-                0.02,
-                f"batch: {batch:,.0f} ",
-                transform=ax.get_xaxis_transform(),
-                ha="right",
-                fontsize=9,
-            )
-        ax.set(
-            xscale="log",
-            yscale="log",
-            xlabel="tokens of a rank in a step",
-            ylabel="predicted time, ms",
-        )
+            ax.axvline(batch, **style.GUIDE_STYLE)
+            look: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "fontsize": 9}
+            ax.text(batch, 0.02, f"batch: {batch:,.0f} ", ha="right", **look)
+        ax.set(xscale="log", yscale="log")
+        ax.set(xlabel="tokens of a rank in a step", ylabel="predicted time, ms")
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.yaxis.set_major_formatter("{x:,g}")
-        ax.yaxis.set_minor_formatter(
-            ""
-        )  # on a short axis matplotlib would write powers between the numbers
+        # On a short axis matplotlib also labels minor ticks, as powers of ten.
+        ax.yaxis.set_minor_formatter("")
     return axes
 
 
 def _alpha_beta_text(line: AlphaBeta) -> str:
-    return f"α + bytes x β, α = {line.alpha_s * 1e6:.0f} µs, β = {line.beta_s_per_byte * 1e12:.0f} µs a MB"
+    alpha_us, beta_us_per_mb = line.alpha_s * 1e6, line.beta_s_per_byte * 1e12
+    return f"α + bytes x β, α = {alpha_us:.0f} µs, β = {beta_us_per_mb:.0f} µs a MB"
 
 
 def _size_text(size: float) -> str:
-    """Bytes in powers of 1024, in which the sizes are round."""
     return readable_bytes(size, base=1024)

@@ -1,6 +1,6 @@
-"""Of buckets: which gradients travel together, what hides them in a program, and what their size does to a step."""
+"""Figures of DDP's buckets: their gradients, what hides them, and what their size costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from labkit.runs.result import RunResult
 from labkit.theory.sizes import byte_unit, readable_bytes
 
 IN_FLIGHT_COLOUR, WAIT_COLOUR = inductor.KIND_COLOURS["collective"], inductor.KIND_COLOURS["wait"]
+HIDDEN_COLOUR = style.COLLECTIVE_COLOURS["all_reduce"]
 DOT_STYLE: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
 TICK_STYLE: dict[str, Any] = {
     "color": WAIT_COLOUR,
@@ -24,21 +25,22 @@ TICK_STYLE: dict[str, Any] = {
     "markeredgewidth": 2.5,
     "linestyle": "",
 }
-BOXES_SHARE, BOXES_GAP = 0.56, 0.05  # of the width: the boxes, and the space after them
-LETTER_WIDTH = 0.0125  # of the width: a letter in a box
-OUTLINE_LIMIT = 40  # messages, between which no white line would leave anything to see
+# Fractions of the width: the boxes, the space after them, and a letter in a box.
+BOXES_SHARE, BOXES_GAP, LETTER_WIDTH = 0.56, 0.05, 0.0125
+# The white outlines of more messages than this would cover the messages themselves.
+OUTLINE_LIMIT = 40
 MAX_LETTERS_BELOW = 60  # that fit below the boxes
 
 
 def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:
-    """A row a bucket. Left, its gradients, as wide as their bytes; right, when it is asked for and waited for.
+    """Draw one row per bucket: its gradients, by bytes, and when it is requested and waited for.
 
-    The scale on the right counts lines of the generated program, as ``inductor.Listing`` does. A dot is a kernel or a
-    product of matrices that runs after the request and before the first wait: it hides the communication.
+    The scale on the right counts lines of the generated program, as ``inductor.Listing`` does. A
+    dot is a kernel or a GEMM between the request and the first wait, which hides communication.
 
     Args:
-        drawn: a run that kept its generated program as ``code`` and recorded its buckets; or buckets, from
-            ``inductor.find_buckets``.
+        drawn: a run that kept its generated program as ``code`` and recorded its buckets, or the
+            buckets that ``inductor.find_buckets`` returns.
         ax: where to draw.
 
     Raises:
@@ -67,65 +69,48 @@ def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = No
 
 
 def backward_program(result: RunResult) -> inductor.ProgramListing:
-    """What inductor wrote for rank 0's backward pass, each buffer with the name of what it holds, as far as is known.
+    """Return inductor's code for rank 0's backward pass, with the names of its buffers' contents.
 
     Raises:
         FileNotFoundError: rank 0 kept no code.
     """
     code = result.ranks[0].artifact("code")
-    names = [
-        gradient.name for bucket in _name_bucket_gradients(result) for gradient in bucket.gradients
-    ]
+    buckets = _name_bucket_gradients(result)
+    names = [gradient.name for bucket in buckets for gradient in bucket.gradients]
     return inductor.ProgramListing(code, inductor.name_buffers(code, names))
 
 
 def pass_seconds(result: RunResult) -> pandas.Series:
-    """Seconds of forward and backward pass in each timed step, of the slowest rank; messages are in the latter."""
-    spans = result.frame[
-        (result.frame["kind"] == "span") & result.frame["name"].isin(["forward", "backward"])
-    ]
+    """Return the seconds of forward and backward pass of each timed step, on the slowest rank."""
+    frame = result.frame
+    spans = frame[(frame["kind"] == "span") & frame["name"].isin(["forward", "backward"])]
     return spans.groupby(["rank", "step"])["dur_us"].sum().groupby("step").max() / 1e6
 
 
 def pass_time_by_bucket_size(
     results: Mapping[str, RunResult], predicted_s: Mapping[str, float], *, ax: Axes | None = None
 ) -> Axes:
-    """Forward and backward pass: the median of each run as a bar, each step as a dot, what was predicted dashed."""
+    """Draw forward and backward pass: the median as a bar, steps as dots, predictions as lines."""
     ax = style.make_axes(ax)
     steps = {label: pass_seconds(result) * 1e3 for label, result in results.items()}
     medians = {label: times.median() for label, times in steps.items()}
     predicted = {label: predicted_s[label] * 1e3 for label in results if label in predicted_s}
     top = 1.25 * max(*medians.values(), *predicted.values())
     for column, (label, times) in enumerate(steps.items()):
-        first = column == 0
-        ax.bar(
-            column, medians[label], 0.5, color=style.BLUE, label="median step" if first else None
-        )
+        # matplotlib leaves a label with an underscore out of the legend.
+        mark = "_" if column else ""
+        ax.bar(column, medians[label], 0.5, color=style.BLUE, label=f"{mark}median step")
         inside = times[times <= top]
-        places = [
-            column - 0.12 + 0.24 * index / max(1, len(inside) - 1) for index in range(len(inside))
-        ]
-        ax.plot(
-            places, inside, ".", color=style.ORANGE, ms=3.5, label="each step" if first else None
-        )
-        text = f"{medians[label]:.3g}"
+        spread = 0.24 / max(1, len(inside) - 1)
+        places = [column - 0.12 + spread * index for index in range(len(inside))]
+        ax.plot(places, inside, ".", color=style.ORANGE, ms=3.5, label=f"{mark}each step")
+        text, height = f"{medians[label]:.3g}", max(medians[label], inside.max())
         if label in predicted:
-            mark = "predicted" if first else None
-            ax.plot(
-                [column - 0.36, column + 0.36],
-                [predicted[label]] * 2,
-                label=mark,
-                **style.PREDICTION_STYLE,
-            )
-            text += f" ({predicted[label]:.3g})"
-        height = max(medians[label], predicted.get(label, 0.0), inside.max())
-        place: dict[str, Any] = {
-            "xytext": (0, 4),
-            "textcoords": "offset points",
-            "ha": "center",
-            "fontsize": 9,
-        }
-        ax.annotate(text, (column, height), **place)
+            expected = predicted[label]
+            style.mark_prediction(ax, column, 0.36, expected, f"{mark}predicted")
+            text += f" ({expected:.3g})"
+            height = max(height, expected)
+        style.add_note(ax, text, (column, height), (0, 4))
         if len(inside) < len(times):
             above = f"+{len(times) - len(inside)} above"
             ax.text(column + 0.3, top, above, fontsize=7, ha="left", va="top", color=style.GREY)
@@ -143,82 +128,61 @@ def backward_timeline(
     measured_s: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """A predicted backward pass over its messages, exposed ones in their own colour; a dashed line where it ends.
+    """Draw a predicted backward pass above its messages, with the exposed ones in vermilion.
 
     Args:
-        journeys_s: when each bucket leaves and arrives, as ``theory.ddp.journeys`` gives it, in seconds.
-        backward_s: what the arithmetic takes by itself.
-        hidden: whether messages travel beside the arithmetic, or hold it up.
-        measured_s: what the backward pass took on real ranks: a bar below.
+        journeys_s: when each bucket leaves and arrives, in seconds, as
+            ``theory.ddp.bucket_transfer_times`` gives it.
+        backward_s: seconds of the arithmetic alone.
+        hidden: whether messages overlap the arithmetic, instead of interrupting it.
+        measured_s: seconds of the backward pass on real ranks, a third bar.
         ax: where to draw.
     """
     ax = style.make_axes(ax)
     messages = [(1e3 * leaves, 1e3 * arrives) for leaves, arrives in journeys_s]
     pauses = [] if hidden else messages
-    starts, stops = [0.0, *(arrives for _, arrives in pauses)], [leaves for leaves, _ in pauses]
     computes_ms = 1e3 * backward_s
-    stops.append(computes_ms + sum(arrives - leaves for leaves, arrives in pauses))
-    ax.broken_barh(_nonempty_spans(starts, stops), (-0.3, 0.6), facecolor=style.ORANGE)
-    ends = [min(arrives, computes_ms) if hidden else leaves for leaves, arrives in messages]
-    look: dict[str, Any] = {
-        "edgecolor": "white",
-        "linewidth": 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0,
-    }
-    for colour, first, last in (
-        (style.COLLECTIVE_COLOURS["all_reduce"], [leaves for leaves, _ in messages], ends),
-        (
-            style.EXPOSURE_COLOUR,
-            [max(leaves, end) for (leaves, _), end in zip(messages, ends, strict=True)],
-            None,
-        ),
-    ):
-        stop = [arrives for _, arrives in messages] if last is None else last
-        ax.broken_barh(_nonempty_spans(first, stop), (0.7, 0.6), facecolor=colour, **look)
-    end = max([stops[-1], *(arrives for _, arrives in messages)])
+    done = computes_ms + sum(arrives - leaves for leaves, arrives in pauses)
+    starts = [0.0, *(arrives for _, arrives in pauses)]
+    stops = [*(leaves for leaves, _ in pauses), done]
+    work = _nonempty_spans(zip(starts, stops, strict=True))
+    ax.broken_barh(work, (-0.3, 0.6), facecolor=style.ORANGE)
+    covered, exposed = [], []
+    for leaves, arrives in messages:
+        seam = min(arrives, computes_ms) if hidden else leaves
+        covered.append((leaves, seam))
+        exposed.append((max(leaves, seam), arrives))
+    width = 0.4 if len(messages) <= OUTLINE_LIMIT else 0.0
+    look: dict[str, Any] = {"edgecolor": "white", "linewidth": width}
+    ax.broken_barh(_nonempty_spans(covered), (0.7, 0.6), facecolor=HIDDEN_COLOUR, **look)
+    ax.broken_barh(_nonempty_spans(exposed), (0.7, 0.6), facecolor=style.EXPOSURE_COLOUR, **look)
+    end = max([done, *(arrives for _, arrives in messages)])
     ax.axvline(end, **style.PREDICTION_STYLE)
     labels = ["computes", style.count_text(len(messages), "bucket")]
+    measured_ms = 1e3 * (measured_s or 0.0)
     if measured_s is not None:
-        ax.barh(2, 1e3 * measured_s, height=0.6, color=style.BLUE)
-        ax.text(
-            1e3 * measured_s,
-            2,
-            f" {style.short_number_text(1e3 * measured_s)}",
-            va="center",
-            fontsize=9,
-        )
+        ax.barh(2, measured_ms, height=0.6, color=style.BLUE)
+        text = f" {style.short_number_text(measured_ms)}"
+        ax.text(measured_ms, 2, text, va="center", fontsize=9)
         labels.append("measured")
-    longest = max(end, 1e3 * (measured_s or 0.0))
     ax.set_yticks(range(len(labels)), labels)
-    ax.set(
-        xlim=(0, 1.12 * longest),
-        ylim=(len(labels) - 0.5, -0.9),
-        xlabel="since the backward pass began, ms",
-    )
+    ax.set(xlim=(0, 1.12 * max(end, measured_ms)), ylim=(len(labels) - 0.5, -0.9))
+    ax.set_xlabel("since the backward pass began, ms")
     ax.tick_params(axis="y", length=0)
-    ax.annotate(
-        f"predicted {style.short_number_text(end)}",
-        (end, -0.6),
-        (-4, 0),
-        textcoords="offset points",
-        ha="right",
-        fontsize=9,
-    )
+    text = f"predicted {style.short_number_text(end)}"
+    style.add_note(ax, text, (end, -0.6), (-4, 0), ha="right")
     named = {
         "arithmetic": style.ORANGE,
-        "hidden message": style.COLLECTIVE_COLOURS["all_reduce"],
+        "hidden message": HIDDEN_COLOUR,
         "exposed": style.EXPOSURE_COLOUR,
     }
-    style.add_legend_above(
-        ax, 3, [Patch(color=colour, label=label) for label, colour in named.items()]
-    )
+    style.add_legend_above(ax, 3, style.legend_patches(named))
     return ax
 
 
-def _nonempty_spans(starts: Sequence[float], stops: Sequence[float]) -> list[tuple[float, float]]:
-    """Start and length of each stretch that has a length."""
-    return [
-        (start, stop - start) for start, stop in zip(starts, stops, strict=True) if stop > start
-    ]
+def _nonempty_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the start and length of each span that has a length."""
+    return [(start, stop - start) for start, stop in spans if stop > start]
 
 
 def backward_time_by_bucket_size(
@@ -228,101 +192,81 @@ def backward_time_by_bucket_size(
     measured_s: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """A backward pass by the size of its buckets: arithmetic, and exposed messages on top; the chosen one in bold.
-
-    All of it is predicted, and so in dashed frames; a dot is what was measured for the chosen size.
+    """Draw the predicted backward pass by bucket size: arithmetic, then exposed messages.
 
     Args:
-        predicted_s: by label, seconds of arithmetic, and of messages that nothing hides.
-        chosen: one of the labels.
-        measured_s: of the chosen one.
+        predicted_s: by label, seconds of arithmetic and of exposed messages.
+        chosen: the label to write in bold.
+        measured_s: seconds measured for the chosen size, drawn as a dot.
         ax: where to draw.
     """
     ax = style.make_axes(ax)
+    where, measured_ms = list(predicted_s).index(chosen), 1e3 * (measured_s or 0.0)
     rows = range(len(predicted_s))
-    parts = [[1e3 * part for part in parts] for parts in predicted_s.values()]
-    left = [0.0] * len(parts)
-    for index, colour in enumerate((style.ORANGE, style.EXPOSURE_COLOUR)):
-        widths = [each[index] for each in parts]
-        look: dict[str, Any] = {"edgecolor": "black", "linestyle": "--", "linewidth": 0.8}
-        ax.barh(rows, widths, 0.6, left, color=colour, **look)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    where = list(predicted_s).index(chosen)
-    for row, end in enumerate(left):
-        beside = max(end, 1.03e3 * (measured_s or 0.0)) if row == where else end
-        weight = "bold" if row == where else "normal"
-        ax.text(
-            beside, row, f" {style.short_number_text(end)}", va="center", fontsize=9, weight=weight
-        )
+    work = [1e3 * arithmetic for arithmetic, _ in predicted_s.values()]
+    exposed = [1e3 * messages for _, messages in predicted_s.values()]
+    ax.barh(rows, work, 0.6, color=style.ORANGE, **style.FRAME_STYLE)
+    ax.barh(rows, exposed, 0.6, work, color=style.EXPOSURE_COLOUR, **style.FRAME_STYLE)
+    ends = [start + width for start, width in zip(work, exposed, strict=True)]
+    for row, end in enumerate(ends):
+        beside = max(end, 1.03 * measured_ms) if row == where else end
+        text = ax.text(beside, row, f" {style.short_number_text(end)}", va="center", fontsize=9)
+        text.set_fontweight("bold" if row == where else "normal")
     if measured_s is not None:
-        ax.plot(1e3 * measured_s, where, "o", color=style.BLUE, markeredgecolor="white")
+        ax.plot(measured_ms, where, "o", color=style.BLUE, markeredgecolor="white")
     ax.set_yticks(rows, list(predicted_s))
     ax.get_yticklabels()[where].set_fontweight("bold")
-    ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max([*left, 1e3 * (measured_s or 0.0)])))
-    ax.set_title(
-        "by size of bucket" + (", dot: measured" if measured_s else ""), fontsize=9, loc="left"
-    )
+    ax.set(xlabel="backward pass, ms", xlim=(0, 1.25 * max(*ends, measured_ms)))
+    title = "by size of bucket" + (", dot: measured" if measured_s else "")
+    ax.set_title(title, fontsize=9, loc="left")
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
     return ax
 
 
 def _draw_gradient_boxes(ax: Axes, row: int, bucket: Bucket, size: float) -> None:
-    """One box a gradient, in units of so many bytes; names that are too long for their box stand below."""
+    """Draw one box per gradient, in units of ``size`` bytes; long names go below the boxes."""
     start, others = 0.0, []
+    look: dict[str, Any] = {"color": style.SKY, "edgecolor": "black", "linewidth": 0.5}
     for gradient in bucket.gradients:
         width, name = gradient.bytes / size, gradient.name or gradient.buffer
-        ax.barh(
-            row, width, left=start, height=0.56, color=style.SKY, edgecolor="black", linewidth=0.5
-        )
+        ax.barh(row, width, left=start, height=0.56, **look)
         if len(name) * LETTER_WIDTH < width / ax.get_xlim()[1]:
-            ax.text(start + width / 2, row, name, ha="center", va="center", fontsize=8)
+            ax.text(start + width / 2, row, name, fontsize=8, **style.CENTRED)
         else:
             others.append(name)
         start += width
-    text = (
-        f"also here: {', '.join(others)}"
-        if len(others) < len(bucket.gradients)
-        else ", ".join(others)
-    )
-    text = text if len(text) <= MAX_LETTERS_BELOW else f"also here: {len(others)} gradients"
-    if others:
-        ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
+    if not others:
+        return
+    text = ", ".join(others)
+    if len(others) < len(bucket.gradients):
+        text = f"also here: {text}"
+    if len(text) > MAX_LETTERS_BELOW:
+        text = f"also here: {len(others)} gradients"
+    ax.text(0, row + 0.31, f" {text}", va="top", fontsize=7, color=style.GREY)
 
 
 def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
-    """Beside the boxes, along the lines of the program: the request, compute, the waits."""
-    order = ax.inset_axes((BOXES_SHARE + BOXES_GAP, 0, 1 - BOXES_SHARE - BOXES_GAP, 1), sharey=ax)
+    """Draw beside the boxes, by line of the program, each request, what hides it, and its waits."""
+    left = BOXES_SHARE + BOXES_GAP
+    order = ax.inset_axes((left, 0, 1 - left, 1), sharey=ax)
+    bar: dict[str, Any] = {"facecolor": IN_FLIGHT_COLOUR, "edgecolor": "black", "linewidth": 0.5}
     for row, bucket in enumerate(rows):
         asked, hidden_by = bucket.request.number, [line.number for line in bucket.hidden_by]
         waits = [line.number for line in bucket.waits]
         until = max([asked, *waits, *hidden_by]) + 1
-        order.barh(
-            row,
-            until - asked,
-            left=asked,
-            height=0.3,
-            color=IN_FLIGHT_COLOUR,
-            edgecolor="black",
-            linewidth=0.5,
-        )
+        order.barh(row, until - asked, left=asked, height=0.3, **bar)
         order.plot(hidden_by, [row] * len(hidden_by), **DOT_STYLE)
         order.plot(waits, [row] * len(waits), **TICK_STYLE)
         text = f"{len(hidden_by) or 'nothing'} in between" if waits else "never waited for"
-        order.text(
-            until,
-            row - 0.2,
-            text,
-            ha="right",
-            fontsize=7,
-            color=style.GREY if waits else WAIT_COLOUR,
-        )
+        colour = style.GREY if waits else WAIT_COLOUR
+        order.text(until, row - 0.2, text, ha="right", fontsize=7, color=colour)
     order.spines[["top", "right", "left"]].set_visible(False)
     order.tick_params(axis="y", length=0, labelleft=False)
     order.set_xlim(1, order.get_xlim()[1])
     order.set_xlabel("line of the generated program")
     handles = [
-        Patch(facecolor=IN_FLIGHT_COLOUR, edgecolor="black", linewidth=0.5, label="on its way"),
+        Patch(label="on its way", **bar),
         Line2D([], [], label="compute", **DOT_STYLE),
         Line2D([], [], label="wait", **TICK_STYLE),
     ]
@@ -330,23 +274,20 @@ def _draw_program_order(ax: Axes, rows: Sequence[Bucket]) -> None:
 
 
 def _name_bucket_gradients(result: RunResult) -> list[Bucket]:
-    """The buckets of rank 0's program with the names that the run recorded."""
+    """Return the buckets of rank 0's program with the names that the run recorded."""
     found = inductor.find_buckets(result.ranks[0].artifact("code"))
     frame = result.frame
-    records = frame[(frame["rank"] == 0) & (frame["kind"] == "bucket")].drop_duplicates(
-        ["index", "name"], keep="last"
-    )
+    records = frame[(frame["rank"] == 0) & (frame["kind"] == "bucket")]
+    records = records.drop_duplicates(["index", "name"], keep="last")
     coded = [(bucket.index, gradient.bytes) for bucket in found for gradient in bucket.gradients]
     if coded != list(zip(records["index"], records["bytes"], strict=True)):
         raise ValueError(
-            f"the code of rank 0 sends {len(coded)} gradients in {len(found)} buckets, the run recorded "
-            f"{len(records)} of other sizes: its records of buckets must follow the program's order"
+            f"the code of rank 0 sends {len(coded)} gradients in {len(found)} buckets, "
+            f"the run recorded {len(records)} of other sizes: its records of buckets must follow "
+            "the program's order"
         )
-    names = iter(records["name"])
-    return [
-        replace(
-            bucket,
-            gradients=tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients),
-        )
-        for bucket in found
-    ]
+    names, named = iter(records["name"]), []
+    for bucket in found:
+        gradients = tuple(replace(gradient, name=next(names)) for gradient in bucket.gradients)
+        named.append(replace(bucket, gradients=gradients))
+    return named

@@ -1,12 +1,11 @@
-"""Figures of all-gather extensions: who holds which memory when, and what fewer bytes cost in error."""
+"""Figures of all-gather extensions: who holds which memory when, and the error of fewer bytes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy
-from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.plots.spatial import FRAME_GAP, shard_panels
@@ -18,6 +17,7 @@ ROW_COLOURS = {
     "gathered": style.SKY,
     "parameter": style.GREEN,
 }
+# By kind of error, the value of a run and the label of the axis.
 ERROR_KINDS = {
     "largest": (
         "weight_error",
@@ -28,27 +28,26 @@ ERROR_KINDS = {
         "RMS error of the gathered weights,\nas a part of the weights' own RMS",
     ),
 }
-"""What a figure of errors draws: the value of a run, and the words for it."""
+# Before and after these moments of a gather, the parameter is sharded.
 GATHER_MOMENTS = ("pre hook", "all-gather", "post hook", "compute")
-"""The moments of a gather; before and after it the parameter is sharded."""
 
 
 def encoding_colour(label: str) -> str:
-    """The colour of a way to send, whatever figure it is in: bfloat16, float8, int8, or anything else."""
+    """Return the colour of an encoding: bfloat16, float8, int8, or any other."""
     known = {"bf": style.BLUE, "float8": style.ORANGE, "int8": style.GREEN}
     return next((colour for word, colour in known.items() if word in label), style.PURPLE)
 
 
 class TensorLife(NamedTuple):
-    """A tensor that a gather brings and that goes again.
+    """A tensor that exists for a part of each gather.
 
     Attributes:
-        row: a key of ``COLOURS``.
-        start: the moment of ``GATHER`` at whose beginning it comes.
-        end: the moment at whose end it goes.
-        shares: the row in whose memory it lies; "" for memory of its own.
-        first: what to say of it in the first gather.
-        again: what to say of it in every later one.
+        row: a key of ``ROW_COLOURS``.
+        start: the moment of ``GATHER_MOMENTS`` at whose beginning it is allocated.
+        end: the moment at whose end it is freed.
+        shares: the row whose memory it shares; "" for memory of its own.
+        first: its text in the first gather.
+        again: its text in every later one.
     """
 
     row: str
@@ -59,118 +58,84 @@ class TensorLife(NamedTuple):
     again: str
 
 
+SAME_TENSORS = "same tensors, new memory"
+# The tensors of each gather beside the local shard, which is always there.
 TENSOR_LIVES = {
     "TwoTensor": (
         TensorLife("sent", "pre hook", "all-gather", "local shard", "a and b", "a and b"),
-        TensorLife(
-            "gathered",
-            "all-gather",
-            "compute",
-            "",
-            "all rows of a and of b",
-            "same tensors, new memory",
-        ),
+        TensorLife("gathered", "all-gather", "compute", "", "all rows of a and of b", SAME_TENSORS),
         TensorLife(
             "parameter", "post hook", "compute", "gathered", "a TwoTensor of both", "nothing to do"
         ),
     ),
     "int8": (
         TensorLife("sent", "pre hook", "all-gather", "", "int8, scales", "int8, scales"),
-        TensorLife(
-            "gathered",
-            "all-gather",
-            "compute",
-            "",
-            "all int8, all scales",
-            "same tensors, new memory",
-        ),
+        TensorLife("gathered", "all-gather", "compute", "", "all int8, all scales", SAME_TENSORS),
         TensorLife(
             "parameter", "post hook", "compute", "", "the decoded parameter", "decoded into out"
         ),
     ),
 }
-"""What each gather holds beside the local shard, which is always there."""
 
 
 def hook_memory(extension: Literal["TwoTensor", "int8"], *, ax: Axes | None = None) -> Axes:
-    """Who holds which memory in the first gather of a parameter and in a later one. A drawing, nothing is measured."""
+    """Sketch who holds which memory in the first gather of a parameter and in later ones."""
     ax = style.make_axes(ax, 10.0, 3.4)
+    count = len(GATHER_MOMENTS)
     moments = ("sharded", *GATHER_MOMENTS) * 2 + ("sharded",)
-    _draw_tensor_life(
-        ax,
-        "local shard",
-        0,
-        len(moments),
-        "",
-        "this rank's rows: always there, the optimizer updates them",
-    )
+    text = "this rank's rows: always there, the optimizer updates them"
+    _draw_tensor_life(ax, "local shard", 0, len(moments), "", text)
     for call, title in enumerate(("the first gather", "every later gather, with out=")):
-        offset = 1 + call * (len(GATHER_MOMENTS) + 1)
-        for held in TENSOR_LIVES[extension]:
-            start, end = (
-                offset + GATHER_MOMENTS.index(held.start),
-                offset + GATHER_MOMENTS.index(held.end) + 1,
-            )
-            _draw_tensor_life(
-                ax, held.row, start, end, held.shares, held.again if call else held.first
-            )
-        ax.axvline(offset + len(GATHER_MOMENTS), color="black", lw=1, zorder=0)
-        ax.text(
-            offset + len(GATHER_MOMENTS) / 2, -1.25, title, ha="center", weight="bold", fontsize=10
-        )
-        ax.text(
-            offset + len(GATHER_MOMENTS) + 0.5,
-            2,
-            "freed\nby FSDP",
-            ha="center",
-            va="center",
-            fontsize=8,
-        )
+        offset = 1 + call * (count + 1)
+        for row, born, freed, shares, first, again in TENSOR_LIVES[extension]:
+            start = offset + GATHER_MOMENTS.index(born)
+            end = offset + GATHER_MOMENTS.index(freed) + 1
+            _draw_tensor_life(ax, row, start, end, shares, again if call else first)
+        ax.axvline(offset + count, color="black", lw=1, zorder=0)
+        ax.text(offset + count / 2, -1.25, title, ha="center", weight="bold", fontsize=10)
+        ax.text(offset + count + 0.5, 2, "freed\nby FSDP", fontsize=8, **style.CENTRED)
     ax.set_xticks([column + 0.5 for column in range(len(moments))], moments, fontsize=8)
     ax.xaxis.tick_top()
-    ax.set(
-        xlim=(0, len(moments)),
-        ylim=(len(ROW_COLOURS) - 0.5, -0.55),
-        yticks=range(len(ROW_COLOURS)),
-        yticklabels=ROW_COLOURS,
-    )
+    ax.set(xlim=(0, len(moments)), ylim=(len(ROW_COLOURS) - 0.5, -0.55))
+    ax.set(yticks=range(len(ROW_COLOURS)), yticklabels=ROW_COLOURS)
     ax.tick_params(length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
-    own, shared = (
-        Patch(color=style.GREY),
-        Patch(facecolor="white", edgecolor=style.GREY, hatch="////"),
-    )
-    meanings = ["memory of its own", "the memory of the row that has this colour"]
-    below = (0.5, 0.0)
-    ax.legend(
-        [own, shared],
-        meanings,
-        loc="upper center",
-        bbox_to_anchor=below,
-        ncols=2,
-        frameon=False,
-        fontsize=8,
-    )
+    shared: dict[str, Any] = {"facecolor": "white", "edgecolor": style.GREY, "hatch": "////"}
+    handles = [
+        Patch(color=style.GREY, label="memory of its own"),
+        Patch(label="the memory of the row that has this colour", **shared),
+    ]
+    look: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "frameon": False, "fontsize": 8}
+    ax.legend(handles=handles, loc="upper center", ncols=2, **look)
     return ax
+
+
+def _draw_tensor_life(ax: Axes, row: str, start: int, end: int, shares: str, text: str) -> None:
+    position = list(ROW_COLOURS).index(row)
+    look: dict[str, Any] = {"facecolor": ROW_COLOURS[row], "linewidth": 1}
+    if shares:
+        look |= {"facecolor": "white", "edgecolor": ROW_COLOURS[shares], "hatch": "////"}
+    style.add_box(ax, start, position - 0.4, end - start, 0.8, **look)
+    said = ax.text((start + end) / 2, position, text, fontsize=8, **style.CENTRED)
+    if shares:
+        said.set_bbox({"color": "white", "pad": 1.5})
+    elif row in ("local shard", "parameter"):  # the dark colours
+        said.set_color("white")
 
 
 def shard_padding(
     whole: numpy.ndarray, held: Mapping[int, numpy.ndarray], sent: Mapping[int, numpy.ndarray]
 ) -> Sequence[Axes]:
-    """A matrix and what two ranks hold of it; the matrix with the rows of zeros that they add, and what they send."""
+    """Draw a matrix and what two ranks hold of it, then the padded matrix and what they send."""
     padded = numpy.concatenate([sent[rank] for rank in sorted(sent)])
-    axes = list(pyplot.subplots(1, 4, figsize=(10, 1.9), layout="constrained")[1])
+    axes = style.make_row(4, 10, 1.9)
     for first, matrix, name, parts in ((0, whole, "held", held), (2, padded, "sent", sent)):
         shard_panels(matrix, {name: parts}, axes=axes[first : first + 2])
         rows, columns = matrix.shape
-        down, right = (
-            (rows + FRAME_GAP) / 2,
-            (columns + FRAME_GAP) / 2,
-        )  # where shards puts the matrix, which stands between four
-        axes[first].set(
-            xlim=(right - 0.1, right + 2 * columns + FRAME_GAP + 0.1),
-            ylim=(down + rows + 0.1, down - 0.75),
-        )
+        # shard_panels centres the matrix among four ranks.
+        down, right = (rows + FRAME_GAP) / 2, (columns + FRAME_GAP) / 2
+        end = right + 2 * columns + FRAME_GAP
+        axes[first].set(xlim=(right - 0.1, end + 0.1), ylim=(down + rows + 0.1, down - 0.75))
         axes[first + 1].set_ylim(rows + 0.1, -0.75)
     axes[2].set_title("the matrix, padded", fontsize=10, loc="left")
     for ax in axes:
@@ -185,18 +150,21 @@ def error_by_bytes(
     error: Literal["largest", "rms"] = "largest",
     ax: Axes | None = None,
 ) -> Axes:
-    """One point a run: what it gathered in a step, over float32's bytes, against the error of its gathered weights.
+    """Draw the error of the gathered weights by the bytes gathered in a step, one point per run.
 
-    The results are runs of allgather_extensions; the one that is called "fp32" is the unit of the bytes. The error is
-    the largest, over the largest weight, or the root mean square, over that of the weights. ``bounds`` are errors that
-    theory allows, by label: each is drawn as a dashed line above its point.
+    Args:
+        results: runs of allgather_extensions; the bytes are fractions of those of "fp32".
+        bounds: the errors that theory allows, by label, drawn as dashed lines.
+        error: the largest error over the largest weight, or the RMS error over the weights' RMS.
+        ax: where to draw.
 
     Raises:
         ValueError: there is no run "fp32" to compare with.
     """
     if "fp32" not in results:
         raise ValueError(
-            f"no run 'fp32' among {', '.join(results) or 'no runs'}: add one, the bytes are parts of its"
+            f"no run 'fp32' among {', '.join(results) or 'no runs'}: "
+            "add one, the bytes are parts of its"
         )
     ax = style.make_axes(ax, 6.5, 3.8)
     whole = results["fp32"].value("all_gather_bytes")
@@ -205,36 +173,17 @@ def error_by_bytes(
         sent, found = result.value("all_gather_bytes") / whole, result.value(value)
         colour = encoding_colour(label)
         ax.plot(sent, found, "o", color=colour, ms=8, clip_on=False, zorder=3)
-        text = f"{label}\n{found:.2g}"
-        above = 20 if found == 0 else -20  # points; below the lowest one is the axis
-        ax.annotate(
-            text,
-            (sent, found),
-            (0, above),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=9,
-        )
+        shift = (0, 20 if found == 0 else -20)  # the axis is in the way below an error of 0
+        style.add_note(ax, f"{label}\n{found:.2g}", (sent, found), shift, va="center")
         if bounds and label in bounds:
-            ax.plot(
-                [sent - 0.05, sent + 0.05],
-                [bounds[label]] * 2,
-                clip_on=False,
-                **style.PREDICTION_STYLE,
-            )
-    # 0, the error of float32, has a place on this axis
+            style.mark_prediction(ax, sent, 0.05, bounds[label], clip_on=False)
+    # symlog has a place for 0, the error of float32.
     ax.set_yscale("symlog", linthresh=1e-3)
-    ax.set(
-        xlim=(0, 1.1),
-        ylim=(0, 0.2),
-        xlabel="bytes gathered in a step, as a part of float32's",
-        ylabel=what,
-    )
-    handles = [ax.plot([], [], "o", color=style.GREY, label="measured")[0]]
-    handles += (
-        [ax.plot([], [], label="theory: at most", **style.PREDICTION_STYLE)[0]] if bounds else []
-    )
+    ax.set(xlim=(0, 1.1), ylim=(0, 0.2))
+    ax.set(xlabel="bytes gathered in a step, as a part of float32's", ylabel=what)
+    handles = ax.plot([], [], "o", color=style.GREY, label="measured")
+    if bounds:
+        handles += ax.plot([], [], label="theory: at most", **style.PREDICTION_STYLE)
     ax.legend(handles=handles, loc="upper right", frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())
 
@@ -245,21 +194,18 @@ def gather_byte_bars(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """What a rank hands to the all-gathers of a step, in MB, one bar a label: numbers and scales; measured beside it.
+    """Draw what a rank contributes to the all-gathers of a step, in MB, one bar per label.
 
-    ``predicted`` are bytes of ``numbers`` and of ``scales``, by label, ``measured`` bytes in all.
+    ``predicted`` are bytes of ``numbers`` and ``scales`` by label, ``measured`` bytes in total.
     """
     ax = style.make_axes(ax, 4.0, 3.6)
     parts = {"numbers": style.SKY, "scales": style.VERMILION, "measured": style.GREY}
     beside = {label: {"measured": size} for label, size in (measured or {}).items()}
-    shown = [
-        name
-        for name in parts
-        if any(sizes.get(name) for sizes in (*predicted.values(), *beside.values()))
-    ]
-    style.draw_bar_stacks(
-        ax, predicted, beside, parts, 1e6, {name: parts[name] for name in shown}, columns=2
-    )
+    legend = {}
+    for name, colour in parts.items():
+        if any(sizes.get(name) for sizes in (*predicted.values(), *beside.values())):
+            legend[name] = colour
+    style.draw_bar_stacks(ax, predicted, beside, parts, 1e6, legend, columns=2)
     ax.set(xlim=(-0.6, max(len(predicted), 2) - 0.4), ylim=(0, 1.08 * ax.dataLim.y1))
     ax.set_ylabel("handed to the all-gathers of a step, MB")
     return ax
@@ -274,26 +220,27 @@ def error_histogram(
     result: RunResult | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """How the errors of gathered weights lie, each over the largest weight of its parameter, in percent.
+    """Draw the distribution of the errors of gathered weights, in percent.
 
-    ``bound`` is the largest that theory allows, ``measured`` the largest that a run has found; ``label`` gives the
-    colour, see ``colour_of``.
+    Args:
+        errors: the error of each weight, over the largest weight of its parameter.
+        bound: the largest error that theory allows.
+        measured: the largest error in a run.
+        label: the encoding, which sets the colour.
+        result: the run, for the stamp.
+        ax: where to draw.
     """
     ax = style.make_axes(ax, 5.0, 3.6)
     side = 115 * (bound or 0.001)
     shares, edges = numpy.histogram(100 * errors, bins=61, range=(-side, side))
-    tops = numpy.repeat(100 * shares / errors.size, 2)
-    ax.fill_between(
-        numpy.repeat(edges, 2)[1:-1], tops, color=encoding_colour(label), alpha=0.45, lw=0
-    )
+    tops, steps = numpy.repeat(100 * shares / errors.size, 2), numpy.repeat(edges, 2)[1:-1]
+    ax.fill_between(steps, tops, color=encoding_colour(label), alpha=0.45, lw=0)
     found: dict[str, Any] = {"color": style.VERMILION, "linewidth": 3, "alpha": 0.6, "zorder": 0}
-    for line, look, who in (
-        (bound, style.PREDICTION_STYLE, "theory"),
-        (measured, found, "measured"),
-    ):
+    lines = {"theory": (bound, style.PREDICTION_STYLE), "measured": (measured, found)}
+    for source, (line, look) in lines.items():
         if line is not None:
             ax.axvline(-100 * line, **look)
-            ax.axvline(100 * line, label=f"{who}: at most {100 * line:.3g} %", **look)
+            ax.axvline(100 * line, label=f"{source}: at most {100 * line:.3g} %", **look)
     ax.set(xlim=(-side, side), ylim=(0, 1.05 * tops.max()), ylabel="share of the weights, %")
     ax.locator_params(axis="x", nbins=7)
     ax.set_xlabel("error of a gathered weight, as % of the largest in its parameter")
@@ -307,42 +254,33 @@ def gather_costs(
     predicted: Mapping[str, float],
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Two panels of bars, one a run: time to gather all units once, and what is held of them while they compute.
+    """Draw two panels, one bar per run: time to gather all units once, and the bytes then held.
 
-    The results are runs of allgather_extensions. ``predicted`` are bytes that are held, by label.
+    The results are runs of allgather_extensions; ``predicted`` are bytes held, by label.
     """
-    if axes is None:
-        axes = list(pyplot.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")[1])
+    axes = axes or style.make_row(2, 9.5, 3.6)
     for ax in axes:
         style.make_axes(ax)
         ax.set_xticks(range(len(results)), list(results), fontsize=9)
+    gathered = style.COLLECTIVE_COLOURS["all_gather"]
+    held_colour = style.MEMORY_COLOURS["gathered parameters"]
     for column, (label, result) in enumerate(results.items()):
-        took = result.value("gather_ms")
-        coding = result.value("hooks_ms")
+        took, coding = result.value("gather_ms"), result.value("hooks_ms")
         axes[0].bar(column, coding, 0.6, color=style.GREY)
-        axes[0].bar(
-            column, took - coding, 0.6, coding, color=style.COLLECTIVE_COLOURS["all_gather"]
-        )
+        axes[0].bar(column, took - coding, 0.6, coding, color=gathered)
         held = result.value("held_bytes") / 1e6
-        axes[1].bar(column, held, 0.6, color=style.MEMORY_CATEGORIES["gathered parameters"][1])
-        axes[1].plot(
-            [column - 0.35, column + 0.35], [predicted[label] / 1e6] * 2, **style.PREDICTION_STYLE
-        )
-        for ax, height in ((axes[0], took), (axes[1], held)):
-            text = ax.annotate(
-                f"{height:.3g}", (column, height), (0, 4), textcoords="offset points", ha="center"
-            )
-            text.set_fontsize(9)
+        axes[1].bar(column, held, 0.6, color=held_colour)
+        style.mark_prediction(axes[1], column, 0.35, predicted[label] / 1e6)
+        for ax, height in zip(axes, (took, held), strict=True):
+            style.add_note(ax, f"{height:.3g}", (column, height), (0, 4))
     meanings = {
         "in the hooks: encode and decode": style.GREY,
-        "the rest of the gather": style.COLLECTIVE_COLOURS["all_gather"],
+        "the rest of the gather": gathered,
     }
-    style.add_legend_above(
-        axes[0], 2, [Patch(color=colour, label=meaning) for meaning, colour in meanings.items()]
-    )
-    bar = Patch(color=style.MEMORY_CATEGORIES["gathered parameters"][1], label="measured")
-    line = axes[1].plot([], [], label="predicted", **style.PREDICTION_STYLE)[0]
-    style.add_legend_above(axes[1], 2, [bar, line])
+    style.add_legend_above(axes[0], 2, style.legend_patches(meanings))
+    handles = style.legend_patches({"measured": held_colour})
+    handles += axes[1].plot([], [], label="predicted", **style.PREDICTION_STYLE)
+    style.add_legend_above(axes[1], 2, handles)
     axes[0].set_ylabel("gathering all units once, ms")
     axes[1].set_ylabel("held while they compute, MB")
     for ax in axes:
@@ -359,57 +297,30 @@ def gather_time_by_bandwidth(
     results: Iterable[RunResult] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """Predicted time of gathers against bandwidth, a line for each way to send; its lines cross where one pays.
+    """Draw the predicted time of gathers by bandwidth, one line per encoding.
 
     Args:
-        seconds: for each way's name, bytes that a rank sends over the wire, and seconds to encode and decode.
-        machines: bandwidths to mark, in bytes a second, by name.
-        measured: for some of the ways, a bandwidth and the seconds that were measured there.
-        results: the runs that this was measured in.
+        seconds: by encoding, the bytes that a rank sends, and seconds to encode and decode.
+        machines: bandwidths to mark, in bytes per second, by name.
+        measured: by encoding, a bandwidth and the seconds measured there.
+        results: the measured runs, for the stamp.
         ax: where to draw.
     """
     ax = style.make_axes(ax, 5.2, 3.6)
     low, high = min(machines.values()) / 10, max(machines.values()) * 10
     bandwidths = numpy.geomspace(low, high, 60)
     for name, (sent, coding) in seconds.items():
-        colour = encoding_colour(name)
-        ax.plot(
-            bandwidths / 1e9,
-            1e3 * (sent / bandwidths + coding),
-            **style.PREDICTION_STYLE | {"color": colour},
-            label=name,
-        )
-        if name in (measured or {}):
-            bandwidth, took = (measured or {})[name]
+        colour, times_ms = encoding_colour(name), 1e3 * (sent / bandwidths + coding)
+        look = style.PREDICTION_STYLE | {"color": colour}
+        ax.plot(bandwidths / 1e9, times_ms, label=name, **look)
+        if measured and name in measured:
+            bandwidth, took = measured[name]
             ax.plot(bandwidth / 1e9, 1e3 * took, "o", color=colour, ms=7, label=f"{name}, measured")
+    look = {"xycoords": ("data", "axes fraction"), "ha": "right", "rotation": 90, "fontsize": 8}
     for name, bandwidth in machines.items():
-        ax.axvline(bandwidth / 1e9, color=style.GREY, lw=1, ls=":", zorder=0)
-        place: dict[str, Any] = {
-            "xycoords": ("data", "axes fraction"),
-            "textcoords": "offset points",
-        }
-        ax.annotate(
-            name, (bandwidth / 1e9, 0.02), (-3, 0), rotation=90, ha="right", fontsize=8, **place
-        )
-    ax.set(
-        xscale="log",
-        yscale="log",
-        xlabel="bandwidth on the wire, GB/s",
-        ylabel="gathering all units once, ms",
-    )
+        ax.axvline(bandwidth / 1e9, zorder=0, **style.GUIDE_STYLE)
+        style.add_note(ax, name, (bandwidth / 1e9, 0.02), (-3, 0), **look)
+    ax.set(xscale="log", yscale="log")
+    ax.set(xlabel="bandwidth on the wire, GB/s", ylabel="gathering all units once, ms")
     style.add_legend_above(ax, 2)
     return style.add_stamp(ax, results)
-
-
-def _draw_tensor_life(ax: Axes, row: str, start: int, end: int, shares: str, text: str) -> None:
-    """A tensor's stretch of time in its row, filled if it has memory of its own."""
-    position = list(ROW_COLOURS).index(row)
-    look = {"facecolor": ROW_COLOURS[row], "edgecolor": "white"}
-    if shares:
-        look = {"facecolor": "white", "edgecolor": ROW_COLOURS[shares], "hatch": "////"}
-    ax.add_patch(Rectangle((start, position - 0.4), end - start, 0.8, linewidth=1, **look))  # type: ignore[arg-type]
-    said = ax.text((start + end) / 2, position, text, ha="center", va="center", fontsize=8)
-    if shares:
-        said.set_bbox({"color": "white", "pad": 1.5})
-    elif row in ("local shard", "parameter"):  # the dark ones
-        said.set_color("white")

@@ -1,18 +1,17 @@
-"""Of runs: a table of predicted beside measured; figures of latency, memory by category, loss."""
+"""A table of predicted beside measured, and figures of latency, memory and loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import pandas
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.runs.result import RunResult
 
+# Markers show each step where lines coincide, and would hide a longer line.
 MAX_STEPS_WITH_MARKERS = 30
-"""Lines of so many steps have a marker at each."""
 
 
 def comparison_table(
@@ -23,109 +22,105 @@ def comparison_table(
     tolerance: float = 0.0,
     column: str = "measured",
 ) -> pandas.DataFrame:
-    """Predicted beside measured, one row a value, with a verdict on each.
+    """Return a table of predicted beside measured, one row per value, with a verdict on each.
 
-    Predicted values come by the names that ``measured`` has: those of ``result.value`` for a run, the keys of a
-    mapping. Measured ones may be off by ``tolerance``, as a part of predicted; 0 wants equality. With ``yours``,
-    your own predictions come first, and the last columns say how far yours and theory's are off; None, for a number
-    that you have not committed to, is shown as –. Without ``predicted``, yours stand beside the measured ones alone.
-    ``column`` names these where they come from elsewhere ("simulated").
+    Args:
+        measured: a run, whose values are looked up by ``result.value``, or a mapping.
+        predicted: theory's values by name; without it, ``yours`` stand beside the measured ones.
+        yours: your own predictions, in the first column; None, a number that you have not
+            committed to, is shown as –.
+        tolerance: how far a prediction may be off, as a fraction; 0 asks for equality.
+        column: heading of the measured values, such as "simulated".
 
     Raises:
-        ValueError: there is nothing to compare with; yours has a name that the others have not.
+        ValueError: there is nothing to compare with; yours has a name that theory has not.
     """
     if predicted is None:
         if yours is None:
             raise ValueError(
                 "nothing to compare with what was measured: give predicted, yours, or both"
             )
+        placeholder = dict.fromkeys(yours, 0.0)
         table = comparison_table(
-            measured, dict.fromkeys(yours, 0.0), yours=yours, tolerance=tolerance, column=column
+            measured, placeholder, yours=yours, tolerance=tolerance, column=column
         )
         return table.drop(columns=["theory", "theory is"])
-    values = {
-        name: measured.value(name) if isinstance(measured, RunResult) else measured[name]
-        for name in predicted
-    }
-    if yours is None:
-        rows = {
-            name: _comparison_row(expected, values[name], tolerance)
-            for name, expected in predicted.items()
-        }
-        return pandas.DataFrame.from_dict(rows, orient="index")
-    unknown = yours.keys() - predicted.keys()
+    look_up = measured.value if isinstance(measured, RunResult) else measured.__getitem__
+    unknown = (yours or {}).keys() - predicted.keys()
     if unknown:
         raise ValueError(
             f"yours has {', '.join(sorted(unknown))}, which theory has not: {', '.join(predicted)}"
         )
-    lines = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, expected in predicted.items():
-        mine, value = yours.get(name), values[name]
-        lines[name] = {
-            "yours": "–" if mine is None else _number_text(mine),
-            "theory": _number_text(expected),
-            column: _number_text(value),
-            "yours is": "–" if mine is None else relative_error_text(mine, value, tolerance),
-            "theory is": relative_error_text(expected, value, tolerance),
-        }
-    return pandas.DataFrame.from_dict(lines, orient="index")
+        value = look_up(name)
+        if yours is None:
+            rows[name] = _comparison_row(expected, value, tolerance)
+        else:
+            mine = yours.get(name)
+            rows[name] = {
+                "yours": _number_text(mine),
+                "theory": _number_text(expected),
+                column: _number_text(value),
+                "yours is": _error_text(mine, value, tolerance),
+                "theory is": _error_text(expected, value, tolerance),
+            }
+    return pandas.DataFrame.from_dict(rows, orient="index")
 
 
 def text_comparison_table(
     predicted: Mapping[str, float], result: RunResult | None, tolerances: Mapping[str, float]
 ) -> pandas.DataFrame:
-    """Predicted beside measured, one row a value, as text; – where nothing was measured yet.
+    """Return predicted beside measured as text, one row per value; – where nothing was measured.
 
-    ``tolerances`` are those of ``off``, by name; what is not named is wanted equal.
+    ``tolerances`` are fractions by name; values without one must be equal.
     """
-    lines = {}
+    rows = {}
     for name, expected in predicted.items():
         measured = None if result is None else result.value(name)
-        lines[name] = {
+        rows[name] = {
             "theory": _number_text(expected),
-            "measured": "–" if measured is None else _number_text(measured),
-            "theory is": "–"
-            if measured is None
-            else relative_error_text(expected, measured, tolerances.get(name, 0.0)),
+            "measured": _number_text(measured),
+            "theory is": _error_text(expected, measured, tolerances.get(name, 0.0)),
         }
-    return pandas.DataFrame.from_dict(lines, orient="index")
+    return pandas.DataFrame.from_dict(rows, orient="index")
 
 
 def relative_error_text(predicted: float, measured: float, tolerance: float = 0.0) -> str:
-    """How far a prediction is from what was measured, in words: "right", "within 5%", "2 × too large"."""
+    """Return how far off a prediction is: "right", "within 5%", "2 × too large"."""
     if predicted == measured:
         return "right"
     if measured and abs(predicted / measured - 1) <= tolerance:
         return f"within {tolerance:.0%}"
     if not predicted or not measured or (predicted < 0) != (measured < 0):
         return "too large" if predicted > measured else "too small"
-    factor, side = (
-        (predicted / measured, "large")
-        if abs(predicted) > abs(measured)
-        else (measured / predicted, "small")
-    )
-    return f"{factor:.3g} × too {side}"
+    if abs(predicted) > abs(measured):
+        return f"{predicted / measured:.3g} × too large"
+    return f"{measured / predicted:.3g} × too small"
 
 
-def _comparison_row(expected: float, measured: float, tolerance: float) -> dict[str, float | str]:
+def _error_text(predicted: float | None, measured: float | None, tolerance: float) -> str:
+    if predicted is None or measured is None:
+        return "–"
+    return relative_error_text(predicted, measured, tolerance)
+
+
+def _comparison_row(expected: float, measured: float, tolerance: float) -> dict[str, Any]:
     ratio = measured / expected if expected else float(measured == expected)
     close = f"within {tolerance:.0%}" if abs(ratio - 1) <= tolerance else "differs"
     verdict = "equal" if measured == expected else close
-    return {
-        "predicted": expected,
-        "measured": measured,
-        "ratio": round(ratio, 4),
-        "verdict": verdict,
-    }
+    numbers = {"predicted": expected, "measured": measured, "ratio": round(ratio, 4)}
+    return numbers | {"verdict": verdict}
 
 
-def _number_text(value: float) -> str:
-    """A number with commas, and no more digits than it needs."""
+def _number_text(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
 def latency_bars(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
-    """Time of a step, split into forward, backward and optimizer, one bar a run."""
+    """Draw the time of a step, split into forward, backward and optimizer, one bar per run."""
     ax = style.make_axes(ax, height=1.1 + 0.5 * len(results))
     ends = numpy.zeros(len(results))
     for span, colour in style.PHASE_COLOURS.items():
@@ -134,10 +129,8 @@ def latency_bars(results: Mapping[str, RunResult], *, ax: Axes | None = None) ->
         ends = ends + durations
     for row, end in enumerate(ends):
         ax.text(end, row, f"  {end:.0f} ms", va="center", fontsize=9)
-    ax.set(
-        xlabel="time of one training step, ms (mean of the timed steps, slowest rank)",
-        xlim=(0, max(ends) * 1.15),
-    )
+    ax.set_xlabel("time of one training step, ms (mean of the timed steps, slowest rank)")
+    ax.set_xlim(0, max(ends) * 1.15)
     ax.invert_yaxis()
     style.add_legend_above(ax, 3)
     return style.add_stamp(ax, results.values())
@@ -149,43 +142,20 @@ def memory_by_category(
     predicted: Mapping[str, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Peak memory of the fullest rank by category, one bar a run; a dashed line where theory puts the activations.
+    """Draw the peak memory of the fullest rank by category, in MB, one bar per run.
 
-    Numbers are MB: what the bar comes to, and the activations at its foot.
+    ``predicted`` are bytes of activations, by label, drawn as dashed lines.
     """
     ax = style.make_axes(ax, height=4.0)
     peaks = {label: peak_bytes_by_category(result) for label, result in results.items()}
-    style.draw_bar_stacks(
-        ax,
-        {},
-        peaks,
-        {name: colour for name, (_, colour) in style.MEMORY_CATEGORIES.items()},
-        1e6,
-        {},
-        1,
-    )
+    style.draw_bar_stacks(ax, {}, peaks, style.MEMORY_COLOURS, 1e6, {}, 1)
     for column, parts in enumerate(peaks.values()):
-        activations = parts["activations"] / 1e6
-        ax.text(
-            column,
-            activations / 2,
-            f"{activations:.3g}",
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="white",
-        )
-    shown = [
-        name for name in style.MEMORY_CATEGORIES if any(parts[name] for parts in peaks.values())
-    ]
-    handles: list[Any] = [
-        Patch(color=style.MEMORY_CATEGORIES[name][1], label=name) for name in shown
-    ]
+        size = parts["activations"] / 1e6
+        look: dict[str, Any] = {"fontsize": 8, "color": "white"} | style.CENTRED
+        ax.text(column, size / 2, f"{size:.3g}", **look)
+    handles = style.legend_patches(style.memory_colours_in_use(peaks.values()))
     for label, expected in (predicted or {}).items():
-        middle = list(results).index(label)
-        (line,) = ax.plot(
-            [middle - 0.3, middle + 0.3], [expected / 1e6] * 2, **style.PREDICTION_STYLE
-        )
+        line = style.mark_prediction(ax, list(results).index(label), 0.3, expected / 1e6)
     if predicted:
         line.set_label("activations, predicted")
         handles.append(line)
@@ -196,50 +166,39 @@ def memory_by_category(
 
 
 def peak_bytes_by_category(result: RunResult) -> dict[str, float]:
-    """The bytes of a run's peak by what they are used for, as ``style.MEMORY_CATEGORIES`` names it."""
+    """Return the bytes of a run's peak by the categories of ``style.MEMORY_CATEGORIES``."""
     known = result.summary()
-    return {
-        name: sum(
-            result.value(f"peak_{part}_bytes") for part in parts if f"peak_{part}_bytes" in known
-        )
-        for name, (parts, _) in style.MEMORY_CATEGORIES.items()
-    }
+    peaks = {}
+    for name, (parts, _) in style.MEMORY_CATEGORIES.items():
+        columns = [f"peak_{part}_bytes" for part in parts]
+        peaks[name] = sum(result.value(column) for column in columns if column in known)
+    return peaks
 
 
 def loss_curves(
     results: Mapping[str, RunResult], *, chance: float | None = None, ax: Axes | None = None
 ) -> Axes:
-    """The loss by step, one line a run. ``chance`` draws the loss of guessing, such as ln(classes).
+    """Draw the loss by step, one line per run.
 
-    A run that went on from the checkpoints of another counts on: its line begins where the other's ends. Of a run that
-    lost a host, the steps are left out of which some rank's loss is missing.
+    A run that resumed another's checkpoint continues its step numbers. If a run lost a host, the
+    steps without the loss of every rank are left out.
+
+    Args:
+        results: runs by label.
+        chance: the loss of guessing, such as ln(classes), drawn as a line.
+        ax: where to draw.
     """
     ax = style.make_axes(ax)
-    dashes: Sequence[str] = ("-", "--", ":", "-.")
     for index, (label, result) in enumerate(results.items()):
-        losses = result.losses
-        look: dict[str, Any] = {
-            "color": style.RANK_COLOURS[index % 4],
-            "linestyle": dashes[index % 4],
-            "lw": 2,
-        }
-        if (
-            len(losses) <= MAX_STEPS_WITH_MARKERS
-        ):  # each step is seen, also where lines lie on each other
-            look |= {
-                "marker": "osD^"[index % 4],
-                "markersize": 10 - 2 * (index % 4),
-                "fillstyle": "none",
-            }
-        ax.plot(losses.index, losses, label=label, **look)
+        losses, turn = result.losses, index % 4
+        look: dict[str, Any] = {"linestyle": ("-", "--", ":", "-.")[turn], "lw": 2}
+        if len(losses) <= MAX_STEPS_WITH_MARKERS:
+            look |= {"marker": "osD^"[turn], "markersize": 10 - 2 * turn, "fillstyle": "none"}
+        ax.plot(losses.index, losses, label=label, color=style.rank_colour(index), **look)
     if chance is not None:
         ax.axhline(chance, color=style.GREY, lw=1)
-        place: dict[str, Any] = {
-            "xycoords": ("axes fraction", "data"),
-            "textcoords": "offset points",
-            "ha": "right",
-        }
-        ax.annotate("guessing", (1, chance), (-2, 2), fontsize=9, color=style.GREY, **place)
+        look = {"xycoords": ("axes fraction", "data"), "ha": "right", "color": style.GREY}
+        style.add_note(ax, "guessing", (1, chance), (-2, 2), **look)
     ax.set(xlabel="training step", ylabel="loss (cross-entropy, nats)")
     ax.legend(frameon=False, fontsize=9)
     return style.add_stamp(ax, results.values())

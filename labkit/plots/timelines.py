@@ -1,33 +1,32 @@
-"""Figures of one step, profiled or reckoned: what each rank computed and sent when, and what of it was exposed."""
+"""Figures of one step, profiled or simulated: computation, communication, and what was exposed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
 from labkit.plots import style
 from labkit.runs.result import RunResult
 
 BAR_COLOURS = style.PHASE_COLOURS | style.COLLECTIVE_COLOURS
 LANES = ("compute", "communication")
-EXPOSURE_VALUE_NAMES = {
-    False: ("exposed_communication", "profiled_step"),
-    True: ("reckoned_exposed_s", "reckoned_step_s"),
-}
-"""What is exposed and the whole step, by whether the run was simulated."""
 LETTER_WIDTH_POINTS = 5.5  # width of a letter in a bar
-TOUCHING_MS = 0.01  # bars that overlap by less follow one another
+TOUCHING_MS = 0.01  # bars that overlap by less count as consecutive
 
 
 def timeline(
     result: RunResult, *, ax: Axes | None = None, ranks: Sequence[int] | None = None
 ) -> Axes:
-    """Two rows a rank, compute and communication, over one step; exposed communication is underlined.
+    """Draw compute and communication of each rank over one step, exposed communication underlined.
 
-    What runs at the same time stands one above the other. All ``ranks`` that ran are shown by default. A line parts
-    those of one host from those of another, and its first rank has its name.
+    Operations that overlap in one lane share its height. Lines separate the ranks of different
+    hosts, and the host's name is at its first rank.
+
+    Args:
+        result: a profiled or simulated run.
+        ax: where to draw.
+        ranks: the ranks to draw, by default all that ran.
 
     Raises:
         ValueError: the run recorded no timeline of one of these ranks.
@@ -36,142 +35,125 @@ def timeline(
     shown = result.active_ranks if ranks is None else ranks
     missing = sorted(set(shown) - set(bars["rank"]))
     if missing:
-        fix = (
-            "simulate it for a hardware"
-            if result.is_simulated
-            else "run the program with its option timeline=True"
-        )
+        fix = "run the program with its option timeline=True"
+        if result.is_simulated:
+            fix = "simulate it for a hardware"
         raise ValueError(f"no timeline of ranks {missing}: {fix}")
     ax = style.make_axes(ax, 8.5, 1.3 + 1.1 * len(shown))
+    # The names of bars are placed by their width in points, which needs the final limits.
     shown_bars = bars[bars["rank"].isin(shown)]
     ax.set_xlim(0, (shown_bars["start"] + shown_bars["length"]).max())
     labels = {}
-    hosts = result.hosts or [""] * result.world_size
+    hosts, last_host = result.hosts or [""] * result.world_size, ""
     for position, rank in enumerate(shown):
-        begins = bool(hosts[rank]) and (position == 0 or hosts[rank] != hosts[shown[position - 1]])
-        if begins and position:
-            ax.axhline(2.4 * position - 0.7, color=style.GREY, lw=0.8)
+        top, host = 2.4 * position, hosts[rank]
+        labels[top], labels[top + 1] = f"rank {rank} {LANES[0]}", LANES[1]
+        if host and host != last_host:
+            labels[top] = f"{host}: {labels[top]}"
+            if position:
+                ax.axhline(top - 0.7, color=style.GREY, lw=0.8)
+        last_host = host
+        own = bars[bars["rank"] == rank]
         for lane, name in enumerate(LANES):
-            row = 2.4 * position + lane
-            labels[row] = f"rank {rank} {name}" if lane == 0 else name
-            if begins and lane == 0:
-                labels[row] = f"{hosts[rank]}: {labels[row]}"
-            drawn = bars[(bars["rank"] == rank) & (bars["lane"] == name)]
-            above = 0.0  # how far the row of names above it reaches, ms
+            drawn = own[own["lane"] == name]
+            reach = 0.0  # end of the last name above this lane, ms
             for bar, (slot, slots) in zip(drawn.itertuples(), _overlap_slots(drawn), strict=True):
-                above = _draw_bar(ax, bar, row - 0.4 + 0.8 * slot / slots, 0.8 / slots, above)
-        waits = bars[(bars["rank"] == rank) & (bars["lane"] == "exposed")]
-        ax.broken_barh(
-            list(zip(waits["start"], waits["length"], strict=True)),
-            (row + 0.42, 0.14),
-            color=style.EXPOSURE_COLOUR,
-        )
-    ax.set(
-        yticks=list(labels),
-        yticklabels=list(labels.values()),
-        xlabel="time since each rank began its step, ms",
-    )
+                upper = top + lane - 0.4 + 0.8 * slot / slots
+                reach = _draw_bar(ax, bar, upper, 0.8 / slots, reach)
+        waits = own[own["lane"] == "exposed"]
+        spans = list(zip(waits["start"], waits["length"], strict=True))
+        ax.broken_barh(spans, (top + 1.42, 0.14), color=style.EXPOSURE_COLOUR)
+    ax.set(yticks=list(labels), yticklabels=list(labels.values()))
+    ax.set_xlabel("time since each rank began its step, ms")
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.4 * len(shown) - 0.45, -0.6)
-    open_name, whole_name = EXPOSURE_VALUE_NAMES[result.is_simulated]
-    ranks_shown = result.summary().loc[list(shown)]
-    _add_legend(
-        ax, set(bars["phase"]), ranks_shown[open_name].mean() / ranks_shown[whole_name].mean()
-    )
+    exposed, step = ("exposed_communication", "profiled_step")
+    if result.is_simulated:
+        exposed, step = ("reckoned_exposed_s", "reckoned_step_s")
+    means = result.summary().loc[list(shown)].mean(numeric_only=True)
+    _add_legend(ax, set(bars["phase"]), means[exposed] / means[step])
     return style.add_stamp(ax, [result])
 
 
 def communication_exposure(results: Mapping[str, RunResult], *, ax: Axes | None = None) -> Axes:
-    """Communication of the profiled step, split into hidden and exposed, one bar a run; the mean of its ranks."""
+    """Draw hidden and exposed communication of the profiled step, the mean of the ranks, by run."""
     ax = style.make_axes(ax, height=1.1 + 0.5 * len(results))
+    longest = 0.0
     for row, result in enumerate(results.values()):
         whole, open_ms, step_ms = _communication_ms(result)
-        kinds = ("exposed", "hidden behind compute") if row == 0 else (None, None)
-        ax.barh(row, open_ms, color=style.EXPOSURE_COLOUR, height=0.6, label=kinds[0])
-        ax.barh(row, whole - open_ms, left=open_ms, color=style.SKY, height=0.6, label=kinds[1])
+        longest = max(longest, whole)
+        ax.barh(row, open_ms, color=style.EXPOSURE_COLOUR, height=0.6)
+        ax.barh(row, whole - open_ms, left=open_ms, color=style.SKY, height=0.6)
         text = f"  {open_ms:.0f} of {whole:.0f} ms exposed, {open_ms / step_ms:.0%} of the step"
         ax.text(whole, row, text, va="center", fontsize=9)
-    longest = max(_communication_ms(result)[0] for result in results.values())
     ax.set(yticks=range(len(results)), yticklabels=list(results), xlim=(0, longest * 1.75))
     ax.set_xlabel("communication in one step, ms (mean of the ranks)")
     ax.invert_yaxis()
-    style.add_legend_above(ax, 2)
+    colours = {"exposed": style.EXPOSURE_COLOUR, "hidden behind compute": style.SKY}
+    style.add_legend_above(ax, 2, style.legend_patches(colours))
     return style.add_stamp(ax, results.values())
 
 
 def _communication_ms(result: RunResult) -> tuple[float, ...]:
-    """Communication, what of it was exposed, and the step, in ms: reckoned of a simulation, else profiled."""
+    """Return communication, its exposed part, and the step, in ms."""
     if result.is_simulated:
-        return tuple(
-            1000 * result.value(f"reckoned_{part}_s")
-            for part in ("communication", "exposed", "step")
-        )
+        parts = ("communication", "exposed", "step")
+        return tuple(1000 * result.value(f"reckoned_{part}_s") for part in parts)
     return tuple(map(result.value, ("communication", "exposed_communication", "profiled_step")))
 
 
 def _bar_rows(result: RunResult) -> pandas.DataFrame:
-    """One row a bar: rank, lane, phase, name; start and length in ms."""
     bars = result.frame[result.frame["kind"] == "bar"]
     bars = bars.assign(start=bars["start_us"] / 1000, length=bars["dur_us"] / 1000)
     return bars.sort_values("start", kind="stable")
 
 
 def _overlap_slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
-    """Where each bar stands among those that run at the same time: its place from the top, and how many there are."""
-    places: list[list[int]] = []  # of bars that touch in time, one list for each such group
-    ends: list[float] = []  # of the last bar in each place
+    """Return each bar's slot among those that run at the same time, and how many slots they use."""
+    groups: list[list[int]] = []  # slots of the bars of each group that overlaps
+    ends: list[float] = []  # of the last bar in each slot
     for start, length in zip(bars["start"], bars["length"], strict=True):
-        if all(end <= start + TOUCHING_MS for end in ends):
-            places.append([])
-            ends = []
-        place = next(
-            (place for place, end in enumerate(ends) if end <= start + TOUCHING_MS), len(ends)
-        )
-        ends[place : place + 1] = [start + length]
-        places[-1].append(place)
-    return [(place, max(group) + 1) for group in places for place in group]
+        free = [slot for slot, end in enumerate(ends) if end <= start + TOUCHING_MS]
+        if len(free) == len(ends):
+            groups.append([])
+            free, ends = [], []
+        slot = free[0] if free else len(ends)
+        ends[slot : slot + 1] = [start + length]
+        groups[-1].append(slot)
+    return [(slot, max(group) + 1) for group in groups for slot in group]
 
 
 def _draw_bar(ax: Axes, bar: Any, top: float, height: float, taken: float) -> float:
-    """One bar, with the last part of its name if it fits in; beside it, if it is an all-gather.
+    """Draw one bar and its name: inside where it fits, else, for an all-gather, above or below.
 
-    That is above it, or below where the names above reach up to ``taken``. Gives back how far they reach now.
+    Names above the lane reach up to ``taken``; return how far they reach now, in ms.
     """
     colour = BAR_COLOURS.get(bar.phase, style.GREY)
-    ax.broken_barh(
-        [(bar.start, bar.length)],
-        (top, height),
-        facecolors=colour,
-        edgecolor="white",
-        linewidth=0.4,
-    )
+    look: dict[str, Any] = {"facecolors": colour, "edgecolor": "white", "linewidth": 0.4}
+    ax.broken_barh([(bar.start, bar.length)], (top, height), **look)
     text, middle = bar.name.rpartition(".")[2], bar.start + bar.length / 2
-    a_point = bar.length / _length_in_points(ax, bar.length)  # in ms
+    left, right = ax.get_xlim()
+    a_point = (right - left) * ax.figure.dpi / 72 / ax.get_window_extent().width  # in ms
     if text and bar.length > (LETTER_WIDTH_POINTS * len(text) + 2) * a_point:
         tint = "white" if colour in (style.BLUE, style.GREEN) else "black"
-        ax.text(middle, top + height / 2, text, ha="center", va="center", fontsize=8, color=tint)
-    elif text and bar.phase == "all_gather":  # what a unit is gathered with says which unit it is
+        ax.text(middle, top + height / 2, text, fontsize=8, color=tint, **style.CENTRED)
+    # Names of all-gathers are always shown, since they tell which unit is gathered.
+    elif text and bar.phase == "all_gather":
         half = LETTER_WIDTH_POINTS * len(text) / 2 * a_point
         if middle - half >= taken:
-            ax.text(middle, top, text, ha="center", va="bottom", fontsize=7)
+            ax.text(middle, top, text, fontsize=7, **style.ON_TOP)
             return float(middle + half)
         ax.text(middle, top + height + 0.2, text, ha="center", va="top", fontsize=7)
     return taken
 
 
-def _length_in_points(ax: Axes, length: float) -> float:
-    """A time of the axis, in points of the figure."""
-    left, right = ax.get_xlim()
-    return float(ax.get_window_extent().width * 72 / ax.figure.dpi * length / (right - left))
-
-
 def _add_legend(ax: Axes, phases: set[str], share: float) -> None:
-    shown = {
-        phase.replace("_", "-"): colour for phase, colour in BAR_COLOURS.items() if phase in phases
-    }
-    shown |= {"other": style.GREY} if phases - BAR_COLOURS.keys() else {}
-    patches = [Patch(color=colour, label=label) for label, colour in shown.items()]
-    patches.append(Patch(color=style.EXPOSURE_COLOUR, label=f"exposed: {share:.0%} of the step"))
-    style.add_legend_above(
-        ax, len(patches), patches, middle=0.45, fontsize=8, handlelength=1.2, columnspacing=1.2
-    )
+    shown = {}
+    for phase, colour in BAR_COLOURS.items():
+        if phase in phases:
+            shown[phase.replace("_", "-")] = colour
+    if phases - BAR_COLOURS.keys():
+        shown["other"] = style.GREY
+    shown[f"exposed: {share:.0%} of the step"] = style.EXPOSURE_COLOUR
+    look: dict[str, Any] = {"fontsize": 8, "handlelength": 1.2, "columnspacing": 1.2}
+    style.add_legend_above(ax, len(shown), style.legend_patches(shown), middle=0.45, **look)
