@@ -57,7 +57,8 @@ def reduce_scatter_with_assert(
     output = args[0] if args else kwargs.get("output")
     if output is None:
         raise ValueError(
-            f"a reduce-scatter needs output first or by name; it was called with {sorted(kwargs)} alone"
+            "a reduce-scatter needs output first or by name; "
+            f"it was called with {sorted(kwargs)} alone"
         )
     assert_fn(output)
     return original(*args, **kwargs)

@@ -41,17 +41,17 @@ def apply_gradient_buckets(
 
 
 class GradientBuckets:
-    """Hooks that leave in every ``parameter.grad`` the mean over all ranks of a mesh once the
-    backward pass ends.
+    """Leave in every ``parameter.grad`` the mean over all ranks when the backward pass ends.
 
-    Each backward pass must give a gradient to every parameter: the last one to arrive completes the
-    exchange. One that ends without raises ValueError, on every rank, and no rank is left waiting.
+    Each backward pass must produce a gradient for every parameter: the last one completes the
+    exchange.
+    Otherwise ValueError is raised on every rank, and no rank keeps waiting.
 
     Args:
         parameters: in the order of the forward pass; equal on all ranks.
-        mesh: one all-reduce a bucket along each of its axes.
+        mesh: each bucket is all-reduced along each of its axes.
         bucket_bytes: the rule's limit.
-        rule: which gradients travel together; by default ``closed_when_full``.
+        rule: assigns gradients to buckets; by default ``assign_buckets``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GradientBuckets:
             self._wait_and_copy()
 
     def _refuse_unused(self) -> None:
-        """At the end of a backward pass: nothing may be missing."""
+        """Raise ValueError at the end of a backward pass that left a gradient out."""
         if self._waiting != self._sizes:
             missing = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
             shapes = ", ".join(map(str, missing)) or "some that older batches had used"
@@ -116,7 +116,7 @@ class GradientBuckets:
 
 
 def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
-    """Buckets that close once they hold ``limit`` bytes or more, as DDP's do."""
+    """Fill buckets in order; close each once it holds ``limit`` bytes or more, as DDP does."""
     buckets: list[list[int]] = []
     held = limit
     for index, size in enumerate(sizes):
@@ -131,8 +131,10 @@ def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
 def bucket_parameters(
     parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule
 ) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order, in the buckets of a rule. Raises ValueError unless each is in
-    exactly one.
+    """Return the parameters in reverse order, in a rule's buckets.
+
+    Raises:
+        ValueError: a parameter is in no bucket, or in several.
     """
     coming = parameters[::-1]
     buckets = rule(

@@ -74,8 +74,8 @@ def apply_activation_checkpointing(
 
 
 class SelectiveCheckpointPolicy:
-    """What selective checkpointing keeps of one block in one step: attention, and its products 1,
-    3, 5 and so on.
+    """Choose what selective checkpointing keeps of a block: attention, and matrix products 1, 3, 5,
+    ...
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class SelectiveCheckpointPolicy:
     def __call__(
         self, context: Any, operator: Any, *unused: Any, **others: Any
     ) -> CheckpointPolicy:
-        """Keep the operator's result, or compute it again."""
+        """Decide whether to keep the operator's result or to recompute it."""
         keep = operator in OPS_TO_SAVE
         if operator in GEMM_OPS:
             self._products[context.is_recompute] += 1
@@ -93,7 +93,7 @@ class SelectiveCheckpointPolicy:
 
 
 def find_blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
-    """Modules inside ``model`` that are blocks, outer ones first; the checkpointed ones
+    """Return the modules of ``model`` that are blocks, outer ones first, checkpointed ones
     included.
     """
     inner = [module for module in model.modules() if module is not model]
@@ -103,7 +103,7 @@ def find_blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
 
 
 def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
-    """The same without blocks inside of blocks. Raises ValueError where there is none."""
+    """Return the blocks that are in no other block; raise ValueError if there is none."""
     blocks = find_blocks(model, block_types)
     inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
     if not blocks:
@@ -114,10 +114,10 @@ def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Modu
 
 
 def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collection[int]) -> None:
-    """Train no parameter of these blocks, counted from 0 in the order of the model.
+    """Stop training the parameters of these blocks, counted from 0 in the order of the model.
 
     Raises:
-        ValueError: an index beyond the blocks that there are.
+        ValueError: an index beyond the last block.
     """
     blocks = find_blocks(model, block_types)
     if not set(chosen) <= set(range(len(blocks))):
@@ -130,7 +130,7 @@ def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collec
 
 
 def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointWrapper]:
-    """The wrapper of every checkpointed block, by block."""
+    """Return the wrapper of every checkpointed block, by block."""
     wrappers = [
         module for module in model.modules() if isinstance(module, wrapper.CheckpointWrapper)
     ]
@@ -138,8 +138,6 @@ def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointW
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter without what checkpointing, FSDP1 and the compiler put into
-    it.
-    """
+    """Remove from a name what checkpointing, FSDP1 and the compiler have inserted."""
     wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
     return ".".join(part for part in name.split(".") if part not in wrappers)

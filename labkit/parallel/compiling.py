@@ -1,11 +1,10 @@
-"""Let the compiler write a model's passes: a block at a time, or the whole model with all that it
-sends.
+"""Compile a model block by block, or as a whole.
 
-Every program applies techniques in one order, torchtitan's: tensor parallelism, checkpointing,
-compiling, data parallelism. So a compiled block holds its recomputation and what it sends along
-``tp``; FSDP, which gathers before a block and frees behind it, stays outside. DDP is the exception:
-the compiler can fuse only all-reduces that it sees, so a model that DDP replicates is compiled
-last, as a whole.
+Every program applies techniques in torchtitan's order: tensor parallelism, checkpointing,
+compiling,
+data parallelism. So a compiled block contains its recomputation and its communication along ``tp``,
+while FSDP, which gathers before a block and frees after it, stays outside. DDP is the exception:
+the compiler can only fuse all-reduces that it sees, so a DDP model is compiled last, as a whole.
 """
 
 from collections.abc import Collection
@@ -59,9 +58,7 @@ def apply_compile(
 
 
 def count_compiled_graphs() -> int:
-    """How many graphs this process has compiled so far: none means that what was to be compiled
-    runs as it is.
-    """
+    """Count the graphs that this process has compiled; 0 means that everything runs uncompiled."""
     from labkit.torch_private import counters  # half a second for each rank
 
     return int(counters["stats"]["unique_graphs"])

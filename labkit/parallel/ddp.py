@@ -65,7 +65,7 @@ class DDPCase:
 
     @property
     def batches(self) -> tuple[bool, ...]:
-        """The batches of one step, each by whether its backward pass averages gradients."""
+        """Batches of one step, each with whether its backward pass averages gradients."""
         return (False, True) if self.no_sync else (True,)
 
 
@@ -139,26 +139,29 @@ def apply_ddp(
 def apply_replicate(
     model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
 ) -> nn.Module:
-    """The same in place, without a wrapper: the module keeps its names. See ``apply_ddp``.
+    """Replicate a model in place, without a wrapper, so that its parameter names stay. See
+    ``apply_ddp``.
 
-    Where the mesh is one axis of a larger one and parameters are DTensors on another axis, they
-    leave the module's ``parameters()`` after the first forward pass: keep hold of them before.
+    On one axis of a larger mesh, with parameters that are DTensors on another axis, the parameters
+    leave
+    the module's ``parameters()`` after the first forward pass: collect them before.
     """
     return replicate(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
 
 def _bucket_cap_mb(bucket_mb: float) -> float | None:
-    """None, unlike 25, keeps the small first bucket."""
+    """Return DDP's argument; only None, not 25, keeps the small first bucket."""
     return None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb
 
 
 def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Let gradients travel in a shorter type: rounded, summed in that type, and put back into
+    """Send gradients in a shorter type: rounded, summed in that type, and converted back to
     float32.
 
-    Gloo sums both types. Inductor fuses only all-reduces whose result is the gradient itself, and
-    here it is not: compiled, every gradient travels alone. Goes between ``apply_ddp`` or
-    ``apply_replicate``, on the same mesh, and ``apply_compile``; float32 changes nothing.
+    Gloo can sum both types. Inductor fuses only all-reduces whose result is the gradient itself,
+    which it
+    is not here: when compiled, every gradient travels alone. Call it after ``apply_ddp`` or
+    ``apply_replicate``, on the same mesh, and before ``apply_compile``; float32 changes nothing.
     """
     if dtype != torch.float32:
         hook = COMPRESSION_HOOKS[dtype]
@@ -169,10 +172,10 @@ def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None
 
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
-    """Run a forward and backward pass with communication, or without, in which case gradients add
-    up on each rank.
+    """Run a forward and backward pass with communication, or without: then gradients add up
+    locally.
 
-    The model is from ``apply_ddp`` or ``apply_replicate``, compiled or not.
+    The model comes from ``apply_ddp`` or ``apply_replicate``, compiled or not.
     """
     if hasattr(model, "no_sync") or not hasattr(model, "set_requires_gradient_sync"):
         with contextlib.nullcontext() if enabled else model.no_sync():
@@ -189,18 +192,21 @@ def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
 def fuse_all_reduces(
     mode: FuseMode = "coalesced", bucket_mb: float = DEFAULT_BUCKET_MB, *, late_waits: bool = True
 ) -> Iterator[None]:
-    """In here, DDP leaves the averaging to the compiler, which fuses all-reduces into buckets.
+    """Let the compiler average DDP's gradients and fuse the all-reduces into buckets.
 
-    Models are built, called and differentiated in here, the backward pass in ``compiled_backward``.
-    What was compiled is forgotten on the way in and out, and all settings are put back. DDP changes
-    some of them itself when it is built. An uncompiled forward pass needs ``python_reducer`` too:
-    ``python_reducer_without_compiled_forward`` leaves DDP its own reducer, with which a backward
-    pass does not compile (pytorch/pytorch#152735).
+    Build, call and differentiate models inside, with the backward pass in ``compile_backward``.
+    Compiled
+    code is dropped on entry and exit, and all settings are restored, also those that DDP changes.
+    An
+    uncompiled forward pass needs ``python_reducer`` too:
+    ``python_reducer_without_compiled_forward``
+    keeps DDP's own reducer, whose backward pass does not compile (pytorch/pytorch#152735).
 
     Args:
-        mode: ``coalesced`` hands the gradients of a bucket to one call, ``concat`` copies them into
+        mode: ``coalesced`` passes the gradients of a bucket to one call, ``concat`` copies them
+            into
             one flat tensor, ``none`` sends each alone.
-        bucket_mb: a bucket is closed once it holds so many MiB; the first one at 1 MiB, always.
+        bucket_mb: a bucket closes once it holds this many MiB; the first one always at 1 MiB.
         late_waits: wait where a gradient is first used, rather than right after it was sent.
     """
     from labkit.torch_private import counters, ddp_fusion  # bring in the compiler
@@ -236,14 +242,12 @@ def fuse_all_reduces(
 
 @contextlib.contextmanager
 def compile_backward(*, inductor: bool = True) -> Iterator[None]:
-    """In here, ``backward()`` is traced by compiled autograd, DDP's all-reduces included, and
-    compiled.
+    """Trace ``backward()`` with compiled autograd, DDP's all-reduces included, and compile it.
 
     Shapes are static: with dynamic ones a DTensor's backward pass does not compile (torch 2.13).
 
     Args:
-        inductor: write a program with inductor; else run the traced graph as it is, so that nothing
-            is fused.
+        inductor: generate code with inductor; otherwise run the traced graph, with nothing fused.
     """
     from labkit.torch_private import compiled_autograd
 
@@ -257,16 +261,14 @@ def compile_backward(*, inductor: bool = True) -> Iterator[None]:
 
 
 def pop_bucket_count() -> int:
-    """How many buckets inductor has made of the backward pass that it compiled since this was last
-    asked.
-    """
+    """Return the number of buckets that inductor has made since the last call."""
     from labkit.torch_private import counters
 
     return int(counters["inductor"].pop("ddp_buckets", 0))
 
 
 def count_traced_backwards() -> int:
-    """How many backward passes compiled autograd has traced so far in this process."""
+    """Count the backward passes that compiled autograd has traced in this process."""
     from labkit.torch_private import counters
 
     return int(counters["compiled_autograd"]["captures"])
@@ -274,9 +276,7 @@ def count_traced_backwards() -> int:
 
 @contextlib.contextmanager
 def capture_generated_code() -> Iterator[list[str]]:
-    """The programs that inductor writes in here, in order; those of a backward pass hold
-    ``_c10d_functional``.
-    """
+    """Collect the code that inductor generates; a backward pass contains ``_c10d_functional``."""
     from labkit.torch_private import GraphLowering
 
     programs: list[str] = []

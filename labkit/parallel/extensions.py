@@ -64,8 +64,6 @@ def apply_extension(
 
 
 def add_extension_hooks(model: nn.Module, extension: ExtensionChoice) -> None:
-    """Put the hooks of an extension onto a sharded model's parameters; those of a type with hooks
-    have them.
-    """
+    """Add an extension's hooks to the parameters of a sharded model."""
     if not callable(extension) and extension not in ("none", "two_tensor"):
         tensors.extend_model(model, extension)

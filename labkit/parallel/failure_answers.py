@@ -1,6 +1,4 @@
-"""Repairs that a learner of the lab on failures writes: a collective that leaves a trace, a batch
-in pieces.
-"""
+"""Reference answers of lab 7: a collective that logs its calls, and a batch processed in pieces."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +24,8 @@ def recorded(collective: Callable[..., Any], log: list[dict[str, Any]]) -> Calla
 
 
 def backward_in_pieces(model: nn.Module, inputs: Tensor, targets: Tensor, pieces: int) -> None:
-    """Leave the gradient of the batch's mean squared error, with the activations of one piece of it
-    at a time.
+    """Compute the gradient of the batch's mean squared error with one piece's activations at a
+    time.
     """
     for x, y in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
         (nn.functional.mse_loss(model(x), y) * len(x) / len(inputs)).backward()

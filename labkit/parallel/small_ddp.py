@@ -14,11 +14,11 @@ from labkit.parallel.buckets import assign_buckets
 
 
 def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
-    """Let every backward pass of a model leave in each ``grad`` the mean over all ranks.
+    """Make every backward pass leave in each ``grad`` the mean over all ranks.
 
     Args:
         model: equal on all ranks; each backward pass gives a gradient to every parameter.
-        bucket_bytes: a bucket is closed once it holds so many.
+        bucket_bytes: a bucket closes once it holds this many bytes.
     """
     parameters = list(model.parameters())[
         ::-1

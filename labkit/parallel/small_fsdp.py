@@ -24,7 +24,7 @@ keeps part r. After a backward pass its gradient is the mean over the ranks.
 
 
 def shard_unit(unit: nn.Module) -> nn.Parameter:
-    """Shard a unit over all ranks, see ``ShardUnit``."""
+    """Shard a unit over all ranks; see ``ShardUnit``."""
     parameters, ranks = list(unit.parameters()), dist.get_world_size()
     full = flatten_tensors([p.detach() for p in parameters], ranks)
     shard = nn.Parameter(full.chunk(ranks)[dist.get_rank()].clone())
@@ -63,14 +63,14 @@ def shard_unit(unit: nn.Module) -> nn.Parameter:
 
 
 def flatten_tensors(tensors: Iterable[Tensor], ranks: int) -> Tensor:
-    """Tensors one after another, with zeros at the end until the ranks divide them."""
+    """Concatenate tensors, padded with zeros to a multiple of the number of ranks."""
     pieces = [tensor.flatten() for tensor in tensors]
     missing = -sum(map(len, pieces)) % ranks
     return torch.cat([*pieces, pieces[0].new_zeros(missing)])
 
 
 def split_flat(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor, shaped as these tensors, in their order."""
+    """Return views of a flat tensor with the shapes of these tensors, in order."""
     sizes = [tensor.numel() for tensor in like]
     return [
         piece.view(each.shape)
@@ -112,11 +112,11 @@ class FlatShards(nn.Module):
         )
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Of the model."""
+        """Run the model."""
         return self._model[0](*inputs)
 
     def unshard_model(self) -> nn.Module:
-        """The model with all parameters and gradients, and no longer sharded. A collective."""
+        """Return the model with whole parameters and gradients. A collective."""
         for parameters, shard in zip(self._units.values(), self.shards, strict=True):
             values = split_flat(_all_gather_flat(shard.detach()), parameters)
             gradients = (

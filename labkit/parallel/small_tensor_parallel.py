@@ -36,7 +36,7 @@ PAIR_PLACEMENTS: dict[str, dict[str, Placement]] = {
 
 
 class CopyToRanks(torch.autograd.Function):
-    """x as it is; backward, the sum of the ranks' gradients."""
+    """Identity; its backward pass sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -51,7 +51,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of the ranks' tensors; backward, the gradient as it is."""
+    """Sum over the ranks; its backward pass is the identity."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
@@ -65,19 +65,19 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Where whole activations enter a pair: every rank of the group uses all of x."""
+    """Begin a pair: every rank of the group uses all of x."""
     copied: Tensor = CopyToRanks.apply(x, group)
     return copied
 
 
 def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Where a pair's result leaves it: each rank of the group has computed a part."""
+    """End a pair: each rank of the group has computed a part."""
     total: Tensor = SumOverRanks.apply(part, group)
     return total
 
 
 class ColumnParallel(nn.Module):
-    """This rank's share of a linear layer's outputs: rows of the weight, and of the bias."""
+    """One rank's share of a linear layer's outputs: rows of the weight and of the bias."""
 
     def __init__(self, layer: nn.Linear, group: ProcessGroup):
         super().__init__()
@@ -87,13 +87,13 @@ class ColumnParallel(nn.Module):
         self.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[rank].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Whole inputs [..., D] to this rank's features [..., inner / ranks]."""
+        """Map whole inputs [..., D] to this rank's features [..., inner / ranks]."""
         return functional.linear(copy_to_ranks(x, self.group), self.weight, self.bias)
 
 
 class RowParallel(nn.Module):
-    """This rank's share of a linear layer's inputs: columns of the weight. The bias is whole, and
-    added once.
+    """One rank's share of a linear layer's inputs: columns of the weight. The whole bias is added
+    once.
     """
 
     def __init__(self, layer: nn.Linear, group: ProcessGroup):
@@ -104,7 +104,7 @@ class RowParallel(nn.Module):
         self.bias = nn.Parameter(layer.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's features [..., inner / ranks] to whole outputs [..., D]."""
+        """Map this rank's features [..., inner / ranks] to whole outputs [..., D]."""
         return sum_over_ranks(functional.linear(x, self.weight), self.group) + self.bias
 
 
@@ -164,13 +164,11 @@ class TensorParallelPairs(nn.Module):
         self.model, self.line = model, line
 
     def forward(self, x: Tensor) -> Any:
-        """Of the stack."""
+        """Run the stack."""
         return self.model(x)
 
     def as_dtensors(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shares of parameters or gradients, by the names of the stack's, as DTensors.
-        A collective.
-        """
+        """Return this rank's shares of parameters or gradients as DTensors, by name. A collective."""
         whole: dict[str, Tensor] = {}
         for name, share in shares.items():
             layer, own_name = name.split(".")[-2:]

@@ -99,9 +99,7 @@ def apply_spatial(
 
 
 def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
-    """The index of the mesh axis along which strips lie. Raises ValueError for one that the mesh
-    does not have.
-    """
+    """Return the index of the mesh axis that holds the strips; raise ValueError if there is none."""
     if mesh.ndim > 2:
         raise ValueError(
             f"mesh of {mesh.ndim} axes: spatial sharding takes one (space) or two (data x space)"
@@ -154,9 +152,7 @@ def shard_batch(
 
 
 def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None) -> slice:
-    """Which samples of the batch this rank holds: all of them, or its share along the mesh's data
-    axis.
-    """
+    """Return the samples of the batch that this rank holds: all, or its share along the data axis."""
     if mesh.ndim == 1:
         return slice(0, batch)
     data = 1 - axis_index(mesh, mesh_dim)
@@ -165,9 +161,7 @@ def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None)
 
 
 class HaloConv2d(nn.Module):
-    """A Conv2d, with its own weight and bias, not copies, that takes and returns one strip of the
-    feature map.
-    """
+    """A Conv2d on one strip of the feature map, with the original's weight and bias, not copies."""
 
     def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
         super().__init__()
@@ -176,9 +170,7 @@ class HaloConv2d(nn.Module):
         self.settings = ConvolutionSettings.from_conv(conv, strip.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A strip [N, C, H, W], plain or DTensor, to this rank's strip of the output, of the same
-        kind.
-        """
+        """Map a strip [N, C, H, W], plain or DTensor, to the output's strip of the same kind."""
         convolve = partial(halo_conv2d, halo=self.halo, strip=self.strip, settings=self.settings)
         if not isinstance(x, DTensor):
             return convolve(x, self.weight, self.bias)
@@ -188,8 +180,8 @@ class HaloConv2d(nn.Module):
 
 
 def _local_parameter(parameter: Tensor) -> Tensor:
-    """A replicated parameter as a plain tensor whose gradient is this rank's part of a sum over all
-    ranks.
+    """Return a replicated parameter as a plain tensor whose gradient is this rank's part of the
+    sum.
     """
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
@@ -259,13 +251,12 @@ def _apply_dtensor(
 
 
 def _relabel_as_strips(model: nn.Module) -> None:
-    """Say of every convolution's input and output that they are strips, where torch calls the
-    output replicated.
+    """Mark every convolution's input and output as strips, where torch calls the output replicated.
 
-    So the model trains, and every number that depends on a halo or on a sum over ranks is wrong:
-    only to be looked at. The wrong label alone fails later, with an error that does not name the
-    cause. (A batch that the ranks divide still
-    fails: there torch moves samples as well.)
+    The model then trains, but every value that depends on a halo or on a sum over ranks is wrong;
+    this
+    serves demonstration only. The wrong label alone fails later, with an error that hides the
+    cause.
     """
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
@@ -288,14 +279,12 @@ def _relabel_as_strips(model: nn.Module) -> None:
 
 
 def _forward_on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTensor:
-    """What works on each pixel alone, run on the plain local strip of a DTensor."""
+    """Run a pixelwise module on the plain local strip of a DTensor."""
     return DTensor.from_local(forward(x.to_local()), x.device_mesh, x.placements)
 
 
 def _sum_gradient(parameter: Tensor, replicated: list[Replicate], data_ranks: int) -> None:
-    """Sum a gradient over ranks: each holds its own pixels' part. Samples are averaged, so divide
-    by their ranks.
-    """
+    """Sum a gradient over the ranks of the strips, and average it over those of the samples."""
     gradient = parameter.grad
     assert isinstance(gradient, DTensor)
     mean = gradient.redistribute(placements=replicated) / data_ranks
@@ -305,8 +294,8 @@ def _sum_gradient(parameter: Tensor, replicated: list[Replicate], data_ranks: in
 
 
 def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> None:
-    """Let all strips of a sample be dropped together, and ranks with other samples draw on from the
-    same stream.
+    """Drop all strips of a sample together; ranks with other samples keep drawing from the same
+    stream.
     """
     device = next(model.parameters()).device
     seed = torch.tensor([torch.initial_seed() % 2**62], device=device)

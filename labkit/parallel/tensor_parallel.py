@@ -164,15 +164,13 @@ class PlainParameters(nn.Module):
             setattr(model.get_submodule(module), own_name, shard)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The model's result."""
+        """Run the model."""
         return functional_call(
             self.model, self.as_dtensors(dict(self.model.named_parameters())), inputs
         )
 
     def as_dtensors(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shards of parameters or gradients, by the names of the model's parameters, as
-        DTensors.
-        """
+        """Return this rank's shards of parameters or gradients as DTensors, by parameter name."""
         return {
             name: DTensor.from_local(shard, self.mesh, self.placements[name], run_check=False)
             for name, shard in shards.items()
@@ -180,8 +178,9 @@ class PlainParameters(nn.Module):
 
 
 def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Every MLP as a pair. Where the sequence is cut between, it is a DTensor, which knows an
-    uneven one's length.
+    """Plan every MLP as a pair.
+
+    With sequence parallelism the activations between pairs are DTensors, which know uneven lengths.
     """
     columns, rows = ColwiseParallel(), RowwiseParallel()
     if sequence_parallel:
@@ -222,8 +221,8 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
 
 def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
-    """Refuse a mesh without the two axes, and inner widths that the ranks of the sharing ones
-    cannot share.
+    """Raise ValueError for a mesh without the two axes, or inner widths that its ranks cannot
+    share.
     """
     names = mesh.mesh_dim_names or ()
     if not {"data", "tp"} <= set(names):

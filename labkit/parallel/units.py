@@ -1,7 +1,7 @@
-"""Which modules of a model are sharded together: FSDP's units.
+"""Choose which modules FSDP shards together: its units.
 
-A unit's parameters are gathered together, just before its first module computes. So a parameter
-must be in one unit only, whoever uses it, and a unit inside another one must be made before it.
+A unit's parameters are gathered together, just before its first module computes. So each parameter
+must be in exactly one unit, whoever uses it, and a nested unit must be made before the outer one.
 """
 
 import weakref
@@ -20,9 +20,10 @@ Units = dict[str, list[nn.Module]]
 
 
 def layer_types(model: nn.Module) -> tuple[str, ...]:
-    """Class names of the modules that hold parameters themselves: what ``--wrap layer`` wraps.
+    """Return class names of the modules that hold parameters themselves, for ``--wrap layer``.
 
-    The inside of nn.MultiheadAttention is left out: nothing would gather it.
+    The parts of nn.MultiheadAttention are left out: they are never called, so nothing would gather
+    them.
     """
     holders = [
         module
@@ -33,18 +34,14 @@ def layer_types(model: nn.Module) -> tuple[str, ...]:
 
 
 def modules_with_parameters(model: nn.Module) -> tuple[nn.Module, ...]:
-    """What ``--wrap every`` wraps: all that is called and holds parameters, one inside the
-    other.
-    """
+    """Return the callable modules that hold parameters, nested ones too, for ``--wrap every``."""
     return tuple(
         module for module in _self_contained_parts(model) if any(True for _ in module.parameters())
     )
 
 
 def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
-    """What ``--wrap size`` wraps: each module that holds so many numbers outside of the units
-    inside it.
-    """
+    """Return the modules with this many parameters outside of nested units, for ``--wrap size``."""
     chosen: list[nn.Module] = []
     taken: set[int] = set()
     for module in reversed(
@@ -58,18 +55,16 @@ def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
 
 
 def wrap(module: ModuleType) -> ModuleType:
-    """Mark a module as a unit where it is written: ``nn.Sequential(wrap(nn.Linear(4, 4)), ...)``;
-    the same module.
+    """Mark a module as a unit where it is constructed, and return it: ``wrap(nn.Linear(4, 4))``.
 
-    With ``is_marked`` for ``block_types`` those become units. FSDP1's own ``wrap`` is called in the
-    same place.
+    Pass ``is_marked`` as ``block_types`` to shard the marked modules, as FSDP1's ``wrap`` does.
     """
     _unit_marks.add(module)
     return module
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether ``wrap`` was called with it."""
+    """Tell whether ``wrap`` was called with this module."""
     return module in _unit_marks
 
 
@@ -77,11 +72,10 @@ _unit_marks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _callable_parts(model: nn.Module) -> list[nn.Module]:
-    """The modules inside a model that are called, so that a hook can gather before them; outer ones
-    first.
+    """Return the modules that are called, so that a hook can gather before them; outer ones first.
 
-    Lists and dicts of modules have no forward pass; attention uses its parts' weights without
-    calling the parts.
+    Containers have no forward pass, and attention uses its parts' weights without calling the
+    parts.
     """
     uncalled = {
         part
@@ -185,9 +179,7 @@ def fsdp_units(
 
 
 def inner_first(units: Units) -> Iterator[list[nn.Module]]:
-    """The units in an order in which each comes before those that contain one of its modules, as
-    wrapping needs it.
-    """
+    """Order the units so that nested ones come before those around them."""
     inside = {
         name: {part for m in modules for part in m.modules()} - set(modules)
         for name, modules in units.items()
@@ -200,7 +192,7 @@ def inner_first(units: Units) -> Iterator[list[nn.Module]]:
 
 
 def modules_sharing_weights(model: nn.Module, block: nn.Module) -> list[nn.Module]:
-    """Modules outside ``block`` that hold one of its parameters themselves."""
+    """Return the modules outside ``block`` that hold one of its parameters themselves."""
     own, inside = {id(p) for p in block.parameters()}, set(block.modules())
     others = [module for module in model.modules() if module not in inside]
     return [
