@@ -195,7 +195,7 @@ def step_time_by_tp(
         xlabel: of every panel.
     """
     count = len(seconds) + (sent is not None)
-    axes = style.make_row(count, 3.6 * count, 3.7)
+    axes: list[Any] = style.make_row(count, 3.6 * count, 3.7)
     if sent is not None:
         traffic_by_axis(sent, ax=axes[0], xlabel=xlabel)
         axes[0].get_legend().remove()

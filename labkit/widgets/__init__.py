@@ -1,6 +1,6 @@
-"""Explorers: turn a knob and see what theory says at once; press a button and real ranks confirm it.
+"""Explorers: choose values, see what theory predicts, and confirm it on real ranks.
 
-No maths here: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See explorer.py for what all of them share.
+They do no maths: ``theory`` computes, ``plots`` draws, ``launcher`` runs. See explorer.py.
 """
 
 import importlib
@@ -11,16 +11,13 @@ from labkit.widgets.explorer import Explorer
 
 
 def _find_explorers() -> dict[str, type[Explorer]]:
-    """Find the explorers of this folder's modules by name, so that a lab only adds its file."""
+    # A lab only adds its file; nothing else lists the explorers.
     found: dict[str, type[Explorer]] = {}
     for each in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{each.name}")
         for name, value in inspect.getmembers(module, inspect.isclass):
-            if (
-                issubclass(value, Explorer)
-                and value is not Explorer
-                and value.__module__ == module.__name__
-            ):
+            own = value.__module__ == module.__name__
+            if own and issubclass(value, Explorer) and value is not Explorer:
                 found[name] = value
     return found
 

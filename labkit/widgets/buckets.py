@@ -1,4 +1,4 @@
-"""What the size of a bucket does to a backward pass of DDP: messages, when they travel, what hides them."""
+"""Explorer of lab 4: what DDP's bucket size does to the messages of a backward pass."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from labkit.theory import ddp as theory
 from labkit.theory.collectives import AlphaBeta
 from labkit.widgets.explorer import Control, Explorer
 
-# * DDP's default, with which the first bucket closes at 1 MiB.
+# The * is DDP's default, whose first bucket closes at 1 MiB.
 BUCKET_SIZES_MB = {
     "one gradient": 0.0001,
     "0.1 MiB": 0.1,
@@ -25,7 +25,7 @@ BUCKET_SIZES_MB = {
 
 
 class BucketExplorer(Explorer):
-    """Linear layers in a row under DDP. What the ranks of this machine take for a message is measured by the run."""
+    """A chain of linear layers under DDP; a run measures what a message costs on this machine."""
 
     title = "Which gradients travel together, and what hides them?"
     controls: ClassVar = {
@@ -64,39 +64,36 @@ class BucketExplorer(Explorer):
         result: RunResult | None,
         **chosen: Any,
     ) -> str:
-        measured_s = result.value("backward_ms") / 1e3 if result else None
-        drawn = chosen | (_costs_from_run(result) if result else {})
+        drawn, measured_s, source = chosen, None, "costs as chosen"
+        if result is not None:
+            drawn = chosen | _costs_from_run(result)
+            measured_s, source = result.value("backward_ms") / 1e3, "costs measured by this run"
         backward_s, hidden = drawn["backward_ms"] / 1e3, drawn["hidden"]
         margins = {"left": 0.115, "right": 0.985, "top": 0.8, "bottom": 0.21, "wspace": 0.32}
         line, sizes = figure.subplots(1, 2, width_ratios=(1.7, 1), gridspec_kw=margins)
         journeys = _bucket_transfer_times(**drawn)
         plots.backward_timeline(journeys, backward_s, hidden=hidden, measured_s=measured_s, ax=line)
         line.locator_params(axis="x", nbins=5)
-        ends_s = {
-            label: _backward_end_s(**drawn | {"bucket_mb": size})
-            for label, size in BUCKET_SIZES_MB.items()
-        }
-        parts = {label: (backward_s, end_s - backward_s) for label, end_s in ends_s.items()}
-        names = {size: label for label, size in BUCKET_SIZES_MB.items()}
-        label = names[chosen["bucket_mb"]]
+        parts = {}
+        for name, size in BUCKET_SIZES_MB.items():
+            exposed_s = _backward_end_s(**drawn | {"bucket_mb": size}) - backward_s
+            parts[name] = (backward_s, exposed_s)
+            if size == chosen["bucket_mb"]:
+                label = name
         plots.backward_time_by_bucket_size(parts, label, measured_s=measured_s, ax=sizes)
         sizes.set_xlabel("backward pass, ms (*: first bucket at 1 MiB)", fontsize=8)
         costs = f"alpha {drawn['alpha_us']:,.0f} µs, 1 / beta {drawn['gb_per_s']:.2g} GB/s"
-        said = f"{'costs measured by this run' if result else 'costs as chosen'}: {costs}"
-        figure.text(0.01, 0.985, said, fontsize=9, va="top")
-        size, ends_ms, exposed_ms = (
-            predicted["all_reduce_bytes"],
-            1e3 * ends_s[label],
-            1e3 * parts[label][1],
-        )
+        figure.text(0.01, 0.985, f"{source}: {costs}", fontsize=9, va="top")
+        end_ms, exposed_ms = 1e3 * sum(parts[label]), 1e3 * parts[label][1]
         words = (
-            f"{style.count_text(len(journeys), 'bucket')}, {size / 1e6:.3g} MB; "
-            f"the backward pass is predicted to take {style.short_number_text(ends_ms)} ms, "
+            f"{style.count_text(len(journeys), 'bucket')}, "
+            f"{predicted['all_reduce_bytes'] / 1e6:.3g} MB; "
+            f"the backward pass is predicted to take {style.short_number_text(end_ms)} ms, "
             f"of which {style.short_number_text(exposed_ms)} ms are exposed messages"
         )
-        return words + (
-            f"; it took {style.short_number_text(1e3 * measured_s)} ms" if measured_s else ""
-        )
+        if measured_s:
+            words += f"; it took {style.short_number_text(1e3 * measured_s)} ms"
+        return words
 
     def launch(self, **chosen: Any) -> RunResult:
         layers, dim = chosen["network"]
@@ -105,28 +102,29 @@ class BucketExplorer(Explorer):
 
 
 def _bucket_transfer_times(**values: Any) -> list[tuple[float, float]]:
-    """When each bucket leaves and arrives, in seconds, for values by the names of the controls."""
-    network = AlphaBeta(values["alpha_us"] / 1e6, 1e-9 / values["gb_per_s"])
-    how = {
-        "backward_s": values["backward_ms"] / 1e3,
-        "network": network,
-        "hidden": values["hidden"],
-    }
+    """Return when each bucket leaves and arrives, in seconds; ``values`` are those of controls."""
     layers, dim = values["network"]
-    return theory.backward_transfer_times(dim, layers, values["bucket_mb"], **how)
+    return theory.backward_transfer_times(
+        dim,
+        layers,
+        values["bucket_mb"],
+        backward_s=values["backward_ms"] / 1e3,
+        network=AlphaBeta(values["alpha_us"] / 1e6, 1e-9 / values["gb_per_s"]),
+        hidden=values["hidden"],
+    )
 
 
 def _backward_end_s(**values: Any) -> float:
-    """When the backward pass has all its means: never before its arithmetic is done."""
     return max(values["backward_ms"] / 1e3, _bucket_transfer_times(**values)[-1][1])
 
 
 def _costs_from_run(result: RunResult) -> dict[str, float]:
-    """What a message and the arithmetic cost in this run, by the names of the controls."""
+    """Return the costs that a run measured, by the names of the controls."""
     pieces_s = {count: [result.value(f"pieces_{count}_ms") / 1e3] for count in (1, 64)}
     network = theory.fit_from_message_counts(pieces_s, int(result.value("all_reduce_bytes")))
     return {
-        "alpha_us": max(0.0, 1e6 * network.alpha_s),  # a disturbed round may bend the line below 0
+        # A disturbed round may push the fitted line below 0.
+        "alpha_us": max(0.0, 1e6 * network.alpha_s),
         "gb_per_s": 1e-9 / max(1e-15, network.beta_s_per_byte),
         "backward_ms": result.value("alone_ms"),
     }

@@ -1,11 +1,12 @@
-"""What all explorers share: controls, the figure that theory gives at once, and a button that asks real ranks.
+"""What all explorers share: controls, theory's figure, and a button that measures on real ranks.
 
-An explorer says three things: what theory predicts for the chosen values, how that is drawn, and which run measures it.
-This module makes controls of the values, draws again whenever one is moved, and runs in a thread, so that a control
-still answers and *cancel* is heard. What was measured stays with the values that it was measured for.
+An explorer says what theory predicts for the chosen values, how to draw that, and which run
+measures it. This module redraws whenever a control changes and runs in a thread, so that the
+controls and *cancel* still respond. Measurements stay with the values that they were made for.
 
-Controls are native buttons and selections: each has a label that a screen reader finds, and a keyboard reaches all of
-them. Without a front end that shows widgets (papermill, nbconvert, nbval) an explorer is the figure of its defaults.
+Controls are native buttons and selections, with labels for screen readers, and work by keyboard.
+Without a front end that shows widgets (papermill, nbconvert, nbval) an explorer is the figure of
+its defaults.
 """
 
 import base64
@@ -31,15 +32,14 @@ from labkit.plots import style
 from labkit.plots.runs import text_comparison_table
 from labkit.runs.result import RunResult
 
+# Set in the kernels of a Jupyter server's session, of VS Code, and of Colab.
 FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")
-"""Variables that a kernel has where somebody looks at it: of a Jupyter server's session, of VS Code, of Colab."""
-MAX_BUTTONS = 6
-"""Up to so many values are buttons side by side; more are a list."""
+MAX_BUTTONS = 6  # more values are a list
 DPI = 100
 
 
 def can_show_widgets() -> bool:
-    """Whether a front end can show widgets. LABKIT_WIDGETS=1 or 0 says so where labkit cannot know.
+    """Return whether a front end can show widgets; LABKIT_WIDGETS=1 or 0 overrides the guess.
 
     Raises:
         ParameterError: LABKIT_WIDGETS is neither.
@@ -47,24 +47,23 @@ def can_show_widgets() -> bool:
     said = os.environ.get(ENV_WIDGETS)
     if said not in (None, "", "0", "1"):
         raise ParameterError(
-            f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); unset it to have labkit choose"
+            f"{ENV_WIDGETS}={said!r} is neither 0 (a figure) nor 1 (controls); "
+            "unset it to have labkit choose"
         )
-    return (
-        said == "1"
-        if said
-        else in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
-    )
+    if said:
+        return said == "1"
+    return in_kernel() and any(name in os.environ for name in FRONT_END_VARIABLES)
 
 
 @dataclass(frozen=True)
 class Control:
-    """One knob.
+    """A setting that the reader can change.
 
     Attributes:
         label: what it sets, with its unit.
-        values: what it can be set to, in order; with a mapping, the values by the words that stand on the buttons.
-        default: the value it starts with.
-        only_drawn: it chooses what the figure shows, and changes nothing that a run measures: what was measured stays.
+        values: the possible values, in order, or the values by the words on their buttons.
+        default: the value at the start.
+        only_drawn: it changes the figure alone, so that earlier measurements remain valid.
     """
 
     label: str
@@ -74,25 +73,26 @@ class Control:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """The values with what stands on them."""
+        """Return the values with their words."""
         if isinstance(self.values, Mapping):
             return list(self.values.items())
-        return [
-            (f"{value:,}" if isinstance(value, int) else str(value), value) for value in self.values
-        ]
+        options = []
+        for value in self.values:
+            options.append((f"{value:,}" if isinstance(value, int) else str(value), value))
+        return options
 
 
 class Explorer(ABC):
-    """Controls over a figure of theory, and a run that confirms it."""
+    """Controls, a figure of what theory predicts for them, and a run that confirms it."""
 
     title: ClassVar[str]
     controls: ClassVar[Mapping[str, Control]]
+    # The functions of labkit.theory that predict; their docstrings are shown on request.
     formulas: ClassVar[Sequence[Callable[..., Any]]]
-    """The functions of ``labkit.theory`` that predict; their text is shown on request."""
+    # Allowed relative errors of measured values; values without one must be equal.
     tolerances: ClassVar[Mapping[str, float]] = {}
-    """How far a measured value may be off, as a part of it; 0, equality, for those that are not named."""
+    # Width and height of the figure, in inches.
     size: ClassVar[tuple[float, float]] = (8.5, 3.6)
-    """Width and height of the figure, in inches."""
 
     def __init__(self) -> None:
         self.chosen = {name: control.default for name, control in self.controls.items()}
@@ -101,7 +101,7 @@ class Explorer(ABC):
 
     @abstractmethod
     def predict(self, **chosen: Any) -> dict[str, float]:
-        """What theory says, by the names that ``result.value`` takes.
+        """Return what theory predicts, by the names that ``result.value`` takes.
 
         Raises:
             ValueError: the values do not go together; the message says what to change.
@@ -115,36 +115,35 @@ class Explorer(ABC):
         result: RunResult | None,
         **chosen: Any,
     ) -> str:
-        """Draw into an empty figure, what was measured over what is predicted; one sentence on what is to be seen.
-
-        The explorer sets the margins: finding a layout takes longer than drawing, and nothing is to jump.
-        """
+        """Draw prediction and measurement into an empty figure; return it in one sentence."""
 
     @abstractmethod
     def launch(self, **chosen: Any) -> RunResult:
-        """The run that measures what ``predict`` gives, on real ranks."""
+        """Measure what ``predict`` returns on real ranks."""
 
     def predict_from_run(self, result: RunResult, **chosen: Any) -> dict[str, float]:
-        """What theory says with the costs that a run has measured of its machine, such as times; nothing by default."""
+        """Return predictions that need the costs measured by a run, such as times."""
         return {}
 
     def refusal_reason(self, **chosen: Any) -> str:
-        """Why this machine cannot measure the chosen values, and what to change; "" where it can."""
+        """Return why this machine cannot measure these values, and what to change; "" if it can."""
         return ""
 
     @property
     def prediction(self) -> dict[str, float]:
-        """What theory says for the values that are chosen now; with this machine's costs once they were measured."""
-        result, said = self.result, self.predict(**self.chosen)
-        return said if result is None else said | self.predict_from_run(result, **self.chosen)
+        """Predictions for the chosen values, with this machine's costs once they are measured."""
+        said = self.predict(**self.chosen)
+        if self.result is not None:
+            said |= self.predict_from_run(self.result, **self.chosen)
+        return said
 
     @property
     def result(self) -> RunResult | None:
-        """What was measured for the values that are chosen now."""
+        """The run of the chosen values, if there is one."""
         return self.measured.get(self._run_key())
 
     def run_current(self) -> RunResult:
-        """Launch for the values that are chosen now, and keep what was measured.
+        """Launch a run of the chosen values and keep its result.
 
         Raises:
             ValueError: this machine cannot measure them.
@@ -156,13 +155,14 @@ class Explorer(ABC):
         return result
 
     def _run_key(self) -> tuple[Any, ...]:
-        """What a run depends on, of the values that are chosen now."""
-        return tuple(
-            value for name, value in self.chosen.items() if not self.controls[name].only_drawn
-        )
+        """Return the chosen values that a run depends on."""
+        chosen = self.chosen.items()
+        return tuple(value for name, value in chosen if not self.controls[name].only_drawn)
 
     def render_figure(self) -> tuple[bytes, str]:
-        """The figure for the values that are chosen now, as PNG, and in words."""
+        """Return the figure of the chosen values as PNG, and its description."""
+        # Explorers set fixed margins: a layout engine takes longer than drawing, and the
+        # panels would move at each click.
         figure = Figure(figsize=self.size, dpi=DPI)
         words = self.draw(figure, self.prediction, self.result, **self.chosen)
         if self.result is not None:
@@ -172,10 +172,8 @@ class Explorer(ABC):
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         if not can_show_widgets():
             png, words = self.render_figure()
-            return {
-                "image/png": base64.b64encode(png).decode(),
-                "text/plain": f"{self.title}: {words}",
-            }
+            text = f"{self.title}: {words}"
+            return {"image/png": base64.b64encode(png).decode(), "text/plain": text}
         if self._panel is None:
             self._panel = _Panel(self)
         shown: dict[str, Any] = self._panel.box._repr_mimebundle_()
@@ -183,23 +181,22 @@ class Explorer(ABC):
 
 
 def _encode_png(figure: Figure) -> bytes:
-    """The figure as PNG. ``savefig`` draws twice and packs for long; this takes half the time."""
+    # savefig draws twice and compresses slowly; this takes half the time.
     canvas, packed = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()
-    Image.fromarray(numpy.asarray(canvas.buffer_rgba())).convert("RGB").save(
-        packed, "png", compress_level=1
-    )
+    image = Image.fromarray(numpy.asarray(canvas.buffer_rgba())).convert("RGB")
+    image.save(packed, "png", compress_level=1)
     return packed.getvalue()
 
 
 class _StatusLine(Display):
-    """How a run goes, in one line of the panel; ``cancel`` ends the run at its next look."""
+    """A run's progress in one line of the panel; ``cancel`` ends the run at its next update."""
 
     def __init__(self, line: Any):
         self._line, self._cancelled = line, False
 
     def clear_cancellation(self) -> None:
-        """Forget a cancellation that came too late for the run before."""
+        # A cancellation may have come too late for the previous run.
         self._cancelled = False
         self._update_line("starts")
 
@@ -214,10 +211,12 @@ class _StatusLine(Display):
 
     def _update_line(self, text: str, fraction: float | None = None) -> None:
         if self._cancelled:
-            self._cancelled = False  # the run is still followed while it ends
+            # While the run ends, its updates must not raise again.
+            self._cancelled = False
             raise KeyboardInterrupt
         value = "" if fraction is None else f' max="1" value="{fraction:.3f}"'
-        self._line.value = f'<div role="status"><progress aria-label="progress"{value}></progress> {escape(text)}</div>'
+        bar = f'<progress aria-label="progress"{value}></progress>'
+        self._line.value = f'<div role="status">{bar} {escape(text)}</div>'
 
 
 class _Panel:
@@ -227,22 +226,19 @@ class _Panel:
         import ipywidgets
 
         self._explorer = explorer
-        self._knobs = {
-            name: _control_widget(control, explorer.chosen[name])
-            for name, control in explorer.controls.items()
-        }
-        for knob in self._knobs.values():
+        self._knobs = {}
+        for name, control in explorer.controls.items():
+            self._knobs[name] = knob = _control_widget(control, explorer.chosen[name])
             knob.observe(self._on_control_change, "value")
         self._picture, self._table, self._line = (ipywidgets.HTML() for _ in range(3))
         self._status = _StatusLine(self._line)
-        self._run, self._cancel, self._reset = (
-            ipywidgets.Button(description=text, tooltip=tip)
-            for text, tip in (
-                ("run it", "measure this on real ranks of this machine"),
-                ("cancel", "end the run and all its processes"),
-                ("reset", "back to the values at the start"),
-            )
-        )
+        tips = {
+            "run it": "measure this on real ranks of this machine",
+            "cancel": "end the run and all its processes",
+            "reset": "back to the values at the start",
+        }
+        buttons = [ipywidgets.Button(description=text, tooltip=tip) for text, tip in tips.items()]
+        self._run, self._cancel, self._reset = buttons
         self._cancel.disabled = True
         self._run.on_click(lambda _: self.start_run())
         self._cancel.on_click(lambda _: self._status.cancel())
@@ -254,7 +250,7 @@ class _Panel:
                 ipywidgets.Box(list(self._knobs.values()), layout=look),
                 self._picture,
                 self._table,
-                ipywidgets.Box([self._run, self._cancel, self._reset], layout=look),
+                ipywidgets.Box(buttons, layout=look),
                 self._line,
                 ipywidgets.HTML(_formula_html(explorer.formulas)),
             ]
@@ -263,33 +259,30 @@ class _Panel:
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw for the values that are chosen now; what is wrong with them is said in the place of the figure."""
+        """Draw the chosen values, or say in the place of the figure why they do not go together."""
+        explorer = self._explorer
         try:
-            png, words = self._explorer.render_figure()
+            png, words = explorer.render_figure()
         except ValueError as error:
             self._picture.value, self._table.value = f'<p role="alert">{escape(str(error))}</p>', ""
             self._run.disabled = True
             return
-        running, refusal = (
-            not self._cancel.disabled,
-            self._explorer.refusal_reason(**self._explorer.chosen),
-        )
+        running, refusal = not self._cancel.disabled, explorer.refusal_reason(**explorer.chosen)
         self._run.disabled = running or bool(refusal)
-        rows = text_comparison_table(
-            self._explorer.prediction, self._explorer.result, self._explorer.tolerances
-        )
+        rows = text_comparison_table(explorer.prediction, explorer.result, explorer.tolerances)
         cell = 'style="text-align: right; padding: 1px 12px"'
-        self._table.value = (
-            rows.to_html(border=0).replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
-        )
+        table = rows.to_html(border=0)
+        self._table.value = table.replace("<th>", f"<th {cell}>").replace("<td>", f"<td {cell}>")
         data = base64.b64encode(png).decode()
-        width = round(self._explorer.size[0] * DPI)
-        self._picture.value = f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" width="{width}" style="max-width: 100%">'
+        self._picture.value = (
+            f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" '
+            f'width="{round(explorer.size[0] * DPI)}" style="max-width: 100%">'
+        )
         if not running:
             self._show_text(refusal)
 
     def start_run(self) -> None:
-        """Run in a thread, so that controls and *cancel* are heard meanwhile."""
+        """Run in a thread, so that the controls and *cancel* still respond."""
         self._run.disabled, self._cancel.disabled = True, False
         self._status.clear_cancellation()
         threading.Thread(target=self._run_in_thread, daemon=True).start()
@@ -301,7 +294,8 @@ class _Panel:
                 self._explorer.run_current()
         except KeyboardInterrupt:
             said = "cancelled: no process of the run is left"
-        except Exception as error:  # whatever it is, nobody else would hear of it in a thread
+        # An exception that leaves a thread would not reach the notebook.
+        except Exception as error:
             said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         self._cancel.disabled = True
         self.redraw()
@@ -316,6 +310,7 @@ class _Panel:
             self.redraw()
 
     def _restore_defaults(self) -> None:
+        # One redraw for all controls, instead of one for each.
         self._hold = True
         for name, control in self._explorer.controls.items():
             self._knobs[name].value = control.default
@@ -324,7 +319,6 @@ class _Panel:
 
 
 def _control_widget(control: Control, value: Any) -> Any:
-    """The widget of a control."""
     import ipywidgets
 
     words = [text for text, _ in control.options]
@@ -337,10 +331,9 @@ def _control_widget(control: Control, value: Any) -> Any:
 
 
 def _formula_html(functions: Sequence[Callable[..., Any]]) -> str:
-    """The formulas' names and texts, folded."""
-    texts = [
-        f"<details><summary>formula: {escape(function.__module__)}.{escape(function.__name__)}</summary>"
-        f"<pre>{escape(inspect.getdoc(function) or '')}</pre></details>"
-        for function in functions
-    ]
+    texts = []
+    for function in functions:
+        name = escape(f"{function.__module__}.{function.__name__}")
+        text = escape(inspect.getdoc(function) or "")
+        texts.append(f"<details><summary>formula: {name}</summary><pre>{text}</pre></details>")
     return "".join(texts)

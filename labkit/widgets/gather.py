@@ -1,4 +1,4 @@
-"""What the parameters of lab 3 cost in an all-gather, and what rounding does to them: bits, and who shares a scale."""
+"""Explorer of lab 3: what fewer bits save in an all-gather, and what rounding costs."""
 
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ TRAINING_STEPS = 100
 
 
 class GatherExplorer(Explorer):
-    """The network of lab 3, whose weights are rounded for the all-gather and for nothing else."""
+    """The network of lab 3, whose weights are rounded for the all-gather alone."""
 
     title = "What do fewer bits save, and what do they cost?"
     controls: ClassVar = {
@@ -55,12 +55,8 @@ class GatherExplorer(Explorer):
             shapes, ranks, extension, reshard=chosen["reshard"], scales=scales
         )
         held = sum(theory.held_bytes(shape, ranks, extension, scales=scales) for shape in shapes)
-        return {
-            "all_gather_bytes": sent,
-            "held_bytes": held,
-            "weight_error": largest,
-            "weight_rms_error": rms,
-        }
+        errors = {"weight_error": largest, "weight_rms_error": rms}
+        return {"all_gather_bytes": sent, "held_bytes": held, **errors}
 
     def draw(
         self,
@@ -72,26 +68,25 @@ class GatherExplorer(Explorer):
         extension, scales, ranks = chosen["extension"], _scale_sharing(**chosen), chosen["ranks"]
         look = {"left": 0.07, "right": 0.985, "top": 0.83, "bottom": 0.18, "wspace": 0.25}
         narrow, wide = figure.subplots(1, 2, width_ratios=(1, 1.7), gridspec_kw=look)
-        shapes, times = _weight_shapes(chosen["dim"]), 1 + chosen["reshard"]
+        shapes = _weight_shapes(chosen["dim"])
         whole = theory.step_gather_bytes(shapes, ranks, "fp32", reshard=chosen["reshard"])
         sent = predicted["all_gather_bytes"]
-        of_scales = times * sum(
-            theory.scale_bytes(shape, ranks, extension, scales) for shape in shapes
-        )
-        bars = {
-            "fp32": {"numbers": whole},
-            extension: {"numbers": sent - of_scales, "scales": of_scales},
-        }
-        measured = {} if result is None else {extension: result.value("all_gather_bytes")}
+        once = sum(theory.scale_bytes(shape, ranks, extension, scales) for shape in shapes)
+        of_scales = (1 + chosen["reshard"]) * once
+        numbers = {"numbers": sent - of_scales, "scales": of_scales}
+        bars = {"fp32": {"numbers": whole}, extension: numbers}
+        measured, found = {}, None
+        if result is not None:
+            measured[extension] = result.value("all_gather_bytes")
+            found = result.value("weight_error")
         plots.gather_byte_bars(bars, measured, ax=narrow)
         *_, errors = _rounding_errors(chosen["dim"], chosen["steps"], ranks, extension, scales)
-        found = None if result is None else result.value("weight_error")
         bound = theory.rounding_error(extension)
         plots.error_histogram(errors, bound, found, label=extension, result=result, ax=wide)
         return (
             f"{extension} hands {sent / whole:.3g} of float32's bytes to the all-gathers, "
-            f"{of_scales / sent:.2%} of them scales; the errors of the worst parameter have an RMS of "
-            f"{predicted['weight_rms_error']:.2%} of its weights'"
+            f"{of_scales / sent:.2%} of them scales; the errors of the worst parameter have "
+            f"an RMS of {predicted['weight_rms_error']:.2%} of its weights'"
         )
 
     def launch(self, **chosen: Any) -> RunResult:
@@ -103,7 +98,8 @@ class GatherExplorer(Explorer):
             dim=chosen["dim"],
             reshard_after_forward=chosen["reshard"],
             weights=str(_weights_file(chosen["dim"], chosen["steps"])),
-            learning_rate=0.0,  # so that what is gathered are the weights whose errors are predicted
+            # Without updates, the run gathers the weights whose errors are predicted.
+            learning_rate=0.0,
             batch=8,
             steps=1,
         )
@@ -111,7 +107,7 @@ class GatherExplorer(Explorer):
 
 @cache
 def _weights_folder() -> tempfile.TemporaryDirectory[str]:
-    """For weights that ranks start with; removed when this process ends."""
+    # The folder is removed when the cache frees it, at the end of this process.
     return tempfile.TemporaryDirectory(prefix="labkit_")
 
 
@@ -127,7 +123,7 @@ def _weights_file(dim: int, steps: int) -> Path:
 
 
 def _scale_sharing(*, extension: str, scales: str, **_: Any) -> str:
-    """What shares a scale; nothing where numbers have none."""
+    """Return what shares a scale, "" for an encoding without scales."""
     return scales if extension in theory.SCALE_GRANULARITY else ""
 
 
@@ -142,22 +138,22 @@ def _weight_shapes(dim: int) -> list[tuple[int, ...]]:
 def _rounding_errors(
     dim: int, steps: int, ranks: int, extension: str, scales: str
 ) -> tuple[float, float, numpy.ndarray]:
-    """The largest error, the RMS error of the worst parameter, and each weight's over the largest of its parameter."""
+    """Return the largest and the largest RMS error of a parameter, and each weight's error.
+
+    A weight's error is relative to the largest weight of its parameter.
+    """
     from labkit import tensors
     from labkit.models.tile_network import tile_network_weights
 
-    codec = (
-        tensors.make_quantised_extension(extension, scales)
-        if scales
-        else tensors.EXTENSIONS[extension]
-    )
-    pairs = [
-        (tensors.gather_on_one_rank(exact, ranks, codec), exact)
-        for exact in tile_network_weights(dim, steps).values()
-    ]
-    largest, rms = (
-        max(map(float, each))
-        for each in zip(*(tensors.rounding_errors(*pair) for pair in pairs), strict=True)
-    )
-    errors = [((rounded - exact) / exact.abs().max()).flatten().numpy() for rounded, exact in pairs]
-    return largest, rms, numpy.concatenate(errors)
+    if scales:
+        codec = tensors.make_quantised_extension(extension, scales)
+    else:
+        codec = tensors.EXTENSIONS[extension]
+    largest, rms, errors = [], [], []
+    for exact in tile_network_weights(dim, steps).values():
+        rounded = tensors.gather_on_one_rank(exact, ranks, codec)
+        of_largest, of_rms = tensors.rounding_errors(rounded, exact)
+        largest.append(float(of_largest))
+        rms.append(float(of_rms))
+        errors.append(((rounded - exact) / exact.abs().max()).flatten().numpy())
+    return max(largest), max(rms), numpy.concatenate(errors)

@@ -1,4 +1,4 @@
-"""Which rank of a mesh holds which piece of a photo, by the placement on each axis: lab 1."""
+"""Explorer of lab 1: which rank of a mesh holds which piece of a photo, by placement."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 import labkit
 from labkit.models import photo
 from labkit.plots import spatial as plots
+from labkit.plots import style
 from labkit.runs.result import RunResult
 from labkit.theory import placements as theory
 from labkit.theory.sizes import readable_bytes
 from labkit.widgets.explorer import Control, Explorer
 
-SIDES = ("rows", "columns")
 PLACEMENT_NAMES = ("Shard(0)", "Shard(1)", "Replicate()", "Partial()")
 
 
@@ -36,12 +36,11 @@ class PlacementExplorer(Explorer):
         shape = photo_sample(chosen["every"]).shape
         mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
         rows, columns, colours = theory.local_piece(shape, mesh, names, rank).shape
-        sizes: dict[str, float] = {
-            "rows": rows,
-            "columns": columns,
-            "bytes": 4 * rows * columns * colours,
+        held: dict[str, float] = {
+            f"rank {rank} rows": rows,
+            f"rank {rank} columns": columns,
+            f"rank {rank} bytes": 4 * rows * columns * colours,
         }
-        held = {f"rank {rank} {name}": size for name, size in sizes.items()}
         return held | theory.full_tensor_collectives(shape, mesh, names) | {"values that differ": 0}
 
     def draw(
@@ -53,40 +52,34 @@ class PlacementExplorer(Explorer):
     ) -> str:
         whole = photo_sample(chosen["every"])
         mesh, rank, names = chosen["mesh"], chosen["rank"], _axis_placements(**chosen)
-        ranks = range(math.prod(mesh))
-        pieces = {each: theory.local_piece(whole.shape, mesh, names, each) for each in ranks}
-        measured = {
-            each: [int(result.value(f"rank {each} {name}")) for name in SIDES]
-            for each in ranks
-            if result
-        }
-        held = {each: _rank_pixels(whole, piece) for each, piece in pieces.items()}
+        pieces, held, measured = {}, {}, {}
+        for each in range(math.prod(mesh)):
+            pieces[each] = theory.local_piece(whole.shape, mesh, names, each)
+            held[each] = _rank_pixels(whole, pieces[each])
+            if result is not None:
+                sides = [result.value(f"rank {each} {side}") for side in ("rows", "columns")]
+                measured[each] = [int(size) for size in sides]
         ax = figure.add_axes((0, 0.03, 1, 0.97))
         plots.placement_picture(whole, pieces, held, mesh[-1], rank=rank, measured=measured, ax=ax)
         return _alt_text(predicted, pieces[rank], **chosen)
 
     def launch(self, **chosen: Any) -> RunResult:
-        how: dict[str, Any] = {
-            "mesh": "x".join(map(str, chosen["mesh"])),
-            "placements": _axis_placements(**chosen),
-        }
-        return labkit.run(
-            "placement", nproc=math.prod(chosen["mesh"]), every=chosen["every"], **how
-        )
+        mesh, names = chosen["mesh"], _axis_placements(**chosen)
+        how: dict[str, Any] = {"mesh": "x".join(map(str, mesh)), "placements": names}
+        return labkit.run("placement", nproc=math.prod(mesh), every=chosen["every"], **how)
 
 
 def photo_sample(every: int) -> numpy.ndarray:
-    """Every so manyth row and column of the photo."""
+    """Return every ``every``-th row and column of the photo."""
     return photo.load_photo()[::every, ::every]
 
 
 def _axis_placements(mesh: Sequence[int], first: str, second: str, **_: Any) -> list[str]:
-    """One for each axis of the mesh."""
     return [first, second][: len(mesh)]
 
 
 def _rank_pixels(whole: numpy.ndarray, piece: theory.TensorPiece) -> numpy.ndarray:
-    """A rank's pixels, as bright as the photo where they are a term of a sum."""
+    """Return a rank's pixels, with the terms of a sum scaled to the photo's brightness."""
     rows, columns, _ = piece.indices
     pixels = whole[rows.start : rows.stop, columns.start : columns.stop]
     bright = photo.brightness_term(pixels, piece.term, piece.terms).astype("uint16") * piece.terms
@@ -99,12 +92,10 @@ def _alt_text(predicted: Mapping[str, float], piece: theory.TensorPiece, **chose
         predicted[f"rank {rank} {name}"] for name in ("rows", "columns", "bytes")
     )
     term = f" of term {piece.term + 1} of {piece.terms}" if piece.terms > 1 else ""
-    names = {"all_gather": "all-gather", "all_reduce": "all-reduce"}
-    calls = [
-        f"{predicted[f'{name}_count']} {word}{'s' * (predicted[f'{name}_count'] > 1)}"
-        for name, word in names.items()
-        if f"{name}_count" in predicted
-    ]
+    calls = []
+    for name in ("all_gather", "all_reduce"):
+        if count := predicted.get(f"{name}_count"):
+            calls.append(style.count_text(count, name.replace("_", "-")))
     return (
         f"rank {rank} holds {rows} × {columns} pixels{term}, {readable_bytes(size)}; "
         f"the whole on every rank takes {' and '.join(calls) or 'no message'}"

@@ -1,6 +1,5 @@
-"""What cutting a ConvNeXt's images pays and costs: activations against a budget, halos and all-reduces: lab 1."""
+"""Explorer of lab 1: what cutting a ConvNeXt's images saves in memory and costs in messages."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,8 +14,11 @@ from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes
 from labkit.widgets.explorer import Control, Explorer
 
-HEIGHT, DEPTHS, HALO = 64, (1, 1), 3
-"""Of the images, in pixels; blocks in each stage; columns that a 7 × 7 convolution needs of a neighbour."""
+HEIGHT = 64  # of the images, in pixels
+DEPTHS = (1, 1)  # blocks in each stage
+HALO = 3  # columns that a 7 × 7 convolution needs of a neighbour
+# Left, bottom, width and height of each panel, as fractions of the figure.
+PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
 
 
 class SpatialExplorer(Explorer):
@@ -46,25 +48,29 @@ class SpatialExplorer(Explorer):
 
     def predict(self, **chosen: Any) -> dict[str, float]:
         (data, space), dims = chosen["mesh"], chosen["dims"]
-        size = (HEIGHT, chosen["width"])[chosen["tensor_dim"] - 2]
-        theory.check_strips(size, space, DEPTHS)
+        theory.check_strips(_cut_side(**chosen), space, DEPTHS)
         batch, neighbours = even_share(chosen["batch"], data, "a batch of"), min(space - 1, 2)
-        network: dict[str, Any] = {
-            "depths": DEPTHS,
-            "dims": dims,
-            "num_classes": 10,
-            "batch": batch,
-        }
         count, handed = theory.spatial_all_reduces(
-            strategy="local", space_ranks=space, data_ranks=data, **network
+            strategy="local",
+            space_ranks=space,
+            data_ranks=data,
+            depths=DEPTHS,
+            dims=dims,
+            num_classes=10,
+            batch=batch,
         )
         stages = theory.convnext_stages(HEIGHT, chosen["width"], DEPTHS, dims)
         sent = theory.spatial_send_bytes(
             stages=stages, batch=batch, neighbours=neighbours, tensor_dim=chosen["tensor_dim"]
         )
-        messages = {"send_count": 2 * neighbours * sum(DEPTHS), "send_bytes": sent}
-        sums = {"all_reduce_count": count, "all_reduce_bytes": handed}
-        found = {name: value for name, value in (messages | sums).items() if value}
+        messages = {
+            "send_count": 2 * neighbours * sum(DEPTHS),
+            "send_bytes": sent,
+            "all_reduce_count": count,
+            "all_reduce_bytes": handed,
+        }
+        # A run has no value for a collective that never ran.
+        found = {name: value for name, value in messages.items() if value}
         return {"peak_activation_bytes": _activation_bytes(**chosen), **found}
 
     def draw(
@@ -76,23 +82,20 @@ class SpatialExplorer(Explorer):
     ) -> str:
         (data, space), budget = chosen["mesh"], chosen["budget"] * 1e6
         strips, memory, traffic = (figure.add_axes(place) for place in PANEL_BOUNDS)
+        # The 512 columns of the photo around its row 200, with the aspect of the images.
         rows = 512 * HEIGHT // chosen["width"]
-        eyes = photo.load_photo()[
-            200 - rows // 2 : 200 + rows // 2
-        ]  # as wide and high as the images
+        eyes = photo.load_photo()[200 - rows // 2 : 200 + rows // 2]
         halo = HALO * theory.total_stride(DEPTHS)
-        part = halo / (HEIGHT, chosen["width"])[chosen["tensor_dim"] - 2]
-        plots.strip_layout(
-            eyes, chosen["mesh"], chosen["batch"], part, tensor_dim=chosen["tensor_dim"], ax=strips
-        )
+        look: dict[str, Any] = {"tensor_dim": chosen["tensor_dim"], "ax": strips}
+        part = halo / _cut_side(**chosen)
+        plots.strip_layout(eyes, (data, space), chosen["batch"], part, **look)
         if space > 1:
             text = f"shaded: the halo in the last stage,\n{HALO} of its pixels, {halo} of the image"
             figure.text(0.01, 0.05, text, fontsize=9)
         held = predicted["peak_activation_bytes"]
         alone = _activation_bytes(**chosen | {"mesh": (1, 1)})
-        found = {name: result.value(name) for name in predicted} if result else {}
         colours = {
-            "activations": style.MEMORY_CATEGORIES["activations"][1],
+            "activations": style.MEMORY_COLOURS["activations"],
             "halos": style.ORANGE,
             "sums": style.PURPLE,
         }
@@ -100,47 +103,37 @@ class SpatialExplorer(Explorer):
             "1 rank": {"activations": alone},
             "a rank": {"activations": held},
         }
-        seen = {"a rank": {"activations": found["peak_activation_bytes"]}} if found else {}
+        seen, sent = {}, {}
+        if result is not None:
+            found = {name: result.value(name) for name in predicted}
+            seen = {"a rank": {"activations": found["peak_activation_bytes"]}}
+            sent = _traffic_bars(found)
         plots.byte_bars(bars, seen, colours, budget=budget, ylabel="activations", ax=memory)
-        plots.byte_bars(
-            _traffic_bars(predicted),
-            _traffic_bars(found) if found else {},
-            colours,
-            ylabel="handed over",
-            ax=traffic,
-        )
+        plots.byte_bars(_traffic_bars(predicted), sent, colours, ylabel="handed over", ax=traffic)
         fits = "within" if held <= budget else "over"
         halos = readable_bytes(predicted.get("send_bytes", 0))
         sums = readable_bytes(predicted.get("all_reduce_bytes", 0))
         return (
-            f"on {data} × {space} ranks a rank keeps {readable_bytes(held)} of activations, {fits} the budget of "
-            f"{chosen['budget']} MB, and one rank alone {readable_bytes(alone)}; it hands over {halos} for halos and "
-            f"{sums} to all-reduces"
+            f"on {data} × {space} ranks a rank keeps {readable_bytes(held)} of activations, "
+            f"{fits} the budget of {chosen['budget']} MB, and one rank alone "
+            f"{readable_bytes(alone)}; it hands over {halos} for halos and {sums} to all-reduces"
         )
 
     def launch(self, **chosen: Any) -> RunResult:
         data, space = chosen["mesh"]
-        how: dict[str, Any] = (
-            {"strategy": "local", "mesh": f"{data}x{space}"} if data * space > 1 else {}
-        )
-        same = {name: chosen[name] for name in ("tensor_dim", "width", "batch", "dims")}
-        how = {"strategy": "plain"} | how | same
-        return labkit.run(
-            "convnext_spatial",
-            nproc=math.prod(chosen["mesh"]),
-            height=HEIGHT,
-            depths=DEPTHS,
-            steps=1,
-            **how,
-        )
+        how = {name: chosen[name] for name in ("tensor_dim", "width", "batch", "dims")}
+        how |= {"height": HEIGHT, "depths": DEPTHS, "steps": 1, "strategy": "plain"}
+        if data * space > 1:
+            how |= {"strategy": "local", "mesh": f"{data}x{space}"}
+        return labkit.run("convnext_spatial", nproc=data * space, **how)
 
 
-PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
-"""Of the three panels, as parts of the figure: left, bottom, width, height."""
+def _cut_side(*, width: int, tensor_dim: int, **_: Any) -> int:
+    """Return the size of the images along the dimension that is cut, in pixels."""
+    return width if tensor_dim == 3 else HEIGHT
 
 
 def _activation_bytes(**chosen: Any) -> int:
-    """Bytes of a rank."""
     (data, space), dim = chosen["mesh"], chosen["tensor_dim"]
     sides = [HEIGHT, chosen["width"]]
     sides[dim - 2] //= space
@@ -151,7 +144,6 @@ def _activation_bytes(**chosen: Any) -> int:
 
 
 def _traffic_bars(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Bytes by what they are handed over for, as bars."""
     return {
         "halos": {"halos": values.get("send_bytes", 0)},
         "all-\nreduces": {"sums": values.get("all_reduce_bytes", 0)},
