@@ -1,1 +1,1 @@
-"""One technique per file: ``apply_<technique>(model, mesh, *, ...)`` shards a plain model in place."""
+"""One technique per file: ``apply_<technique>(model, mesh, ...)`` shards a plain model in place."""

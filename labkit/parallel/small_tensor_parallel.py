@@ -168,7 +168,7 @@ class TensorParallelPairs(nn.Module):
         return self.model(x)
 
     def as_dtensors(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's shares of parameters or gradients as DTensors, by name. A collective."""
+        """Return this rank's parameters or gradients as DTensors, by name. A collective."""
         whole: dict[str, Tensor] = {}
         for name, share in shares.items():
             layer, own_name = name.split(".")[-2:]

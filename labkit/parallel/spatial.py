@@ -99,7 +99,7 @@ def apply_spatial(
 
 
 def axis_index(mesh: DeviceMesh, mesh_dim: int | str | None) -> int:
-    """Return the index of the mesh axis that holds the strips; raise ValueError if there is none."""
+    """Return the index of the strips' mesh axis; raise ValueError if there is none."""
     if mesh.ndim > 2:
         raise ValueError(
             f"mesh of {mesh.ndim} axes: spatial sharding takes one (space) or two (data x space)"
@@ -152,7 +152,7 @@ def shard_batch(
 
 
 def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None) -> slice:
-    """Return the samples of the batch that this rank holds: all, or its share along the data axis."""
+    """Return this rank's samples of the batch: all, or its share along the data axis."""
     if mesh.ndim == 1:
         return slice(0, batch)
     data = 1 - axis_index(mesh, mesh_dim)

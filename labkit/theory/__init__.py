@@ -1,3 +1,1 @@
-"""What to expect, as pure formulas, one file a lab: bytes moved, bytes held, time. No torch, no
-ranks.
-"""
+"""Formulas for bytes moved, bytes held and time, one file per lab. No torch, no ranks."""

@@ -1,28 +1,25 @@
-"""Buckets of gradients: which ones DDP, or the compiler, sends together, and how many bytes each
-takes.
+"""Plan the gradient buckets of DDP and of the compiler, and when each bucket is sent.
 
-Gradients fill a bucket in the order in which the backward pass completes them. A bucket that has
-reached its size is closed and sent, so it is never cut, and may be larger than its size by one
-gradient. The first bucket closes at 1 MiB, so that the first message leaves early:
+Gradients fill a bucket in the order in which the backward pass completes them. A bucket is sent
+once it has reached its size, so it may exceed that size by one gradient. The first bucket closes at
+1 MiB, so that communication starts early:
 
-    dim 2000, 25 MiB       fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias
-    fc1.weight fc1.bias MB                     16.0         32.0
-    16.0
+    dim 2000, 25 MiB   fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias fc1.weight …
+    MB                 16.0         32.0                                      16.0
 
-Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp for DDP's
-    own reducer,
-``_bucket_size_fusion`` in torch/_inductor/fx_passes/ddp_fusion.py for the compiler. They differ in
-three things:
+DDP's own reducer and the compiler differ in three ways:
 
-- DDP sends everything in one bucket in its first backward pass, and follows the order of that pass
-  from then on.
-- DDP's first bucket closes at 1 MiB only where the bucket size is left at 25 MiB; the compiler's
+- In its first backward pass DDP sends everything in one bucket; later it follows the order of that
+  pass.
+- DDP's first bucket closes at 1 MiB only if the bucket size is left at 25 MiB. The compiler's
   always does.
-- The compiler's backward pass computes a layer's weight before its bias, autograd's the bias before
-  the weight.
+- The compiler computes the gradient of a layer's weight before the bias; autograd does the reverse.
 
-Everywhere ``dim`` is the width of a LinearChain of so many ``layers``, and a bucket is closed once
-it holds ``bucket_mb`` MiB. ``way`` is ``eager``, ``compiled`` (forward and backward) or
+Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp,
+``_bucket_size_fusion`` in torch/_inductor/fx_passes/ddp_fusion.py.
+
+In all functions ``dim`` is the width of a LinearChain of ``layers`` layers, ``bucket_mb`` the size
+of a bucket in MiB, and ``way`` is ``eager``, ``compiled`` (forward and backward) or
 ``backward_only``, which keeps autograd's order.
 """
 
@@ -44,13 +41,15 @@ def bucket_plan(
     bucket_mb: float = DEFAULT_BUCKET_MB,
     first_mb: float = FIRST_BUCKET_MB,
 ) -> list[list[int]]:
-    """Which gradients share a bucket, as places in ``sizes_bytes``; the first bucket is closed at
-    ``first_mb`` MiB.
+    """Return the indices of the gradients in each bucket.
 
-    The sizes are in the order in which the gradients become ready, before any compression.
+    Args:
+        sizes_bytes: uncompressed gradients, in the order in which they become ready.
+        bucket_mb: a bucket closes once it holds this many MiB.
+        first_mb: the same limit for the first bucket.
     """
     plan: list[list[int]] = []
-    held, limit = 0.0, 0.0  # as if a bucket had just been closed
+    held, limit = 0.0, 0.0
     for place, size in enumerate(sizes_bytes):
         if held >= limit:
             limit = MIB * (bucket_mb if plan else first_mb)
@@ -62,7 +61,7 @@ def bucket_plan(
 
 
 def chain_gradients(dim: int, way: CompileMode = "eager", layers: int = 4) -> list[tuple[str, int]]:
-    """Name and bytes of LinearChain's gradients in the order in which they become ready."""
+    """Return name and bytes of LinearChain's gradients in the order in which they become ready."""
     parts = [("bias", 4 * dim), ("weight", 4 * dim * dim)]
     order = parts[::-1] if way == "compiled" else parts
     return [(f"fc{layer}.{part}", size) for layer in range(layers, 0, -1) for part, size in order]
@@ -77,32 +76,34 @@ def chain_buckets(
     fuse: bool = True,
     compressed: bool = False,
 ) -> list[dict[str, int]]:
-    """LinearChain's buckets in the order in which they are sent: bytes of each gradient, by name,
-    as handed over.
+    """Return LinearChain's buckets in the order sent: bytes handed to the call, by gradient.
 
-    DDP's own after its first backward pass.
+    DDP's buckets are those from its second backward pass on.
 
-    ``fuse`` is False where the compiler sends each gradient alone. Where they are ``compressed``,
-    gradients travel in 16 bits, and the compiler fuses none of them.
+    Args:
+        dim: width of the layers.
+        bucket_mb: a bucket closes once it holds this many MiB.
+        way: how the model is compiled.
+        layers: number of layers.
+        fuse: False if the compiler sends each gradient alone.
+        compressed: send 16 bits per element. The compiler fuses no compressed gradients.
     """
     ready = chain_gradients(dim, way, layers)
-    alone = way != "eager" and (compressed or not fuse)
-    first_mb = FIRST_BUCKET_MB if way != "eager" or bucket_mb == DEFAULT_BUCKET_MB else bucket_mb
-    sizes = [size for _, size in ready]
-    plan = (
-        [[place] for place in range(len(sizes))]
-        if alone
-        else bucket_plan(sizes, bucket_mb, first_mb)
-    )
+    if way != "eager" and (compressed or not fuse):
+        plan = [[place] for place in range(len(ready))]
+    else:
+        keeps_limit = way != "eager" or bucket_mb == DEFAULT_BUCKET_MB
+        first_mb = FIRST_BUCKET_MB if keeps_limit else bucket_mb
+        plan = bucket_plan([size for _, size in ready], bucket_mb, first_mb)
     shrink = 2 if compressed else 1
     return [{ready[place][0]: ready[place][1] // shrink for place in bucket} for bucket in plan]
 
 
 def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
-    """When each bucket has arrived: they leave in their order, one at a time, each no sooner than
-    it is ready.
+    """Return when each bucket has arrived, in the unit of the arguments.
 
-    So one late gradient holds up its bucket, and all buckets after it. Any unit of time.
+    Buckets are sent in order, one at a time, and none before it is ready. One late gradient
+    therefore delays its own bucket and all buckets after it.
     """
     found: list[float] = []
     for ready, takes in zip(ready_s, takes_s, strict=True):
@@ -113,8 +114,8 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
 def bucket_ready_times(
     buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float
 ) -> list[float]:
-    """When each of ``chain_buckets`` is full, in seconds: every layer takes an equal part of the
-    backward pass.
+    """Return the seconds after which each of ``chain_buckets`` is full, if layers take equal
+    time.
     """
     last_layers = [int(list(bucket)[-1].partition(".")[0].removeprefix("fc")) for bucket in buckets]
     return [(layers - layer + 1) / layers * backward_s for layer in last_layers]
@@ -123,29 +124,26 @@ def bucket_ready_times(
 def bucket_transfer_times(
     ready_s: Sequence[float], takes_s: Sequence[float], *, hidden: bool
 ) -> list[tuple[float, float]]:
-    """When each bucket leaves and arrives, any unit of time.
+    """Return when each bucket leaves and when it arrives, in the unit of the arguments.
 
-    Hidden, messages travel beside the arithmetic, as with a network card: those of ``arrivals``.
-    Otherwise the processor that computes carries them, too: the arithmetic, and with it all later
-    buckets, waits for each message.
+    If the transfers are hidden, they overlap with the backward pass, as with a network card.
+    Otherwise the processor that computes also transfers: the backward pass stops for each bucket,
+    which delays all later buckets.
     """
     if not hidden:
         ready_s = [ready + sum(takes_s[:place]) for place, ready in enumerate(ready_s)]
-    return [
-        (arrived - takes, arrived)
-        for arrived, takes in zip(arrivals(ready_s, takes_s), takes_s, strict=True)
-    ]
+    arrived_s = arrivals(ready_s, takes_s)
+    return [(arrived - takes, arrived) for arrived, takes in zip(arrived_s, takes_s, strict=True)]
 
 
 def smallest_bucket_bytes(
     total_bytes: float, backward_s: float, alpha_s: float, beta_s_per_byte: float
 ) -> float:
-    """The smallest bucket whose messages all fit into the backward pass; infinite where the bytes
-    alone do not.
+    """Return the smallest bucket size whose all-reduces all fit into the backward pass, or inf.
 
-    Buckets of b bytes are total / b messages: total / b * alpha + total * beta = backward. Smaller
-    ones pay more latency than there is time to hide; larger ones leave a larger last bucket, which
-    nothing hides.
+    Buckets of b bytes take total / b messages: total / b * alpha + total * beta = backward. Smaller
+    buckets pay more latency than the backward pass can hide. Larger buckets leave a larger last
+    bucket, which nothing hides.
     """
     room_s = backward_s - total_bytes * beta_s_per_byte
     return total_bytes * alpha_s / room_s if room_s > 0 else math.inf
@@ -154,28 +152,27 @@ def smallest_bucket_bytes(
 def backward_transfer_times(
     dim: int, layers: int, bucket_mb: float, *, backward_s: float, network: AlphaBeta, hidden: bool
 ) -> list[tuple[float, float]]:
-    """``journeys`` of a LinearChain's gradients in DDP's own buckets, in seconds since its backward
-    pass began.
+    """Return the start and end of each of DDP's all-reduces for a LinearChain, in seconds.
 
     Args:
         dim: width of the layers.
-        layers: how many.
-        bucket_mb: a bucket is sent once it holds so many MiB.
-        backward_s: what the arithmetic of the backward pass takes by itself.
-        network: alpha of a message, beta of a byte handed to the all-reduce.
-        hidden: whether messages travel beside the arithmetic.
+        layers: number of layers.
+        bucket_mb: a bucket is sent once it holds this many MiB.
+        backward_s: seconds that the backward pass takes without communication.
+        network: alpha of an all-reduce, beta of a byte handed to it.
+        hidden: whether transfers overlap with the backward pass.
     """
     buckets = chain_buckets(dim, bucket_mb, layers=layers)
     takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]
-    return bucket_transfer_times(
-        bucket_ready_times(buckets, layers, backward_s), takes_s, hidden=hidden
-    )
+    ready_s = bucket_ready_times(buckets, layers, backward_s)
+    return bucket_transfer_times(ready_s, takes_s, hidden=hidden)
 
 
 def fit_from_message_counts(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:
-    """Alpha and beta from seconds of several rounds by number of messages, all of the same bytes.
+    """Fit alpha and beta to the seconds of several rounds, by number of messages.
 
-    By the median rounds of the fewest and the most messages: what more of them cost is latency.
+    Every round sends ``total_bytes``, so the extra time of the most messages over the fewest is
+    latency. Medians are compared.
     """
     few, many = min(rounds_s), max(rounds_s)
     few_s, many_s = (statistics.median(rounds_s[count]) for count in (few, many))

@@ -1,6 +1,4 @@
-"""What can be told of a run that broke: who began it, where ranks part, and how to share work
-evenly.
-"""
+"""Find the rank that broke a run, the call at which ranks diverge, and an even split of work."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,21 +10,21 @@ CONNECTION_LOST_TEXT = "Connection closed by peer"
 
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
-    """The rank that failed first by itself.
+    """Return the rank that failed first by itself.
 
     Args:
-        ends: of each rank its ``rank``; its exit ``status``, negative for a signal; the ``time`` of
-            its end, in seconds; its ``error`` as text, "" for none.
+        ends: for each rank its ``rank``; its exit ``status``, negative for a signal; the ``time``
+            at which it ended, in seconds; its ``error`` as text, "" for none.
 
     Raises:
         ValueError: no rank failed by itself.
     """
-    own = [
-        end
-        for end in ends
-        if end["status"] not in (0, SIGTERM_STATUS)
-        and CONNECTION_LOST_TEXT not in str(end.get("error", ""))
-    ]
+    own = []
+    for end in ends:
+        # The launcher stops the other ranks with SIGTERM, or they lose their connection.
+        lost_connection = CONNECTION_LOST_TEXT in str(end.get("error", ""))
+        if end["status"] not in (0, SIGTERM_STATUS) and not lost_connection:
+            own.append(end)
     if not own:
         raise ValueError(
             "no rank failed by itself: each ended well, was ended, or lost a connection"
@@ -35,11 +33,13 @@ def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
 
 
 def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | None:
-    """The first place at which ranks made different calls, and the ranks that were fewest in
-    theirs; None for none.
+    """Return the first index at which the ranks' calls differ, and the ranks in the minority.
 
     Args:
-        logs: of each rank its calls, in order. A rank whose log is shorter made no call there.
+        logs: each rank's calls, in order. A rank whose log is shorter made no call there.
+
+    Returns:
+        None if all logs are equal.
     """
     for place, calls in enumerate(zip_longest(*logs)):
         votes = Counter(calls)
@@ -50,10 +50,10 @@ def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]]
 
 
 def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
-    """Indices of samples for each rank, so that all have about as much to do.
+    """Return the indices of samples for each rank, so that the ranks have similar amounts of work.
 
-    The longest first, each to the rank that has least so far: at most 4/3 of what is possible.
-    Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
+    Each sample, longest first, goes to the rank with the least work so far. The largest share is
+    at most 4/3 of the optimum. Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
@@ -67,14 +67,14 @@ def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
 def break_even_slowdown(
     hours_between: float, hours_lost: float, hours_lost_with_aid: float
 ) -> float:
-    """The slowdown, as a part of the step, up to which an aid pays that shortens the search after
-    each failure.
+    """Return the relative slowdown up to which a debugging tool pays for itself.
+
+    The tool shortens the search after each failure; failures are ``hours_between`` apart.
     """
     return (hours_lost - hours_lost_with_aid) / hours_between
 
 
 def is_only_rounding(apart32: float, apart64: float) -> bool:
-    """Whether a difference in float32 is rounding: in float64, with 29 bits more, a millionth of it
-    is left at most.
-    """
+    """Return whether a difference in float32 is only rounding, given the difference in float64."""
+    # float64 has 29 more bits of mantissa, so at most a millionth of a rounding error remains.
     return apart64 <= apart32 / 1e6

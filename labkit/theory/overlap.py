@@ -1,4 +1,4 @@
-"""Intervals on a time line: which part of a transfer is not hidden behind other work."""
+"""Find the parts of transfers on a time line that no other work hides."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 def uncovered(
     start: float, end: float, covers: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """What is left of a stretch where ``covers``, ordered by start, do not reach."""
+    """Yield the parts of an interval outside ``covers``, which are ordered by start."""
     for cover_start, cover_end in covers:
         if cover_start >= end:
             break
@@ -20,8 +20,8 @@ def uncovered(
 def uncovered_in_turn(
     stretches: Sequence[tuple[float, float]], covers: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[int, float, float]]:
-    """What is left of each stretch where neither ``covers`` nor an earlier stretch reach: its
-    place, start and end.
+    """Yield (index, start, end) of each interval's parts outside ``covers`` and earlier
+    intervals.
     """
     covered = list(covers)
     for place, stretch in enumerate(stretches):

@@ -1,9 +1,7 @@
-"""What a DTensor's placements give to each rank, and what it takes to make the whole of it again.
-No torch.
+"""Compute each rank's piece of a DTensor, and the collectives that rebuild the whole tensor.
 
-Placements are written as PyTorch writes them, one for each axis of the mesh: ``"Shard(0)"``,
-``"Shard(1)"`` …, ``"Replicate()"``, ``"Partial()"``, which is a sum. Ranks are counted along the
-last axis first.
+Placements are strings, one for each axis of the mesh: ``"Shard(0)"``, ``"Shard(1)"`` …,
+``"Replicate()"``, or ``"Partial()"``, which is a sum. Ranks are numbered along the last axis first.
 """
 
 import math
@@ -14,9 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """What a rank holds of a tensor: these indices of each dimension, of the term ``term`` of a sum
-    of ``terms``.
-    """
+    """The indices of each dimension that a rank holds, of term ``term`` of a sum of ``terms``."""
 
     indices: tuple[range, ...]
     term: int = 0
@@ -24,41 +20,37 @@ class TensorPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the local tensor."""
+        """Shape of the local tensor."""
         return tuple(map(len, self.indices))
 
 
 def local_piece(
     shape: Sequence[int], mesh: Sequence[int], placements: Sequence[str], rank: int
 ) -> TensorPiece:
-    """Which piece of a tensor a rank holds, as DTensor cuts it: axis by axis of the mesh, the first
-    axis first.
+    """Return the piece of a tensor that a rank holds, cut as DTensor does, first mesh axis first.
 
-    ``Shard(dim)`` leaves of what is left along ``dim`` the rank's chunk of ceil(size / ranks); the
-    last ones get less, or nothing. ``Replicate()`` and ``Partial()`` leave all of it. Along a
-    Partial axis the ranks hold different terms of a sum; the terms of all Partial axes are counted
-    like the ranks.
+    ``Shard(dim)`` cuts what is left of ``dim`` into chunks of ceil(size / ranks); the last ranks
+    get less, or nothing. ``Replicate()`` and ``Partial()`` cut nothing. Along a Partial axis each
+    rank holds another term of a sum. Source: ``compute_local_shape_and_global_offset`` of DTensor.
 
     Args:
         shape: of the whole tensor.
         mesh: ranks along each axis.
         placements: one for each axis.
-        rank: one of the mesh.
+        rank: from 0 to the number of ranks - 1.
 
     Raises:
-        ValueError: not one placement for each axis, one of another form or of a dimension that is
-            not there, no such rank.
-
-    Source: PyTorch, ``compute_local_shape_and_global_offset`` of DTensor.
+        ValueError: the number of placements differs from the number of axes, a placement is
+            malformed or names a missing dimension, or the rank does not exist.
     """
     if len(placements) != len(mesh):
         raise ValueError(
             f"{len(placements)} placements for a mesh of {len(mesh)} axes: give one for each axis"
         )
-    if not 0 <= rank < math.prod(mesh):
+    ranks = math.prod(mesh)
+    if not 0 <= rank < ranks:
         raise ValueError(
-            f"a mesh of {math.prod(mesh)} ranks has no rank {rank}: take one from 0 to"
-            f" {math.prod(mesh) - 1}"
+            f"a mesh of {ranks} ranks has no rank {rank}: take one from 0 to {ranks - 1}"
         )
     dims = {f"Shard({dim})": dim for dim in range(len(shape))}
     indices, term, terms = [range(size) for size in shape], 0, 1
@@ -79,15 +71,15 @@ def local_piece(
 def full_tensor_collectives(
     shape: Sequence[int], mesh: Sequence[int], placements: Sequence[str], element_bytes: int = 4
 ) -> dict[str, int]:
-    """Collectives with which ``DTensor.full_tensor`` makes the whole on every rank, and the bytes
-    handed to them.
+    """Return the collectives of ``DTensor.full_tensor`` and the bytes that a rank hands to them.
 
-    It goes through the axes of the mesh, the last one first. A sharded axis takes an all-gather, to
-    which each rank hands a chunk as large as the first rank's; a Partial one takes an all-reduce of
-    what there is by then; a replicated one takes nothing. Names are those of ``RunResult.value``; a
-    collective that is not made has none.
+    DTensor goes through the mesh axes, last one first. A Shard axis takes an all-gather, to which
+    each rank hands a chunk as large as the first rank's. A Partial axis takes an all-reduce of
+    what has been gathered so far. A Replicate axis takes nothing. Source: DTensor's redistribute,
+    compared with runs in tests/test_widgets_spatial.py.
 
-    Source: PyTorch, how DTensor redistributes; held against runs in tests/test_widgets_spatial.py.
+    Returns:
+        Values by the names of ``RunResult.value``, such as ``all_gather_count``.
     """
     found: Counter[str] = Counter()
     for axis in reversed(range(len(mesh))):
