@@ -1,4 +1,5 @@
-"""How nbgrader takes the labs: put this file into the folder of your course. See "For teachers" in the README.
+"""How nbgrader takes the labs: put this file into the folder of your course. See "For teachers" in
+the README.
 
 cp docs/nbgrader_config.py COURSE/
 mkdir -p COURSE/source/lab2 && cp notebooks/02_fsdp_wrapping.ipynb COURSE/source/lab2/
@@ -25,7 +26,8 @@ class WithoutAnswers(NbGraderPreprocessor):
 
 c = get_config()  # noqa: F821  (nbgrader gives it)
 c.CourseDirectory.course_id = "labkit"
-# The solutions are gone already; nbgrader's own step would put a stub in place of whole cells, heads of functions too.
+# The solutions are gone already; nbgrader's own step would put a stub in place of whole cells,
+# heads of functions too.
 steps = [step for step in GenerateAssignment.preprocessors.default() if step is not ClearSolutions]
 c.GenerateAssignment.preprocessors = [WithoutAnswers, *steps]
 c.Execute.timeout = 300  # seconds of a cell
