@@ -140,7 +140,10 @@ def test_an_error_says_which_rank_and_marks_the_line(cell, capsys):
     ]
     assert lines[5].startswith("its output: ") and caught.value._render_traceback_() == lines
     shown = capsys.readouterr().out
-    assert shown.startswith("[ranks 0–2] before\n") and "Traceback" not in shown.partition("rank 2 failed")[0]
+    # Gloo may complain on ranks 0 and 1 between their lines, when it connects them after rank 2 has left.
+    first_line, *_ = shown.splitlines()
+    assert re.fullmatch(r"\[ranks? [0-2, –]+\] before", first_line)
+    assert "Traceback" not in shown.partition("rank 2 failed")[0]
 
 
 @pytest.mark.parametrize(
