@@ -4,7 +4,7 @@ Gradients fill a bucket in the order in which the backward pass completes them. 
 once it has reached its size, so it may exceed that size by one gradient. The first bucket closes at
 1 MiB, so that communication starts early:
 
-    dim 2000, 25 MiB   fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias fc1.weight …
+    dim 2000, 25 MiB   fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias …
     MB                 16.0         32.0                                      16.0
 
 DDP's own reducer and the compiler differ in three ways:
@@ -114,9 +114,7 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
 def bucket_ready_times(
     buckets: Sequence[Mapping[str, int]], layers: int, backward_s: float
 ) -> list[float]:
-    """Return the seconds after which each of ``chain_buckets`` is full, if layers take equal
-    time.
-    """
+    """Return when each of ``chain_buckets`` is full, in seconds, if all layers take equal time."""
     last_layers = [int(list(bucket)[-1].partition(".")[0].removeprefix("fc")) for bucket in buckets]
     return [(layers - layer + 1) / layers * backward_s for layer in last_layers]
 

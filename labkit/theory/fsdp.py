@@ -1,10 +1,9 @@
-"""What fully sharded training holds and sends, as formulas: no torch, no ranks, numbers in and
-numbers out.
+"""Compute what fully sharded training holds and sends.
 
-Parameters are float32 (4 bytes) and the optimizer is Adam: two more numbers for each parameter, and
-a 4-byte step count for each tensor. Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054)
-for who holds what; the order of events in a step is that of PyTorch's ``fully_shard``, read from
-its code and held against measurements by the lab.
+Parameters are float32 and the optimizer is Adam, which keeps two more elements for each parameter
+and a 4-byte step count for each tensor. Sources: Rajbhandari et al., "ZeRO", 2020
+(arXiv:1910.02054) for who holds what; PyTorch's ``fully_shard`` for the order of events in a step,
+which lab 2 compares with measurements.
 """
 
 import math
@@ -12,23 +11,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
-from typing import Any
 
 from labkit.theory.collectives import collective_wire_bytes as collective_wire_bytes
 from labkit.theory.ddp import DEFAULT_BUCKET_MB, bucket_plan
 
 FLOAT_BYTES = 4
-"""Bytes of a float32."""
 
 
 def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
-    """Bytes that a rank holds between steps, float32 with Adam, when parameters divide evenly.
+    """Return the bytes of ``parameter``, ``gradient`` and ``optimizer`` on a rank between steps.
 
-    Stages: 0 (DDP: nothing is sharded), 1 (the optimizer's state), 2 (and gradients) or 3 (and
-        parameters: FSDP).
-
-    Returns:
-        Bytes of ``parameter``, ``gradient`` and ``optimizer``.
+    Stage 0 is DDP, which shards nothing. Stage 1 shards the optimizer state, stage 2 gradients too,
+    and stage 3, FSDP, parameters too. The parameters are assumed to divide evenly.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
@@ -38,29 +32,27 @@ def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
 
 
 def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
-    """Bytes that a rank sends over the wire in one training step, in a ring, by collective.
+    """Return the bytes that a rank of a ring sends in one training step, by collective.
 
-    One pass over the parameters, an all-gather or a reduce-scatter, sends (ranks - 1) / ranks of
-    their bytes: what the other ranks need. FSDP makes two all-gathers (one without resharding) and
-    a reduce-scatter. DDP's all-reduce is one of each, so ``all_gathers=1`` is DDP too. Source:
-    Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 7.
+    Each all-gather or reduce-scatter sends (ranks - 1) / ranks of the parameters' bytes. FSDP makes
+    two all-gathers, or one without resharding, and a reduce-scatter. DDP's all-reduce is one of
+    each, so ``all_gathers=1`` is DDP, too. Source: Rajbhandari et al., 2020, section 7.1.
     """
     one_pass = (ranks - 1) / ranks * parameter_bytes
     return {"all_gather": all_gathers * one_pass, "reduce_scatter": one_pass}
 
 
 def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
-    """The most that a rank holds in a step of ``parallel.small_fsdp``, without activations.
+    """Return the peak bytes of a rank in a step of ``parallel.small_fsdp``, without activations.
+
+    A rank keeps its shards of the parameters and of Adam's two states. During the backward pass of
+    a unit it also holds that unit's flat gradient, gloo's working copy of it, and its shards of the
+    gradients from this unit on.
 
     Args:
-        units: bytes of each unit's parameters, float32, in the order of the forward pass; the ranks
+        units: float32 bytes of each unit's parameters, in the order of the forward pass. The ranks
             divide them.
-        ranks: who share them.
-
-    A rank keeps its share of parameters and of Adam's two numbers. The backward pass goes from the
-    last unit to the first. In each, the rank holds the flat copy of the unit's gradients and gloo's
-    working copy of it (before that, the gradients themselves), and its share of the gradients from
-    this unit on.
+        ranks: number of ranks that share the parameters.
     """
     kept = 3 * sum(units) / ranks
     return kept + max(2 * size + sum(units[index:]) / ranks for index, size in enumerate(units))
@@ -69,32 +61,29 @@ def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
 def tokens_to_hide(
     flops_per_s: float, wire_bytes_per_s: float, ranks: int, number_bytes: int = 2
 ) -> float:
-    """Tokens of a rank in a step from which on FSDP's communication can hide behind its arithmetic.
+    """Return the tokens per rank and step from which FSDP's arithmetic hides its communication.
 
-    Training takes about 6 operations for each parameter and token (2 forward, 4 backward), and
-    three passes over the parameters. The number of parameters is on both sides and drops out.
-    Source of the 6: Kaplan et al., "Scaling laws for neural language models", 2020
-    (arXiv:2001.08361).
+    Training takes about 6 operations per parameter and token, 2 forward and 4 backward, and three
+    passes over the parameters, so the number of parameters cancels. Source of the 6: Kaplan et al.,
+    "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
     """
     seconds_per_parameter = 3 * number_bytes * (ranks - 1) / ranks / wire_bytes_per_s
     return seconds_per_parameter * flops_per_s / 6
 
 
 def shard_elements(shape: Sequence[int], ranks: int) -> int:
-    """Numbers that the fullest rank keeps of a parameter cut along its first dimension: ceil(rows /
-    ranks) rows.
-    """
+    """Return the elements of the largest shard of a parameter: ceil(rows / ranks) rows."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer with bias, and ReLU after it where ``relu`` is set.
+    """A linear layer with bias.
 
     Attributes:
-        inputs: numbers in.
-        outputs: numbers out.
-        unit: name of the FSDP unit that it belongs to.
+        inputs: features in.
+        outputs: features out.
+        unit: name of its FSDP unit.
         block: name of the block that checkpointing would recompute, or "".
         relu: whether a ReLU follows.
     """
@@ -107,7 +96,7 @@ class LinearLayer:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of its parameters: weight and bias."""
+        """Shapes of weight and bias."""
         return (self.outputs, self.inputs), (self.outputs,)
 
 
@@ -120,64 +109,61 @@ def toy_layers(
     tail: int = 7,
     skip: Sequence[int] = (),
 ) -> list[LinearLayer]:
-    """The layers of labkit.models.toy.ToyModel, assigned to the units that ``--wrap`` makes."""
+    """Return the layers of labkit.models.toy.ToyModel in the units of ``--wrap``.
+
+    Blocks listed in ``skip`` stay in the root unit.
+    """
     widths = [inputs, hidden, hidden, hidden, narrow] + [narrow] * tail + [outputs]
     last = len(widths) - 2
     layers = []
     for index, (a, b) in enumerate(pairwise(widths)):
-        block = f"block {index - 2}" if 2 <= index < last and index - 2 not in skip else ""
-        unit = {"block": block or "root", "layer": f"layer {index}"}.get(wrap, "root")
-        layers.append(
-            LinearLayer(
-                a, b, unit, f"block {index - 2}" if 2 <= index < last else "", relu=index < last
-            )
-        )
+        block = f"block {index - 2}" if 2 <= index < last else ""
+        wrapped = "root" if index - 2 in skip or not block else block
+        unit = {"block": wrapped, "layer": f"layer {index}"}.get(wrap, "root")
+        layers.append(LinearLayer(a, b, unit, block, relu=index < last))
     return layers
 
 
 def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[LinearLayer]:
-    """The layers of labkit.models.mlp.MLPStack, two in each MLP, assigned to the units that
-    ``--wrap`` makes.
-    """
+    """Return the layers of labkit.models.mlp.MLPStack, two per MLP, in the units of ``--wrap``."""
     layers = []
-    for index, times in zip(range(blocks), cycle((3, 4, 3))):  # a cycle has no end
+    # cycle() is endless, so zip cannot be strict.
+    for index, times in zip(range(blocks), cycle((3, 4, 3))):
+        block = f"block {index}"
         for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
-            unit = {"block": f"block {index}", "layer": f"layer {2 * index + part}"}.get(
-                wrap, "root"
-            )
-            layers.append(LinearLayer(a, b, unit, f"block {index}"))
+            unit = {"block": block, "layer": f"layer {2 * index + part}"}.get(wrap, "root")
+            layers.append(LinearLayer(a, b, unit, block))
     return layers
 
 
 def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int, int]]:
-    """Bytes of each unit by name, in order: what a rank keeps of it, and what it holds while the
-    unit is gathered.
-    """
+    """Return (bytes of a rank's shard, bytes when gathered) of each unit, by name."""
     kept: Counter[str] = Counter()
     for layer in layers:
-        kept[layer.unit] += FLOAT_BYTES * sum(
-            shard_elements(shape, ranks) for shape in layer.shapes
-        )
+        elements = sum(shard_elements(shape, ranks) for shape in layer.shapes)
+        kept[layer.unit] += FLOAT_BYTES * elements
     return {unit: (shard, shard * ranks) for unit, shard in kept.items()}
 
 
 def step_collectives(
     layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """Collectives of one training step and the bytes that a rank hands to them, by the names of
-    ``result.value``.
+    """Return the collectives of a training step and the bytes that a rank hands to them.
 
-    Every unit is gathered once for the forward pass. Resharding costs a second time in the backward
-    pass, but for the root, which is not resharded since its backward pass comes next. Every unit's
-    gradients are reduce-scattered once.
+    FSDP gathers every unit for the forward pass and reduce-scatters its gradients once. A unit that
+    was resharded is gathered again for the backward pass. The root is not resharded, because its
+    backward pass comes next.
+
+    Returns:
+        Values by the names of ``result.value``.
     """
     units = unit_bytes(layers, ranks)
-    again = {
-        unit: sizes for unit, sizes in units.items() if reshard_after_forward and unit != "root"
-    }
+    gathered = list(units.values())
+    if reshard_after_forward:
+        gathered += [sizes for unit, sizes in units.items() if unit != "root"]
     return {
-        "all_gather_count": len(units) + len(again),
-        "all_gather_bytes": sum(kept for kept, _ in [*units.values(), *again.values()]),
+        "all_gather_count": len(gathered),
+        "all_gather_bytes": sum(kept for kept, _ in gathered),
         "reduce_scatter_count": len(units),
         "reduce_scatter_bytes": sum(full for _, full in units.values()),
     }
@@ -186,20 +172,16 @@ def step_collectives(
 def stage_collectives(
     layers: Sequence[LinearLayer], ranks: int, *, stage: int, number_bytes: int = FLOAT_BYTES
 ) -> dict[str, int]:
-    """The same for each stage of ``step_ledger``, with gathers of ``number_bytes`` a number.
+    """Return the collectives of a step in each stage of ``step_ledger``, and the bytes handed over.
 
-    Stage 0 is one all-reduce a bucket of 25 MiB. Stage 1 reduces every gradient onto the rank that
-    updates its parameter, and gathers the updated ones: bytes alone, as Rajbhandari et al., 2020,
-    section 7.1, count them.
+    Stage 0 makes one all-reduce per bucket of 25 MiB. Stage 1 reduces every gradient onto the rank
+    that updates its parameter, then gathers the updated parameters; only its bytes are given, as in
+    Rajbhandari et al., 2020, section 7.1. Stages 2 and 3 gather ``number_bytes`` per element.
     """
     whole = sum(FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes)
     if stage == 0:
-        coming = [
-            FLOAT_BYTES * math.prod(shape)
-            for layer in reversed(layers)
-            for shape in reversed(layer.shapes)
-        ]
-        buckets = bucket_plan(coming, first_mb=DEFAULT_BUCKET_MB)
+        sizes = [FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes]
+        buckets = bucket_plan(sizes[::-1], first_mb=DEFAULT_BUCKET_MB)
         return {"all_reduce_count": len(buckets), "all_reduce_bytes": whole}
     if stage == 1:
         return {"all_gather_bytes": whole // ranks, "reduce_scatter_bytes": whole}
@@ -208,41 +190,39 @@ def stage_collectives(
 
 
 def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """Bytes that leave a rank in a step, by collective, from those handed to the calls by
-    ``..._bytes``.
+    """Return the bytes that leave a rank in a step, by collective.
+
+    ``handed`` has the bytes handed to the calls, by names such as ``all_gather_bytes``.
     """
-    names = [
-        name for name in ("all_gather", "reduce_scatter", "all_reduce") if f"{name}_bytes" in handed
-    ]
-    return {name: collective_wire_bytes(name, handed[f"{name}_bytes"], ranks) for name in names}
+    return {
+        name: collective_wire_bytes(name, handed[f"{name}_bytes"], ranks)
+        for name in ("all_gather", "reduce_scatter", "all_reduce")
+        if f"{name}_bytes" in handed
+    }
 
 
 def hybrid_collectives(
     layers: Sequence[LinearLayer], group: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """The same for hybrid sharding, by axis: ``data`` inside a group of ranks, ``replicate`` from
-    group to group.
+    """Return the collectives of a hybrid-sharded step and the bytes handed over, by axis.
 
-    A group does what all ranks do without groups. Each of its ranks then holds the sum of the
-    group's gradients for its shard, and sums that over the groups: one all-reduce a unit, of the
-    shard's size.
+    Each group of ranks does on the ``data`` axis what ``step_collectives`` gives. Each rank then
+    all-reduces the gradient of its shard of every unit over the groups, the ``replicate`` axis.
     """
     inside = step_collectives(layers, group, reshard_after_forward=reshard_after_forward)
     shards = [shard for shard, _ in unit_bytes(layers, group).values()]
-    across = {"all_reduce_count": len(shards), "all_reduce_bytes": sum(shards)}
     return {f"data/{name}": value for name, value in inside.items()} | {
-        f"replicate/{name}": value for name, value in across.items()
+        "replicate/all_reduce_count": len(shards),
+        "replicate/all_reduce_bytes": sum(shards),
     }
 
 
 def resident_bytes(
     layers: Sequence[LinearLayer], ranks: int, *, frozen: Collection[str] = ()
 ) -> dict[str, int]:
-    """Bytes that the fullest rank holds after a step, gradients included, by the names of
-    ``result.value``.
+    """Return the bytes that the fullest rank holds after a step, by the names of ``result.value``.
 
-    Parameters of the units in ``frozen`` are not trained: they have neither gradient nor optimizer
-    state.
+    The units in ``frozen`` are not trained, so they have neither gradients nor optimizer state.
     """
     units = unit_bytes(layers, ranks)
     trained = sum(shard for unit, (shard, _) in units.items() if unit not in frozen)
@@ -256,11 +236,11 @@ def resident_bytes(
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """What a rank holds in the course of one training step.
+    """What a rank holds over the course of a training step.
 
     Attributes:
-        moments: bytes by category after each event, in the order of the step.
-        backward: the index of the first moment of the backward pass.
+        moments: bytes by category after each event.
+        backward: index of the first moment of the backward pass.
     """
 
     moments: Sequence[Mapping[str, int]]
@@ -268,13 +248,13 @@ class MemoryLedger:
 
     @property
     def peak_index(self) -> int:
-        """The index of the first moment at which the rank holds most."""
+        """Index of the first moment at which the rank holds most."""
         totals = [sum(moment.values()) for moment in self.moments]
         return totals.index(max(totals))
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by category at that moment, and their sum as ``total``."""
+        """Bytes by category at the peak, with their sum as ``total``."""
         held = {category: size for category, size in self.moments[self.peak_index].items() if size}
         return held | {"total": sum(held.values())}
 
@@ -288,41 +268,34 @@ def step_ledger(
     checkpointing: bool = False,
     number_bytes: int = FLOAT_BYTES,
 ) -> MemoryLedger:
-    """What a rank holds after each event of one training step, by category.
+    """Return what a rank holds after each event of a training step, by category.
 
-    Categories: parameter, optstate and gradient (what stays on the rank); unsharded_parameter;
-        all_gather and
-    reduce_scatter (communication buffers); activation; temp.
+    Categories: parameter, optstate and gradient, which stay on the rank; unsharded_parameter;
+    all_gather and reduce_scatter, which are communication buffers; activation; temp.
 
     Args:
         layers: in the order of the forward pass.
         samples: rows of a rank's input, batch x sequence.
-        ranks: who share what is sharded.
-        stage: 3 is FSDP; 2 is FSDP that keeps what it has gathered until the backward pass; 1 is
-            DDP with a sharded optimizer; 0 is DDP, where gradients stay where they were made, and
-            at the end of the backward pass a flat bucket (temp) holds all of them once more, for
-            the all-reduce.
-        checkpointing: blocks keep their input only, and compute the rest again in the backward
-            pass.
-        number_bytes: of a number in gathered parameters, activations and their gradients: 4, or 2
+        ranks: number of ranks that share what is sharded.
+        stage: 3 is FSDP. 2 is FSDP that keeps gathered parameters until the backward pass. 1 is DDP
+            with a sharded optimizer. 0 is DDP, which also copies all gradients into a flat bucket
+            (temp) for the all-reduce at the end of the backward pass.
+        checkpointing: blocks keep only their input, and recompute the rest in the backward pass.
+        number_bytes: per element of gathered parameters, activations and their gradients: 4, or 2
             with bfloat16. Shards, reduced gradients and the loss stay float32.
 
     Raises:
-        ValueError: another stage; 2 bytes in a stage that gathers nothing.
+        ValueError: the stage is unknown, or gathers nothing but ``number_bytes`` is not 4.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
-    if stage < 2:
-        if number_bytes != FLOAT_BYTES:
-            raise ValueError(
-                f"stage {stage} gathers no parameters, so none are gathered in {number_bytes}"
-                " bytes: take float32, or stage 2 or 3"
-            )
-        walk: _StepMemory = _DDPStepMemory(
-            layers, samples, ranks, False, checkpointing, FLOAT_BYTES, shard_optimizer=stage == 1
+    if stage < 2 and number_bytes != FLOAT_BYTES:
+        raise ValueError(
+            f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
+            "take float32, or stage 2 or 3"
         )
-    else:
-        walk = _StepMemory(layers, samples, ranks, stage == 3, checkpointing, number_bytes)
+    kind = _StepMemory if stage >= 2 else _DDPStepMemory
+    walk = kind(layers, samples, ranks, stage, checkpointing, number_bytes)
     walk.forward()
     backward = len(walk.moments)
     walk.backward()
@@ -337,68 +310,58 @@ def fsdp_step_peak(
     reshard_after_forward: bool = True,
     checkpointing: bool = False,
 ) -> dict[str, int]:
-    """Bytes by category at the moment of an FSDP step when a rank holds most, and their sum as
-    ``total``.
+    """Return the bytes by category at the peak of an FSDP step, with their sum as ``total``.
 
-    See ``step_ledger``, which walks through the step event by event.
+    The arguments are those of ``step_ledger``.
     """
     stage = 3 if reshard_after_forward else 2
     return step_ledger(layers, samples, ranks, stage=stage, checkpointing=checkpointing).peak
 
 
 def ddp_step_peak(layers: Sequence[LinearLayer], samples: int) -> dict[str, int]:
-    """The same for DDP, where every rank holds everything."""
+    """Return the bytes by category at the peak of a DDP step, with their sum as ``total``."""
     return step_ledger(layers, samples, 1, stage=0).peak
 
 
 class _StepMemory:
-    """What one training step allocates and frees, event by event, as ``fully_shard`` orders
-    them.
-    """
+    """Allocations of one training step, event by event, in the order of ``fully_shard``."""
 
     gradient_category = "temp"
-    """Category of a parameter's whole gradient."""
+    """Category of a parameter's unreduced gradient."""
 
     def __init__(
         self,
         layers: Sequence[LinearLayer],
         samples: int,
         ranks: int,
-        reshard: bool,
+        stage: int,
         checkpointing: bool,
         number_bytes: int,
     ):
-        self.layers, self.samples, self.reshard, self.checkpointing = (
-            layers,
-            samples,
-            reshard,
-            checkpointing,
-        )
-        self.ranks, self.number_bytes = ranks, number_bytes
+        self.layers, self.samples, self.ranks = layers, samples, ranks
+        self.stage, self.checkpointing, self.number_bytes = stage, checkpointing, number_bytes
         self.short = number_bytes != FLOAT_BYTES
         self.units = unit_bytes(layers, ranks)
-        self.now: Counter[str] = Counter()  # bytes that are allocated, by category
         self.moments: list[Mapping[str, int]] = []
         self.gathered: set[str] = set()
-        self.ahead: set[str] = (
-            set()
-        )  # gathered ahead of their use, still in the all-gather's buffer
-        self.buffer = 0  # of the last all-gather of the forward pass
-        self.reducing = 0  # input of the last reduce-scatter, kept until the next one starts
-        self.add_initial_state()
-        self.allocate("activation", self._float_activation_bytes(layers[0].inputs))
-        if self.short:  # the samples are float32, their copy is not
+        # Units that were prefetched and are still in the all-gather's buffer.
+        self.ahead: set[str] = set()
+        # Bytes of the forward pass's last all-gather, whose buffer lives until the next is read.
+        self.buffer = 0
+        # Bytes of the last reduce-scatter's input, which is kept until the next one starts.
+        self.reducing = 0
+        parameters, state = self.initial_bytes()
+        self.now = Counter(parameter=parameters)
+        self.allocate("optstate", state)
+        self.allocate("activation", FLOAT_BYTES * samples * layers[0].inputs)
+        # The samples are float32, and mixed precision makes a copy of them.
+        if self.short:
             self.allocate("activation", self._activation_bytes(layers[0].inputs))
 
-    def add_initial_state(self) -> None:
-        """What is there before the step."""
+    def initial_bytes(self) -> tuple[int, int]:
+        """Bytes of parameters and of optimizer state before the step."""
         held = resident_bytes(self.layers, self.ranks)
-        self.set_resident_bytes(held["end_parameter_bytes"], held["end_optstate_bytes"])
-
-    def set_resident_bytes(self, parameters: int, state: int) -> None:
-        """The first moment: what stays from step to step."""
-        self.now["parameter"] = parameters
-        self.allocate("optstate", state)
+        return held["end_parameter_bytes"], held["end_optstate_bytes"]
 
     def allocate(self, category: str, size: int) -> None:
         self.now[category] += size
@@ -410,11 +373,7 @@ class _StepMemory:
     def _activation_bytes(self, width: int) -> int:
         return self.number_bytes * self.samples * width
 
-    def _float_activation_bytes(self, width: int) -> int:
-        return FLOAT_BYTES * self.samples * width
-
     def _full_unit_bytes(self, unit: str) -> int:
-        """Bytes of a unit's parameters while they are gathered."""
         return self.units[unit][1] * self.number_bytes // FLOAT_BYTES
 
     def forward(self) -> None:
@@ -424,24 +383,18 @@ class _StepMemory:
             self._gather_unit(layer.unit)
             self._layer_forward(layer)
             following = self.layers[index + 1] if index + 1 < len(self.layers) else None
-            if (
-                self.checkpointing
-                and layer.block
-                and (following is None or following.block != layer.block)
-            ):
+            ends_block = following is None or following.block != layer.block
+            if self.checkpointing and layer.block and ends_block:
                 for inner in self._inner_layers(layer.block):
                     self.free("activation", self._activation_bytes(inner.outputs))
-            if (
-                self.reshard
-                and layer.unit != "root"
-                and (following is None or following.unit != layer.unit)
-            ):
+            ends_unit = following is None or following.unit != layer.unit
+            if self.stage == 3 and layer.unit != "root" and ends_unit:
                 self._reshard_unit(layer.unit)
         self.free("all_gather", self.buffer)
-        self._loss_forward(self._float_activation_bytes(self.layers[-1].outputs))
+        self._loss_forward(FLOAT_BYTES * self.samples * self.layers[-1].outputs)
 
     def _loss_forward(self, size: int) -> None:
-        """The mean square of output - 1, in float32; it keeps output - 1."""
+        """Compute the mean square of output - 1 in float32, which keeps output - 1."""
         if self.short:
             self.allocate("temp", size)
         self.allocate("activation", size)
@@ -451,21 +404,19 @@ class _StepMemory:
         self.free("temp", size)
 
     def _loss_backward(self, size: int) -> None:
-        """The gradient of the output. On the way there are the mean's, output - 1, twice that, and
-        their product.
-        """
+        # Autograd holds the mean's gradient, output - 1, twice that, and their product at once.
         self.allocate("temp", 4 * size)
         self.free("temp", 3 * size)
         self.free("activation", size)
         if self.short:
-            short = size * self.number_bytes // FLOAT_BYTES
-            self.allocate("temp", short)
+            self.allocate("temp", size * self.number_bytes // FLOAT_BYTES)
             self.free("temp", size)
 
     def _layer_forward(self, layer: LinearLayer, keep_as: str = "activation") -> None:
         out = self._activation_bytes(layer.outputs)
         self.allocate(keep_as, out)
-        if layer.relu:  # its result is kept, its input is not
+        # ReLU's backward pass needs its result and not its input, which is freed.
+        if layer.relu:
             self.allocate(keep_as, out)
             self.free(keep_as, out)
 
@@ -473,7 +424,7 @@ class _StepMemory:
         return [layer for layer in self.layers if layer.block == block][:-1]
 
     def backward(self) -> None:
-        self._loss_backward(self._float_activation_bytes(self.layers[-1].outputs))
+        self._loss_backward(FLOAT_BYTES * self.samples * self.layers[-1].outputs)
         recomputed: set[str] = set()
         for index, layer in reversed(list(enumerate(self.layers))):
             self._regather_unit(layer.unit, ahead=self._preceding_unit(index))
@@ -483,42 +434,35 @@ class _StepMemory:
                     self._layer_forward(inner, keep_as="temp")
             again = layer.block in recomputed and layer in self._inner_layers(layer.block)
             self._layer_backward(layer, first=index == 0, kept_as="temp" if again else "activation")
-            if layer.unit != "root" and (index == 0 or self.layers[index - 1].unit != layer.unit):
+            starts_unit = index == 0 or self.layers[index - 1].unit != layer.unit
+            if layer.unit != "root" and starts_unit:
                 self._reduce_gradients(layer.unit)
         if "root" in self.units:
             self._reduce_gradients("root")
 
     def _preceding_unit(self, index: int) -> str:
-        unit = self.layers[index].unit
-        return next(
-            (
-                each.unit
-                for each in reversed(self.layers[:index])
-                if each.unit not in (unit, "root")
-            ),
-            "",
-        )
+        for layer in reversed(self.layers[:index]):
+            if layer.unit not in (self.layers[index].unit, "root"):
+                return layer.unit
+        return ""
 
     def _layer_backward(self, layer: LinearLayer, first: bool, kept_as: str) -> None:
         out, before = self._activation_bytes(layer.outputs), self._activation_bytes(layer.inputs)
+        # The gradient before the ReLU is made while the one behind it still exists.
         if layer.relu:
-            self.allocate("temp", out)  # gradient before the ReLU
+            self.allocate("temp", out)
             self.free("temp", out)
         self.free(kept_as, out)
         if not first:
             self.allocate("temp", before)
-        self.allocate(
-            self.gradient_category,
-            self.number_bytes * sum(math.prod(shape) for shape in layer.shapes),
-        )
+        elements = sum(math.prod(shape) for shape in layer.shapes)
+        self.allocate(self.gradient_category, self.number_bytes * elements)
         self.free("temp", out)
-        if first and self.short:  # the samples' copy; they themselves are the caller's
+        # The samples belong to the caller, but their low-precision copy is freed.
+        if first and self.short:
             self.free("activation", before)
 
     def _gather_unit(self, unit: str) -> None:
-        """For the forward pass. The buffer that the ranks' shards arrive in lives on until the next
-        one is read.
-        """
         if unit not in self.gathered:
             self.allocate("all_gather", self._full_unit_bytes(unit))
             self._unshard_unit(unit)
@@ -526,7 +470,7 @@ class _StepMemory:
             self.buffer = self._full_unit_bytes(unit)
 
     def _regather_unit(self, unit: str, ahead: str) -> None:
-        """For the backward pass: the next unit's shards are under way while this one computes."""
+        """Gather a unit for its backward pass, and prefetch the unit that follows."""
         for needed in (unit, ahead):
             if needed and needed not in self.gathered | self.ahead:
                 self.allocate("all_gather", self._full_unit_bytes(needed))
@@ -549,35 +493,25 @@ class _StepMemory:
         self._reshard_unit(unit)
         self.free("reduce_scatter", self.reducing)
         self.allocate("reduce_scatter", full)
-        copied = (
-            self._full_unit_bytes(unit) if self.short else 0
-        )  # put in order of the ranks, before they become float32
+        # bfloat16 gradients are copied into the order of the ranks before they become float32.
+        copied = self._full_unit_bytes(unit) if self.short else 0
         self.allocate("temp", copied)
         self.allocate("gradient", kept)
-        numbers = sum(
-            math.prod(s) for layer in self.layers if layer.unit == unit for s in layer.shapes
-        )
-        self.free(
-            "temp", copied + self.number_bytes * numbers
-        )  # the whole gradients are the last to go
+        shapes = [shape for layer in self.layers if layer.unit == unit for shape in layer.shapes]
+        # The whole gradients are freed last.
+        self.free("temp", copied + self.number_bytes * sum(map(math.prod, shapes)))
         self.reducing = full
 
 
 class _DDPStepMemory(_StepMemory):
-    """The same where nothing is gathered, freed or reduced before all gradients are there."""
+    """Stages 0 and 1, in which nothing is gathered, and nothing reduced before the end."""
 
     gradient_category = "gradient"
 
-    def __init__(self, *how: Any, shard_optimizer: bool):
-        self.shard_optimizer = shard_optimizer
-        super().__init__(*how)
-
-    def add_initial_state(self) -> None:
-        held, share = resident_bytes(self.layers, 1), resident_bytes(self.layers, self.ranks)
-        self.set_resident_bytes(
-            held["end_parameter_bytes"],
-            (share if self.shard_optimizer else held)["end_optstate_bytes"],
-        )
+    def initial_bytes(self) -> tuple[int, int]:
+        sharing = self.ranks if self.stage == 1 else 1
+        state = resident_bytes(self.layers, sharing)["end_optstate_bytes"]
+        return resident_bytes(self.layers, 1)["end_parameter_bytes"], state
 
     def backward(self) -> None:
         super().backward()

@@ -20,9 +20,7 @@ def uncovered(
 def uncovered_in_turn(
     stretches: Sequence[tuple[float, float]], covers: Iterable[tuple[float, float]]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield (index, start, end) of each interval's parts outside ``covers`` and earlier
-    intervals.
-    """
+    """Yield (index, start, end) of the parts outside ``covers`` and outside earlier intervals."""
     covered = list(covers)
     for place, stretch in enumerate(stretches):
         yield from ((place, *part) for part in uncovered(*stretch, sorted(covered)))

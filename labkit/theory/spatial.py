@@ -1,15 +1,14 @@
-"""What lab 1 predicts of a ConvNeXt cut into strips: sizes, bytes moved, bytes held. Numbers in,
-numbers out.
+"""Predict sizes, bytes moved and bytes held for lab 1's ConvNeXt, whose images are cut into strips.
 
-Sizes are in elements unless the name says bytes. Each formula names its source or is derived in its
-docstring; the labs hold every one against what was measured. What arguments mean everywhere:
+Sizes are in elements unless the name says bytes. The labs compare every formula with measurements.
+In all functions:
 
     batch           samples that this rank holds
     depths, dims    blocks and channels in each stage
-    stages          from convnext_stages, of the whole images or of this rank's strip of them
+    stages          from convnext_stages, of the whole images or of this rank's strip
     tensor_dim      2 if the height is cut, 3 if the width
-    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1, 3 for ConvNeXt's
-    7x7 element_bytes   4 for float32, 2 for bfloat16
+    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1, 3 for ConvNeXt
+    element_bytes   4 for float32, 2 for bfloat16
 """
 
 from collections.abc import Sequence
@@ -20,9 +19,7 @@ from labkit.theory.sizes import shard_sizes
 
 @dataclass(frozen=True)
 class ConvNeXtStage:
-    """The feature maps of one ConvNeXt stage: [batch, channels, height, width], in ``depth``
-    blocks.
-    """
+    """The feature maps of one ConvNeXt stage: [batch, channels, height, width], in depth blocks."""
 
     channels: int
     height: int
@@ -33,9 +30,7 @@ class ConvNeXtStage:
 def convnext_stages(
     height: int, width: int, depths: Sequence[int], dims: Sequence[int]
 ) -> list[ConvNeXtStage]:
-    """The sizes of every stage's feature maps: the stem divides height and width by 4, each later
-    stage by 2 more.
-    """
+    """Return each stage's sizes: the stem divides height and width by 4, a later stage by 2."""
     strides = [4 * 2**index for index in range(len(dims))]
     return [
         ConvNeXtStage(channels, height // stride, width // stride, depth)
@@ -44,52 +39,47 @@ def convnext_stages(
 
 
 def total_stride(depths: Sequence[int]) -> int:
-    """What a ConvNeXt of so many stages divides height and width by: 4 in the stem, 2 before each
-    further stage.
-    """
+    """Return the factor by which a ConvNeXt of these stages divides height and width."""
     return 4 * 2 ** (len(depths) - 1)
 
 
 def check_convnext(height: int, width: int, depths: Sequence[int], dims: Sequence[int]) -> None:
-    """Raises ValueError, with the arithmetic, for images or stages that a ConvNeXt cannot have."""
+    """Raise ValueError, with the arithmetic, for images or stages that a ConvNeXt cannot have."""
     if len(depths) != len(dims) or not depths or min(*depths, *dims) < 1:
         raise ValueError(
-            f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, each at"
-            " least 1"
+            f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, "
+            "each at least 1"
         )
     stride = total_stride(depths)
     for name, size in (("height", height), ("width", width)):
         if size < 1 or size % stride:
             raise ValueError(
-                f"{name} {size} is not a multiple of the total stride {stride}: {size} % {stride} ="
-                f" {size % stride}"
+                f"{name} {size} is not a multiple of the total stride {stride}: "
+                f"{size} % {stride} = {size % stride}"
             )
 
 
 def check_strips(size: int, ranks: int, depths: Sequence[int], halo: int = 3) -> list[int]:
-    """The strips of a ConvNeXt's images, checked for the deepest stage, where they are narrowest.
+    """Return the widths of the strips, after checking them for the deepest and narrowest stage.
 
     Raises:
-        ValueError: strips that are no multiple of the total stride, or narrower than the halo in
-            the last stage.
+        ValueError: a strip is no multiple of the total stride, or narrower than the halo there.
     """
     stride = total_stride(depths)
     widths = shard_sizes(size, ranks, multiple=stride)
     if ranks > 1 and widths[-1] // stride < halo:
         raise ValueError(
-            f"{ranks} ranks cannot share {size}: in the last stage a rank holds {widths[-1]} /"
-            f" {stride} = {widths[-1] // stride}, less than the halo of {halo}; use fewer ranks,"
-            " fewer stages or a larger image"
+            f"{ranks} ranks cannot share {size}: in the last stage a rank holds "
+            f"{widths[-1]} / {stride} = {widths[-1] // stride}, less than the halo of {halo}; "
+            "use fewer ranks, fewer stages or a larger image"
         )
     return widths
 
 
 def halo_bytes(*, rows: int, halo: int, channels: int, batch: int, element_bytes: int = 4) -> int:
-    """Bytes that a rank sends to one neighbour before one convolution: ``halo`` columns of all rows
-    and channels.
+    """Return the bytes that a rank sends to one neighbour before one convolution.
 
-    ``rows`` is the length of the cut: the height where the width is cut, the width where the height
-    is.
+    ``rows`` is the length of the cut: the height if the width is cut, the width if the height is.
     """
     return rows * halo * channels * batch * element_bytes
 
@@ -102,33 +92,28 @@ def spatial_send_bytes(
     tensor_dim: int = 3,
     halo: int = 3,
 ) -> int:
-    """Bytes of float32 that one rank sends to its neighbours in a whole training step of a ConvNeXt
-    cut into strips.
+    """Return the float32 bytes that a rank sends to its neighbours in a training step.
 
-    Every block exchanges one halo before its depthwise convolution and the gradient of one in the
-    backward pass. There are 0, 1 (for the first and the last rank) or 2 ``neighbours``. The length
-    of the cut is not divided, so stages of whole images and of strips give the same.
+    Every block exchanges a halo before its depthwise convolution, and the halo's gradient in the
+    backward pass. The first and the last rank have 1 neighbour, the others 2. Stages of whole
+    images and of strips give the same, because the length of the cut is not divided.
     """
     total = 0
     for stage in stages:
         rows = stage.height if tensor_dim == 3 else stage.width
-        total += (
-            2
-            * neighbours
-            * stage.depth
-            * halo_bytes(rows=rows, halo=halo, channels=stage.channels, batch=batch)
-        )
+        one_way = halo_bytes(rows=rows, halo=halo, channels=stage.channels, batch=batch)
+        total += 2 * neighbours * stage.depth * one_way
     return total
 
 
 def convnext_parameters(
     depths: Sequence[int], dims: Sequence[int], num_classes: int, in_chans: int = 3
 ) -> int:
-    """Number of parameters of a ConvNeXt with layer scale, as labkit.models.convnext builds it.
+    """Return the number of parameters of labkit.models.convnext's ConvNeXt with layer scale.
 
-    A block of C channels has a depthwise 7x7 (49 C + C), a norm (2 C), C to 4C and back (8 C^2 + 5
-    C) and gamma (C). A downsampling from A to B channels has a kernel (A B k^2 + B) and a norm of B
-    in the stem, of A elsewhere.
+    A block of C channels has a depthwise 7x7 convolution (49 C + C), a norm (2 C), C to 4C and back
+    (8 C^2 + 5 C) and gamma (C). A downsampling from A to B channels has a kernel (A B k^2 + B) and
+    a norm of B channels in the stem, of A elsewhere.
     """
     total = dims[-1] * num_classes + num_classes
     for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
@@ -139,9 +124,8 @@ def convnext_parameters(
 
 
 def convnext_parameter_tensors(depths: Sequence[int]) -> int:
-    """Number of parameter tensors of a ConvNeXt: four in a downsampling, nine in a block, two in
-    the head.
-    """
+    """Return the number of parameter tensors of a ConvNeXt."""
+    # Four in a downsampling, nine in a block, two in the head.
     return 4 * len(depths) + 9 * sum(depths) + 2
 
 
@@ -155,31 +139,30 @@ def spatial_all_reduces(
     space_ranks: int,
     data_ranks: int = 1,
 ) -> tuple[int, int]:
-    """How many all-reduces a training step of a ConvNeXt cut into strips makes, and the bytes a
-    rank hands to them.
+    """Return the number of all-reduces in a training step, and the float32 bytes handed to them.
 
-    The mean over the image adds up one number for each sample and channel of the last stage along
-    the space axis. Then the gradients, along each axis of the mesh: ``local`` hands over all in one
-    flat bucket, so this holds for models below the bucket's 25 MiB; ``dtensor`` hands over each
-    tensor alone, and the head's weight and bias, which all strips compute alike, along the data
-    axis only. Numbers are float32.
+    The mean over the image sums one element per sample and channel of the last stage along the
+    space axis. Gradients follow along each axis of the mesh. Strategy ``local`` sends all of them
+    in one flat bucket, so the count holds for models below the bucket's 25 MiB. ``dtensor`` sends
+    each tensor alone, and the head's two tensors only along the data axis, because all strips
+    compute the same gradient for them.
 
     Raises:
-        ValueError: a strategy that is neither of the two.
+        ValueError: the strategy is neither of the two.
     """
     if strategy not in ("local", "dtensor"):
         raise ValueError(f"strategy {strategy!r} is neither 'local' nor 'dtensor'")
     elements, head = convnext_parameters(depths, dims, num_classes), (dims[-1] + 1) * num_classes
-    axes = (space_ranks > 1) + (data_ranks > 1)
-    head_axes = axes if strategy == "local" else axes - (space_ranks > 1)
-    count = (
-        axes
-        if strategy == "local"
-        else axes * (convnext_parameter_tensors(depths) - 2) + head_axes * 2
-    )
+    along_space = int(space_ranks > 1)
+    axes = along_space + (data_ranks > 1)
+    if strategy == "local":
+        head_axes, count = axes, axes
+    else:
+        head_axes = axes - along_space
+        count = axes * (convnext_parameter_tensors(depths) - 2) + head_axes * 2
     gradients = axes * (elements - head) + head_axes * head
-    means = batch * dims[-1] if space_ranks > 1 else 0
-    return count + (space_ranks > 1), (gradients + means) * 4
+    means = along_space * batch * dims[-1]
+    return count + along_space, (gradients + means) * 4
 
 
 def convnext_activation_bytes(
@@ -191,34 +174,34 @@ def convnext_activation_bytes(
     halo: int = 3,
     element_bytes: int = 4,
 ) -> int:
-    """Bytes of activations that a ConvNeXt keeps for its backward pass, on one rank.
+    """Return the bytes of activations that a rank keeps for a ConvNeXt's backward pass.
 
-    In units of one feature map A = batch x C x height x width, a block keeps: the depthwise
-    convolution's input (A, plus the halo), its output for the norm (A), the norm's for the first
-    pointwise convolution (A), that one's for GELU (4 A), GELU's for the second (4 A), and its
-    output for the layer scale (A): 12 A. A norm keeps a mean and a deviation a pixel as well. A
-    downsampling keeps the norm's input and output. Memory peaks in the backward pass of the last
-    block, when the first of these, the layer scale's input, is already gone: 1 A less there.
+    In units of one feature map A = batch x C x height x width, a block keeps the depthwise
+    convolution's input (A, plus the halo) and output (A), the first pointwise convolution's input
+    (A), GELU's input and output (4 A each), and the layer scale's input (A): 12 A. A norm also
+    keeps a mean and a deviation per pixel. A downsampling keeps its norm's input and output.
 
-    ``stages`` are those of this rank's strip; with one of ``ranks`` in the line there is no halo.
+    Args:
+        stages: of this rank's strip.
+        batch: samples that this rank holds.
+        ranks: number of strips. A single one has no halo.
+        tensor_dim: 2 if the height is cut, 3 if the width.
+        halo: columns that a neighbour needs.
+        element_bytes: bytes per element.
     """
     elements = 0
     for index, stage in enumerate(stages):
         pixels = batch * stage.height * stage.width
-        border = (
-            batch * (stage.height if tensor_dim == 3 else stage.width) * 2 * halo
-            if ranks > 1
-            else 0
-        )
-        elements += stage.depth * (
-            12 * pixels * stage.channels + border * stage.channels + 2 * pixels
-        )
-        elements += (
-            pixels * stage.channels + 2 * pixels if index == 0 else 0
-        )  # the stem's norm: its input
+        rows = stage.height if tensor_dim == 3 else stage.width
+        border = batch * rows * 2 * halo if ranks > 1 else 0
+        elements += stage.depth * ((12 * pixels + border) * stage.channels + 2 * pixels)
+        # The stem's norm keeps its input.
+        if index == 0:
+            elements += pixels * stage.channels + 2 * pixels
         if index + 1 < len(stages):
-            elements += 2 * pixels * stage.channels + 2 * pixels  # the norm's input and output
+            elements += 2 * pixels * stage.channels + 2 * pixels
         else:
+            # Memory peaks in the last block's backward pass, when its layer scale's input is freed.
             elements -= pixels * stage.channels
     return elements * element_bytes
 
@@ -231,15 +214,14 @@ def strip_step_s(
     alpha_s: float,
     beta_s_per_byte: float,
 ) -> float:
-    """Seconds of a step cut into strips, where nothing hides: the arithmetic's share, then every
-    message.
+    """Return the seconds of a step cut into strips if no communication is hidden.
 
     Args:
-        plain_s: of the same step on one device.
-        ranks: how many share it.
-        messages: that a rank waits for in a step, one after another.
-        message_bytes: of each.
+        plain_s: seconds of the same step on one device.
+        ranks: number of ranks that share it.
+        messages: number that a rank waits for in a step, one after another.
+        message_bytes: bytes of each message.
         alpha_s: latency of a message.
-        beta_s_per_byte: what each byte adds.
+        beta_s_per_byte: seconds per byte.
     """
     return plain_s / ranks + messages * (alpha_s + message_bytes * beta_s_per_byte)

@@ -1,21 +1,20 @@
-"""What tensor parallelism sends and holds, alone and on a mesh with data parallelism: formulas,
-without torch.
+"""Compute what tensor parallelism sends and holds, alone and on a mesh with data parallelism.
 
-A pair is two linear layers with bias, ``width`` to ``inner`` and back. Its inner features are
-shared out over the axis ``tp``. Samples are shared out over the axis ``data``, and so are the
-parameters where FSDP does it. To FSDP and DDP, what a rank of ``tp`` holds is simply a thinner
-model: their formulas are those of ``theory.fsdp``. In all formulas:
+A pair is two linear layers with bias, from ``width`` to ``inner`` features and back. The axis
+``tp`` shards the inner features, the axis ``data`` the samples and, with FSDP, the parameters. To
+FSDP or DDP a rank's part of the model is a thinner model, so the formulas of ``theory.fsdp`` apply.
+In all functions:
 
-    pairs               width and inner features of every pair; all of one width where activations
-    are counted tokens              of a rank in a step: its samples times their places
-    data, tp            lengths of these axes
+    pairs               width and inner features of every pair; activations need equal widths
+    tokens              of a rank in a step: samples times sequence length
+    data, tp            sizes of these axes
     plan                fsdp_tp or ddp_tp
-    sequence_parallel   tokens between the pairs are shared out, too
-    checkpointing       each pair keeps its input only
+    sequence_parallel   tokens are sharded between the pairs, too
+    checkpointing       each pair keeps only its input
 
 Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Korthikanti et al.,
-    "Reducing Activation
-Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198) for the sequence.
+"Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198) for
+sequence parallelism.
 """
 
 import math
@@ -29,21 +28,20 @@ LayerPairs = Sequence[tuple[int, int]]
 
 
 def mlp_pairs(dim: int, multipliers: Sequence[int] = (3, 4, 3)) -> list[tuple[int, int]]:
-    """Those of labkit.models.mlp.MLPStack."""
+    """Return the pairs of labkit.models.mlp.MLPStack."""
     return [(dim, times * dim) for times in multipliers]
 
 
 def chain_pairs(dim: int) -> list[tuple[int, int]]:
-    """Those of labkit.models.chain.LinearChain: four layers make two pairs."""
+    """Return the pairs of labkit.models.chain.LinearChain: four layers make two pairs."""
     return [(dim, dim)] * 2
 
 
 def rank_layers(pairs: LayerPairs, tp: int) -> list[fsdp.LinearLayer]:
-    """What one rank of ``tp`` holds of the model, as layers of their own; each pair is a unit of
-    FSDP.
+    """Return the layers that one rank of ``tp`` holds; each pair is a unit of FSDP.
 
-    The first layer of a pair is cut by columns of its output, bias included. The second is cut by
-    its inputs, and its bias is whole.
+    The first layer of a pair is sharded by output features, bias included. The second is sharded by
+    input features, and its bias is whole.
 
     Raises:
         ValueError: the ranks cannot share an inner width evenly.
@@ -52,10 +50,8 @@ def rank_layers(pairs: LayerPairs, tp: int) -> list[fsdp.LinearLayer]:
     for index, (width, inner) in enumerate(pairs):
         share = even_share(inner, tp, "the inner width")
         unit = f"block {index}"
-        layers += [
-            fsdp.LinearLayer(width, share, unit, unit),
-            fsdp.LinearLayer(share, width, unit, unit),
-        ]
+        layers.append(fsdp.LinearLayer(width, share, unit, unit))
+        layers.append(fsdp.LinearLayer(share, width, unit, unit))
     return layers
 
 
@@ -67,23 +63,23 @@ def activation_collectives(
     sequence_parallel: bool = False,
     checkpointing: bool = False,
 ) -> dict[str, int]:
-    """Collectives of one training step along ``tp``, and the bytes that a rank hands to them.
+    """Return the collectives of a training step along ``tp``, and the bytes that a rank hands over.
 
-    Forward, every pair adds its ranks' results up: an all-reduce of all tokens. Backward, every
-    pair but the first adds up the gradients of its input; the first one's input are samples, which
-    have no gradient.
+    In the forward pass every pair all-reduces its output for all tokens. In the backward pass every
+    pair but the first all-reduces the gradient of its input; the first pair's inputs are samples,
+    which have no gradient. A checkpointed pair repeats its forward pass with its communication.
 
-    With sequence parallelism an all-reduce becomes a reduce-scatter behind a pair and an all-gather
-    before the next. Backward, each becomes the other. At the two ends, where the whole sequence
-    comes in and goes out, this takes two all-gathers more. A checkpointed pair repeats its forward
-    pass, communication included.
+    Sequence parallelism replaces an all-reduce with a reduce-scatter after a pair and an all-gather
+    before the next one, and the reverse in the backward pass. Two more all-gathers are needed where
+    the whole sequence enters and leaves the model.
 
     Raises:
         ValueError: the ranks cannot share the tokens evenly.
     """
     if tp == 1:
         return {}
-    token_bytes, sums = fsdp.FLOAT_BYTES * pairs[0][0], (2 + checkpointing) * len(pairs) - 1
+    token_bytes = fsdp.FLOAT_BYTES * pairs[0][0]
+    sums = (2 + checkpointing) * len(pairs) - 1
     whole = tokens * token_bytes
     if not sequence_parallel:
         return {"tp/all_reduce_count": sums, "tp/all_reduce_bytes": sums * whole}
@@ -99,66 +95,61 @@ def activation_collectives(
 def parameter_collectives(
     pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp"
 ) -> dict[str, int]:
-    """Collectives of one training step along ``data``, and the bytes that a rank hands to them.
+    """Return the collectives of a step along ``data``, and the bytes that a rank hands over.
 
-    FSDP gathers each pair's thin parameters twice and reduce-scatters their gradients. DDP
-    all-reduces the gradients; into how many messages it packs them is a matter of its buckets, so
-    only bytes are given.
+    FSDP gathers each pair's parameters twice and reduce-scatters their gradients. DDP all-reduces
+    the gradients; only its bytes are given, because the count depends on its buckets.
     """
     layers = rank_layers(pairs, tp)
     if data == 1:
         return {}
     if plan == "fsdp_tp":
-        return {
-            f"data/{name}": value for name, value in fsdp.step_collectives(layers, data).items()
-        }
+        sent = fsdp.step_collectives(layers, data)
+        return {f"data/{name}": value for name, value in sent.items()}
     return {"data/all_reduce_bytes": fsdp.FLOAT_BYTES * parameter_count(layers)}
 
 
 def step_collectives_by_axis(
     pairs: LayerPairs, tokens: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool
 ) -> dict[str, int]:
-    """All collectives of one training step by axis, by the names of ``result.value``: the two
-    functions above.
+    """Return all collectives of a training step by axis, by the names of ``result.value``.
 
-    ``how`` is ``sequence_parallel`` and ``checkpointing``, both False by default.
+    They are ``activation_collectives``, to which ``how`` is passed, and ``parameter_collectives``.
     """
-    return activation_collectives(pairs, tokens, tp, **how) | parameter_collectives(
-        pairs, data=data, tp=tp, plan=plan
-    )
+    along_tp = activation_collectives(pairs, tokens, tp, **how)
+    return along_tp | parameter_collectives(pairs, data=data, tp=tp, plan=plan)
 
 
 def parameter_count(layers: Sequence[fsdp.LinearLayer]) -> int:
-    """How many numbers some layers hold."""
+    """Return the number of parameters of some layers."""
     return sum(math.prod(shape) for layer in layers for shape in layer.shapes)
 
 
 def mesh_resident_bytes(
     pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp"
 ) -> dict[str, int]:
-    """Bytes that the fullest rank holds after a step with Adam, by the names of
-    ``result.value``.
-    """
+    """Return the bytes that the fullest rank holds after an Adam step, by ``result.value`` name."""
     return fsdp.resident_bytes(rank_layers(pairs, tp), data if plan == "fsdp_tp" else 1)
 
 
 def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[str, float]:
-    """Bytes that one rank puts on the wire along each axis if every collective runs in a ring.
+    """Return the bytes that one rank of a ring puts on the wire along each axis.
 
-    Of n ranks' ring, a rank that hands s bytes to an all-gather sends (n - 1) s; to a
-    reduce-scatter (n - 1) / n of s; to an all-reduce, which is one of each, 2 (n - 1) / n of s.
-    Source: ``theory.collectives.wire_bytes``. What was ``sent`` comes by the names of
-        ``result.value``, from ``collectives`` or measured; others are left out.
+    In a ring of n ranks, a rank that hands s bytes to an all-gather sends (n - 1) s; to a
+    reduce-scatter (n - 1) / n of s; to an all-reduce 2 (n - 1) / n of s. ``sent`` has bytes handed
+    to the calls by the names of ``result.value``, predicted or measured; other values are ignored.
     """
-    wire = {}
-    for axis, ranks in (("tp", tp), ("data", data)):
-        parts = {
-            "all_gather": ranks - 1,
-            "reduce_scatter": (ranks - 1) / ranks,
-            "all_reduce": 2 * (ranks - 1) / ranks,
-        }
-        wire[axis] = sum(part * sent.get(f"{axis}/{name}_bytes", 0) for name, part in parts.items())
-    return wire
+    return {
+        axis: sum(fsdp.stage_wire_bytes(_on_axis(sent, axis), ranks).values())
+        for axis, ranks in (("tp", tp), ("data", data))
+    }
+
+
+def _on_axis(values: Mapping[str, float], axis: str) -> dict[str, float]:
+    start = f"{axis}/"
+    return {
+        name.removeprefix(start): value for name, value in values.items() if name.startswith(start)
+    }
 
 
 def tp_activation_bytes(
@@ -169,42 +160,39 @@ def tp_activation_bytes(
     sequence_parallel: bool = False,
     checkpointing: bool = False,
 ) -> int:
-    """Bytes of activations that a rank holds of an MLPStack when its forward pass ends.
+    """Return the bytes of activations of an MLPStack on a rank at the end of its forward pass.
 
-    A pair keeps its input, its inner features after the first ReLU, of which a rank has its share,
-    and its result after the second, which is the next one's input. The loss keeps one tensor more.
-    Between the pairs every rank holds the same. A checkpointed pair keeps its input only.
+    A pair keeps its input, the rank's share of its inner features after the first ReLU, and its
+    output after the second, which is the next pair's input. The loss keeps one more tensor.
+    Between the pairs every rank holds the same. A checkpointed pair keeps only its input.
 
-    With sequence parallelism a rank holds its tokens alone between the pairs. But torch's
-    ColwiseParallel keeps the input that it has gathered, too, for the gradient of its weights: this
-    saves memory only where the pairs are checkpointed, or where more than a ReLU lies between them.
-    (Megatron-LM gathers again in the backward pass instead.)
+    With sequence parallelism a rank holds only its own tokens between the pairs. But torch's
+    ColwiseParallel also keeps the gathered input for the gradient of its weights, so this saves
+    memory only if the pairs are checkpointed or more than a ReLU lies between them. Megatron-LM
+    gathers again in the backward pass instead.
 
     Raises:
         ValueError: the ranks cannot share an inner width or the tokens evenly.
     """
     width = pairs[0][0]
     whole = tokens * width
-    kept = (
-        0
-        if checkpointing
-        else sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
-    )
+    kept = gathered = 0
+    if not checkpointing:
+        kept = sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
+        gathered = len(pairs) * whole
     if not sequence_parallel:
         return fsdp.FLOAT_BYTES * (kept + (len(pairs) + 2 - checkpointing) * whole)
-    gathered = 0 if checkpointing else len(pairs) * whole
     between = len(pairs) * even_share(tokens, tp, "tokens") * width
-    return fsdp.FLOAT_BYTES * (
-        kept + gathered + between + 2 * whole
-    )  # the samples come in whole, and the loss is of all
+    # The samples enter whole, and the loss is that of all tokens.
+    return fsdp.FLOAT_BYTES * (kept + gathered + between + 2 * whole)
 
 
 def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:
-    """Bytes by category at the peak of a step without data parallelism, Adam's state included.
+    """Return the bytes by category at the peak of a step with Adam, without data parallelism.
 
-    The peak lies where the backward pass begins, as long as activations outweigh gradients: all
+    While activations outweigh gradients, the peak is at the start of the backward pass: all
     activations are there, and the gradient of the loss, a mean of squares, takes four tensors of
-    the output's size (temp) to work out. ``how`` is that of ``activation_bytes``.
+    the output's size (temp). ``how`` is passed to ``tp_activation_bytes``.
     """
     kept = mesh_resident_bytes(pairs, data=1, tp=tp)
     return {
@@ -218,11 +206,10 @@ def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[s
 def message_share(
     inner: float, tp: int, flops_per_s: float, wire_bytes_per_s: float, number_bytes: int
 ) -> float:
-    """Time of a pair's messages along ``tp``, as a part of the time that a rank computes for it.
+    """Return a pair's communication time along ``tp``, relative to its computing time on a rank.
 
-    For each token of width d a pair takes 12 d inner operations in a training step, of which a rank
-    does 1 / tp. It takes two all-reduces, forward and backward, of d numbers. Tokens and d drop
-    out. Latency is left out.
+    For each token of width d, a pair takes 12 d inner operations in a training step, of which a
+    rank does 1 / tp, and two all-reduces of d elements. Tokens and d cancel. Latency is ignored.
     """
     compute_s = 12 * inner / tp / flops_per_s
     messages_s = 2 * (2 * (tp - 1) / tp) * number_bytes / wire_bytes_per_s
@@ -239,39 +226,34 @@ def step_seconds(
     links: Mapping[str, AlphaBeta],
     number_bytes: int = fsdp.FLOAT_BYTES,
 ) -> dict[str, float]:
-    """Seconds of a training step with FSDP along ``data``, on one rank, as if nothing ran at the
-    same time.
+    """Return the seconds of a training step with FSDP along ``data``, if nothing overlaps.
 
     Args:
         pairs: of the stack.
         tokens: of a rank.
-        data: length of that axis.
-        tp: length of that one.
-        flops_per_s: operations that a rank does in a second.
-        links: of each axis, alpha of a collective and beta of a byte that a rank puts on the wire.
-        number_bytes: of a parameter, gradient or activation that travels.
+        data: size of that axis.
+        tp: size of that axis.
+        flops_per_s: operations per second of a rank.
+        links: for each axis, alpha of a collective and beta of a byte on the wire.
+        number_bytes: per element of the parameters, gradients or activations that are sent.
 
     Returns:
-        ``compute``, 6 operations for each number of a rank's matrices and each token; ``tp`` and
-        ``data``, messages.
+        ``compute``, 6 operations for each weight of a rank and each token; ``tp`` and ``data``,
+        the collectives along each axis.
     """
     sent = step_collectives_by_axis(pairs, tokens, data=data, tp=tp)
     wire = axis_wire_bytes(sent, data=data, tp=tp)
     seconds = {"compute": step_flops_per_token(pairs) / tp * tokens / flops_per_s}
     for axis in ("tp", "data"):
-        calls = sum(
-            count
-            for name, count in sent.items()
-            if name.startswith(f"{axis}/") and name.endswith("_count")
-        )
+        handed = _on_axis(sent, axis)
+        calls = int(sum(count for name, count in handed.items() if name.endswith("_count")))
         size = wire[axis] * number_bytes / fsdp.FLOAT_BYTES
         seconds[axis] = links[axis].seconds(size, calls) if calls else 0.0
     return seconds
 
 
 def step_flops_per_token(pairs: LayerPairs) -> int:
-    """Operations of a training step for each token, of all ranks together: 6 for each number of the
-    matrices.
+    """Return the operations per token of a training step on all ranks: 6 for each weight.
 
     Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
     """
@@ -279,35 +261,34 @@ def step_flops_per_token(pairs: LayerPairs) -> int:
 
 
 def valid_tp_sizes(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
-    """Those lengths of ``tp`` that divide the ranks, and leave each line of them as many of the
+    """Return the sizes of ``tp`` that divide the ranks and let the other axis divide the
     samples.
     """
     return [tp for tp in lengths if ranks % tp == 0 and samples % (ranks // tp) == 0]
 
 
 def seconds_after_overlap(seconds: Mapping[str, float], overlap: bool) -> dict[str, float]:
-    """What a rank spends of a step: it computes, then waits for what nothing hides.
+    """Return the seconds of ``step_seconds`` that a rank spends computing or waiting.
 
-    With ``overlap`` messages along ``data`` travel while the rank computes. Those along ``tp`` are
-    waited for.
+    With ``overlap``, transfers along ``data`` are hidden by the computation as far as it lasts. A
+    rank always waits for those along ``tp``.
     """
     hidden = seconds["compute"] if overlap else 0.0
     return {**seconds, "data": max(0.0, seconds["data"] - hidden)}
 
 
 def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: int) -> AlphaBeta:
-    """The link of a ring of ranks, where every host has ``host`` ranks and a network card for each
-    of them.
+    """Return the link of a ring of ranks, on hosts with one network card per rank.
 
-    A ring goes through all ranks of its group in a host, then to the next host. Several rings run
-    side by side, one for each card: a group that has k ranks in a host has k cards to itself there.
+    A ring visits all ranks of its group in one host, then the next host. Rings run side by side,
+    one per card, and a group with k ranks in a host has k cards there to itself.
 
     Args:
         card: link of one card.
         inside: link between ranks of one host.
-        group: ranks of the group.
-        apart: 1 if they are neighbours, n if every n-th rank is one of them.
-        host: ranks of a host.
+        group: number of ranks in the group.
+        apart: distance between neighbouring ranks of the group, 1 for consecutive ranks.
+        host: number of ranks on a host.
     """
     if (group - 1) * apart < host:
         return inside
