@@ -1,8 +1,7 @@
 """Time all-reduces of many sizes, and the same bytes in one message and in many.
 
     torchrun --standalone --nproc-per-node 2 -m launch.all_reduce                  # times of each
-    torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity   # are the sums
-    right?
+    torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity
 
 A message costs a latency, whatever its size, and its bytes. Small messages pay mostly latency: that
 is why gradients travel in buckets. ``labkit.theory.collectives.fit`` fits both numbers to what this

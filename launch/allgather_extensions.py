@@ -1,9 +1,8 @@
 """Train with parameters that decide what FSDP's all-gather sends.
 
-    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --extension int8       #
-    a photo's tiles torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check
-    parity         # equal to plain? torchrun --standalone --nproc-per-node 2 -m
-    launch.allgather_extensions --check loss --steps 60
+    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --extension int8
+    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check parity
+    torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check loss --steps 60
 
 The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent
 twice.

@@ -1,9 +1,8 @@
 """Train ConvNeXt with its activations sharded along the width (or the height) of the images.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial                   # small,
-    any machine torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --check parity
-    # equal to one device? torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial
-    --preset paper    # four GPUs
+    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial  # small, any machine
+    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --check parity
+    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --preset paper  # four GPUs
 
 Each rank holds one strip of every image and of every feature map; a convolution asks its neighbours
 for a few columns.

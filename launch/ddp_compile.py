@@ -1,8 +1,7 @@
 """Train linear layers in a row with DDP, and let the compiler fuse its all-reduces.
 
-    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat                  #
-    measure torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case
-    bf16     # one device's?
+    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat  # measure
+    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case bf16
 
 The compiler puts the backward pass and its all-reduces into one program: there one can read when it
 sends and waits.

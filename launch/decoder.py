@@ -1,10 +1,9 @@
 """Train a decoder as Llama's with FSDP, hybrid sharding, tensor parallelism, or FSDP over tensor
 parallelism.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.decoder --tp 2 --check parity       # equal
-    to one device? torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper
-    # 7 billion parameters python -m labkit simulate decoder --world-size 1024 --model llama_3_70b
-    --tp 8         # on a laptop
+    torchrun --standalone --nproc-per-node 4 -m launch.decoder --tp 2 --check parity
+    torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper
+    python -m labkit simulate decoder --world-size 1024 --model llama_3_70b --tp 8  # on a laptop
 
 Shapes are those of ``labkit_simulate.theory.transformer``. Every rank makes the whole model before
 it keeps its part.

@@ -2,9 +2,8 @@
 again.
 
     torchrun --standalone --nproc-per-node 4 -m launch.placement                     # four strips
-    torchrun --standalone --nproc-per-node 4 -m launch.placement --mesh 2x2 --placements "Shard(0)"
-    "Partial()" torchrun --standalone --nproc-per-node 4 -m launch.placement --check parity      #
-    is it the photo again?
+    torchrun --nproc-per-node 4 -m launch.placement --mesh 2x2 --placements "Shard(0)" "Partial()"
+    torchrun --standalone --nproc-per-node 4 -m launch.placement --check parity
 
 A placement says for each axis of the mesh what its ranks hold: different parts, the same, or terms
 of a sum. It decides about the bytes that a rank holds, and about the collectives that make the

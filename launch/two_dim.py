@@ -1,10 +1,9 @@
 """Train on a mesh of two axes: ranks along `tp` share every matrix, ranks along `data` share the
 samples.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.two_dim                                  #
-    FSDP x TP, small torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity
-    # equal to one device? torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp
-    --check parity     # DDP x TP
+    torchrun --standalone --nproc-per-node 4 -m launch.two_dim  # FSDP x TP, small
+    torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity
+    torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp --check parity
 
 With `--layers yours` the layers are column_parallel's and row_parallel's, which a notebook may
 replace (`use=`). With `--tp 1` it is data parallelism alone, with `--tp 4` on four ranks tensor

@@ -5,21 +5,19 @@ others'. One all-reduce a gradient would cost too many messages, one for all wou
 gradients travel in *buckets*.
 
     eager      hooks fill DDP's buckets while autograd runs; a full bucket leaves at once
-    compiled   compiled autograd traces the backward pass, with an all-reduce and a wait for each
-    gradient, into one
-               graph; a pass of inductor's fuses the all-reduces into buckets and moves the waits to
-               the first use
+    compiled   compiled autograd traces the backward pass into one graph, with an all-reduce and a
+               wait for each gradient; a pass of inductor's fuses the all-reduces into buckets and
+               moves each wait to the first use of its gradient
 
-    with fused("concat", bucket_mb=25), compiled_backward():     # all of it inside: building,
-    forward, backward
+    # building, forward and backward pass must be inside
+    with fuse_all_reduces("concat", bucket_mb=25), compile_backward():
         model = apply_replicate(LinearChain(), mesh)
         apply_compile(model)
         model(x).sum().backward()
         buckets_counted()                                        # 3
 
 Sources: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704); pytorch/pytorch#110662, which
-    traces the backward
-pass; torch/_inductor/fx_passes/ddp_fusion.py, which fuses.
+traces the backward pass; torch/_inductor/fx_passes/ddp_fusion.py, which fuses.
 """
 
 import contextlib

@@ -1,15 +1,14 @@
 """Convolve an image that is cut into strips, one strip a rank.
 
 Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3
-    (width).
+(width).
 
 A convolution whose windows overlap needs, at each border of its strip, a few columns that the
 neighbour holds: the halo. Every rank sends its outermost columns to both neighbours, receives
 theirs, and then convolves as if alone:
 
-    rank 0  | a b c d |            rank 0  | 0 a b c d E |       0: zero padding at the border of
-    the image rank 1  | e f g h |     ->     rank 1  | D e f g h 0 |       D, E: the neighbour's
-    columns
+    rank 0  | a b c d |            rank 0  | 0 a b c d E |       0: zero padding at the border
+    rank 1  | e f g h |     ->     rank 1  | D e f g h 0 |       D, E: the neighbour's columns
 
 In the backward pass the gradients of D and E go back to their owners, who add them to their own:
 that is the adjoint of the exchange, and with it automatic differentiation gives what one device

@@ -6,16 +6,15 @@ ranks' results only need to be added.
 
                       in_proj (columns)       out_proj (rows)
     rank 0    x   ->   inner features 0   ->   part of y   \
-    rank 1    x   ->   inner features 1   ->   part of y   -+->  y = sum of the parts: one
-    all-reduce an MLP
+    rank 1    x   ->   inner features 1   ->   part of y  -+->  y = sum of the parts (one all-reduce)
 
 With sequence parallelism each rank keeps only its places of the sequence between the pairs: the sum
 is reduce-scattered over the sequence, which is all-gathered before the next pair. The bytes sent
 are the same; activations between the pairs, and what is computed there, are shared.
 
 Shapes: N samples, S places of a sequence, D width. Sources: Shoeybi et al., "Megatron-LM", 2019
-    (arXiv:1909.08053);
-Korthikanti et al., "Reducing Activation Recomputation", 2022 (arXiv:2205.05198).
+(arXiv:1909.08053); Korthikanti et al., "Reducing Activation Recomputation", 2022
+(arXiv:2205.05198).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ FSDP2 looks for its two hooks on the local tensor of each sharded parameter, of 
 So they can be put onto a plain one: ``encode`` turns this rank's rows into what is sent, ``decode``
 turns what arrived into the parameter.
 
-    rows in float32  --encode-->  numbers, scales  --all-gather-->  all numbers, all scales
-    --decode-->  parameter
+    float32 rows  --encode-->  numbers, scales  --all-gather-->  all of both  --decode-->  parameter
 
 The optimizer updates the float32 rows, so only what computes is rounded. Gradients are reduced as
 ever.

@@ -9,9 +9,8 @@ FSDP2 asks a parameter type two questions: what to send (``fsdp_pre_all_gather``
 parameter is built from what arrived (``fsdp_post_all_gather``). Who holds which memory:
 
     sharded            sent                gathered               the parameter that computes
-    TwoTensor          a's rows, b's rows  all rows of a, of b    TwoTensor around the two gathered
-    tensors always kept                            freed by FSDP          freed as well where
-    casting made other memory
+    TwoTensor          a's rows, b's rows  all rows of a, of b    TwoTensor of the two gathered
+    always kept                            freed by FSDP          freed too if casting copied
 
 Shapes: R rows on this rank, P rows on every rank once padded, W ranks.
 """
