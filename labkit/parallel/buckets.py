@@ -1,10 +1,9 @@
-"""Average gradients over ranks, a bucket at a time, while the backward pass is still computing
-others.
+"""Average gradients over ranks in buckets, while the backward pass still computes other gradients.
 
-One all-reduce a parameter would pay the latency of a message for every bias. So parameters share
-flat buckets, filled in the order in which the backward pass makes gradients (last layer first), and
-a bucket leaves as soon as it is full. Source of the idea: Li et al., "PyTorch Distributed", 2020
-(arXiv:2006.15704).
+An all-reduce per parameter would pay the latency of a message for every bias. So parameters share
+flat buckets, filled in the order in which the backward pass produces gradients (last layer first),
+and a bucket is sent as soon as it is full.
+Source: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,33 +18,23 @@ from labkit.torch_private import queue_callback
 
 BUCKET_BYTES = 25 * 2**20
 BucketRule = Callable[[list[int], int], list[list[int]]]
-"""From the sizes of gradients in bytes, in the order in which they come, and a limit: the indices
-in each bucket.
-"""
+"""Maps gradient sizes (bytes, in order of arrival) and a limit to the indices of each bucket."""
 
 
 def apply_gradient_buckets(
     model: LabModel, mesh: DeviceMesh, ignored: Iterable[nn.Module] = ()
 ) -> None:
-    """Average a model's gradients over the ranks of a mesh, in place: all but those of local and
-    ignored modules.
-    """
-    local = {
-        id(parameter)
-        for module in [*model.local_modules(), *ignored]
-        for parameter in module.parameters()
-    }
-    GradientBuckets(
-        [parameter for parameter in model.parameters() if id(parameter) not in local], mesh
-    )
+    """Average a model's gradients over a mesh, except those of local and ignored modules."""
+    skipped = [*model.local_modules(), *ignored]
+    local = {id(p) for module in skipped for p in module.parameters()}
+    GradientBuckets([p for p in model.parameters() if id(p) not in local], mesh)
 
 
 class GradientBuckets:
-    """Leave in every ``parameter.grad`` the mean over all ranks when the backward pass ends.
+    """Average every ``parameter.grad`` over all ranks by the end of the backward pass.
 
-    Each backward pass must produce a gradient for every parameter: the last one completes the
-    exchange.
-    Otherwise ValueError is raised on every rank, and no rank keeps waiting.
+    Every backward pass must produce a gradient for every parameter, because the last one completes
+    the exchange. If one is missing, every rank raises ValueError and no rank hangs.
 
     Args:
         parameters: in the order of the forward pass; equal on all ranks.
@@ -75,8 +64,9 @@ class GradientBuckets:
                 )
 
     def _count_gradient(self, index: int) -> None:
-        if self._waiting == self._sizes:  # the first of a backward pass
-            queue_callback(self._refuse_unused)  # as torch's own DDP does
+        # At the first gradient: autograd runs a queued callback when the backward pass ends.
+        if self._waiting == self._sizes:
+            queue_callback(self._refuse_unused)
         self._waiting[index] -= 1
         if self._waiting[index] == 0:
             self._start_all_reduce(self.buckets[index])
@@ -84,7 +74,6 @@ class GradientBuckets:
             self._wait_and_copy()
 
     def _refuse_unused(self) -> None:
-        """Raise ValueError at the end of a backward pass that left a gradient out."""
         if self._waiting != self._sizes:
             missing = [tuple(p.shape) for bucket in self.buckets for p in bucket if p.grad is None]
             shapes = ", ".join(map(str, missing)) or "some that older batches had used"
@@ -97,6 +86,7 @@ class GradientBuckets:
     def _start_all_reduce(self, bucket: list[nn.Parameter]) -> None:
         flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
         flat.div_(self.ranks)
+        # Only the last axis runs in the background: each axis needs the result of the one before.
         for group in self.groups[:-1]:
             dist.all_reduce(flat, group=group)
         work = dist.all_reduce(flat, group=self.groups[-1], async_op=True) if self.groups else None
@@ -106,9 +96,8 @@ class GradientBuckets:
         for bucket, flat, work in self._flights:
             if work is not None:
                 work.wait()
-            for parameter, mean in zip(
-                bucket, flat.split([p.numel() for p in bucket]), strict=True
-            ):
+            means = flat.split([p.numel() for p in bucket])
+            for parameter, mean in zip(bucket, means, strict=True):
                 assert parameter.grad is not None
                 parameter.grad.copy_(mean.view_as(parameter.grad))
         self._flights.clear()
@@ -131,16 +120,11 @@ def assign_buckets(sizes: list[int], limit: int) -> list[list[int]]:
 def bucket_parameters(
     parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule
 ) -> list[list[nn.Parameter]]:
-    """Return the parameters in reverse order, in a rule's buckets.
-
-    Raises:
-        ValueError: a parameter is in no bucket, or in several.
-    """
+    """Return the parameters, last first, in a rule's buckets; each must be in exactly one."""
     coming = parameters[::-1]
-    buckets = rule(
-        [parameter.numel() * parameter.element_size() for parameter in coming], bucket_bytes
-    )
-    if sorted(index for bucket in buckets for index in bucket) != list(range(len(coming))):
+    buckets = rule([parameter.nbytes for parameter in coming], bucket_bytes)
+    placed = sorted(index for bucket in buckets for index in bucket)
+    if placed != list(range(len(coming))):
         raise ValueError(
             f"the buckets {buckets} do not hold each of the gradients 0 to {len(coming) - 1} once"
         )

@@ -1,11 +1,10 @@
-"""The blocks of a model: find them, freeze them, and keep fewer of their activations.
+"""Find the blocks of a model, freeze them, or recompute their activations.
 
-A checkpointed block throws its activations away in the forward pass and computes them again in the
-backward pass. It keeps its input only. That costs about a third of a step's arithmetic if every
-block does it. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016
-(arXiv:1604.06174). A selectively checkpointed block keeps what is dear to compute as well:
-attention, and every other matrix product (Korthikanti et al., "Reducing Activation Recomputation",
-2022, arXiv:2205.05198; the choice is torchtitan's).
+A checkpointed block keeps only its input in the forward pass and recomputes its activations in the
+backward pass. If every block does it, a step computes about a third more (Chen et al., "Training
+Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174). Selective checkpointing also keeps
+what is expensive to recompute: attention and every other GEMM, torchtitan's choice (Korthikanti et
+al., "Reducing Activation Recomputation", 2022, arXiv:2205.05198).
 """
 
 from collections import Counter
@@ -21,9 +20,7 @@ from labkit import torch_private
 from labkit.torch_private import checkpoint_wrapper as wrapper
 
 BlockTypes = Collection[str] | Callable[[nn.Module], bool]
-"""Which modules are blocks: those whose class has one of these names, or those for which a function
-says so.
-"""
+"""Which modules are blocks: class names, or a function that decides for each module."""
 GEMM_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 OPS_TO_SAVE = tuple(
     torch_private.get(f"{name}.default")
@@ -35,67 +32,59 @@ OPS_TO_SAVE = tuple(
         "reduce_scatter_tensor",
     )
 )
-"""What a selectively checkpointed block keeps each result of: attention, and what took
-communication.
-"""
+"""Results that selective checkpointing always keeps: of attention and of communication."""
 
 
 def apply_activation_checkpointing(
     model: nn.Module, block_types: Collection[str], *, selective: bool = False
 ) -> int:
-    """Checkpoint every block of these types in place: non-reentrant, activations stay on their
-    device.
+    """Checkpoint every block of these types in place; parameter names do not change.
 
-    Names of parameters do not change. A block inside a checkpointed block is not checkpointed
-    again.
+    A block inside a checkpointed block is not checkpointed again.
 
     Args:
         model: any module.
         block_types: class names of the blocks, such as ``("T5Block",)``.
-        selective: keep what is dear to compute: see ``KeepDear``.
+        selective: keep some results, as ``SelectiveCheckpointPolicy`` chooses.
 
     Returns:
-        How many blocks are checkpointed.
+        The number of checkpointed blocks.
 
     Raises:
         ValueError: the model has no block of these types.
     """
     chosen = outer_blocks(model, block_types)
-    how: dict[str, Any] = (
-        {"context_fn": lambda: create_selective_checkpoint_contexts(SelectiveCheckpointPolicy())}
-        if selective
-        else {}
-    )
     non_reentrant = partial(
-        wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT, **how
+        wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT
     )
+    if selective:
+        # The policy counts GEMMs, so every block needs one of its own in every forward pass.
+        non_reentrant.keywords["context_fn"] = lambda: create_selective_checkpoint_contexts(
+            SelectiveCheckpointPolicy()
+        )
     wrapper.apply_activation_checkpointing(model, non_reentrant, lambda module: module in chosen)
     return len(chosen)
 
 
 class SelectiveCheckpointPolicy:
-    """Choose what selective checkpointing keeps of a block: attention, and matrix products 1, 3, 5,
-    ...
-    """
+    """Keep a block's attention results and its GEMMs 1, 3, 5, ...; recompute everything else."""
 
     def __init__(self) -> None:
-        self._products: Counter[bool] = Counter()
+        # Counted separately for the forward pass and the recomputation, which must choose alike.
+        self._gemms: Counter[bool] = Counter()
 
     def __call__(
         self, context: Any, operator: Any, *unused: Any, **others: Any
     ) -> CheckpointPolicy:
-        """Decide whether to keep the operator's result or to recompute it."""
         keep = operator in OPS_TO_SAVE
         if operator in GEMM_OPS:
-            self._products[context.is_recompute] += 1
-            keep = self._products[context.is_recompute] % 2 == 1
+            self._gemms[context.is_recompute] += 1
+            keep = self._gemms[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def find_blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
-    """Return the modules of ``model`` that are blocks, outer ones first, checkpointed ones
-    included.
-    """
+    """Return the blocks inside ``model``, outer ones first, checkpointed ones included."""
     inner = [module for module in model.modules() if module is not model]
     if callable(block_types):
         return [module for module in inner if block_types(module)]
@@ -114,11 +103,7 @@ def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Modu
 
 
 def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collection[int]) -> None:
-    """Stop training the parameters of these blocks, counted from 0 in the order of the model.
-
-    Raises:
-        ValueError: an index beyond the last block.
-    """
+    """Freeze these blocks, counted from 0; raise ValueError for an index beyond the last."""
     blocks = find_blocks(model, block_types)
     if not set(chosen) <= set(range(len(blocks))):
         raise ValueError(
@@ -131,9 +116,7 @@ def freeze_blocks(model: nn.Module, block_types: Collection[str], chosen: Collec
 
 def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointWrapper]:
     """Return the wrapper of every checkpointed block, by block."""
-    wrappers = [
-        module for module in model.modules() if isinstance(module, wrapper.CheckpointWrapper)
-    ]
+    wrappers = [m for m in model.modules() if isinstance(m, wrapper.CheckpointWrapper)]
     return {each._checkpoint_wrapped_module: each for each in wrappers}
 
 

@@ -1,8 +1,7 @@
 """Compile a model block by block, or as a whole.
 
-Every program applies techniques in torchtitan's order: tensor parallelism, checkpointing,
-compiling,
-data parallelism. So a compiled block contains its recomputation and its communication along ``tp``,
+Programs apply techniques in torchtitan's order: tensor parallelism, checkpointing, compiling, data
+parallelism. A compiled block then contains its recomputation and its communication along ``tp``,
 while FSDP, which gathers before a block and frees after it, stays outside. DDP is the exception:
 the compiler can only fuse all-reduces that it sees, so a DDP model is compiled last, as a whole.
 """
@@ -23,25 +22,21 @@ def apply_compile(
     inductor: bool = True,
     eager_random: bool = False,
 ) -> int:
-    """Compile every block of these types in place, or without types the whole model. Names do not
-    change.
-
-    It compiles when it is first called. Shapes are static: a DTensor's backward pass does not
-    compile with dynamic ones (torch 2.13). A block inside a compiled block is part of it.
+    """Compile every block of these types in place, or the whole model if no types are given.
 
     Args:
         model: any module.
         block_types: class names of the blocks, such as ``("T5Block",)``.
-        inductor: write programs; else run the traced graphs as they are.
-        eager_random: let dropout draw what it draws in eager code, which inductor's own generator
-            does not.
+        inductor: generate code; otherwise run the traced graphs as they are.
+        eager_random: let dropout draw the same numbers as eager code.
 
     Returns:
-        How many modules are compiled.
+        The number of compiled modules.
 
     Raises:
         ValueError: the model has no block of these types.
     """
+    # Static shapes: a DTensor's backward pass does not compile with dynamic ones (torch 2.13).
     how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}
     if inductor and eager_random:
         how["options"] = {"fallback_random": True}
@@ -51,14 +46,14 @@ def apply_compile(
     blocks, wrappers = outer_blocks(model, block_types), checkpoint_wrappers(model)
     for block in blocks:
         outermost = wrappers.get(block, block)
-        outermost.forward = torch.compile(
-            outermost.forward, **how
-        )  # not its hooks, which FSDP will hang there
+        # Only forward: the module's hooks, where FSDP gathers and frees, stay outside of the graph.
+        outermost.forward = torch.compile(outermost.forward, **how)
     return len(blocks)
 
 
 def count_compiled_graphs() -> int:
     """Count the graphs that this process has compiled; 0 means that everything runs uncompiled."""
-    from labkit.torch_private import counters  # half a second for each rank
+    # Imports the compiler, which would cost every rank half a second.
+    from labkit.torch_private import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -1,23 +1,23 @@
-"""Replicated data parallelism, by DDP's own reducer or by the compiler.
+"""Replicated data parallelism, with DDP's own reducer or with the compiler.
 
-Every rank holds the whole model, computes gradients of its own samples, and averages them with the
-others'. One all-reduce a gradient would cost too many messages, one for all would start too late:
-gradients travel in *buckets*.
+Every rank holds the whole model and averages the gradients of its own samples with the other ranks.
+One all-reduce per gradient would cost too many messages, and a single one for all gradients would
+start too late, so gradients travel in *buckets*.
 
-    eager      hooks fill DDP's buckets while autograd runs; a full bucket leaves at once
+    eager      hooks fill DDP's buckets while autograd runs; a full bucket is sent at once
     compiled   compiled autograd traces the backward pass into one graph, with an all-reduce and a
-               wait for each gradient; a pass of inductor's fuses the all-reduces into buckets and
-               moves each wait to the first use of its gradient
+               wait for each gradient; an inductor pass fuses the all-reduces into buckets and moves
+               each wait to the gradient's first use
 
-    # building, forward and backward pass must be inside
+    # build the model and run both passes inside
     with fuse_all_reduces("concat", bucket_mb=25), compile_backward():
         model = apply_replicate(LinearChain(), mesh)
         apply_compile(model)
         model(x).sum().backward()
-        buckets_counted()                                        # 3
+        pop_bucket_count()                                        # 3
 
-Sources: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704); pytorch/pytorch#110662, which
-traces the backward pass; torch/_inductor/fx_passes/ddp_fusion.py, which fuses.
+Sources: Li et al., "PyTorch Distributed", 2020 (arXiv:2006.15704); pytorch/pytorch#110662 (traced
+backward pass); torch/_inductor/fx_passes/ddp_fusion.py (fusion).
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class DDPCase:
 
     @property
     def batches(self) -> tuple[bool, ...]:
-        """Batches of one step, each with whether its backward pass averages gradients."""
+        """For each batch of a step, whether its backward pass averages gradients."""
         return (False, True) if self.no_sync else (True,)
 
 
@@ -91,17 +91,23 @@ def apply_technique(
     late_waits: bool = True,
     yours: Callable[..., nn.Module] | None = None,
 ) -> Iterator[tuple[Any, list[str]]]:
-    """Apply one technique as a case says, and stay where its forward and backward passes have to
-    run.
+    """Apply one technique; run the forward and backward passes inside this context.
 
-    The model is equal on all ranks, the mesh has one axis, and the mode is DDP's wrapper or
-    ``replicate``, by themselves or compiled (``compiled`` is ``replicate``), or the function
-    ``yours``, which is called like ``apply_ddp``. See ``fused`` for its fuse, bucket size and
-    waits, and ``compiled_backward`` for ``inductor``, which holds for the forward pass as well.
+    Args:
+        model: equal on all ranks.
+        mesh: one axis.
+        mode: DDP's wrapper or ``replicate``, eager or compiled (``compiled`` is ``replicate``), or
+            the function ``yours``.
+        case: which passes to compile, and the dtype in which gradients travel.
+        fuse: see ``fuse_all_reduces``, as for ``bucket_mb`` and ``late_waits``.
+        bucket_mb: size of a bucket in MiB.
+        inductor: see ``compile_backward``; used for the forward pass as well.
+        late_waits: wait for a gradient where it is first used.
+        yours: called like ``apply_ddp``.
 
     Returns:
-        A context manager that gives the model to call, and a list that fills with the programs of
-        ``generated_code``.
+        A context manager that yields the model to call, and a list that fills with the code that
+        inductor generates.
     """
     programs: list[str] = []
     compiled = mode in ("compiled", "compiled_ddp")
@@ -124,12 +130,11 @@ def apply_technique(
 def apply_ddp(
     model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
 ) -> DistributedDataParallel:
-    """Wrap a model with DistributedDataParallel; its parameters are made rank 0's.
+    """Wrap a model with DistributedDataParallel, which copies rank 0's parameters to all ranks.
 
-    A bucket is sent once it holds ``bucket_mb`` MiB. At 25, the default, the first one is sent at 1
-    MiB already; for any other size DDP drops this exception. The first backward pass sends
-    everything in one bucket: only then does DDP know in which order gradients become ready.
-    Gradients are averaged over the mesh, which has one axis.
+    A bucket is sent once it holds ``bucket_mb`` MiB. At the default of 25, DDP sends the first one
+    at 1 MiB already. The first backward pass sends everything in one bucket, because only then does
+    DDP learn in which order gradients become ready.
     """
     return DistributedDataParallel(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
@@ -137,44 +142,36 @@ def apply_ddp(
 def apply_replicate(
     model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float = DEFAULT_BUCKET_MB
 ) -> nn.Module:
-    """Replicate a model in place, without a wrapper, so that its parameter names stay. See
-    ``apply_ddp``.
+    """Replicate a model in place, without a wrapper: parameter names stay. See ``apply_ddp``.
 
-    On one axis of a larger mesh, with parameters that are DTensors on another axis, the parameters
-    leave
-    the module's ``parameters()`` after the first forward pass: collect them before.
+    If parameters are DTensors on another axis of the mesh, they leave ``parameters()`` after the
+    first forward pass: collect them before.
     """
     return replicate(model, device_mesh=mesh, bucket_cap_mb=_bucket_cap_mb(bucket_mb))
 
 
 def _bucket_cap_mb(bucket_mb: float) -> float | None:
-    """Return DDP's argument; only None, not 25, keeps the small first bucket."""
+    # DDP keeps its small first bucket only for None, not for the equal value 25.
     return None if bucket_mb == DEFAULT_BUCKET_MB else bucket_mb
 
 
 def compress_gradients(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Send gradients in a shorter type: rounded, summed in that type, and converted back to
-    float32.
+    """Round gradients to a shorter dtype before they are summed, and convert the sum to float32.
 
-    Gloo can sum both types. Inductor fuses only all-reduces whose result is the gradient itself,
-    which it
-    is not here: when compiled, every gradient travels alone. Call it after ``apply_ddp`` or
-    ``apply_replicate``, on the same mesh, and before ``apply_compile``; float32 changes nothing.
+    Call it after ``apply_ddp`` or ``apply_replicate``, on the same mesh, and before
+    ``apply_compile``. Compiled, every gradient then travels alone: inductor fuses only all-reduces
+    whose result is the gradient itself.
     """
     if dtype != torch.float32:
         hook = COMPRESSION_HOOKS[dtype]
-        # DDP refuses the name bf16_compress_hook without a GPU, and any annotation in the form of
-        # text: so, a lambda
+        # A lambda, because DDP refuses the name bf16_compress_hook without a GPU, and annotations
+        # that are strings.
         model.register_comm_hook(mesh.get_group(), lambda state, bucket: hook(state, bucket))
 
 
 @contextlib.contextmanager
 def gradient_sync(model: Any, enabled: bool) -> Iterator[None]:
-    """Run a forward and backward pass with communication, or without: then gradients add up
-    locally.
-
-    The model comes from ``apply_ddp`` or ``apply_replicate``, compiled or not.
-    """
+    """Average gradients in this context, or, if not enabled, let each rank accumulate its own."""
     if hasattr(model, "no_sync") or not hasattr(model, "set_requires_gradient_sync"):
         with contextlib.nullcontext() if enabled else model.no_sync():
             yield
@@ -193,28 +190,23 @@ def fuse_all_reduces(
     """Let the compiler average DDP's gradients and fuse the all-reduces into buckets.
 
     Build, call and differentiate models inside, with the backward pass in ``compile_backward``.
-    Compiled
-    code is dropped on entry and exit, and all settings are restored, also those that DDP changes.
-    An
-    uncompiled forward pass needs ``python_reducer`` too:
-    ``python_reducer_without_compiled_forward``
-    keeps DDP's own reducer, whose backward pass does not compile (pytorch/pytorch#152735).
+    Compiled code is dropped on entry and exit, and all settings are restored.
 
     Args:
         mode: ``coalesced`` passes the gradients of a bucket to one call, ``concat`` copies them
-            into
-            one flat tensor, ``none`` sends each alone.
+            into one flat tensor, ``none`` sends each alone.
         bucket_mb: a bucket closes once it holds this many MiB; the first one always at 1 MiB.
         late_waits: wait where a gradient is first used, rather than right after it was sent.
     """
-    from labkit.torch_private import counters, ddp_fusion  # bring in the compiler
+    # Imported here, because they load the compiler.
+    from labkit.torch_private import counters, ddp_fusion
     from labkit.torch_private import trace_rules as rules
 
     passes: list[Any] = [ddp_fusion.schedule_comm_wait] if late_waits else []
     if mode != "none":
         fuse = getattr(ddp_fusion, f"fuse_ddp_with_{mode}_op")
-        # not by its name, with which inductor would give it DDP's bucket size, rounded down to a
-        # whole number
+        # A function, because inductor would call a pass given by name with DDP's bucket size,
+        # rounded down to whole MiB.
         passes.insert(0, lambda graph: fuse(graph, bucket_mb))
     settings = {
         "_fuse_ddp_communication": True,
@@ -224,7 +216,9 @@ def fuse_all_reduces(
     inlined = set(rules.LEGACY_MOD_INLINELIST)
     torch.compiler.reset()
     try:
-        # reorder_for_locality is meant for inference, and takes a compiled backward pass for one
+        # python_reducer even if only the backward pass is compiled: with the mode meant for that,
+        # DDP keeps its own reducer and the backward pass does not compile (pytorch/pytorch#152735).
+        # reorder_for_locality is for inference, and mistakes a compiled backward pass for it.
         with (
             torch_private.get("_dynamo:config").patch(optimize_ddp="python_reducer"),
             torch_private.get("_inductor:config").patch(settings | {"reorder_for_locality": False}),
@@ -234,6 +228,7 @@ def fuse_all_reduces(
             yield
     finally:
         torch.compiler.reset()
+        # DDP adds modules to this list when it is built.
         rules.LEGACY_MOD_INLINELIST.intersection_update(inlined)
         rules.get_legacy_mod_inlinelist.cache_clear()
 
@@ -242,18 +237,17 @@ def fuse_all_reduces(
 def compile_backward(*, inductor: bool = True) -> Iterator[None]:
     """Trace ``backward()`` with compiled autograd, DDP's all-reduces included, and compile it.
 
-    Shapes are static: with dynamic ones a DTensor's backward pass does not compile (torch 2.13).
-
     Args:
         inductor: generate code with inductor; otherwise run the traced graph, with nothing fused.
     """
     from labkit.torch_private import compiled_autograd
 
-    def compile_graph(graph: Any) -> Any:
-        return torch.compile(
-            graph, fullgraph=True, dynamic=False, backend="inductor" if inductor else "eager"
-        )
+    backend = "inductor" if inductor else "eager"
 
+    def compile_graph(graph: Any) -> Any:
+        return torch.compile(graph, fullgraph=True, dynamic=False, backend=backend)
+
+    # Static shapes: a DTensor's backward pass does not compile with dynamic ones (torch 2.13).
     with compiled_autograd._enable(compile_graph, dynamic=False):
         yield
 
@@ -278,7 +272,7 @@ def capture_generated_code() -> Iterator[list[str]]:
     from labkit.torch_private import GraphLowering
 
     programs: list[str] = []
-    # a program from the cache is not written again
-    always_written = torch_private.get("_inductor:config").patch(fx_graph_cache=False)
-    with always_written, mock.patch.object(GraphLowering, "save_output_code", programs.append):
+    # Without the cache, from which code would be loaded instead of generated.
+    no_cache = torch_private.get("_inductor:config").patch(fx_graph_cache=False)
+    with no_cache, mock.patch.object(GraphLowering, "save_output_code", programs.append):
         yield programs

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from labkit import tensors
 
 ExtensionChoice = str | tensors.Extension | Callable[[Tensor], Tensor]
-"""How parameters are gathered: "none" (as FSDP2 does by itself), "two_tensor", a key of
-``tensors.EXTENSIONS``, an Extension of one's own, or a function that makes of each parameter a
-tensor of a type with hooks."""
+"""How parameters are gathered: "none" (FSDP2's default), "two_tensor", a key of EXTENSIONS, an
+Extension, or a function that converts each parameter to a tensor type with hooks.
+"""
 
 
 def apply_extension(
@@ -23,36 +23,33 @@ def apply_extension(
     reshard_after_forward: bool = True,
     **policies: Any,
 ) -> nn.Sequential:
-    """Shard a model, each child that has parameters a unit, and let its parameters send what the
-    extension says.
+    """Shard a model, one unit per child, and gather its parameters with an extension.
 
-    A model on the meta device gets its hooks later, by ``add_hooks`` once it has memory:
-    ``to_empty`` makes new tensors without them. A ``TwoTensor`` is a type and not an attribute: it
-    stays.
+    On the meta device, call ``add_extension_hooks`` once ``to_empty`` has made new tensors. A
+    ``TwoTensor`` needs no such call, because its hooks belong to its type.
 
     Args:
         model: equal on all ranks, on this rank's device or on the meta device.
         mesh: one axis.
-        extension: see ``Gather``.
+        extension: see ``ExtensionChoice``.
         reshard_after_forward: free a unit's full parameters after its forward pass and gather them
             again.
-        **policies: of ``fully_shard``.
+        **policies: passed to ``fully_shard``.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the extension is none; one rank, for which FSDP2 copies the first of the sent
-            tensors and drops the others (torch 2.13).
+        ValueError: unknown extension, or one rank.
     """
+    # On one rank FSDP2 copies the first of the sent tensors and drops the others (torch 2.13).
     if mesh.size() < 2:
         raise ValueError(
             "an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing"
         )
     if extension == "two_tensor" or callable(extension):
-        tensors.convert_parameters(
-            model, extension if callable(extension) else tensors.make_two_tensor
-        )
+        convert = extension if callable(extension) else tensors.make_two_tensor
+        tensors.convert_parameters(model, convert)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     for child in model:
         if list(child.parameters()):

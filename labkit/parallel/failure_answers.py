@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 
 def recorded(collective: Callable[..., Any], log: list[dict[str, Any]]) -> Callable[..., Any]:
-    """The same collective, which also leaves a trace of every call in a log.
+    """Return a collective that appends an entry to a log for every call.
 
-    An entry holds the name of the collective as ``call``, the ``shape`` of the tensor, and
-    ``done``. It is there before the call starts, so that a call which never returns can be found.
+    An entry has the keys ``call`` (the collective's name), ``shape`` and ``done``.
     """
 
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         entry = {"call": collective.__name__, "shape": tuple(tensor.shape), "done": False}
+        # Before the call, so that a call that never returns leaves an entry.
         log.append(entry)
         result = collective(tensor, *args, **kwargs)
         entry["done"] = True
@@ -24,8 +24,6 @@ def recorded(collective: Callable[..., Any], log: list[dict[str, Any]]) -> Calla
 
 
 def backward_in_pieces(model: nn.Module, inputs: Tensor, targets: Tensor, pieces: int) -> None:
-    """Compute the gradient of the batch's mean squared error with one piece's activations at a
-    time.
-    """
+    """Accumulate the gradient of the batch's mean squared error, piece by piece to save memory."""
     for x, y in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
         (nn.functional.mse_loss(model(x), y) * len(x) / len(inputs)).backward()

@@ -1,16 +1,15 @@
-"""Fully sharded data parallelism: every rank keeps a part of each parameter, gradient and optimizer
-state.
+"""Fully sharded data parallelism: each rank keeps a part of every parameter and its optimizer state.
 
 The model is cut into *units*. Before a unit computes, its parameters are all-gathered; afterwards
-the full copy is freed. In the backward pass they are gathered once more, and the unit's gradients
-are reduce-scattered: each rank receives the mean of its part. What is a unit decides everything:
-one large unit holds the whole model at once, many small ones send many small messages.
+the full copy is freed. In the backward pass they are gathered again, and the unit's gradients are
+reduce-scattered, so that each rank receives the mean of its part. The choice of units decides
+memory and speed: one large unit holds the whole model at once, many small ones send many messages.
 
     rank 0 keeps  a0 b0 c0        all-gather b        rank 0 computes with b0 b1, then frees b1
     rank 1 keeps  a1 b1 c1       ------------->       rank 1 computes with b0 b1, then frees b0
 
-Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054); Zhao et al., "PyTorch FSDP", 2023
-    (arXiv:2304.11277).
+Sources: Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054);
+Zhao et al., "PyTorch FSDP", 2023 (arXiv:2304.11277).
 """
 
 import random
@@ -57,7 +56,7 @@ from labkit.parallel.units import (
 WrapMode = Literal["none", "root", "block", "layer", "every", "size", "yours"]
 Precision = Literal["fp32", "bf16", "fp16", "pure_fp16", "autocast"]
 GATHER_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What FSDP rounds parameters to; ``pure_fp16`` and ``autocast`` are not its business."""
+"""The dtype in which FSDP gathers parameters and computes; float32 for other precisions."""
 
 
 def apply_fsdp(
@@ -77,31 +76,30 @@ def apply_fsdp(
     ignore: Collection[str] = (),
     **fsdp1_options: Any,
 ) -> tuple[nn.Module, Units]:
-    """Distribute a model over the ranks of a mesh as the FSDP lab's command line says.
+    """Distribute a model over a mesh with the options of the FSDP lab.
 
-    Checkpointing and compiling, if any, must be applied before.
+    Apply checkpointing and compiling before.
 
     Args:
         model: with the same shared parameters on all ranks, on this rank's device.
         mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local
-            modules. With an axis ``replicate`` before them, every line of ``data`` holds all
-            parameters (hybrid sharding).
-        wrap: ``none`` leaves every rank all parameters and averages gradients in buckets (as DDP
-            does); ``root`` makes one unit, ``block`` one a block, ``layer`` one a module that holds
-            parameters itself, ``every`` one a module that holds any, ``size`` one a module with
-            ``min_numbers`` of them, ``yours`` what ``is_unit`` says.
+            modules. A first axis ``replicate`` makes hybrid sharding: each ``data`` line holds a
+            whole model.
+        wrap: what becomes a unit. ``none`` replicates all parameters and averages gradients in
+            buckets, as DDP does; ``root`` makes one unit; ``block`` one per block; ``layer`` one
+            per module that owns parameters; ``every`` one per module that contains any; ``size``
+            one per module with ``min_numbers`` of them; ``yours`` asks ``is_unit``.
         fsdp: 1 is FullyShardedDataParallel, 2 is fully_shard.
         blocks: class names of the blocks; the model's own by default.
-        skip: blocks to forget when wrapping, counted from 0 in the order of the forward pass.
-        precision: bf16 and fp16 gather and compute in that type and reduce in float32; the others
-            change nothing here.
+        skip: blocks to leave out of the wrapping, counted from 0 in the order of the forward pass.
+        precision: bf16 and fp16 gather and compute in that dtype and reduce in float32.
         offload: keep the shards in host memory.
-        reshard_after_forward: gather parameters twice a step instead of keeping them.
-        prefetch: see ``gather_ahead``; FSDP2 only.
-        is_unit: for ``yours``, whether a module becomes a unit.
-        min_numbers: for ``size``.
-        ignore: class names of modules that stay whole and whose gradients nobody averages.
-        **fsdp1_options: of ``apply_fsdp1``, for ``fsdp=1`` alone.
+        reshard_after_forward: gather parameters twice per step instead of keeping them.
+        prefetch: see ``enable_prefetch``; FSDP2 only.
+        is_unit: for ``yours``, decides whether a module becomes a unit.
+        min_numbers: for ``size``, elements that make a unit.
+        ignore: class names of modules that stay whole, with gradients that are not averaged.
+        **fsdp1_options: passed to ``apply_fsdp1``.
 
     Returns:
         The model to call, and its units by name (see ``apply_fsdp2``).
@@ -117,40 +115,27 @@ def apply_fsdp(
             )
         apply_gradient_buckets(model, mesh["data"], find_blocks(model, ignore))
         return model, {}
-    types: BlockTypes = tuple(blocks) or model.block_types
-    if wrap in ("every", "size"):
-        chosen = set(
-            modules_with_parameters(model) if wrap == "every" else large_modules(model, min_numbers)
-        )
-        types = chosen.__contains__ if chosen else ()  # a model that is too small is one unit
-    elif wrap != "block":
-        types = (
-            is_unit
-            if wrap == "yours" and is_unit
-            else {"root": (), "layer": layer_types(model)}[wrap]
-        )
     compute = GATHER_DTYPES.get(precision)
     reduce = torch.float32 if compute else None
     shared: dict[str, Any] = {
-        "block_types": types,
+        "block_types": _unit_types(model, wrap, blocks, is_unit, min_numbers),
         "skip": skip,
         "local_modules": model.local_modules(),
-    }
-    shared |= {
         "ignored_modules": find_blocks(model, ignore),
         "reshard_after_forward": reshard_after_forward,
     }
     if fsdp == 1:
+        shared |= fsdp1_options
         mixed = MixedPrecision(compute, reduce) if compute else None
         device = next(model.parameters()).device
-        how = shared | fsdp1_options
         wrapped = apply_fsdp1(
-            model, mixed_precision=mixed, cpu_offload=offload, device=device, mesh=mesh, **how
+            model, mixed_precision=mixed, cpu_offload=offload, device=device, mesh=mesh, **shared
         )
-        shards = {
-            n: m for n, m in wrapped.named_modules() if isinstance(m, FullyShardedDataParallel)
-        }
-        return wrapped, {plain_name(name) or ROOT: [module] for name, module in shards.items()}
+        found: Units = {}
+        for name, module in wrapped.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                found[plain_name(name) or ROOT] = [module]
+        return wrapped, found
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     to_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else None
     units = apply_fsdp2(model, mesh, mp_policy=policy, offload_policy=to_host, **shared)
@@ -159,10 +144,31 @@ def apply_fsdp(
     return model, units
 
 
+def _unit_types(
+    model: LabModel,
+    wrap: WrapMode,
+    blocks: Sequence[str],
+    is_unit: Callable[[nn.Module], bool] | None,
+    min_numbers: int,
+) -> BlockTypes:
+    if wrap == "block":
+        return tuple(blocks) or model.block_types
+    if wrap == "layer":
+        return layer_types(model)
+    if wrap == "yours":
+        assert is_unit, "wrap yours needs is_unit"
+        return is_unit
+    chosen: set[nn.Module] = set()
+    if wrap == "every":
+        chosen.update(modules_with_parameters(model))
+    elif wrap == "size":
+        chosen.update(large_modules(model, min_numbers))
+    # With nothing chosen, as for root or a model that is too small, the model is one unit.
+    return chosen.__contains__ if chosen else ()
+
+
 def random_block_index(seed: int, blocks: int) -> int:
-    """The block, counted from 0, that a seed draws: so a notebook can ask which it is without
-    having named it.
-    """
+    """Draw a block, counted from 0, so that a notebook can ask for it without naming it."""
     return random.Random(seed).randrange(blocks)
 
 
@@ -175,11 +181,9 @@ def init_model(
     cuda_init: CUDAInitMode,
     **how: Any,
 ) -> tuple[nn.Module, Units]:
-    """Wrap a model or not, and move it to the device before, after or never: what a test of
-    wrapping has to vary.
+    """Wrap a model or not, and move it to the device before, after or never, for tests of wrapping.
 
-    Without FSDP it stays plain, and only gradients are averaged. FSDP2 moves what it shards to the
-    mesh's device in any case. ``how`` is passed on to ``apply_fsdp``.
+    FSDP2 moves what it shards to the mesh's device in any case. ``how`` goes to ``apply_fsdp``.
     """
     if cuda_init is CUDAInitMode.BEFORE:
         model.to(device)
@@ -191,13 +195,12 @@ def init_model(
 
 
 def enable_prefetch(model: nn.Module, units: Units) -> None:
-    """Let each unit's parameters arrive while the unit before it computes, in both directions.
+    """Gather each unit's parameters while the unit before it computes, in both directions.
 
-    On a GPU FSDP2 does so by itself, since its streams run side by side. Gloo has no streams: there
-    FSDP2 waits for each all-gather where it starts it, unless it is told not to. Reduce-scatters
-    are waited for in any case. The units are those that ``apply_fsdp2`` gave for this model, in the
-    order of the forward pass.
+    ``units`` are those that ``apply_fsdp2`` returned for this model.
     """
+    # NCCL's streams overlap anyway. Gloo has none, so FSDP2 waits for each all-gather where it starts
+    # it, unless told not to; it still waits for every reduce-scatter.
     model._set_unshard_async_op(True)  # type: ignore[operator]  # has no public name, in 2.13 either
     blocks = [modules[0] for name, modules in units.items() if name != ROOT]
     for block, following in pairwise(blocks):
@@ -216,10 +219,9 @@ def apply_fsdp2(
     local_modules: Collection[nn.Module] = (),
     ignored_modules: Collection[nn.Module] = (),
 ) -> Units:
-    """Shard a model with ``fully_shard``, blocks first and then the root, in place.
+    """Shard a model in place with ``fully_shard``, blocks first and then the root.
 
-    Parameters become DTensors, ``Shard(0)``. Activation checkpointing, if any, must be applied
-    before.
+    Parameters become DTensors, ``Shard(0)``. Apply activation checkpointing before.
 
     Args:
         model: equal on all ranks, on this rank's device or on the meta device.
@@ -227,55 +229,58 @@ def apply_fsdp2(
         block_types: class names of the modules that become units; none for one unit, the root.
         skip: see ``fsdp_units``.
         reshard_after_forward: free a unit's full parameters after its forward pass and gather them
-            again in the backward pass. The root's stay, since its backward pass comes next.
+            again in the backward pass.
         mp_policy: dtypes of compute, reduction and outputs; float32 by default.
         offload_policy: CPUOffloadPolicy() keeps the shards in host memory.
-        local_modules: modules that differ from rank to rank: not sharded, not averaged; DTensors on
-            a mesh of one.
-        ignored_modules: modules that FSDP does not touch: whole plain tensors on every rank, not
-            averaged.
+        local_modules: modules that differ from rank to rank: DTensors on a mesh of one rank, with
+            gradients that are not averaged.
+        ignored_modules: modules that FSDP does not touch: plain tensors on every rank, with
+            gradients that are not averaged.
 
     Returns:
-        The units by name, the root as ``root`` last if it holds parameters of its own.
+        The units by name; the root, if it has parameters of its own, last as ``root``.
 
     Raises:
         ValueError: the model has no block of these types.
     """
     outside = [*local_modules, *ignored_modules]
     units = fsdp_units(model, block_types, outside, skip)
-    apart = [*outside, *(module for modules in units.values() for module in modules)]
-    own = set(model.parameters()) - {
-        parameter for module in apart for parameter in module.parameters()
-    }
-    precision, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
-    ignored = {parameter for module in ignored_modules for parameter in module.parameters()}
-    shard = partial(fully_shard, offload_policy=offload, ignored_params=ignored or None)
+    wrapped = [module for modules in units.values() for module in modules]
+    of_root = set(model.parameters()) - _parameters_of([*outside, *wrapped])
+    precision = mp_policy or MixedPrecisionPolicy()
+    shard = partial(
+        fully_shard,
+        offload_policy=offload_policy or OffloadPolicy(),
+        ignored_params=_parameters_of(ignored_modules) or None,
+    )
     for module in local_modules:
         shard(module, mesh=mesh["alone"], mp_policy=precision)
-    lines, norms = sharding_mesh(mesh), set[nn.Module]()
-    if (
-        precision.param_dtype
-    ):  # statistics of a batch norm stay in float32, and so must it; FSDP1 does so by itself
+    norms = set[nn.Module]()
+    # The statistics of a batch norm stay in float32, so its parameters must too. FSDP1 sees to this
+    # by itself.
+    if precision.param_dtype:
         norms = {module for module in model.modules() if isinstance(module, BatchNorm)}
         norms -= {part for module in outside for part in module.modules()}
     own_units = {modules[0] for modules in units.values() if len(modules) == 1}
+    shard = partial(shard, mesh=sharding_mesh(mesh))
     for modules in [*([norm] for norm in norms - own_units), *inner_first(units)]:
         together = modules if len(modules) > 1 else modules[0]
-        policy = (
-            MixedPrecisionPolicy(param_dtype=torch.float32) if modules[0] in norms else precision
-        )
-        shard(together, mesh=lines, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    shard(
-        model,
-        mesh=lines,
-        mp_policy=precision,
-        reshard_after_forward=None if reshard_after_forward else False,
-    )
-    return units | ({ROOT: [model]} if own else {})
+        policy = precision
+        if modules[0] in norms:
+            policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+        shard(together, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # None keeps the root's parameters gathered, because its backward pass comes next.
+    reshard_root = None if reshard_after_forward else False
+    shard(model, mp_policy=precision, reshard_after_forward=reshard_root)
+    return units | ({ROOT: [model]} if of_root else {})
+
+
+def _parameters_of(modules: Collection[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters()}
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that FSDP works on: ``data``, and before it ``replicate`` where there is one."""
+    """Return FSDP's axes: ``data``, preceded by ``replicate`` if the mesh has it."""
     return mesh["replicate", "data"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["data"]
 
 
@@ -298,29 +303,38 @@ def apply_fsdp1(
     limit_all_gathers: bool = True,
     use_orig_params: bool = True,
 ) -> FullyShardedDataParallel:
-    """Wrap a model with FullyShardedDataParallel, the older API, for comparison with
-    ``apply_fsdp2``.
+    """Wrap a model with FullyShardedDataParallel, the older API, to compare with ``apply_fsdp2``.
 
-    A block that is tied to a module outside of it stays with the root: FSDP1 cannot put two modules
-    into one unit. Arguments with a name that is used there mean the same; ``reshard_after_forward``
-    is FULL_SHARD, else SHARD_GRAD_OP. With ``use_checkpointing`` blocks are checkpointed inside
-    their units; without ``use_wrap_policy`` the whole model is one unit. By default the mesh is all
-    ranks, and the device of this rank the CPU. The last four are FSDP1's own:
+    Shared names mean the same as in ``apply_fsdp2``. A block that is tied to a module outside of it
+    stays with the root, because FSDP1 cannot put two modules into one unit.
 
+    Args:
+        model: any module.
+        block_types: class names of the modules that become units.
+        use_checkpointing: checkpoint the blocks inside their units.
+        use_wrap_policy: if not set, the whole model is one unit.
+        skip: see ``fsdp_units``.
+        reshard_after_forward: FULL_SHARD, otherwise SHARD_GRAD_OP.
+        mixed_precision: FSDP1's dtypes.
+        cpu_offload: keep the shards in host memory.
+        local_modules: modules that differ from rank to rank.
+        ignored_modules: modules that FSDP does not touch.
+        mesh: by default all ranks.
+        device: of this rank; by default the CPU.
         backward_prefetch: gather the next unit before this one's gradients are computed (pre),
             after (post), or not.
         forward_prefetch: gather the next unit before this one computes, in the order of the first
             step.
-        limit_all_gathers: let the CPU run ahead by two gathers at most; it shows on a GPU alone.
-        use_orig_params: show parameters by their names; else one flat parameter a unit.
+        limit_all_gathers: let the CPU run ahead of a GPU by at most two gathers.
+        use_orig_params: keep the parameters' names; otherwise each unit is one flat parameter.
 
     Returns:
         The wrapped model.
 
     Raises:
-        ValueError: the model has no block of these types; offload without a GPU, for which FSDP1
-            pins memory.
+        ValueError: the model has no block of these types; offload without a GPU.
     """
+    # FSDP1 pins offloaded memory, which torch can only do with a GPU.
     if cpu_offload and not torch.cuda.is_available():
         raise ValueError(
             "FSDP1 pins the memory that it offloads to, which needs a GPU: use fsdp 2, or no"
@@ -333,6 +347,7 @@ def apply_fsdp1(
     units = fsdp_units(model, block_types, apart, skip) if use_wrap_policy else {}
     single = {modules[0] for modules in units.values() if len(modules) == 1}
     full, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+    # A policy may return arguments of the wrapper: local modules are sharded over this rank alone.
     to_itself: dict[str, Any] = {}
     if local_modules and mesh:
         to_itself = {"process_group": mesh["alone"].get_group(), "sharding_strategy": full}

@@ -1,18 +1,17 @@
-"""Convolve an image that is cut into strips, one strip a rank.
+"""Convolve an image that is cut into strips, one strip per rank.
 
 Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension, 2 (height) or 3
 (width).
 
-A convolution whose windows overlap needs, at each border of its strip, a few columns that the
-neighbour holds: the halo. Every rank sends its outermost columns to both neighbours, receives
-theirs, and then convolves as if alone:
+A convolution with overlapping windows needs a few columns from the neighbour at each border of its
+strip: the halo. Every rank sends its outermost columns to both neighbours, receives theirs, and
+then convolves as if alone:
 
-    rank 0  | a b c d |            rank 0  | 0 a b c d E |       0: zero padding at the border
-    rank 1  | e f g h |     ->     rank 1  | D e f g h 0 |       D, E: the neighbour's columns
+    rank 0  | a b c d |         rank 0  | 0 a b c d E |     0: zero padding at the image's border
+    rank 1  | e f g h |    ->   rank 1  | D e f g h 0 |     D, E: the neighbour's columns
 
-In the backward pass the gradients of D and E go back to their owners, who add them to their own:
-that is the adjoint of the exchange, and with it automatic differentiation gives what one device
-gives. They travel while the gradient of the weight is computed.
+In the backward pass the gradients of D and E return to their owners, who add them to their own.
+This is the adjoint of the exchange, so the result equals that of one device.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Strip:
         group: the ranks of the line, or None for a line of one.
         rank: this rank's index in the line.
         ranks: length of the line.
-        share: this rank's part of the image, 1 / ranks where all strips are equal.
-        pad: another way than this file's to get the neighbours' columns: a differentiable function
-            of a strip, the halo and this place that returns the padded strip. None for this file's.
+        share: this rank's part of the image, 1 / ranks if all strips are equal.
+        pad: replaces ``pad_with_halo``; called with a strip, the halo and this object, it returns
+            the padded strip and must be differentiable.
     """
 
     dim: int
@@ -50,27 +49,25 @@ class Strip:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Strip:
-        """This rank's strip when the image is cut along one axis of a mesh."""
+        """Return this rank's strip of an image that is cut along one axis of a mesh."""
         ranks = mesh.size(mesh_dim)
         return cls(dim, mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), ranks, 1 / ranks)
 
 
 def halo_size(conv: nn.Conv2d, dim: int) -> int:
-    """Columns (or rows, dim 2) that one rank needs from each neighbour for this convolution; 0
-    needs no exchange.
+    """Return the columns (rows if dim is 2) that a rank needs from each neighbour; 0 needs no exchange.
 
     Raises:
-        ValueError: the convolution's output cannot stay cut where its input is.
+        ValueError: the convolution's output cannot be cut in the same place as its input.
     """
-    kernel, stride, dilation = (
-        setting[dim - 2] for setting in (conv.kernel_size, conv.stride, conv.dilation)
-    )
+    axis = dim - 2
+    kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
     if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
         raise ValueError(
             f"padding {conv.padding!r} with mode {conv.padding_mode!r} cannot be sharded: use a"
             " number and zeros"
         )
-    padding, reach = conv.padding[dim - 2], dilation * (kernel - 1)
+    padding, reach = conv.padding[axis], dilation * (kernel - 1)
     if stride == 1 and 2 * padding == reach:
         return padding
     if stride == kernel and padding == 0 and dilation == 1:
@@ -91,28 +88,26 @@ def halo_conv2d(
     strip: Strip,
     settings: ConvolutionSettings,
 ) -> Tensor:
-    """Convolve one strip of an image as if the whole image were here.
+    """Convolve one strip of an image as if the whole image were on this rank.
 
-    A collective of the whole line: every rank of it must call this, forward and backward, in the
-    same order.
+    A collective: every rank of the line must call it, forward and backward, in the same order.
 
     Args:
         x: this rank's strip, [N, C, H, W].
         weight: as for torch.conv2d, equal on all ranks.
         bias: as for torch.conv2d.
-        halo: columns (rows for dim 2) to take from each neighbour, from ``halo_of``.
+        halo: columns (rows if dim is 2) to take from each neighbour, from ``halo_size``.
         strip: this rank's place.
-        settings: of the convolution.
+        settings: stride, padding, dilation and groups.
 
     Returns:
-        This rank's strip of the output. Differentiable; gradients of weight and bias are this
-        rank's part of a sum.
+        This rank's strip of the output. Gradients of weight and bias are this rank's part of a sum.
 
     Raises:
-        ValueError: this strip is narrower than the halo; its neighbour would need columns from the
-            rank beyond.
+        ValueError: this strip is narrower than the halo.
     """
     size = x.shape[strip.dim]
+    # A neighbour would need columns from the rank beyond this one.
     if halo > size:
         raise ValueError(
             f"rank {strip.rank} of {strip.ranks} holds {size} along dim {strip.dim}, less than the"
@@ -127,7 +122,7 @@ def halo_conv2d(
 
 
 class ConvolutionSettings(NamedTuple):
-    """Of a convolution that finds its halo in its input: no padding along the cut."""
+    """Settings of a convolution whose input already contains the halo."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -136,10 +131,11 @@ class ConvolutionSettings(NamedTuple):
 
     @classmethod
     def from_conv(cls, conv: nn.Conv2d, dim: int) -> ConvolutionSettings:
-        """Those of ``conv``, but with no padding along the cut dimension."""
-        assert isinstance(conv.padding, tuple)  # halo_of refuses text
-        padding = tuple(0 if index == dim - 2 else size for index, size in enumerate(conv.padding))
-        return cls(conv.stride, padding, conv.dilation, conv.groups)
+        """Copy the settings of ``conv``, with no padding along the cut dimension."""
+        assert isinstance(conv.padding, tuple)  # halo_size refuses text
+        padding = list(conv.padding)
+        padding[dim - 2] = 0
+        return cls(conv.stride, tuple(padding), conv.dilation, conv.groups)
 
 
 class _HaloConv2d(torch.autograd.Function):
@@ -160,49 +156,37 @@ class _HaloConv2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stride, padding, dilation, groups = ctx.settings
         padded, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        stride, padding, dilation, groups = ctx.settings
+        transposed, output_padding, bias_sizes = False, [0, 0], [len(weight)]
+        settings = (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
 
-        def convolution_gradients(*wanted: bool) -> list[Tensor | None]:
-            return torch.ops.aten.convolution_backward(
-                grads[0],
-                padded,
-                weight,
-                [len(weight)],
-                stride,
-                padding,
-                dilation,
-                False,
-                [0, 0],
-                groups,
-                wanted,
-            )
+        def convolution_gradients(*wanted: bool) -> list[Any]:
+            operands = (grads[0], padded, weight)
+            return torch.ops.aten.convolution_backward(*operands, *settings, wanted)
 
         grad_padded = convolution_gradients(wants_x, False, False)[0]
-        homecoming = (
-            None if grad_padded is None else return_halo_gradients(grad_padded, ctx.halo, ctx.strip)
-        )
-        grad_weight = convolution_gradients(False, wants_weight, False)[
-            1
-        ]  # while the halos' gradients travel
-        grad_bias = (
-            grads[0].sum(dim=(0, 2, 3)) if wants_bias else None
-        )  # on CPU far faster than from the convolution
-        grad_x = None if homecoming is None else homecoming()
+        wait = return_halo_gradients(grad_padded, ctx.halo, ctx.strip) if wants_x else None
+        # Computed while the gradients of the halos travel.
+        grad_weight = convolution_gradients(False, wants_weight, False)[1]
+        # On a CPU the sum is far faster than the convolution's own gradient of the bias.
+        grad_bias = grads[0].sum(dim=(0, 2, 3)) if wants_bias else None
+        grad_x = wait() if wait else None
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
-    """A strip with ``halo`` columns of the neighbours at both ends; zeros at the borders of the
-    image.
-    """
+    """Add the neighbours' columns at both ends of a strip, and zeros at the image's borders."""
     size, dim = x.shape[strip.dim], strip.dim
-    arrivals = _exchange_with_neighbours(
-        x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo), strip
-    )
-    padded = _empty_with_size(x, dim, size + 2 * halo)
-    padded.narrow(dim, halo, size).copy_(x)  # while the halos travel
+    first, last = x.narrow(dim, 0, halo), x.narrow(dim, size - halo, halo)
+    arrivals = _exchange_with_neighbours(first, last, strip)
+    shape = list(x.shape)
+    shape[dim] = size + 2 * halo
+    memory_format = image_memory_format(x)
+    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    # Copied while the halos travel.
+    padded.narrow(dim, halo, size).copy_(x)
     for start, arrived in zip((0, size + halo), arrivals(), strict=True):
         border = padded.narrow(dim, start, halo)
         border.zero_() if arrived is None else border.copy_(arrived)
@@ -210,16 +194,15 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
 
 
 def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Callable[[], Tensor]:
-    """The adjoint of ``with_halo``: gradients of a halo set out for the ranks that own the columns.
+    """Send a halo's gradients to the ranks that own its columns: the adjoint of ``pad_with_halo``.
 
-    Call what is returned for the gradient of the strip: its own, and at both ends what the
-    neighbours' halos add.
+    Returns:
+        A function that waits, and returns the strip's gradient with the neighbours' parts added.
     """
     dim, size = strip.dim, grad_padded.shape[strip.dim] - 2 * halo
-    own = grad_padded.narrow(dim, halo, size)  # what arrives is added in place
-    arrivals = _exchange_with_neighbours(
-        grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo), strip
-    )
+    own = grad_padded.narrow(dim, halo, size)
+    first, last = grad_padded.narrow(dim, 0, halo), grad_padded.narrow(dim, size + halo, halo)
+    arrivals = _exchange_with_neighbours(first, last, strip)
 
     def wait_and_add() -> Tensor:
         for arrived, start in zip(arrivals(), (0, size - halo), strict=True):
@@ -233,13 +216,14 @@ def return_halo_gradients(grad_padded: Tensor, halo: int, strip: Strip) -> Calla
 def _exchange_with_neighbours(
     first: Tensor, last: Tensor, strip: Strip
 ) -> Callable[[], list[Tensor | None]]:
-    """Start to send ``first`` to the rank before and ``last`` to the rank after, and to receive as
-    much from each.
+    """Start to exchange ``first`` with the rank before and ``last`` with the rank after.
 
-    Call what is returned to wait for what the two send; None at a border of the image.
+    Returns:
+        A function that waits, and returns what both sent; None at a border of the image.
     """
     inbox: list[Tensor | None] = []
-    outbox: list[Tensor] = []  # kept alive until sent
+    # Contiguous copies, which must stay alive until they are sent.
+    outbox: list[Tensor] = []
     calls: list[dist.P2POp] = []
     for outgoing, peer in ((first, strip.rank - 1), (last, strip.rank + 1)):
         if not 0 <= peer < strip.ranks:
@@ -262,14 +246,8 @@ def _exchange_with_neighbours(
     return wait
 
 
-def _empty_with_size(x: Tensor, dim: int, size: int) -> Tensor:
-    """An empty tensor of x's kind and memory format with another size along ``dim``."""
-    shape = [size if index == dim else length for index, length in enumerate(x.shape)]
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=image_memory_format(x))
-
-
 def image_memory_format(x: Tensor) -> torch.memory_format:
-    """Channels last, where images [N, C, H, W] lie in memory so; else contiguous."""
+    """Return channels_last if the images [N, C, H, W] are stored so, else contiguous."""
     channels_last = x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if channels_last else torch.contiguous_format
 
@@ -286,17 +264,14 @@ class _SpatialMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
         shape, strip = ctx.shape, ctx.strip  # type: ignore[attr-defined]
+        # Every rank of the line computes the same loss from this mean, so the gradient of the sum of
+        # all losses is ``ranks`` times one rank's. Averaging gradients over ranks divides it again.
         factor = strip.share * strip.ranks / (shape[2] * shape[3])
         return (grads[0] * factor)[:, :, None, None].expand(shape), None
 
 
 def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
-    """The mean over H and W of the whole image, from each rank's strip: one all-reduce of N x C
-    numbers.
-
-    Every rank of the line computes the same loss from it, so the gradient of the sum of all ranks'
-    losses is ``ranks`` times one rank's. The backward pass multiplies by that, and averaging
-    gradients over all ranks divides by it again.
+    """Average the whole image over H and W, from each rank's strip: one all-reduce of N x C elements.
 
     Args:
         x: this rank's strip, [N, C, H, W].

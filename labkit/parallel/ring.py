@@ -1,9 +1,9 @@
-"""An all-reduce in a ring, of sends and receives alone, one step after another, to look at.
+"""An all-reduce in a ring, built from sends and receives, one visible step at a time.
 
-Each rank sends to the next and receives from the one before. A tensor is cut into as many parts as
-there are ranks. In ranks - 1 steps the parts go around and are added up, a reduce-scatter; in as
-many more the sums go around, an all-gather. Source: Patarasuk and Yuan, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", 2009.
+Each rank sends to the next rank and receives from the one before. A tensor is cut into one part per
+rank. During the first ranks - 1 steps the parts go around and are added up (reduce-scatter); during
+another ranks - 1 steps the sums go around (all-gather). Source: Patarasuk and Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", 2009.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,7 @@ from torch import Tensor
 
 
 def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
-    """What this rank holds after each of the 2 (ranks - 1) steps; the last is the sum. A
-    collective.
+    """Yield this rank's tensor after each of the 2 (ranks - 1) steps; the last is the sum. A collective.
 
     Args:
         tensor: a vector of the same length on every rank; it is not changed.
@@ -32,5 +31,6 @@ def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
         for request in requests:
             assert request is not None, "every rank of the world is in its own group"
             request.wait()
+        # In the second half, finished sums replace the part.
         parts[comes] = parts[comes] + arrived if step < ranks - 1 else arrived
         yield torch.cat(parts)

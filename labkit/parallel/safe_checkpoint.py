@@ -1,9 +1,8 @@
-"""Reads a folder that torch.distributed.checkpoint wrote as data alone: whoever made it, nothing in
-it is executed.
+"""Read a torch.distributed.checkpoint folder without executing anything that it contains.
 
-torch reads the tensors of a checkpoint so, but unpickles its table of contents (``.metadata``) and
-what is no tensor, such as a learning rate, without looking. A pickle can name any function and have
-it called, so what these two name is held against a list first.
+torch reads a checkpoint's tensors as data, but it unpickles the table of contents (``.metadata``)
+and the values that are not tensors, such as a learning rate. A pickle can name any function and
+have it called, so names are checked against a list first.
 
 Source: https://docs.python.org/3/library/pickle.html#restricting-globals
 """
@@ -36,14 +35,14 @@ SAFE_GLOBALS = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""What a table of contents is made of, by module; dtypes as well."""
+"""Names that a table of contents may contain, by module; torch's dtypes are allowed too."""
 
 
 class SafeCheckpointReader(FileSystemReader):
-    """Reads a checkpoint's table of contents, unless it is more than that."""
+    """Reads a checkpoint's table of contents, and refuses anything that is not data."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table. Raises pickle.UnpicklingError where it names anything that is no data."""
+        """Return the table; raise pickle.UnpicklingError if it names anything but data."""
         with Path(self.path, METADATA_FILE).open("rb") as file:
             table: Metadata = _MetadataUnpickler(file).load()
         table.storage_meta = table.storage_meta or StorageMeta()
@@ -52,10 +51,10 @@ class SafeCheckpointReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Reads what is no tensor, unless it is no data either."""
+    """Loads values that are not tensors, if ``torch.load`` with ``weights_only`` accepts them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raises pickle.UnpicklingError for what torch.load refuses with ``weights_only``."""
+        # Raises pickle.UnpicklingError for anything but data; then torch may unpickle it.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

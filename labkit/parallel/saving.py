@@ -1,16 +1,13 @@
-"""Save a training run whose state is sharded, and go on with it, on another number of ranks if need
-be.
+"""Save a sharded training run, and resume it, on another number of ranks if need be.
 
-A folder holds a file for each rank, written and read side by side, in which every tensor knows its
-whole shape and
-place: torch.distributed.checkpoint cuts them anew for whoever loads. One plain file (``.pt``) holds
-    the same state
-whole: rank 0 gathers and writes it, so it must fit into one host's memory, and ``torch.load`` alone
-    can read it.
+A folder holds one file per rank, written and read in parallel. Every tensor in it knows its whole
+shape and its place, so torch.distributed.checkpoint can cut it for any number of ranks. A plain
+file (``.pt``) holds the same state unsharded: rank 0 gathers and writes it, so it must fit into one
+host's memory, and ``torch.load`` can read it.
 
     {"model": {name: tensor}, "optimizer": {"state": …, "param_groups": …}, "step": 3}
 
-``Checkpoints`` saves after every step, for a training that may be killed at any moment.
+``CheckpointFolder`` saves after every step, for a training that may be killed at any moment.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -30,26 +27,24 @@ from torch.optim import Optimizer
 from labkit.parallel.safe_checkpoint import SafeCheckpointReader, SafeLoadPlanner
 
 PLAIN_FILE_SUFFIX = ".pt"
-"""How the name of a plain file ends; any other name is a folder's."""
+"""Names with this suffix are plain files; all others are folders."""
 CHECKPOINTS_TO_KEEP = 2
-"""So many checkpoints stay: the newest, and one for whoever distrusts it."""
+"""The newest checkpoint, and the one before in case it turns out to be bad."""
 
 
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Save parameters, buffers, the optimizer's state and how many steps were trained. A
-    collective.
+    """Save parameters, buffers, the optimizer's state and the step. A collective.
 
     Args:
-        path: a folder, or a file that ends in ``.pt``; nothing may be there.
-        model: plain, FSDP1's or FSDP2's; without modules that differ from rank to rank.
-        optimizer: of its parameters.
+        path: a folder, or a file that ends in ``.pt``; it must not exist yet.
+        model: plain, FSDP1 or FSDP2, without modules that differ from rank to rank.
+        optimizer: of the model's parameters.
         step: steps trained so far.
     """
     plain = path.suffix == PLAIN_FILE_SUFFIX
     on_gpu = next(model.parameters()).device.type == "cuda"
-    options = StateDictOptions(
-        full_state_dict=plain, cpu_offload=plain and on_gpu
-    )  # FSDP1 on a CPU crashes with it
+    # FSDP1 on a CPU crashes with cpu_offload.
+    options = StateDictOptions(full_state_dict=plain, cpu_offload=plain and on_gpu)
     weights, updates = get_state_dict(model, optimizer, options=options)
     state: dict[str, Any] = {"model": weights, "optimizer": updates, "step": step}
     if not plain:
@@ -60,19 +55,16 @@ def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int)
 
 
 def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Put a saved state into a model and its optimizer, whoever saved it. A collective.
+    """Load a saved state into a model and its optimizer, and return its step. A collective.
 
     Args:
-        path: what ``save_training`` wrote.
-        model: of the same kind and sizes; sharded over any ranks, or not at all.
+        path: a folder or file from ``save_training``.
+        model: of the same kind and sizes, sharded over any number of ranks or not at all.
         optimizer: of the same kind, of the model's parameters.
-
-    Returns:
-        How many steps were trained.
 
     Raises:
         RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have
-        other names or shapes.
+            other names or shapes.
     """
     if path.suffix != PLAIN_FILE_SUFFIX:
         weights, updates = get_state_dict(model, optimizer)
@@ -95,14 +87,12 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 
 class CheckpointFolder:
-    """A folder of saves, one a step, that all ranks see. Training goes on from the newest that is
-    complete.
+    """A folder of saves that all ranks see; training resumes from the newest complete one.
 
-    A save takes its name in one step, once every rank has written its part: one that was cut off is
-    never taken. Making this is a collective, as its functions are.
+    The constructor and all methods are collectives.
 
     Args:
-        folder: is made if it is not there.
+        folder: created if it does not exist.
 
     Raises:
         ValueError: a rank does not see the folder that rank 0 sees.
@@ -113,12 +103,13 @@ class CheckpointFolder:
         word: list[Any] = [None, None]
         if self._is_first:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".step_*"):  # of a run that was killed
+            # Incomplete saves of a run that was killed.
+            for leftover in folder.glob(".step_*"):
                 shutil.rmtree(leftover)
-            word = [
-                f".seen_{uuid.uuid4().hex}",
-                max((path.name for path in folder.glob("step_*")), default=None),
-            ]
+            newest = max((path.name for path in folder.glob("step_*")), default=None)
+            # A file with a new name shows which ranks see this very folder, and not one of the same
+            # name on a disk of their own.
+            word = [f".seen_{uuid.uuid4().hex}", newest]
             (folder / word[0]).touch()
         dist.broadcast_object_list(word)
         mark, self._newest = word
@@ -133,18 +124,17 @@ class CheckpointFolder:
             )
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> int:
-        """Put the newest save into a model and its optimizer; returns how many steps were trained,
-        0 without a save.
-        """
+        """Load the newest save, and return the number of trained steps, 0 without a save."""
         return load_training(self._folder / self._newest, model, optimizer) if self._newest else 0
 
     def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-        """Save a training after so many steps."""
+        """Save a training that has done ``step`` steps."""
         name = f"step_{step:08d}"
-        save_training(
-            self._folder / f".{name}", model, optimizer, step
-        )  # none leaves it before all have written
+        unfinished = self._folder / f".{name}"
+        # It ends with a barrier. The save gets its final name only when all ranks have written, so
+        # one that was cut off is never loaded.
+        save_training(unfinished, model, optimizer, step)
         if self._is_first:
-            (self._folder / f".{name}").rename(self._folder / name)
+            unfinished.rename(self._folder / name)
             for old in sorted(self._folder.glob("step_*"))[:-CHECKPOINTS_TO_KEEP]:
                 shutil.rmtree(old.rename(self._folder / f".{old.name}"))
