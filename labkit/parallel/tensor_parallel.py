@@ -6,7 +6,7 @@ ranks' results only need to be added.
 
                       in_proj (columns)       out_proj (rows)
     rank 0    x   ->   inner features 0   ->   part of y   \
-    rank 1    x   ->   inner features 1   ->   part of y   -+->  y = their sum: one all-reduce per MLP
+    rank 1    x   ->   inner features 1   ->   part of y   -+->  y = their sum: one all-reduce
 
 With sequence parallelism each rank keeps only its places of the sequence between the pairs: the sum
 is reduce-scattered over the sequence, which is all-gathered before the next pair. The bytes sent

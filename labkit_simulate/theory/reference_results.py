@@ -10,8 +10,8 @@ Sources, both of torchtitan (PyTorch's own trainer):
   these rows; 8192 is assumed, which gives the 33 to 39 % model FLOPs utilisation that the page
   states. Memory is what the allocator reserved.
 - docs/performance.md of 2024: 64 A100 with 80 GB, in hosts with a network that it does not state;
-  200 Gb/s per GPU is assumed. Sequence 8192 for Llama 3, 4096 for Llama 2. Whether programs were compiled is
-  not stated; they are assumed to be eager.
+  200 Gb/s per GPU is assumed. Sequence 8192 for Llama 3, 4096 for Llama 2. Whether programs were
+  compiled is not stated; they are assumed to be eager.
 """
 
 from dataclasses import dataclass
