@@ -1,5 +1,4 @@
-"""Fully sharded data parallelism: each rank keeps a part of every parameter and its optimizer
-state.
+"""Fully sharded data parallelism: each rank keeps a part of every parameter and of its state.
 
 The model is cut into *units*. Before a unit computes, its parameters are all-gathered; afterwards
 the full copy is freed. In the backward pass they are gathered again, and the unit's gradients are
@@ -200,9 +199,9 @@ def enable_prefetch(model: nn.Module, units: Units) -> None:
 
     ``units`` are those that ``apply_fsdp2`` returned for this model.
     """
-    # NCCL's streams overlap anyway. Gloo has none, so FSDP2 waits for each all-gather where it
-    # starts it, unless told not to; it still waits for every reduce-scatter.
-    model._set_unshard_async_op(True)  # type: ignore[operator]  # has no public name, in 2.13 either
+    # NCCL's streams overlap anyway. Gloo has none, so FSDP2 waits for an all-gather right after it
+    # starts, unless told not to (no public name, up to 2.13). It still waits for reduce-scatters.
+    model._set_unshard_async_op(True)  # type: ignore[operator]
     blocks = [modules[0] for name, modules in units.items() if name != ROOT]
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

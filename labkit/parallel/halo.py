@@ -55,8 +55,7 @@ class Strip:
 
 
 def halo_size(conv: nn.Conv2d, dim: int) -> int:
-    """Return the columns (rows if dim is 2) that a rank needs from each neighbour; 0 needs no
-    exchange.
+    """Return the columns (rows if dim is 2) that a rank needs from each neighbour, or 0.
 
     Raises:
         ValueError: the convolution's output cannot be cut in the same place as its input.
@@ -266,15 +265,13 @@ class _SpatialMean(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
         shape, strip = ctx.shape, ctx.strip  # type: ignore[attr-defined]
         # Every rank of the line computes the same loss from this mean, so the gradient of the sum
-        # of all losses is ``ranks`` times one rank's. Averaging gradients over ranks divides it
-        # again.
+        # of all losses is ``ranks`` times one rank's. Averaging over ranks divides it again.
         factor = strip.share * strip.ranks / (shape[2] * shape[3])
         return (grads[0] * factor)[:, :, None, None].expand(shape), None
 
 
 def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
-    """Average the whole image over H and W, from each rank's strip: one all-reduce of N x C
-    elements.
+    """Average the whole image over H and W: one all-reduce of N x C elements.
 
     Args:
         x: this rank's strip, [N, C, H, W].

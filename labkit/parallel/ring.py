@@ -14,8 +14,9 @@ from torch import Tensor
 
 
 def ring_all_reduce_steps(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield this rank's tensor after each of the 2 (ranks - 1) steps; the last is the sum. A
-    collective.
+    """Yield this rank's tensor after each of the 2 (ranks - 1) steps; the last is the sum.
+
+    A collective.
 
     Args:
         tensor: a vector of the same length on every rank; it is not changed.

@@ -1,9 +1,8 @@
-"""Data-parallel training in thirty lines: what a learner of the DDP lab writes.
+"""Data-parallel training in thirty lines, as a learner of the DDP lab writes it.
 
-Every gradient belongs to a bucket. Once the last gradient of a bucket is there, its all-reduce is
-asked for, and the backward pass goes on; once the last gradient of all is there, the rank waits.
-``buckets.GradientBuckets`` does the same for a mesh, and refuses a backward pass that leaves a
-gradient out.
+When the last gradient of a bucket arrives, its all-reduce starts while the backward pass goes on;
+when the last gradient of all arrives, the rank waits. ``buckets.GradientBuckets`` also takes a mesh
+and refuses a backward pass that leaves a gradient out.
 """
 
 import torch
@@ -14,15 +13,14 @@ from labkit.parallel.buckets import assign_buckets
 
 
 def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
-    """Make every backward pass leave in each ``grad`` the mean over all ranks.
+    """Average every ``grad`` over all ranks by the end of each backward pass.
 
     Args:
         model: equal on all ranks; each backward pass gives a gradient to every parameter.
         bucket_bytes: a bucket closes once it holds this many bytes.
     """
-    parameters = list(model.parameters())[
-        ::-1
-    ]  # as DDP does before it knows better: the last layer's come first
+    # The last layer's gradients come first; DDP too starts with this order.
+    parameters = list(model.parameters())[::-1]
     plan = assign_buckets([parameter.nbytes for parameter in parameters], bucket_bytes)
     buckets = [[parameters[position] for position in bucket] for bucket in plan]
     missing = [len(bucket) for bucket in buckets]
@@ -42,8 +40,10 @@ def small_ddp(model: nn.Module, bucket_bytes: int) -> None:
         for bucket, row, handle in on_their_way:
             handle.wait()
             row /= dist.get_world_size()
-            for parameter, mean in zip(bucket, row.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = mean.view_as(parameter)  # a view: nothing is copied back
+            means = row.split([p.numel() for p in bucket])
+            for parameter, mean in zip(bucket, means, strict=True):
+                # A view of the bucket, so that nothing is copied back.
+                parameter.grad = mean.view_as(parameter)
         on_their_way.clear()
         missing[:] = [len(bucket) for bucket in buckets]
 

@@ -1,10 +1,9 @@
-"""Fully sharded data parallelism in thirty lines, one unit at a time: what a learner of the FSDP
-lab writes.
+"""Fully sharded data parallelism in thirty lines, one unit at a time, as a learner writes it.
 
-``shard_unit`` takes a module, a *unit*, and leaves this rank a flat share of its parameters. Around
-the unit's forward and backward pass the whole parameters are put together in a buffer that is empty
-otherwise. ``FlatShards`` is the model made of such units. Nothing travels while something computes,
-and buffers are not shared: ``fully_shard`` does both.
+``shard_unit`` takes a module, a *unit*, and keeps this rank's flat share of its parameters. During
+the unit's forward and backward pass a buffer holds the whole parameters; otherwise it is empty.
+``FlatShards`` is a model made of such units. Unlike ``fully_shard``, it neither overlaps
+communication with computation nor shares buffers between units.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,21 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ShardUnit = Callable[[nn.Module], nn.Parameter]
-"""Shards a unit in place, and returns this rank's share.
+"""Shards a unit in place and returns this rank's share, a flat parameter.
 
-The share is a flat parameter: all of the unit's, in the order of ``unit.parameters()``, one after
-another, with zeros at the end so that the ranks divide them, cut into equal parts of which rank r
-keeps part r. After a backward pass its gradient is the mean over the ranks.
+All of the unit's parameters, in the order of ``unit.parameters()``, are concatenated, padded with
+zeros to a multiple of the number of ranks and cut into equal parts, of which rank r keeps part r.
+After a backward pass the share's gradient is the mean over the ranks.
 """
 
 
 def shard_unit(unit: nn.Module) -> nn.Parameter:
     """Shard a unit over all ranks; see ``ShardUnit``."""
     parameters, ranks = list(unit.parameters()), dist.get_world_size()
+    # full: [W * S] with padding, shard: [S], for W ranks
     full = flatten_tensors([p.detach() for p in parameters], ranks)
     shard = nn.Parameter(full.chunk(ranks)[dist.get_rank()].clone())
     for parameter, piece in zip(parameters, split_flat(full, parameters), strict=True):
-        parameter.data = piece  # a view: its numbers are there while the buffer is
+        # A view, which has values only while the buffer is filled.
+        parameter.data = piece
     buffer, size = full.untyped_storage(), full.untyped_storage().nbytes()
     ready: list[nn.Parameter] = []
 
@@ -39,11 +40,13 @@ def shard_unit(unit: nn.Module) -> nn.Parameter:
 
     def free_until_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
         buffer.resize_(0)
+        # The output's gradient arrives just before the unit's backward pass begins.
         if output.requires_grad:
             output.register_hook(gather)
 
     def reduce(parameter: nn.Parameter) -> None:
         ready.append(parameter)
+        # The unit's last gradient: none of its parameters is needed any more.
         if len(ready) == len(parameters):
             ready.clear()
             buffer.resize_(0)
@@ -72,35 +75,31 @@ def flatten_tensors(tensors: Iterable[Tensor], ranks: int) -> Tensor:
 def split_flat(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a flat tensor with the shapes of these tensors, in order."""
     sizes = [tensor.numel() for tensor in like]
-    return [
-        piece.view(each.shape)
-        for piece, each in zip(row[: sum(sizes)].split(sizes), like, strict=True)
-    ]
+    pieces = row[: sum(sizes)].split(sizes)
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 class FlatShards(nn.Module):
-    """A model whose units are sharded, flat. Its parameters are this rank's shares.
+    """A model whose units are sharded; its parameters are this rank's flat shares.
 
     Args:
         model: equal on all ranks; changed in place.
         units: its units by name, which together hold all of its parameters.
-        shard: called with each of them.
+        shard: called with each unit.
 
     Raises:
-        ValueError: units overlap or leave parameters out, or what ``shard`` returned is no share of
-            its unit.
+        ValueError: units overlap or leave parameters out; ``shard`` returned a wrong share.
     """
 
     def __init__(
         self, model: nn.Module, units: Mapping[str, nn.Module], shard: ShardUnit = shard_unit
     ):
         super().__init__()
-        self._model = [model]  # in a list, so that its parameters are not this module's
+        # In a list, so that the model's parameters are not registered as this module's.
+        self._model = [model]
         self._units = {name: list(unit.parameters()) for name, unit in units.items()}
-        held = [id(parameter) for parameters in self._units.values() for parameter in parameters]
-        missing = [
-            name for name, parameter in model.named_parameters() if id(parameter) not in held
-        ]
+        held = [id(p) for parameters in self._units.values() for p in parameters]
+        missing = [name for name, p in model.named_parameters() if id(p) not in held]
         if missing or len(set(held)) < len(held):
             what = f"{missing[0]} is in no unit" if missing else "two units share a parameter"
             raise ValueError(
@@ -119,18 +118,18 @@ class FlatShards(nn.Module):
         """Return the model with whole parameters and gradients. A collective."""
         for parameters, shard in zip(self._units.values(), self.shards, strict=True):
             values = split_flat(_all_gather_flat(shard.detach()), parameters)
-            gradients = (
-                values
-                if shard.grad is None
-                else split_flat(_all_gather_flat(shard.grad), parameters)
-            )
-            for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
-                parameter.data, parameter.grad = value, None if shard.grad is None else gradient
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.data, parameter.grad = value, None
+            if shard.grad is not None:
+                gradients = split_flat(_all_gather_flat(shard.grad), parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
         return self._model[0]
 
 
 def _make_share(shard: ShardUnit, name: str, unit: nn.Module) -> nn.Parameter:
-    whole, ranks = sum(parameter.numel() for parameter in unit.parameters()), dist.get_world_size()
+    # Counted before the call, which empties the unit's parameters.
+    whole, ranks = sum(p.numel() for p in unit.parameters()), dist.get_world_size()
     share, wanted = shard(unit), -(-whole // ranks)
     if not isinstance(share, nn.Parameter) or share.shape != (wanted,):
         shape = f" of shape {tuple(share.shape)}" if isinstance(share, Tensor) else ""

@@ -1,14 +1,12 @@
-"""Tensor parallelism without DTensor, as learners of the lab on two dimensions write it: two
-functions, two layers.
+"""Tensor parallelism without DTensor, as a learner writes it: two functions and two layers.
 
                           forward pass        backward pass
-    copy_to_ranks         as it is            summed over the ranks       where a pair begins
-    sum_over_ranks        summed              as it is                    where a pair ends
+    copy_to_ranks         identity            sum over the ranks          where a pair begins
+    sum_over_ranks        sum over the ranks  identity                    where a pair ends
 
-``ColumnParallel`` and ``RowParallel`` are a pair's two linear layers, as one rank has them: plain
-parameters, which are this rank's share. ``share_pairs`` puts them into a stack of MLPs, and
-``SharedPairs`` says what the shares are parts of. Megatron-LM calls the two functions f and g
-(Shoeybi et al., 2019, arXiv:1909.08053).
+``ColumnParallel`` and ``RowParallel`` are one rank's share of a pair's two linear layers.
+``share_pairs`` puts them into a stack of MLPs. Megatron-LM calls the two functions f and g (Shoeybi
+et al., 2019, arXiv:1909.08053).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,14 +23,12 @@ from torch.nn import functional
 from labkit.models.mlp import MLPStack
 
 ShareLayer = Callable[[nn.Linear, ProcessGroup], nn.Module]
-"""Makes one rank's share of a linear layer with bias, a module with parameters ``weight`` and
-``bias``.
-"""
+"""Returns one rank's share of a linear layer, a module with ``weight`` and ``bias``."""
 PAIR_PLACEMENTS: dict[str, dict[str, Placement]] = {
     "in_proj": {"weight": Shard(0), "bias": Shard(0)},
     "out_proj": {"weight": Shard(1), "bias": Replicate()},
 }
-"""How each layer of a pair is cut."""
+"""How each layer of a pair is cut. ``weight`` is [out features, in features]."""
 
 
 class CopyToRanks(torch.autograd.Function):
@@ -65,13 +61,13 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Begin a pair: every rank of the group uses all of x."""
+    """Begin a pair, of which every rank of the group uses all of x."""
     copied: Tensor = CopyToRanks.apply(x, group)
     return copied
 
 
 def sum_over_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
-    """End a pair: each rank of the group has computed a part."""
+    """End a pair, of whose result each rank of the group has computed a term."""
     total: Tensor = SumOverRanks.apply(part, group)
     return total
 
@@ -92,9 +88,7 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """One rank's share of a linear layer's inputs: columns of the weight. The whole bias is added
-    once.
-    """
+    """One rank's share of a linear layer's inputs: columns of the weight, and the whole bias."""
 
     def __init__(self, layer: nn.Linear, group: ProcessGroup):
         super().__init__()
@@ -105,11 +99,12 @@ class RowParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's features [..., inner / ranks] to whole outputs [..., D]."""
+        # The bias is added after the sum, or it would count once per rank.
         return sum_over_ranks(functional.linear(x, self.weight), self.group) + self.bias
 
 
 def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: ShareLayer) -> MLPStack:
-    """Put each rank's share of every layer in the layer's place.
+    """Replace every layer of a stack by this rank's share of it.
 
     Args:
         model: equal on all ranks; changed in place.
@@ -118,7 +113,7 @@ def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: Shar
         row: called with the second.
 
     Raises:
-        ValueError: what one of them made is no share of its layer.
+        ValueError: a function returned something else than a share of its layer.
     """
     for index, mlp in enumerate(model.layers):
         for name, share in (("in_proj", column), ("out_proj", row)):
@@ -132,13 +127,9 @@ def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: Shar
 def _check_share(
     own: Any, layer: nn.Linear, name: str, placements: Mapping[str, Placement], ranks: int
 ) -> None:
-    """Raise ValueError unless this module holds one rank's share of a layer."""
-    has = (
-        {each: tuple(p.shape) for each, p in own.named_parameters()}
-        if isinstance(own, nn.Module)
-        else {}
-    )
-    wants = {}
+    has, wants = {}, {}
+    if isinstance(own, nn.Module):
+        has = {each: tuple(p.shape) for each, p in own.named_parameters()}
     for each, parameter in layer.named_parameters():
         shape, placement = list(parameter.shape), placements[each]
         if isinstance(placement, Shard):
@@ -172,6 +163,7 @@ class TensorParallelPairs(nn.Module):
         whole: dict[str, Tensor] = {}
         for name, share in shares.items():
             layer, own_name = name.split(".")[-2:]
+            # Under FSDP a share is itself sharded over the axis ``data``.
             share = share.full_tensor() if isinstance(share, DTensor) else share
             placement = PAIR_PLACEMENTS[layer][own_name]
             whole[name] = DTensor.from_local(share, self.line, [placement], run_check=False)

@@ -1,11 +1,11 @@
 """Shard a convolutional network's activations along the height or the width of its images.
 
 Legend: N images, C channels, H height, W width; ``dim`` is the cut dimension of [N, C, H, W], 2
-    (height) or 3 (width).
+(height) or 3 (width).
 
-Every rank of the mesh axis ``mesh_dim`` holds one strip of every image and of every feature map,
-and all parameters. The other mesh axis, if there is one, shares the samples out. Three ways to do
-it, each faster than the one before:
+Every rank of the mesh axis ``mesh_dim`` holds one strip of every image and feature map, and all
+parameters. A second mesh axis, if there is one, shares the samples out. There are three strategies,
+each faster than the one before:
 
 | strategy | tensors                         | halo exchange                 | gradients           |
 | -------- | ------------------------------- | ----------------------------- | ------------------- |
@@ -13,15 +13,14 @@ it, each faster than the one before:
 | dtensor  | DTensor                         | labkit.parallel.halo          | one collective each |
 | local    | DTensor input, then plain local | labkit.parallel.halo          | in buckets          |
 
-``native`` is refused, since upstream is wrong on every version so far; ``native_unguarded`` runs
-all the same, to be looked at.
+``native`` is refused, because it computes wrong results in all torch versions so far;
+``native_unguarded`` runs nevertheless, to look at.
 
-Whichever it is: the model takes a DTensor from ``shard_batch``, returns the plain logits of this
-rank's samples, and after ``loss.backward()`` of their mean loss each parameter's gradient is that
-of the mean over all samples.
+The model takes a DTensor from ``shard_batch`` and returns the plain logits of this rank's samples.
+After ``loss.backward()`` of their mean loss, each gradient is that of the mean over all samples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -56,19 +55,19 @@ def apply_spatial(
     mesh_dim: int | str | None = None,
     pad: Callable[[Tensor, int, Strip], Tensor] | None = None,
 ) -> ConvNeXt:
-    """Shard the activations of ``model`` along one dimension of its images, in place.
+    """Shard the activations of ``model`` in place, along one dimension of its images.
 
-    A collective of the whole mesh: parameters become those of the mesh's first rank on every rank.
-    Set gradients to zero before each backward pass: with DTensors and a data axis, old ones would
-    be divided by its ranks again.
+    A collective of the whole mesh: all ranks take the parameters of the mesh's first rank.
+    Zero the gradients before each backward pass: with DTensors and a data axis, old gradients would
+    be divided by the number of data ranks again.
 
     Args:
         model: a ConvNeXt on this rank's device.
-        mesh: one axis, or two of which the other one shares the samples out (data x space).
+        mesh: one axis (space), or two (data x space).
         strategy: see the module's table.
         tensor_dim: 2 cuts the height, 3 the width.
-        mesh_dim: the mesh axis along which strips lie, as an index or a name; by default the last.
-        pad: how a strip gets its neighbours' columns, if not in labkit's way; see ``halo.Strip``.
+        mesh_dim: index or name of the mesh axis for strips; by default the last.
+        pad: replaces labkit's exchange of columns; see ``halo.Strip``.
 
     Returns:
         The same model.
@@ -85,11 +84,8 @@ def apply_spatial(
     axis = axis_index(mesh, mesh_dim)
     strip = Strip.from_mesh(mesh, axis, tensor_dim)
     strip.pad = pad
-    halos = {
-        module: halo_size(module, tensor_dim)
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d)
-    }
+    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    halos = {conv: halo_size(conv, tensor_dim) for conv in convs}
     _agree_on_dropped_samples(model, mesh, axis)
     if strategy == "local":
         _apply_local(model, mesh, strip, halos)
@@ -126,19 +122,21 @@ def shard_batch(
     mesh_dim: int | str | None = None,
     stride: int = 1,
 ) -> tuple[DTensor, Tensor]:
-    """This rank's strips of its samples, and their labels, from a batch that every rank holds
-    whole. No communication.
+    """Cut a batch that every rank holds whole; return this rank's strips and labels. Sends nothing.
 
-    Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every
-    strip is a multiple of ``stride``, by which the network divides the dimension in all (32 for
-    four stages).
+    Args:
+        images: [N, C, H, W].
+        labels: [N].
+        mesh: as for ``apply_spatial``, like ``tensor_dim`` and ``mesh_dim``.
+        tensor_dim: 2 cuts the height, 3 the width.
+        mesh_dim: the mesh axis for strips.
+        stride: every strip is a multiple of the network's total stride (32 for four stages).
 
     Returns:
-        The images as a DTensor [N, C, H, W], and the labels of the samples that this rank holds, a
-        plain tensor.
+        The images as a DTensor [N, C, H, W], and the labels of this rank's samples, a plain tensor.
 
     Raises:
-        ValueError: samples or columns cannot be shared out, with the arithmetic.
+        ValueError: the ranks cannot share the samples or columns.
     """
     axis = axis_index(mesh, mesh_dim)
     widths = sizes.shard_sizes(images.shape[tensor_dim], mesh.size(axis), multiple=stride)
@@ -161,7 +159,7 @@ def own_samples(mesh: DeviceMesh, batch: int, mesh_dim: int | str | None = None)
 
 
 class HaloConv2d(nn.Module):
-    """A Conv2d on one strip of the feature map, with the original's weight and bias, not copies."""
+    """Convolves one strip of a feature map, with the weight and bias of the original Conv2d."""
 
     def __init__(self, conv: nn.Conv2d, halo: int, strip: Strip):
         super().__init__()
@@ -180,19 +178,16 @@ class HaloConv2d(nn.Module):
 
 
 def _local_parameter(parameter: Tensor) -> Tensor:
-    """Return a replicated parameter as a plain tensor whose gradient is this rank's part of the
-    sum.
-    """
     assert isinstance(parameter, DTensor)
+    # Each rank's gradient is a term of a sum, since each sees only its strip of the image.
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def _apply_local(
     model: ConvNeXt, mesh: DeviceMesh, strip: Strip, halos: dict[nn.Conv2d, int]
 ) -> None:
-    _replace_modules(
-        model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo}
-    )
+    with_halo = {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo}
+    _replace_modules(model, with_halo)
     for tensor in [*model.parameters(), *model.buffers()]:
         for axis in range(mesh.ndim):
             dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
@@ -229,8 +224,7 @@ def _apply_dtensor(
         _relabel_as_strips(model)
 
     def check_strips(module: nn.Module, args: tuple[DTensor]) -> None:
-        # A feature map made from local strips does not know how long the others are, so they must
-        # be equal.
+        # A DTensor made from a local strip assumes that the other strips have the same size.
         size = args[0].shape[strip.dim]
         if left_over := size % strip.ranks:
             rule = (
@@ -251,26 +245,23 @@ def _apply_dtensor(
 
 
 def _relabel_as_strips(model: nn.Module) -> None:
-    """Mark every convolution's input and output as strips, where torch calls the output replicated.
+    """Mark every convolution's output as strips, where torch calls it replicated.
 
-    The model then trains, but every value that depends on a halo or on a sum over ranks is wrong;
-    this
-    serves demonstration only. The wrong label alone fails later, with an error that hides the
-    cause.
+    The model then trains, but every value that depends on a halo or on a sum over ranks is wrong:
+    only for demonstration. Without this, training fails later, with an error that hides the cause.
     """
 
     def relabel_input(conv: nn.Module, args: tuple[DTensor]) -> DTensor:
         x = args[0]
-        unreduced = [Replicate()] * x.device_mesh.ndim  # what torch calls the gradient of a strip
-        return DTensor.from_local(
-            x.to_local(), x.device_mesh, x.placements, grad_placements=unreduced
-        )
+        # torch calls the gradient of a strip replicated.
+        replicated = [Replicate()] * x.device_mesh.ndim
+        mesh, placements = x.device_mesh, x.placements
+        return DTensor.from_local(x.to_local(), mesh, placements, grad_placements=replicated)
 
     def relabel_output(conv: nn.Module, args: tuple[DTensor], out: DTensor) -> DTensor:
         placements = args[0].placements
-        return DTensor.from_local(
-            out.to_local(grad_placements=placements), out.device_mesh, placements
-        )
+        local = out.to_local(grad_placements=placements)
+        return DTensor.from_local(local, out.device_mesh, placements)
 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -284,26 +275,22 @@ def _forward_on_strips(forward: Callable[[Tensor], Tensor], x: DTensor) -> DTens
 
 
 def _sum_gradient(parameter: Tensor, replicated: list[Replicate], data_ranks: int) -> None:
-    """Sum a gradient over the ranks of the strips, and average it over those of the samples."""
     gradient = parameter.grad
     assert isinstance(gradient, DTensor)
+    # Strips are terms of a sum, but samples are averaged.
     mean = gradient.redistribute(placements=replicated) / data_ranks
-    # with the parameter's strides, which Adam's fused kernel takes for granted: torch 2.11 loses
-    # them in redistribute
+    # Adam's fused kernel needs the parameter's strides, which redistribute loses in torch 2.11.
     parameter.grad = torch.empty_like(parameter).copy_(mean)
 
 
 def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> None:
-    """Drop all strips of a sample together; ranks with other samples keep drawing from the same
-    stream.
-    """
+    """Drop all strips of a sample together, by one random stream for the whole mesh."""
     device = next(model.parameters()).device
     seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
     for index in range(mesh.ndim):
         dist.broadcast(seed, group=mesh.get_group(index), group_src=0)
-    drawn = (
-        int(seed) if type(seed) is Tensor else torch.initial_seed()
-    )  # a fake tensor has no value
+    # A fake tensor has no value.
+    drawn = int(seed) if type(seed) is Tensor else torch.initial_seed()
     generator = torch.Generator().manual_seed(drawn)
     for module in model.modules():
         if isinstance(module, StochasticDepth):
@@ -312,7 +299,7 @@ def _agree_on_dropped_samples(model: nn.Module, mesh: DeviceMesh, axis: int) -> 
                 module.shard, module.shards = mesh.get_local_rank(1 - axis), mesh.size(1 - axis)
 
 
-def _replace_modules(model: nn.Module, replacements: dict[Any, nn.Module]) -> None:
+def _replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in replacements:

@@ -1,18 +1,18 @@
-r"""Tensor parallelism: ranks along the mesh axis ``tp`` share each matrix product.
+r"""Tensor parallelism: the ranks along the mesh axis ``tp`` share each GEMM.
 
-The two linear layers of an MLP make a pair. The first is cut by columns, so that each rank computes
-some of the inner features and applies ReLU to them alone; the second is cut by rows, so that the
-ranks' results only need to be added.
+The two linear layers of an MLP make a pair. The first is cut by columns, so each rank computes some
+of the inner features and can apply ReLU to them alone. The second is cut by rows, so the ranks'
+results only need to be added, with one all-reduce per MLP:
 
                       in_proj (columns)       out_proj (rows)
-    rank 0    x   ->   inner features 0   ->   part of y   \
-    rank 1    x   ->   inner features 1   ->   part of y   -+->  y = their sum: one all-reduce
+    rank 0    x   ->   inner features 0   ->   term of y   \
+    rank 1    x   ->   inner features 1   ->   term of y   -+->  y = sum of the terms
 
-With sequence parallelism each rank keeps only its places of the sequence between the pairs: the sum
-is reduce-scattered over the sequence, which is all-gathered before the next pair. The bytes sent
-are the same; activations between the pairs, and what is computed there, are shared.
+With sequence parallelism each rank keeps only its part of the sequence between the pairs. The sum
+is reduce-scattered over the sequence, and all-gathered before the next pair. This sends the same
+bytes, but the ranks share the activations between the pairs, and the work there.
 
-Shapes: N samples, S places of a sequence, D width. Sources: Shoeybi et al., "Megatron-LM", 2019
+Shapes: N samples, S sequence length, D width. Sources: Shoeybi et al., "Megatron-LM", 2019
 (arXiv:1909.08053); Korthikanti et al., "Reducing Activation Recomputation", 2022
 (arXiv:2205.05198).
 """
@@ -55,78 +55,70 @@ def apply_tensor_parallel(
 ) -> MLPStack:
     """Share a stack's matrices over the axis ``tp``, in place.
 
-    Ranks of one ``tp`` line take the same samples and return the same result. A line of one rank
-    shares nothing. Checkpointing, compiling and FSDP over ``data``, if any, come after.
+    Ranks of one ``tp`` line take the same samples and return the same result. Apply checkpointing,
+    compiling and FSDP over ``data`` afterwards.
 
     Args:
         model: equal on all ranks, on this rank's device.
         mesh: with axes named ``data`` and ``tp``.
-        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm; evenly, or
-            with torch 2.13 or later also unevenly.
-        plan: ways to cut by names of modules, instead of pairs of column- and row-parallel layers.
+        sequence_parallel: cut the sequence, dim 1, between the MLPs and in the norm. Before torch
+            2.13 the cut must be even.
+        plan: parallel styles by module name; by default pairs of column- and row-parallel layers.
 
     Returns:
-        ``model``; it takes and returns plain tensors [N, S, D]. Parameters are DTensors, plain on
-        one rank.
+        ``model``, which takes and returns plain tensors [N, S, D]. Its parameters are DTensors, or
+        plain if ``tp`` has one rank.
 
     Raises:
-        ValueError: the mesh lacks an axis; the ranks of both axes, since FSDP cuts what is left,
-            cannot share an inner width evenly.
+        ValueError: the mesh lacks an axis; its ranks cannot share an inner width evenly.
     """
+    # Both axes, because FSDP cuts each rank's share of a matrix once more.
     _check_widths(mesh, ("data", "tp"), *(multiplier * model.dim for multiplier in MULTIPLIERS))
-    line = mesh[
-        "tp"
-        # inductor cannot compile a graph with two slices of a mesh (pytorch/pytorch#179080)
-    ]
-    if line.size() > 1:
-        parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
-        if sequence_parallel:
-            whole = Replicate()
-            parallelize_module(
-                model,
-                line,
-                PrepareModuleInput(input_layouts=whole, desired_input_layouts=SEQUENCE_LAYOUT),
-            )
-            parallelize_module(
-                model,
-                line,
-                PrepareModuleOutput(output_layouts=SEQUENCE_LAYOUT, desired_output_layouts=whole),
-            )
+    # Sliced once: inductor cannot compile two slices of a mesh (pytorch/pytorch#179080).
+    line = mesh["tp"]
+    if line.size() == 1:
+        return model
+    parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
+    if sequence_parallel:
+        whole, cut = Replicate(), SEQUENCE_LAYOUT
+        enter = PrepareModuleInput(input_layouts=whole, desired_input_layouts=cut)
+        leave = PrepareModuleOutput(output_layouts=cut, desired_output_layouts=whole)
+        parallelize_module(model, line, enter)
+        parallelize_module(model, line, leave)
     return model
 
 
 def apply_decoder_tensor_parallel(
     model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> None:
-    """Share a decoder's matrices over the axis ``tp``, in place: pairs in every block, the
-    embedding, the output layer.
+    """Share a decoder's matrices over the axis ``tp``, in place, embedding and output included.
 
-    Ranks of one ``tp`` line take the same tokens. Logits stay cut over words, a DTensor: compute
-    the loss and its backward pass in ``loss_parallel()`` of torch, which sends three numbers a
-    token and never has the logits whole. Checkpointing, compiling and FSDP over ``data``, if any,
-    come after.
+    Ranks of one ``tp`` line take the same tokens. The logits stay a DTensor that is cut over the
+    vocabulary: compute the loss and its backward pass in torch's ``loss_parallel()``, which sends
+    three elements per token. Apply checkpointing, compiling and FSDP over ``data`` afterwards.
 
     Args:
         model: equal on all ranks, on this rank's device.
         mesh: with axes named ``data`` and ``tp``.
-        sequence_parallel: cut the sequence, dim 1, between the pairs and in the norms; evenly.
+        sequence_parallel: cut the sequence, dim 1, evenly between the pairs and in the norms.
 
     Raises:
         ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the heads, an inner
-            width or the words.
+            width or the vocabulary.
     """
     _check_widths(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
     parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
 
 
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
-    """Share a chain's matrices over the axis ``tp``, in pairs, and leave it plain parameters for
-    DDP to replicate.
+    """Share a chain's matrices over the axis ``tp``, with plain parameters that DDP can use.
 
-    The model, which is changed, and the mesh are as for ``apply_tensor_parallel``.
+    Args:
+        model: equal on all ranks; changed in place.
+        mesh: with axes named ``data`` and ``tp``.
 
     Returns:
-        What to call and to train: it takes and returns plain tensors [..., D].
+        The module to call and to train; it takes and returns plain tensors [..., D].
 
     Raises:
         ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the width evenly.
@@ -137,17 +129,14 @@ def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainPa
 
 
 class PlainParameters(nn.Module):
-    """A tensor-parallel model whose parameters are plain tensors, this rank's shards, as DDP needs
-    them.
+    """A tensor-parallel model whose parameters are plain tensors, as DDP needs them.
 
-    Each forward pass makes DTensors of them again. torch's own way, ``replicate(model,
-    device_mesh=mesh["data"])`` on a model with DTensor parameters, leaves the DTensors of the first
-    step where the parameters were: ``parameters()`` is empty from then on (pytorch/pytorch#152712),
-    and the second step of a compiled model fails.
+    Each forward pass makes DTensors of them. With DTensor parameters ``replicate`` would leave
+    ``parameters()`` empty after the first step, and the second step of a compiled model would fail
+    (pytorch/pytorch#152712).
 
     Args:
-        model: with DTensor parameters on one mesh, cut evenly. It is changed: its parameters become
-            plain.
+        model: with DTensor parameters on one mesh, cut evenly; its parameters become plain.
         mesh: that mesh.
     """
 
@@ -177,13 +166,11 @@ class PlainParameters(nn.Module):
 
 
 def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Plan every MLP as a pair.
-
-    With sequence parallelism the activations between pairs are DTensors, which know uneven lengths.
-    """
+    """Plan every MLP of a stack as a pair."""
     columns, rows = ColwiseParallel(), RowwiseParallel()
     if sequence_parallel:
         columns = ColwiseParallel(input_layouts=SEQUENCE_LAYOUT)
+        # A DTensor between the pairs, because it knows the length of an unevenly cut sequence.
         rows = RowwiseParallel(output_layouts=SEQUENCE_LAYOUT, use_local_output=False)
     plan: dict[str, ParallelStyle] = {"layers.*.in_proj": columns, "layers.*.out_proj": rows}
     if sequence_parallel and model.norm is not None:
@@ -192,13 +179,10 @@ def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, Parall
 
 
 def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Pairs: query, key and value with output; gate and up with down. What begins a pair is
-    prepared once for all.
-
-    The embedding is cut by its width, and so needs no sum.
-    """
+    """Plan the pairs of a decoder: query, key, value and output; gate, up and down."""
     between = SEQUENCE_LAYOUT if sequence_parallel else Replicate()
     whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=between)
+    # The layers that begin a pair share one input, which the module around them prepares.
     taken = {name: columns for name in ("attention.query", "attention.key", "attention.value")}
     taken |= {name: columns for name in ("feedforward.gate", "feedforward.up")}
     block: dict[str, ParallelStyle] = {
@@ -211,6 +195,7 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "feedforward.down": rows,
     }
     plan: dict[str, ParallelStyle] = {f"blocks.*.{name}": style for name, style in block.items()}
+    # Cut by its width, so that the embedding needs no sum.
     plan["embedding"] = ColwiseParallel(output_layouts=between)
     plan["output"] = ColwiseParallel(input_layouts=between, use_local_output=False)
     if sequence_parallel:
@@ -220,9 +205,6 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
 
 def _check_widths(mesh: DeviceMesh, sharing: Sequence[str], *widths: int) -> None:
-    """Raise ValueError for a mesh without the two axes, or inner widths that its ranks cannot
-    share.
-    """
     names = mesh.mesh_dim_names or ()
     if not {"data", "tp"} <= set(names):
         raise ValueError(
