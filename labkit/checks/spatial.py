@@ -69,7 +69,8 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def placements(answer: Callable[..., Any]) -> Verdict:
-    """Placements on a data x space mesh: a dict with two for each of images, weights, gradients and logits."""
+    """Placements on a data x space mesh: a dict with two for each of images, weights, gradients and
+    logits."""
     found = call_answer(answer)
     if not isinstance(found, Mapping):
         raise WrongAnswer(
@@ -158,7 +159,8 @@ def halo_gradient(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
-    """An autograd.Function whose forward pads a strip and whose backward returns gradients, on 4 real ranks."""
+    """An autograd.Function whose forward pads a strip and whose backward returns gradients, on 4
+    real ranks."""
     if not isinstance(answer, type) or not issubclass(answer, torch.autograd.Function):
         raise WrongAnswer(
             f"{value_text(answer)} is no torch.autograd.Function",
@@ -200,7 +202,8 @@ def halo_function(answer: Any, timeout_s: float = 30) -> Verdict:
 
 @exercise
 def sends_nothing(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """An exchange that sends nothing, and passes the test with an image of ones, on 4 real ranks."""
+    """An exchange that sends nothing, and passes the test with an image of ones, on 4 real
+    ranks."""
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         if sent["moved"]:
@@ -238,7 +241,8 @@ def activation_bytes(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def strip_step_s(answer: Callable[..., float]) -> Verdict:
-    """Seconds of a step with strips, from (plain_s, ranks, messages, message_bytes, alpha_s, beta_s_per_byte)."""
+    """Seconds of a step with strips, from (plain_s, ranks, messages, message_bytes, alpha_s,
+    beta_s_per_byte)."""
     names = ("plain_s", "ranks", "messages", "message_bytes", "alpha_s", "beta_s_per_byte")
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((1.0, 4, 0, 0, 0.0, 0.0), "The ranks share the arithmetic."),
@@ -277,7 +281,8 @@ def _judge_sent_bytes(index: int, moved: int, *, both_ways: bool = False) -> Non
 
 
 def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None:
-    """Raise Wrong unless a rank's padded strip is right; what is wrong is looked for in the whole image."""
+    """Raise Wrong unless a rank's padded strip is right; what is wrong is looked for in the whole
+    image."""
     _, expected = rank_tasks(what, RANKS)[index]
     _judge_form(index, got, expected)
     assert isinstance(got, Tensor)
@@ -326,7 +331,8 @@ def _halo_fault(part: Tensor) -> str:
 
 
 def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
-    """Raise Wrong unless a rank's gradient is right; what is wrong is compared with likely mistakes."""
+    """Raise Wrong unless a rank's gradient is right; what is wrong is compared with likely
+    mistakes."""
     work = rank_tasks("backward", RANKS)
     gradients, expected = [given for given, _ in work], work[index][1]
     _judge_form(index, got, expected)
@@ -371,7 +377,8 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
 
 
 def _judge_form(index: int, got: Tensor | str, expected: Tensor) -> None:
-    """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what is no tensor."""
+    """Raise Wrong unless this is a tensor of the right shape and type; ``got`` is the type of what
+    is no tensor."""
     if isinstance(got, str):
         raise WrongAnswer(
             f"on rank {index}, the function returned {got}, not a tensor",
