@@ -36,8 +36,7 @@ _judge_on_four = partial(judge_on_ranks, "collectives", ranks=RANKS, waiting=WAI
 
 @exercise
 def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 1: send a vector to the next rank and return the previous rank's, on 4 real
-    ranks."""
+    """Exercise 1: send a vector to the next rank and return the previous rank's."""
     (length,) = VECTOR_LENGTHS["shift"]
     given = rank_vectors(length, RANKS)
 
@@ -59,8 +58,7 @@ def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
-    """Exercise 2: a rank's part after a reduce-scatter, from (held, rank); held has a list per
-    rank."""
+    """Exercise 2: a rank's part after a reduce-scatter, from (held, rank), a list per rank."""
     cases = [
         ([[1, 2], [10, 20]], 1),
         ([[1, 2, 3, 4], [10, 20, 30, 40]], 0),
@@ -81,13 +79,21 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
             continue
         row_sums = [sum(each) for each in held]
         likely = [
-            ("all sums, which is an all-reduce", sums, f"Each of {ranks} ranks keeps one part of {ranks}."),
-            ("this rank's own numbers, not added up", held[rank][own], "Add the ranks' numbers, place by place."),
-            ("the first part of the sums", sums[:size], "Rank r keeps part r."),
-            ("sums of each rank's own numbers", row_sums, "Add over the ranks, not over a rank."),
-        ]  # fmt: skip
+            (
+                sums,
+                "all sums, which is an all-reduce",
+                f"Each of {ranks} ranks keeps one part of {ranks}.",
+            ),
+            (
+                held[rank][own],
+                "this rank's own numbers, not added up",
+                "Add the ranks' numbers, place by place.",
+            ),
+            (sums[:size], "the first part of the sums", "Rank r keeps part r."),
+            (row_sums, "sums of each rank's own numbers", "Add over the ranks, not over a rank."),
+        ]
         said, hint = "", "Add the lists place by place; then cut the sum, one part a rank."
-        for reading, wrong, its_hint in likely:
+        for wrong, reading, its_hint in likely:
             if given == wrong:
                 said, hint = f"{reading}: ", its_hint
                 break
@@ -105,7 +111,8 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
         _judge_sum(sent["got"][0], sent["gloo"][0], length, index)
         used = {name for name, size in sent["handed"].items() if size}
         if used != {"reduce_scatter", "all_gather"}:
-            said = f"the sums are right, but rank {index} used {', '.join(sorted(used)) or 'no collective'}"
+            named = ", ".join(sorted(used)) or "no collective"
+            said = f"the sums are right, but rank {index} used {named}"
             right = "expected reduce_scatter and all_gather"
             raise WrongAnswer(said, expected=right, hint="One of each.")
         handed = sum(sent["handed"].values())
@@ -138,13 +145,12 @@ def ring_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
-    """Exercise 5: (alpha, beta) in s and s/byte, from the seconds of each round by size in
-    bytes."""
+    """Exercise 5: (alpha, beta) in s and s/byte, from each round's seconds by size in bytes."""
     for network, sizes in (
         (AlphaBeta(1e-4, 1e-9), (1000, 10_000, 1_000_000)),
         (AlphaBeta(2e-5, 4e-10), (4096, 2**22)),
     ):
-        # In an order that catches answers that take the first round or the first size.
+        # Slow rounds and sizes in falling order catch an answer that takes the first of either.
         rounds = {
             size: [network.seconds(size) * late for late in (1.7, 1.0, 3.0)]
             for size in reversed(sizes)
@@ -215,8 +221,7 @@ def ring_all_reduce(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
 
 
 def _check_vector(got: Tensor | str, index: int, length: int) -> Tensor:
-    """Return a vector of this length; raise WrongAnswer for anything else, such as a type's
-    name."""
+    """Return ``got``; raise WrongAnswer unless it is a vector. A string names another type."""
     if isinstance(got, str):
         said = f"on rank {index} the function returned {got}, not a tensor"
         raise WrongAnswer(said, hint="Does every path return?")
@@ -282,28 +287,34 @@ def _judge_sent_bytes(limit: int, sent: Mapping[str, Any], index: int, whose: st
 def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
     """Exercise 6: data-parallel training by hand on 4 real ranks, compared with one device."""
     right = train_all_ranks(RANKS)[0]
+    simulate = partial(train_all_ranks, RANKS)
     likely = [
         (
+            simulate(together=False),
             "trained alone: its gradients met no other's",
-            train_all_ranks(RANKS, together=False), "Before the step, all-reduce every gradient.",
+            "Before the step, all-reduce every gradient.",
         ),
         (
+            simulate(factor=RANKS),
             "used the sum of all gradients, a step that is 4 times too long",
-            train_all_ranks(RANKS, factor=RANKS), "An all-reduce adds up; the loss is a mean.",
+            "An all-reduce adds up; the loss is a mean.",
         ),
         (
-            "averaged gradients of models that began different", train_all_ranks(RANKS, same_start=False),
+            simulate(same_start=False),
+            "averaged gradients of models that began different",
             "Before the first step, broadcast every parameter from rank 0.",
         ),
         (
-            "trained alone, from weights of its own", train_all_ranks(RANKS, same_start=False, together=False),
+            simulate(same_start=False, together=False),
+            "trained alone, from weights of its own",
             "Broadcast the weights, all-reduce the gradients.",
         ),
         (
+            simulate(forget=False),
             "added the gradients of earlier steps to each",
-            train_all_ranks(RANKS, forget=False), "Call zero_grad before each backward pass.",
+            "Call zero_grad before each backward pass.",
         ),
-    ]  # fmt: skip
+    ]
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         got = sent["got"]
@@ -315,7 +326,7 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             return
         said = "ended with other weights than one device"
         hint = "In the ranks' turn: broadcast once; loss, gradients, mean, step."
-        for mistake, ranks, its_hint in likely:
+        for ranks, mistake, its_hint in likely:
             if _is_equal_weights(got, ranks[index]):
                 said, hint = mistake, its_hint
                 break

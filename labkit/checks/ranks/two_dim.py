@@ -6,6 +6,7 @@ Ranks along ``tp`` share the weight matrices; ranks along ``data`` have differen
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,11 +188,11 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     found: dict[str, Any] = {"data": place, "entered": [], "between": {}}
     for name, module in cut.named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(input_hook(found, name))
+            module.register_forward_pre_hook(partial(_note_input, found, name))
     try:
         parallel.parallelize_module(cut, mesh["tp"], plan)
         for name, module in cut.named_modules():
-            module.register_forward_hook(output_hook(found["between"], name))
+            module.register_forward_hook(partial(_note_output, found["between"], name))
         found["held"] = {name: local_part(each).numel() for name, each in cut.named_parameters()}
         fully_shard(cut, mesh=mesh["data"])
         with CommunicationCounter(mesh) as counter:
@@ -207,22 +208,14 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     return found | {"gradients": gradients, "sent": dict(counter.along["tp"].counts)}
 
 
-def input_hook(found: dict[str, Any], name: str) -> Callable[..., None]:
-    """Return a hook that records the layer being called and its input features."""
-
-    def note_input(module: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        found["entered"] = [name, local_part(inputs[0]).shape[-1], module.in_features]
-
-    return note_input
+def _note_input(found: dict[str, Any], name: str, module: nn.Linear, inputs: Any) -> None:
+    found["entered"] = [name, local_part(inputs[0]).shape[-1], module.in_features]
 
 
-def output_hook(shapes: dict[str, list[int]], name: str) -> Callable[..., None]:
-    """Return a hook that records the shape of a module's output on this rank."""
-
-    def note_output(module: nn.Module, inputs: Any, output: Any) -> None:
-        shapes[name] = [*local_part(output).shape]
-
-    return note_output
+def _note_output(
+    shapes: dict[str, list[int]], name: str, module: nn.Module, inputs: Any, output: Any
+) -> None:
+    shapes[name] = [*local_part(output).shape]
 
 
 def make_exercise_model(name: str) -> LabModel:
