@@ -12,9 +12,8 @@ from labkit.environment import ENV_STRICT_CLAIMS
 def commit(**numbers: Any) -> dict[str, float | None]:
     """Return your predictions by name, for ``plots.table(..., yours=...)``.
 
-    Each prediction is a number, None, or a function without arguments, such as a lambda, that
-    computes a number from one of your answers. While that answer is still empty, the prediction is
-    None.
+    Each is a number, None, or a function without arguments that computes a number from one of your
+    answers. While that answer is empty, the prediction is None.
 
     Raises:
         TypeError: a prediction is none of these.

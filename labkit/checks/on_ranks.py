@@ -1,8 +1,7 @@
 """Run a learner's functions on real ranks and judge the output of each rank.
 
-The functions are pickled by value, with everything they use from other notebook cells. A check
-passes only if every rank has saved its output: a rank without output is unfinished, whatever its
-exit status.
+The functions are pickled by value, with everything they use from other notebook cells. A rank that
+saves no output is unfinished, whatever its exit status.
 """
 
 import json
@@ -144,13 +143,12 @@ def _failure_reason(
 def _timeout_reason(
     stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str
 ) -> str:
-    """Say what the ranks did when they were stopped: run a loop of the answer, or wait for each
-    other.
+    """Say whether a rank was still in a loop of the answer, or all ranks waited for each other.
 
     Raises:
-        NotJudged: a rank did neither; it was still importing or computing something else.
+        NotJudged: a rank was still importing or computing something else.
     """
-    first_lines = {}
+    first_lines: dict[tuple[str, str], int] = {}
     for answer in answers:
         if code := getattr(answer, "__code__", None):
             first_lines[code.co_filename, code.co_name] = code.co_firstlineno

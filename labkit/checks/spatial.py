@@ -65,7 +65,7 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
     cases = [(256, 1, 0), (256, 4, 0), (256, 4, 1), (1024, 4, 3)]
     verdict = judge_values(answer, right_columns, cases, hint)
     # judge_values compares by ==, which lets the float 8.0 pass.
-    arguments = {"width": 256, "ranks": 4, "stage": 1}
+    arguments: dict[str, Any] = {"width": 256, "ranks": 4, "stage": 1}
     found = call_answer(answer, **arguments)
     if not isinstance(found, Integral):
         asked = call_text(answer, **arguments)
@@ -274,8 +274,10 @@ def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None
     """Raise WrongAnswer, with the origin of wrong columns, unless a padded strip is right."""
     _, expected = rank_tasks(what, RANKS)[index]
     got = _check_form(index, got, expected)
-    sides = [("first", "last", slice(HALO), index - 1)]
-    sides += [("last", "first", slice(-HALO, None), index + 1)]
+    sides = [
+        ("first", "last", slice(HALO), index - 1),
+        ("last", "first", slice(-HALO, None), index + 1),
+    ]
     for side, other, columns, owner in sides:
         part = got[..., columns]
         if is_tensor_close(part, expected[..., columns], atol=1e-5):

@@ -25,8 +25,7 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 
     Returns:
         ``got``, the answer's tensors or the names of other types; ``handed``, bytes by operation;
-        ``gloo``, the results of gloo's all-reduce. For "train" only ``got``, the model's
-        parameters.
+        ``gloo``, the results of gloo's all-reduce. For "train" ``got`` holds the parameters, alone.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":

@@ -1,4 +1,4 @@
-"""Run a learner's functions that average gradients by hooks, over micro-batches or in float16."""
+"""Run a learner's functions that average gradients, in buckets or in half precision."""
 
 import itertools
 import time

@@ -115,7 +115,7 @@ def make_hook_model(mesh: DeviceMesh, what: str, dtype: torch.dtype, hook: Hook)
         watched = check_hook(hook, Tensor)
         tensors.extend_model(shard_layers(model, mesh, dtype), "int8")
         for parameter in model.parameters():
-            # FSDP2 looks for the hook on the local shard, see tensors.extend_model.
+            # FSDP2 looks for the hook on the local shard, see tensors.extend_parameter.
             parameter._local_tensor.fsdp_post_all_gather = watched  # type: ignore[attr-defined]
         return model
 

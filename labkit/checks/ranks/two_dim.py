@@ -100,10 +100,10 @@ def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
 
     Returns:
         ``got``, the result or the name of another type; ``grad`` of the tensor; ``x`` and
-        ``arrived``, the tensor and the incoming gradient afterwards, which an answer may have
-        changed in place.
+        ``arrived``, the tensor and the incoming gradient after both passes.
     """
     given, arrives = rank_tensors(mesh.get_rank())
+    # An answer may change either in place, which the check reports.
     x, arrived = given.clone().requires_grad_(), arrives.clone()
     got = answer.apply(x, mesh["tp"].get_group())
     if isinstance(got, Tensor) and got.requires_grad:
