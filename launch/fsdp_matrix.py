@@ -163,10 +163,8 @@ class Config(WrapConfig):
             ),
             (
                 self.hybrid and world_size % self.hybrid,
-                (
-                    f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it"
-                    " must divide them"
-                ),
+                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it"
+                " must divide them",
             ),
             (
                 fsdp1 and self.fsdp != 1,
@@ -174,10 +172,8 @@ class Config(WrapConfig):
             ),
             (
                 not self.use_orig_params and self.freeze,
-                (
-                    "a flat parameter is trained or not as a whole: leave out freeze, or"
-                    " use_orig_params False"
-                ),
+                "a flat parameter is trained or not as a whole: leave out freeze, or"
+                " use_orig_params False",
             ),
         ]
 
@@ -186,10 +182,8 @@ class Config(WrapConfig):
         return [
             (
                 self.input_grad and (not takes_numbers or self.scaler),
-                (
-                    "an input's gradient needs numbers, not tokens, and a loss that is not scaled: "
-                    "use another model, or no scaler"
-                ),
+                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: "
+                "use another model, or no scaler",
             ),
             (
                 self.compile_only and not self.compile,
@@ -197,10 +191,8 @@ class Config(WrapConfig):
             ),
             (
                 self.compile and self.checkpointing and self.delay_ms,
-                (
-                    "a checkpointed block that sleeps does not compile: leave out delay_ms or"
-                    " checkpointing"
-                ),
+                "a checkpointed block that sleeps does not compile: leave out delay_ms or"
+                " checkpointing",
             ),
         ]
 
@@ -209,24 +201,18 @@ class Config(WrapConfig):
         return [
             (
                 saves and (self.model == "moe" or self.ignore or self.check != "none"),
-                (
-                    "save, load and checkpoints are for training whose parameters all ranks share:"
-                    " no moe, ignore or check"
-                ),
+                "save, load and checkpoints are for training whose parameters all ranks share:"
+                " no moe, ignore or check",
             ),
             (
                 self.checkpoints and (self.save or self.load or self.scaler),
-                (
-                    "checkpoints save and load by themselves, and no scaler: leave out save, load"
-                    " and scaler"
-                ),
+                "checkpoints save and load by themselves, and no scaler: leave out save, load"
+                " and scaler",
             ),
             (
                 self.checkpoints and Path(self.checkpoints).is_file(),
-                (
-                    f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if"
-                    " need be"
-                ),
+                f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if"
+                " need be",
             ),
             (
                 self.save and (save.exists() or not save.absolute().parent.is_dir()),

@@ -99,10 +99,8 @@ class Config:
         return [
             (
                 self.fsdp == "yours" and not_in_small,
-                (
-                    f"{' and '.join(not_in_small)} is not for fsdp yours, which shards units of"
-                    " shared parameters, trained in float32: use fsdp 2, or leave it out"
-                ),
+                f"{' and '.join(not_in_small)} is not for fsdp yours, which shards units of"
+                " shared parameters, trained in float32: use fsdp 2, or leave it out",
             ),
             (
                 self.wrap == "none" and self.precision in ("bf16", "fp16"),
@@ -110,10 +108,8 @@ class Config:
             ),
             (
                 self.forget is not None and self.wrap != "block",
-                (
-                    f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: use wrap"
-                    " block"
-                ),
+                f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: use wrap"
+                " block",
             ),
         ]
 

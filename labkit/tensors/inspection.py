@@ -99,8 +99,8 @@ def _all_gather_outputs(unit: FSDPModule) -> list[Tensor]:
 def leak_bytes(model: nn.Module) -> dict[str, int]:
     """Gather and free every unit once; return the bytes of full parameters that are left, by name.
 
-    A collective. Correct hooks leave none. A ``fsdp_post_all_gather`` that allocates the parameter's memory, and
-    does not return it to be freed, leaves a whole parameter on every rank.
+    A collective. Correct hooks leave none. A ``fsdp_post_all_gather`` that allocates the
+    parameter's memory, and does not return it to be freed, leaves a whole parameter on every rank.
     """
     left: dict[str, int] = {}
     for name, unit in _fsdp_modules(model).items():
