@@ -251,10 +251,11 @@ def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) ->
     errors = gather_errors(model)
     here.record_scalar("weight_error", errors.largest)
     here.record_scalar("weight_rms_error", errors.rms)
+    # The same weights, not rounded by a gather.
     exact = build_whole_network(config, here.device)
     for own, each in zip(exact.parameters(), model.parameters(), strict=True):
         own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
-    # Tiles of a step after the last, which both models have not seen.
+    # Tiles of a step after the last, which neither model has seen.
     rounded, right = (
         plain_tensors(tile_loss(config, here, config.steps, each))[0] for each in (model, exact)
     )

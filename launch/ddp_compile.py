@@ -193,6 +193,7 @@ def train(
     if config.costs:
         other = copy.deepcopy(lab)
         silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
+        # DDP's backward pass with all of its work but the messages.
         silent.register_comm_hook(None, lambda _, bucket: skip_all_reduce(bucket))
     optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
@@ -219,6 +220,7 @@ def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, s
     lab.zero_grad()
     inputs = draw_samples(lab, here.device, 0, here.rank)
     loss = lab.get_loss(inputs, silent(*inputs))
+    # All ranks start together, or one would measure its wait for another.
     dist.barrier()
     with step.span("alone"):
         loss.backward()

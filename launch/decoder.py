@@ -181,6 +181,7 @@ def tp_line_index(config: Config, here: rank.Session) -> int:
 
 def build_model(config: Config, device: torch.device) -> DecoderModel:
     """Build the model, equal on all ranks."""
+    # The same seed on all ranks, so that each can keep its part of the same model.
     torch.manual_seed(0)
     shape = asdict(config.decoder_shape())
     return DecoderModel(**shape, sequence=config.tokens(), batch=config.batch).to(device)
@@ -190,6 +191,7 @@ def parallelize_model(
     config: Config, mesh: DeviceMesh, lab: DecoderModel
 ) -> tuple[nn.Module, Units]:
     """Apply tensor parallelism, checkpointing and FSDP; return the model and its units."""
+    # FSDP comes last, and shards what tensor parallelism has left on each rank.
     if config.tp > 1:
         apply_decoder_tensor_parallel(lab, mesh, sequence_parallel=config.seq)
     if config.checkpointing != "none":
@@ -224,12 +226,14 @@ def train(
     for index, step in enumerate(measure(config.steps, track=[model, optimizer])):
         inputs = parity.draw_samples(lab, here.device, index, tp_line_index(config, here))
         optimizer.zero_grad()
+        # Computes the loss of logits that are cut over the vocabulary.
         with loss_parallel() if config.tp > 1 else contextlib.nullcontext():
             keep = config.check == "parity"
             outcome = forward_backward(step, lab, model, inputs, keep=keep)
         with step.span("optimizer"):
             optimizer.step()
         loss = outcome.loss
+        # A replicated DTensor under loss_parallel.
         step.record_scalar("loss", loss.to_local() if isinstance(loss, DTensor) else loss)
         trained.append(outcome)
     return trained

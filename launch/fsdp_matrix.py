@@ -82,7 +82,7 @@ class Config(WrapConfig):
     ignore: tuple[str, ...] = ()
     """Class names of modules that FSDP leaves alone: whole on every rank, not averaged."""
     hybrid: PositiveInt | None = None
-    """Shard over groups of so many ranks, and replicate from group to group (HSDP)."""
+    """Shard over groups of this many ranks, and replicate between groups (HSDP)."""
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     """FSDP1: gather the next unit before this one's gradients are computed, after, or not."""
     forward_prefetch: bool = False

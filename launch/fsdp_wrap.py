@@ -151,7 +151,7 @@ def main(config: Config) -> None:
 def silence_warnings() -> None:
     """Silence what torch says of its own inside, and a reader can do nothing about."""
     for message in (
-        ".*returned a view tensor",  # of a unit, which nobody changes in place
+        ".*returned a view tensor",  # of a unit, which is not changed in place
         ".*(into_tensor|scatter_tensor)` is deprecated",  # 2.13 has other names
         "Expected a tensor or a traceable wrapper",  # a memory tracker on p.grad = None
     ):

@@ -185,6 +185,8 @@ def parallelize_model(
         apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
+    # After checkpointing, so that a compiled block contains its recomputation; before FSDP, whose
+    # hooks gather and free around a block and stay outside of the compiled code.
     if compile:
         apply_compile(lab, lab.block_types)
     if mesh["data"].size() > 1:
@@ -220,10 +222,12 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
 
 def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> MLPStack:
     """Build one rank's share of every matrix, on meshes of one rank: no messages."""
+    # Its axes data and tp have one rank each, so nothing is sent.
     own = here.mesh(apart=here.world_size, data=1, tp=1)
     lab = build_model(config, mesh, here.device)
     assert isinstance(lab, MLPStack), "the program refuses other plans"
     for block, (width, inner) in zip(lab.layers, mlp_pairs(config.dim), strict=True):
+        # [inner / tp, width] and [width, inner / tp]
         share = inner // config.tp
         block.in_proj, block.out_proj = nn.Linear(width, share), nn.Linear(share, width)
     lab.to(here.device)
@@ -246,6 +250,7 @@ def time_share_and_collectives(
         alone.get_loss(inputs, alone(*inputs)).backward()
     for axis in ("data", "tp"):
         for size in COLLECTIVE_BYTES if mesh[axis].size() > 1 else ():
+            # float32: 4 bytes per element
             message = torch.zeros(size // 4, device=inputs[0].device)
             dist.barrier()
             with step.span(f"{axis}_{size}"):

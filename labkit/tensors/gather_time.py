@@ -29,6 +29,7 @@ def gather_ms(model: nn.Module) -> tuple[float, float]:
         _time_hooks(parameter._local_tensor, within)  # type: ignore[attr-defined]
     taken = []
     for _ in range(REPEATS):
+        # All ranks start together, or one would measure its wait for another.
         _synchronize_gpu()
         dist.barrier()
         within.clear()

@@ -107,6 +107,7 @@ def leak_bytes(model: nn.Module) -> dict[str, int]:
         whole = _unshard_unit(name, unit)
         unit.reshard()
         for key, each in whole.items():
+            # A freed tensor keeps its shape, but its storage is empty.
             size = sum(plain.untyped_storage().nbytes() for plain in plain_tensors(each))
             if size:
                 left[key] = size

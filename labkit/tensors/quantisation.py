@@ -224,8 +224,10 @@ def _group_maxima(flat: Tensor) -> Tensor:
 
 def _expand_scales(scales: Tensor, flat: Tensor, share: str) -> Tensor:
     """Return scales that broadcast over ``flat``, [rows, columns]."""
+    # One scale per shard: [W] -> [rows, 1], for the rows of all gathered shards.
     if share == "shard":
         return scales.view(-1, 1).repeat_interleave(len(flat) // len(scales), dim=0)
+    # [rows, groups] -> [rows, columns]
     if share == "group":
         return scales.repeat_interleave(GROUP_SIZE, dim=1)[:, : flat.shape[1]]
     return scales
@@ -254,6 +256,7 @@ EXTENSIONS: dict[str, Extension] = {
 
 def gather_on_one_rank(weight: Tensor, ranks: int, extension: Extension) -> Tensor:
     """Return the weight [rows, ...] that ``ranks`` ranks would compute with, without them."""
+    # As on ``ranks`` ranks: padded, encoded by shard, concatenated by sent tensor, decoded.
     rows = -(-len(weight) // ranks)
     padded = pad_rows(weight, rows * ranks)
     sent = [extension.encode(shard) for shard in padded.split(rows)]

@@ -121,6 +121,7 @@ class TwoTensor(Tensor):
         Returns:
             Two tensors [P, ...], and the ``metadata`` of ``fsdp_post_all_gather``: none.
         """
+        # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
         rows = -(-outer_size[0] // mesh.size())
         return (pad_rows(self.a, rows), pad_rows(self.b, rows)), None
 
@@ -155,6 +156,7 @@ class TwoTensor(Tensor):
         a, b = all_gather_outputs
         if out is None:
             whole = TwoTensor(a.to(param_dtype), b.to(param_dtype))
+            # Without a cast these are the gathered tensors, which FSDP2 frees anyway.
             return whole, (whole.a, whole.b)
         for name, gathered, half in (("a", a, out.a), ("b", b, out.b)):
             # In the parameter's own dtype the gathered tensors are its memory: nothing to copy.
