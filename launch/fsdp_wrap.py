@@ -36,7 +36,7 @@ NOT_IN_SMALL_FSDP = (
     *("forget", "reshard_after_forward", "prefetch"),
     *("checkpointing", "precision", "timeline"),
 )
-"""Parameters that a small FSDP of one's own does not have."""
+"""Options that a learner's own FSDP does not have."""
 
 
 @dataclass
@@ -44,12 +44,13 @@ class Config:
     """Which model, how it is wrapped, and what is measured."""
 
     preset: Literal["small", "paper"] = "small"
-    """Sizes: small runs on any machine, paper is what the small model stands for, for GPUs."""
+    """Sizes: small runs on any machine, paper has the sizes it imitates, for GPUs."""
     model: catalog.ModelName = "toy"
-    """What is trained; hf_bert and hf_t5 need transformers."""
+    """The model to train; hf_bert and hf_t5 need transformers."""
     wrap: Literal["none", "root", "block", "layer", "yours"] = "block"
-    """Units: none (every rank holds all), the whole model, each block of the model, each layer with
-    parameters; yours are those that is_unit of use= chooses."""
+    """Units: none (every rank holds all), the whole model, each block of the model, each layer that
+    owns parameters, or those that is_unit of use= chooses (yours).
+    """
     fsdp: Literal[1, 2, "yours"] = 2
     """FullyShardedDataParallel (1) or fully_shard (2); yours is small_fsdp of use=."""
     forget: NonNegativeInt | None = None
@@ -63,7 +64,7 @@ class Config:
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: parameters are gathered and used in it, gradients are reduced in float32."""
     delay_ms: NonNegativeFloat = 0.0
-    """Make each block's forward and backward pass last longer by this."""
+    """Make each block's forward and backward pass longer by this many milliseconds."""
     hidden: PositiveInt | None = None
     """Width of the toy model's wide layers, or of hf_bert and hf_t5."""
     narrow: PositiveInt | None = None
@@ -73,7 +74,7 @@ class Config:
     layers: PositiveInt | None = None
     """Layers of hf_bert and hf_t5, blocks of mlp_stack."""
     batch: PositiveInt | None = None
-    """Samples of a rank in a step, where the model can choose."""
+    """Samples per rank and step, if the model lets you choose."""
     steps: PositiveInt = 5
     """Timed steps, after one to warm up; with a check, compared steps."""
     timeline: bool = False
@@ -149,7 +150,7 @@ def main(config: Config) -> None:
 
 
 def silence_warnings() -> None:
-    """Silence what torch says of its own inside, and a reader can do nothing about."""
+    """Silence warnings about torch's internals, which a reader cannot act on."""
     for message in (
         ".*returned a view tensor",  # of a unit, which is not changed in place
         ".*(into_tensor|scatter_tensor)` is deprecated",  # 2.13 has other names

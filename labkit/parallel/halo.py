@@ -192,7 +192,10 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     padded.narrow(dim, halo, size).copy_(x)
     for start, arrived in zip((0, size + halo), arrivals(), strict=True):
         border = padded.narrow(dim, start, halo)
-        border.zero_() if arrived is None else border.copy_(arrived)
+        if arrived is None:
+            border.zero_()
+        else:
+            border.copy_(arrived)
     return padded
 
 
