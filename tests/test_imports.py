@@ -1,5 +1,7 @@
 """What importing labkit costs and needs. That nothing imports upward, import-linter holds (`make lint`)."""
 
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +73,14 @@ def test_the_fork_server_imports_what_the_programs_of_launch_import():
         torch_private.MEMORY_TRACKER_MODULE,
     } <= set(names)
     assert len(names) == len(set(names))
+
+
+def test_what_the_documentation_imports_is_there():
+    root, found = PACKAGE.parent, []
+    for page in [*root.glob("*.md"), *root.glob("docs/*.md")]:
+        for module, names in re.findall(r"from (labkit[\w.]*) import ([\w, ]+)", page.read_text()):
+            for name in names.split(","):
+                found.append((module, name.strip().split(" ")[0]))
+    assert len(found) > 10
+    missing = [(module, name) for module, name in found if not hasattr(importlib.import_module(module), name)]
+    assert missing == []

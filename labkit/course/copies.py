@@ -4,7 +4,7 @@
 | ---------------------------------- | ----------------------------------------------------------- |
 | my/NN_topic.ipynb                  | the copy                                                    |
 | my/NN_topic.TIME.ipynb             | an earlier copy, from before a reset                        |
-| my/progress.json                   | what the checks said, see verdicts.py                       |
+| my/progress.json                   | what the checks said, see verdict_store.py                  |
 | my/.labkit/pristine/NN_topic.ipynb | the notebook that was copied; a difference is the learner's |
 | my/.labkit/earlier/                | copies from before the last update of each                  |
 

@@ -1,6 +1,6 @@
 """Packs what a notebook gives to its ranks: by value, with whatever it uses of other cells.
 
-The counterpart on the ranks' side is rank/given.py.
+The counterpart on the ranks' side is session/payload.py.
 """
 
 import contextlib

@@ -120,7 +120,7 @@ def check(program: str | Path, *, check: str = "parity", **arguments: Any) -> Ru
     """
     result = run(program, check=check, **arguments)
     if not result.verdict:
-        fix = "let it end its check with here.finish_check(compared=..., ok=...)"
+        fix = "let it end its check with finish_check(compared=..., ok=...) of its session"
         raise LabError(f"{result.info['program']} with check={check!r} has given no verdict: {fix}")
     return result
 

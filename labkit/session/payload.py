@@ -122,7 +122,7 @@ def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
 
 def report(**values: Any) -> None:
     """Send small values to the notebook, by name: tensors, numbers, text
-    (``result.ranks[i].gave``).
+    (``result.ranks[i].reported``).
 
     A later call adds to an earlier one. Under a bare torchrun the values are printed.
 

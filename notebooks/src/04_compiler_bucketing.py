@@ -426,7 +426,7 @@ print(f"{own_rule.value('all_reduce_count'):.0f} buckets, the largest of {larges
 # - `handle = dist.all_reduce(row, async_op=True)` asks for the sum and returns at once. Until `handle.wait()` has
 #   returned, leave `row` alone: it is *in flight*.
 # - `torch.cat` makes one row of many tensors, `row.split([…])` cuts it up again. The pieces are views of the row.
-# - `closed_when_full(sizes, limit)` is exercise 2's rule with one limit in bytes: a list of buckets, each a list of
+# - `assign_buckets(sizes, limit)` is exercise 2's rule with one limit in bytes: a list of buckets, each a list of
 #   positions.
 #
 # ### Exercise 4: the reducer (•••, 20 minutes)

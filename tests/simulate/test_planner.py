@@ -329,7 +329,7 @@ def test_the_docs_answer_what_people_ask():
 def test_what_people_ask_is_one_call(question):
     job = {"model": "tiny", "layers": 1, "sequence": 256, "precision": "bf16", "checkpointing": "full"}
     names = {"job": job | {"hybrid": None, "tp": 1}, "on": {"world_size": 16, "hardware": "h100-8x"}}
-    names |= {"labkit": labkit, "largest": partial(largest_fitting_value, at_most=2)}
+    names |= {"labkit": labkit, "largest_fitting_value": partial(largest_fitting_value, at_most=2)}
     call = asked_in_the_docs()[question].replace("step=4096", "step=1").replace("[8, 64]", "[8, 16]")
     answer = eval(call, names)
     if isinstance(answer, pandas.DataFrame) and "peak_optstate_bytes" in answer:
