@@ -1,5 +1,4 @@
 """Checks of the labs' exercises: each runs the learner's function and returns a verdict.
 
-A check judges behaviour, not source text: values, bytes sent and gradients, on real ranks where the
-exercise needs them.
+A check judges behaviour, not source text: values, bytes sent and gradients, often on real ranks.
 """

@@ -221,7 +221,6 @@ def ring_all_reduce(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
 
 
 def _check_vector(got: Tensor | str, index: int, length: int) -> Tensor:
-    """Return ``got``; raise WrongAnswer unless it is a vector. A string names another type."""
     if isinstance(got, str):
         said = f"on rank {index} the function returned {got}, not a tensor"
         raise WrongAnswer(said, hint="Does every path return?")

@@ -12,11 +12,8 @@ from labkit.environment import ENV_STRICT_CLAIMS
 def commit(**numbers: Any) -> dict[str, float | None]:
     """Return your predictions by name, for ``plots.table(..., yours=...)``.
 
-    Each is a number, None, or a function without arguments that computes a number from one of your
-    answers. While that answer is empty, the prediction is None.
-
-    Raises:
-        TypeError: a prediction is none of these.
+    Each is a number, None, or a function that computes a number from one of your answers. While
+    that answer is empty, the prediction is None.
     """
     return {name: _prediction_value(name, value) for name, value in numbers.items()}
 

@@ -50,21 +50,14 @@ def judge_on_ranks(
 ) -> None:
     """Run answers on CPU ranks, and judge in this process what each rank returned.
 
-    Args:
-        lab: the module in checks/ranks whose ``run_answer`` calls the answers.
-        *answers: the learner's functions.
-        judge: called with each rank's index and output; raises WrongAnswer.
-        ranks: number of ranks.
-        timeout_s: seconds after which the ranks are stopped.
-        waiting: a question that helps when ranks wait for each other.
-        hints: advice by a part of a rank's error text.
-        **setup: further arguments of ``run_answer``, as JSON can hold them.
+    ``run_answer(*answers, **setup)`` of the module ``lab`` in checks/ranks calls the answers; JSON
+    has to hold ``setup``. ``judge`` gets each rank's index and output. If ranks wait for each other
+    the verdict asks ``waiting``; ``hints`` holds advice by a part of a rank's error text.
 
     Raises:
         NotAttempted: an answer is empty.
         NotJudged: the machine was too busy to tell.
-        WrongAnswer: an answer cannot be pickled, or a rank failed, left early, hung, or returned
-            something wrong.
+        WrongAnswer: pickling failed, or a rank failed, left early, hung or returned a wrong output.
     """
     for answer in answers:
         raise_if_not_attempted(answer)
@@ -97,11 +90,7 @@ def _ranks_with_output(folder: Path, ranks: int) -> list[int]:
 
 
 def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
-    """Pickle functions for ``payload.unpack_payload``.
-
-    Raises:
-        WrongAnswer: the functions use something that cannot be pickled.
-    """
+    """Pickle functions for ``payload.unpack_payload``, or raise WrongAnswer if that fails."""
     numbered = {f"answer {number}": answer for number, answer in enumerate(answers)}
     try:
         return payload_pickling.pack_payload(numbered)
@@ -143,11 +132,7 @@ def _failure_reason(
 def _timeout_reason(
     stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str
 ) -> str:
-    """Say whether a rank was still in a loop of the answer, or all ranks waited for each other.
-
-    Raises:
-        NotJudged: a rank was still importing or computing something else.
-    """
+    """Say if a rank was still in an answer or all waited; raise NotJudged for anything else."""
     first_lines: dict[tuple[str, str], int] = {}
     for answer in answers:
         if code := getattr(answer, "__code__", None):

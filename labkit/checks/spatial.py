@@ -107,7 +107,6 @@ def _placement_text(placement: object) -> str:
 
 
 def _placement_meaning(placement: object, axis: str) -> str:
-    """Say what a placement of [N, C, H, W] or [N, classes] means for the ranks along an axis."""
     match placement:
         case Shard():
             names = {0: "samples", 1: "channels", 2: "rows", 3: "columns"}
@@ -296,7 +295,6 @@ def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None
 
 
 def _column_origin(part: Tensor) -> str:
-    """Say where in the whole image these columns come from."""
     image = torch.cat([strip for strip, _ in rank_tasks("forward", RANKS)], dim=-1)
     for turned, note in ((part, ""), (part.flip(-1), ", in reverse order")):
         for start in range(image.shape[-1] - HALO + 1):

@@ -47,11 +47,7 @@ def main(config: Config) -> None:
 
 
 def save_answer_output(folder: Path, digest: str, lab: str, setup: Mapping[str, Any]) -> None:
-    """Pass the answers to the lab's ``run_answer`` and save what it returns, on every rank.
-
-    Raises:
-        WrongAnswer: the answer cannot be used, or tries to end this process.
-    """
+    """Pass the answers to the lab's ``run_answer`` and save what it returns, on every rank."""
     try:
         answers = unpack_payload(folder / ANSWERS_FILE, digest).values()
         module = importlib.import_module(f"labkit.checks.ranks.{lab}")
@@ -76,11 +72,7 @@ def output_path(folder: Path, index: int) -> Path:
 
 
 def plain_cpu_copy(value: Any) -> Any:
-    """Copy nested values, turning every tensor into a plain CPU tensor with memory of its own.
-
-    Raises:
-        WrongAnswer: a tensor is meta, sparse or of a subclass.
-    """
+    """Copy nested values to plain CPU tensors; raise WrongAnswer for meta, sparse or subclasses."""
     if isinstance(value, Mapping):
         return {name: plain_cpu_copy(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

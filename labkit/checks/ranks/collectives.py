@@ -16,12 +16,7 @@ VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer.
-
-    Args:
-        answer: takes a vector, this rank and the number of ranks; for "train" a model, batches and
-            a learning rate.
-        what: a key of ``VECTOR_LENGTHS``, or "train".
+    """Call the answer; ``what`` is a key of ``VECTOR_LENGTHS``, or "train" for a training loop.
 
     Returns:
         ``got``, the answer's tensors or the names of other types; ``handed``, bytes by operation;
@@ -74,12 +69,8 @@ def train_all_ranks(
 ) -> list[Sequence[Tensor]]:
     """Simulate data-parallel training in this process and return the parameters of every rank.
 
-    Args:
-        ranks: number of ranks.
-        same_start: start all ranks from the weights of rank 0.
-        together: average the gradients over the ranks.
-        factor: multiplies every gradient.
-        forget: clear the gradients before each step.
+    The options simulate mistakes: ranks that start from different weights, use their own gradients
+    instead of the mean, scale gradients by ``factor``, or do not clear them between steps.
     """
     models = [make_rank_model(0 if same_start else index) for index in range(ranks)]
     batches = [rank_batches(index) for index in range(ranks)]

@@ -48,9 +48,7 @@ class CallOrderCounter(CommunicationCounter):
 def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
     """Let the answer put hooks on a small model, and run two backward passes.
 
-    Returns:
-        For each pass ``gradients``, None for a missing one, and ``seen``, the events in order:
-        "gradient", "asked" with the bytes of an all-reduce, and "waited".
+    ``seen`` lists the events of a pass in order: "gradient", "asked <bytes>" and "waited".
     """
     model, watches, passes = make_linear_model(), [CallOrderCounter()], []
     # Hooks run in the order of their registration: these note a gradient before the answer sees it.

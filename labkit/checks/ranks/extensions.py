@@ -1,7 +1,4 @@
-"""Train a small FSDP2 model for a few steps with a learner's all-gather functions.
-
-The notebook's process imports the model from here to train it on one device for comparison.
-"""
+"""Train a small FSDP2 model with a learner's all-gather functions."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,8 +25,8 @@ HOOK_WIDTHS = (64, 51, 80, 33)
 # Rows of even length, long enough to have a scale each; FSDP pads the 129 rows of the last.
 CODEC_WIDTHS = (128, 128, 128, 129)
 BOTH_DTYPES = (torch.float32, torch.bfloat16)
+# The dtypes to compute in, for each kind of hook.
 HOOK_DTYPES = {"two_tensor": (torch.float32,), "cast": BOTH_DTYPES, "int8": BOTH_DTYPES}
-"""Compute dtypes for each kind of hook."""
 
 
 def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
@@ -39,11 +36,7 @@ def run_answer(*answers: Hook, what: str) -> dict[str, Any]:
     hook of plain parameters without ``self``, "codec" for an encode and a decode.
 
     Returns:
-        For a hook, by dtype, ``losses`` of each step and ``left``, bytes of full parameters still
-        in memory, by name. For a codec, see ``run_codec``.
-
-    Raises:
-        WrongAnswer: FSDP2 cannot use an answer's result.
+        For hooks by dtype: ``losses``, and bytes of full parameters ``left`` in memory by name.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if what == "codec":

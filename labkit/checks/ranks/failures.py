@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from labkit.checks.judge import WrongAnswer
 
+# Number of batches of each of the four ranks.
 BATCH_COUNTS = (5, 7, 3, 4)
-"""Number of batches of each of the four ranks."""
 STEPS, SAMPLES, LEARNING_RATE = 3, 5, 0.1
 
 
@@ -30,10 +30,9 @@ def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
     """Let the answer record two real collectives and two mock ones.
 
     Returns:
-        ``sums``, the results of the real ones; ``handle``, the type returned by the asynchronous
-        one; ``log``, their entries; ``during``, the log while the third call runs; ``called``,
-        whether it ran; ``after``, the last entry once the fourth has raised; ``swallowed``, whether
-        its error was lost.
+        ``sums`` and ``log`` entries of the real ones; ``handle``, type of the asynchronous result;
+        ``during``, the log while the third call runs, if it was ``called``; ``after``, the last
+        entry once the fourth has raised; ``swallowed``, whether its error was lost.
     """
     log: list[Any] = []
     during: list[Any] = []
@@ -119,12 +118,9 @@ def train_with_faults(
 ) -> list[list[Tensor]]:
     """Simulate the exercise's training in this process and return the parameters of every rank.
 
-    Args:
-        ranks: number of ranks.
-        reduced: whether a parameter's gradients are summed over the ranks; otherwise each rank uses
-            its own.
-        divisor: divides the sums; 0 for the number of ranks.
-        stale: never update the last layer's weight.
+    ``reduced`` tells whether a parameter's gradients are summed over the ranks. The sums are
+    divided by ``divisor``, or by ``ranks`` if it is 0. ``stale`` never updates the last layer's
+    weight.
     """
     models = [make_equal_model() for _ in range(ranks)]
     for model in models:

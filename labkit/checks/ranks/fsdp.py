@@ -21,11 +21,7 @@ def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, A
 
 
 def run_expert_gradients(answer: Callable[..., None]) -> dict[str, Any]:
-    """Call the answer with a model, its experts' parameters and the number of ranks.
-
-    Returns:
-        The gradients that the answer left, by the parameter's name.
-    """
+    """Call the answer on a model and its experts; return its gradients by parameter."""
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
     answer(model, {parameters[name] for name in expert_names(model)}, dist.get_world_size())
@@ -52,10 +48,9 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
     Returns:
-        ``shards``, all ranks' initial shards or the names of other types. If they have the right
-        shape, also ``gradients`` of the first step; ``outputs`` of both steps; ``held``, bytes of
-        each unit's full parameters by moment; ``left``, bytes of its full gradients after the
-        backward pass; ``sent``, collective calls in the first step.
+        ``shards`` of all ranks or the names of other types. If their shape is right, also
+        ``outputs`` of both steps; ``gradients`` and collective calls ``sent`` of the first; bytes
+        per unit of full parameters ``held`` by moment, and of full gradients ``left`` at the end.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())

@@ -13,13 +13,7 @@ HALO, COLUMNS = 3, 8
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer once.
-
-    Args:
-        answer: takes a strip or a padded gradient [N, C, H, W], the halo, this rank and the number
-            of ranks.
-        what: "forward", "backward" or "ones", see ``rank_tasks``; "function" for an
-            autograd.Function whose forward and backward do the first two.
+    """Call the answer on a task of ``rank_tasks``; "function" asks for both passes.
 
     Returns:
         ``got``, the answer's tensor or the name of another type; ``moved``, bytes passed to sends

@@ -25,8 +25,8 @@ from labkit.session.traffic import CommunicationCounter
 DIM, BATCH, TOKENS, HEAD_DIM, VOCABULARY_SIZE = 8, 4, 8, 2, 12
 INNER = 4 * DIM
 DATA, TP = 2, 2
+# Input and output features of each layer of a pair.
 LAYER_SHAPES = {"column": (DIM, INNER), "row": (INNER, DIM)}
-"""Input and output features of each layer of a pair."""
 CPU = torch.device("cpu")
 
 
@@ -96,12 +96,7 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 
 
 def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
-    """Apply an autograd.Function to this rank's tensor, and run backward with this rank's gradient.
-
-    Returns:
-        ``got``, the result or the name of another type; ``grad`` of the tensor; ``x`` and
-        ``arrived``, the tensor and the incoming gradient after both passes.
-    """
+    """Run forward and backward of an autograd.Function on this rank's tensor and gradient."""
     given, arrives = rank_tensors(mesh.get_rank())
     # An answer may change either in place, which the check reports.
     x, arrived = given.clone().requires_grad_(), arrives.clone()
@@ -122,9 +117,8 @@ def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[
     """Run one forward and backward pass of this rank's share of a linear layer, made by the answer.
 
     Returns:
-        ``parameters`` of every rank by name, or the name of another type; ``output`` or ``error``
-        of the forward pass; ``grad`` of the input, ``gradients`` by name; ``forward`` and
-        ``backward``, calls along tp in each pass. The dict ends where the pass cannot go on.
+        As far as the passes run: ``parameters`` of every rank by name; ``output`` or ``error``;
+        ``grad`` of the input; ``gradients`` by name; calls along tp, ``forward`` and ``backward``.
     """
     line, place = mesh["tp"], mesh["tp"].get_local_rank()
     layer, x, gradient = whole_layer(which, mesh["data"].get_local_rank())
@@ -173,14 +167,10 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     """Train one step with the answer's plan along tp, and FSDP along data.
 
     Returns:
-        As far as the model runs: ``data``, this rank's index along data; ``held``, elements of each
-        parameter on this rank before FSDP; ``output``; full ``gradients`` by parameter; ``sent``,
-        calls along tp by collective; ``between``, local output shapes by module; ``entered``, name
-        of the last layer called, its local input features and its full ones; ``error``, the error
-        that stopped the step.
-
-    Raises:
-        WrongAnswer: the answer returns no plan for this model.
+        As far as the model runs: this rank's index along ``data``; elements of each parameter
+        ``held`` before FSDP; ``output``; full ``gradients``; calls ``sent`` along tp; local output
+        shapes ``between`` modules; ``entered``, the last layer called, its local and its full input
+        features; ``error``, which stopped the step.
     """
     cut, plan, place = make_exercise_model(model), answer(), mesh["data"].get_local_rank()
     check_plan_form(plan, cut)
