@@ -1,20 +1,17 @@
 """The command line.
 
     python -m labkit doctor                                       # what this machine can do
-    python -m labkit run convnext_spatial --nproc 4 --width 256   # a run, as labkit.run does it in
-    a notebook python -m labkit run convnext_spatial --help                  # the parameters of
-    this program python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096    # one rank of
-    1024: memory and traffic python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x
-        # and how long its step would take there
-    python -m labkit plan decoder --model llama_2_7b --world-size 16 64    # which way to train
-    fits, and is fast? python -m labkit show runs/<a run's folder>                   # the table of
-    an earlier run
+    python -m labkit run convnext_spatial --nproc 4 --width 256  # as labkit.run in a notebook
+    python -m labkit run convnext_spatial --help                  # the parameters of this program
+    python -m labkit simulate fsdp_wrap --world-size 1024 --dim 4096  # memory, traffic
+    python -m labkit simulate fsdp_wrap --world-size 16 --hardware h100-8x  # step time
+    python -m labkit plan decoder --model llama_2_7b --world-size 16 64  # what fits?
+    python -m labkit show runs/<a run's folder>                   # the table of an earlier run
 
-    python -m labkit runs                             # the newest runs; --program fsdp_wrap,
-    --limit 100 python -m labkit runs show a1b2c3                 # one of them, by the end of its
-    folder's name python -m labkit runs compare a1b2c3 d4e5f6       # their parameters and values
-    side by side python -m labkit runs prune --keep 100            # remove older ones; --older-than
-    30 counts days
+    python -m labkit runs  # the newest runs; --program fsdp_wrap, --limit 100
+    python -m labkit runs show a1b2c3                 # one of them, by the end of its folder's name
+    python -m labkit runs compare a1b2c3 d4e5f6       # their parameters and values side by side
+    python -m labkit runs prune --keep 100  # remove older ones; --older-than 30 counts days
 
     python -m labkit lab                       # JupyterLab on your own copies of the labs, in my/
     python -m labkit update                    # what is new in the labs, into your copies
@@ -26,8 +23,8 @@
 Exit status:
 
     0     done
-    1     the run failed, a check is not ok, something cannot be read or written, or a lab cannot
-    run here 2     the command line is wrong, or a parameter is refused; nothing was launched
+    1     the run failed, a check is not ok, a file cannot be read or written, or a lab cannot run
+    2     the command line is wrong, or a parameter is refused; nothing was launched
     130   interrupted with Ctrl-C; the ranks are gone
 """
 

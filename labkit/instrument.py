@@ -10,8 +10,7 @@ For tests, the kit's and your own: no lab uses it.
         return original(output, shard, **options)
 
     with instrument.patch_all_gather(counted) as original:
-        model(x).sum().backward()                           # len(gathered): how often a unit was
-        gathered
+        model(x).sum().backward()  # len(gathered): how often a unit was gathered
 
 Each ``patch_…`` is a context manager that replaces what its docstring names by ``new``, and gives
 the original. All ranks enter it, and leave it, together: there is a barrier on both sides where a

@@ -5,8 +5,7 @@ other run.
     job                    # what it is doing
     job.result()           # waits, shows progress, and gives what labkit.run gives
 
-    labkit_cluster.job("runs/20260131-120000-fsdp_wrap-a1b2c3").cancel()      # the same job, in a
-    new kernel
+    labkit_cluster.job("runs/20260131-120000-fsdp_wrap-a1b2c3").cancel()  # from another kernel
 
 The runs folder ($LABKIT_RUNS, else runs/ in the checkout) must be on a disk that the notebook and
 all nodes see.

@@ -1,8 +1,7 @@
 """One host's part of a submitted job: meet the others, run torchrun to its end, tell each other how
 it went.
 
-    python -P -m labkit_cluster.agent FOLDER        # what the job's template starts, once on every
-    host
+    python -P -m labkit_cluster.agent FOLDER  # what the job's template starts, once on every host
 
 FOLDER is the run's, on a disk that all hosts see; its job.json says what to do. Host 0 completes
 run.json, so that the result is whole although no notebook may be watching any more.

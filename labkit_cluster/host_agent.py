@@ -1,8 +1,7 @@
 """One host's part of a run on several hosts: meet the others, run torchrun, end with whoever asked
 for it.
 
-    python -m labkit_cluster.host_agent        # told over stdin what to do, by hosts.py, through
-    ssh
+    python -m labkit_cluster.host_agent  # told over stdin what to do, by hosts.py, through ssh
 
 Over stdin and stdout go lines of JSON, and the files of the run home. When stdin closes, the
 notebook's process or the connection is gone: then everything that this host runs for it ends, as on

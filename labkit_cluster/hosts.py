@@ -1,8 +1,7 @@
 """The notebook's side of a run on several hosts: one agent (node.py) on each, through ssh, and what
 they say.
 
-    labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])          # two ranks on each, by your
-    own ssh settings
+    labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])  # two ranks each, through ssh
 
 Nothing listens here. Each agent talks over the stdin and stdout of its ssh, and ends with it. It
 brings the files of its ranks here while they grow: no folder has to be shared.

@@ -5,8 +5,8 @@ torch.compile ends in inductor, which writes a Python function named ``call``. M
 one of these:
 
      14  extern      mm(buf1, arg7_1, buf3)          a product of matrices, by a library
-     17  kernel      cpp_fused_1(buf4)               a loop that inductor wrote itself, in C++ or
-     Triton 19  collective  all_reduce_(buf4)               asked for: the line returns at once
+     17  kernel      cpp_fused_1(buf4)               a loop that inductor wrote, in C++ or Triton
+     19  collective  all_reduce_(buf4)               asked for: the line returns at once
      23  extern      mm(buf2, arg3_1, buf7)          computes while the gradient travels
      68  wait        wait_tensor(buf4)               from here on buf4 may be used
 

@@ -5,8 +5,7 @@ The backward pass of a linear layer has two products of matrices, and both read 
 layer's output:
 
     mm(gradient of the output, transposed; input) gives the gradient of the weight
-    mm(gradient of the output, weight)            gives the gradient of the input, the layer below's
-    output
+    mm(gradient of the output, weight)            gives the gradient of the layer's input
 """
 
 import ast

@@ -9,8 +9,7 @@ wait for a collective. *Exposed* is the communication that no compute of the sam
     communication             [gather 2]              exposed: the rank waits for what it needs next
 
     compute        [forward 1][forward 2]
-    communication   [gather 2]                        hidden: unit 2 was gathered while unit 1
-    computed
+    communication   [gather 2]                        hidden: gathered while unit 1 computed
 
 A collective lasts until its last rank has arrived, so one late rank shows as long communication on
 all the others. The profiler slows a step down: compare timelines with timelines, and take durations
@@ -18,8 +17,7 @@ from timed steps.
 
 In the trace, communication runs on gloo's threads or NCCL's streams and names no unit:
 
-    {"name": "aten::addmm", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}
-    microseconds
+    {"name": "aten::addmm", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}  # µs
 
 Where it is asked for it does: FSDP2 asks inside of ranges such as ``FSDP::all_gather (layers.2)``,
 and ``name_units`` leaves marks for other techniques. So each collective is led back to the moment

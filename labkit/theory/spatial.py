@@ -1,13 +1,14 @@
-"""Predict sizes, bytes moved and bytes held for lab 1's ConvNeXt, whose images are cut into strips.
+"""What lab 1 predicts of a ConvNeXt cut into strips: sizes, bytes moved, bytes held. Numbers in,
+numbers out.
 
-Sizes are in elements unless the name says bytes. The labs compare every formula with measurements.
-In all functions:
+Sizes are in elements unless the name says bytes. Each formula names its source or is derived in its
+docstring; the labs hold every one against what was measured. What arguments mean everywhere:
 
     batch           samples that this rank holds
     depths, dims    blocks and channels in each stage
-    stages          from convnext_stages, of the whole images or of this rank's strip
+    stages          from convnext_stages, of the whole images or of this rank's strip of them
     tensor_dim      2 if the height is cut, 3 if the width
-    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1, 3 for ConvNeXt
+    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1, 3 for 7x7
     element_bytes   4 for float32, 2 for bfloat16
 """
 

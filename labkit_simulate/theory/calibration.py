@@ -6,8 +6,8 @@
 A step is taken for the sum of its operators and collectives, as on cores, which carry their
 messages themselves:
 
-    seconds = operators x overhead + sum of max(operations / rate, bytes / bandwidth) + messages x
-    alpha + bytes x beta
+    seconds = operators x overhead + sum of max(operations / rate, bytes / bandwidth)
+            + messages x alpha + bytes x beta
 
 It is least squares of the relative error, no coefficient negative. Which operators are held up by
 arithmetic and which by memory follows from rate and bandwidth, so both are found in turn until

@@ -6,12 +6,12 @@ One row of each kind of hardware gave ``Hardware.matmul_share``: ``H100_ROWS[0]`
 Sources, both of torchtitan (PyTorch's own trainer):
 
 - benchmarks/llama3_h100_202412_torchtitan.md, December 2024: hosts of 8 H100 with 96 GB of HBM2e at
-  2.4 TB/s, held to 500 W; 400 Gb/s a GPU between hosts. The sequence is not stated for these rows;
-  8192 is taken, with which the model FLOPs utilisation is the 33 to 39 % that the page states.
-  Memory is what the allocator has reserved.
-- docs/performance.md of 2024: 64 A100 with 80 GB, in hosts whose network it does not state; 200
-  Gb/s a GPU is assumed. Sequence 8192 for Llama 3, 4096 for Llama 2. Whether programs were compiled
-  is not stated; they are taken as eager.
+  2.4 TB/s, limited to 500 W; 400 Gb/s per GPU between hosts. The sequence length is not stated for
+  these rows; 8192 is assumed, which gives the 33 to 39 % model FLOPs utilisation that the page
+  states. Memory is what the allocator reserved.
+- docs/performance.md of 2024: 64 A100 with 80 GB, in hosts with a network that it does not state;
+  200 Gb/s per GPU is assumed. Sequence 8192 for Llama 3, 4096 for Llama 2. Whether programs were
+  compiled is not stated; they are assumed to be eager.
 """
 
 from dataclasses import dataclass
