@@ -44,7 +44,7 @@ class Config:
     """Which model, how it is wrapped, and what is measured."""
 
     preset: Literal["small", "paper"] = "small"
-    """Sizes: small runs on any machine, paper has the sizes it imitates, for GPUs."""
+    """Sizes: small runs on any machine; paper, for GPUs, has the sizes that small imitates."""
     model: catalog.ModelName = "toy"
     """The model to train; hf_bert and hf_t5 need transformers."""
     wrap: Literal["none", "root", "block", "layer", "yours"] = "block"

@@ -125,7 +125,7 @@ class FlatShards(nn.Module):
 
 
 def _make_share(shard: ShardUnit, name: str, unit: nn.Module) -> nn.Parameter:
-    # Counted before the call, which empties the unit's parameters.
+    # Counted before the call, which changes the unit's parameters.
     whole, ranks = sum(p.numel() for p in unit.parameters()), dist.get_world_size()
     share, wanted = shard(unit), -(-whole // ranks)
     if not isinstance(share, nn.Parameter) or share.shape != (wanted,):
