@@ -1,11 +1,12 @@
-"""A learner's way through the labs: copies to write in, verdicts that are kept, progress that a teacher can collect.
+"""A learner's way through the labs: copies to work in, kept verdicts, and exports for a teacher.
 
-| file         | what it is for                                                             |
-|--------------|----------------------------------------------------------------------------|
-| catalog.py   | the labs and their exercises, as the learner's notebooks name them         |
-| copies.py    | ``my/``: made, reset, updated                                              |
-| merge.py     | one notebook out of three: as it was, as it is now, as the learner has it  |
-| jupyter.py   | JupyterLab on ``my/`` alone                                                |
-| verdicts.py  | what each check said, kept beside the copies; how far a learner is         |
-| collect.py   | one file for a teacher; many such files as one table                       |
+| file             | purpose                                                                |
+|------------------|------------------------------------------------------------------------|
+| lab_catalog.py   | the labs and their exercises, as named in the learner's notebooks      |
+| copies.py        | ``my/``: create, reset and update copies                               |
+| merge.py         | merge the old, the new and the learner's version of a notebook         |
+| jupyter.py       | JupyterLab on ``my/`` alone                                            |
+| verdict_store.py | the verdict of every check, kept beside the copies                     |
+| exports.py       | one file for a teacher, and many such files as one table               |
+| commands.py      | the command line                                                       |
 """
