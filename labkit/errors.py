@@ -28,7 +28,9 @@ class ParameterError(LabError, ValueError):
 
 
 class RecordError(LabError, ValueError):
-    """A file of a run is unreadable. The message starts with the file, for records with file:line."""
+    """A file of a run is unreadable. The message starts with the file, for records with
+    file:line.
+    """
 
 
 class MemoryCapExceeded(LabError, MemoryError):

@@ -126,7 +126,8 @@ def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> It
             f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}"
         )
     original: Function = getattr(owner, next(iter(originals)))
-    # Without this barrier, a rank that is a thread could take another's replacement for the original.
+    # Without this barrier, a rank that is a thread could take another's replacement for the
+    # original.
     _barrier_if_distributed()
     for name, stored in originals.items():
         setattr(owner, name, staticmethod(new) if isinstance(stored, staticmethod) else new)
