@@ -1,10 +1,10 @@
-"""What this machine can do, which labs it cannot run, and how to mend that.
+"""Report what this machine can do, which labs it cannot run, and how to fix that.
 
     python -m labkit doctor          # as text; --json for a program
     labkit.doctor.show()             # in a notebook: a table
 
-Each check is a function that looks at one thing and returns one Finding. OK: nothing to do. NOTE:
-every lab runs, but something is worth knowing. FAIL: a lab cannot run until the fix is made.
+Each check returns one Finding. OK: nothing to do. NOTE: every lab runs, but there is something to
+know. FAIL: a lab cannot run until the fix is made.
 """
 
 import html
@@ -34,14 +34,14 @@ JUPYTER_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "papermill", "nbval
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw.
+    """The result of one check.
 
     Attributes:
-        status: OK, NOTE or FAIL, as the module's docstring says.
-        what: the thing that was looked at.
-        detail: what was seen.
-        fix: what to do; "" where nothing is to be done.
-        labs: the labs concerned; "" where none is.
+        status: OK, NOTE or FAIL.
+        what: the thing that was checked.
+        detail: what was found.
+        fix: what to do, or "".
+        labs: the labs concerned, or "".
     """
 
     status: Literal["OK", "NOTE", "FAIL"]
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings; a table in a notebook, lines of text elsewhere."""
+    """All findings, shown as a table in a notebook and as text elsewhere."""
 
     findings: Sequence[Finding]
 
@@ -72,11 +72,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         failed = sum(finding.status == "FAIL" for finding in self.findings)
-        verdict = (
-            "Every lab can run here."
-            if self.ok
-            else f"{failed} to mend before every lab can run here."
-        )
+        verdict = "Every lab can run here."
+        if failed:
+            verdict = f"{failed} to mend before every lab can run here."
         return "\n".join([*map(str, self.findings), verdict])
 
     __repr__ = __str__
@@ -86,17 +84,17 @@ class Diagnosis:
         rows = [["", "what", "seen", "fix", "labs"]]
         for finding in self.findings:
             status, *texts = asdict(finding).values()
-            rows.append(
-                [f'<b style="color:{colours[status]}">{status}</b>', *map(html.escape, texts)]
-            )
-        cells = [
-            "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) for row in rows
-        ]
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+            label = f'<b style="color:{colours[status]}">{status}</b>'
+            rows.append([label, *map(html.escape, texts)])
+        lines = ""
+        for row in rows:
+            cells = "".join(f'<td style="text-align:left">{cell}</td>' for cell in row)
+            lines += f"<tr>{cells}</tr>"
+        return f"<table>{lines}</table>"
 
 
 def check_python() -> Finding:
-    """The interpreter's version."""
+    """Check the interpreter's version."""
     detail = f"{platform.python_version()} at {display_path(sys.executable)}"
     if parse_version(platform.python_version()) < (3, 11):
         return Finding("FAIL", "Python", detail, "install Python 3.11 or newer", EVERY_LAB)
@@ -104,17 +102,17 @@ def check_python() -> Finding:
 
 
 def check_torch() -> Finding:
-    """PyTorch's version, and what it was built for."""
+    """Check PyTorch's version and build."""
+    fix = "pip install 'torch>=2.11'"
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library that it needs is missing
-        return Finding(
-            "FAIL", "PyTorch", f"not importable: {error}", "pip install 'torch>=2.11'", EVERY_LAB
-        )
+    # A missing shared library raises an OSError.
+    except (ImportError, OSError) as error:
+        return Finding("FAIL", "PyTorch", f"not importable: {error}", fix, EVERY_LAB)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     detail = f"{torch.__version__}, built for {build}"
     if parse_version(torch.__version__) < (2, 11):
-        return Finding("FAIL", "PyTorch", detail, "pip install 'torch>=2.11'", EVERY_LAB)
+        return Finding("FAIL", "PyTorch", detail, fix, EVERY_LAB)
     if not torch.distributed.is_available():
         detail += ", without torch.distributed"
         return Finding("FAIL", "PyTorch", detail, "install an official build of PyTorch", EVERY_LAB)
@@ -122,50 +120,36 @@ def check_torch() -> Finding:
 
 
 def display_path(path: str | Path) -> str:
-    """A path as seen from labkit's checkout where it lies inside, so that a saved notebook names no
-    private folder.
-    """
+    """Return a path relative to labkit's checkout if it is inside."""
+    # A saved notebook should not reveal private folders.
     path, checkout = Path(path), Path(__file__).parents[1]
     return str(path.relative_to(checkout)) if path.is_relative_to(checkout) else str(path)
 
 
 def check_sharded_convolution() -> Finding:
-    """PyTorch's own DTensor convolution on images sharded in space: silently wrong on every version
-    measured so far.
-    """
+    """Check DTensor's own convolution on sharded images, which has been wrong on every version."""
     import torch
 
     version = parse_version(torch.__version__)
-    is_measured = version in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}
-    seen = (
-        "wrong"
-        if is_measured
-        else "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
-    )
-    detail = f"{seen} on torch {torch.__version__}"
-    detail += (
-        f" ({requirements.NATIVE_CONVOLUTION})" if version >= (2, 12) else " (gradients are lost)"
-    )
-    fix = "use strategy local or dtensor"
-    return Finding(
-        "NOTE", "DTensor's own sharded convolution", detail, fix, "lab 1, strategy native"
-    )
+    seen = "wrong"
+    if version not in {(2, 11, 0), (2, 12, 0), (2, 13, 0)}:
+        seen = "never measured by labkit, so it counts as wrong, as on 2.11 to 2.13,"
+    why = requirements.NATIVE_CONVOLUTION if version >= (2, 12) else "gradients are lost"
+    detail = f"{seen} on torch {torch.__version__} ({why})"
+    fix, labs = "use strategy local or dtensor", "lab 1, strategy native"
+    return Finding("NOTE", "DTensor's own sharded convolution", detail, fix, labs)
 
 
 def check_torch_features() -> Finding:
-    """What this torch cannot do and a later one can. No lab needs it; tests of it are skipped."""
-    found = [
-        text for text in map(requirements.feature_problem, requirements.TORCH_FEATURES) if text
-    ]
-    if found:
-        return Finding(
-            "NOTE", "Older PyTorch", "; ".join(found), labs="no lab, tests of it are skipped"
-        )
+    """Check for features of a later torch, which only skipped tests need."""
+    problems = map(requirements.feature_problem, requirements.TORCH_FEATURES)
+    if found := "; ".join(filter(None, problems)):
+        return Finding("NOTE", "Older PyTorch", found, labs="no lab, tests of it are skipped")
     return Finding("OK", "Older PyTorch", "nothing that labkit does is missing in this version")
 
 
 def check_private_names() -> Finding:
-    """Private names of torch that labkit uses, or replaces: a newer torch may have moved some."""
+    """Check the private names of torch that labkit uses; a newer torch may have moved some."""
     missing = torch_private.missing_names()
     if not missing:
         count = len(torch_private.PRIVATE_NAMES)
@@ -177,46 +161,37 @@ def check_private_names() -> Finding:
 
 
 def check_compiler() -> Finding:
-    """A C++ compiler, which torch.compile calls for CPU code."""
+    """Check for a C++ compiler, which torch.compile calls for CPU code."""
     if seen := requirements.compiler_problem():
-        return Finding(
-            "FAIL", "C++ compiler", seen, requirements.COMPILER_FIX, "lab 4 (torch.compile)"
-        )
+        fix = requirements.COMPILER_FIX
+        return Finding("FAIL", "C++ compiler", seen, fix, "lab 4 (torch.compile)")
+    name = requirements.compiler_name()
     answer = subprocess.run(
-        [requirements.compiler_name(), "--version"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
+        [name, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
-    return Finding(
-        "OK", "C++ compiler", (answer.stdout.splitlines() or [requirements.compiler_name()])[0]
-    )
+    return Finding("OK", "C++ compiler", (answer.stdout.splitlines() or [name])[0])
 
 
 def check_cores() -> Finding:
-    """The cores that this process may use, which can be fewer than the machine has."""
+    """Check the number of cores that this process may use."""
     cores = len(requirements.usable_cores())
     if cores < 2:
-        return Finding(
-            "NOTE",
-            "Cores",
-            "1",
-            "none needed: ranks take turns, so timings show mechanism, not speed",
-        )
+        fix = "none needed: ranks take turns, so timings show mechanism, not speed"
+        return Finding("NOTE", "Cores", "1", fix)
     return Finding("OK", "Cores", f"{cores}; more ranks than that show mechanism, not speed")
 
 
 def check_memory() -> Finding:
-    """Free memory. A small rank takes about 0.4 GiB, and a lab starts up to four beside the
-    notebook's own process.
-    """
-    available, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+    """Check the free memory."""
+    memory = psutil.virtual_memory()
+    available, total = memory.available, memory.total
+    # A container's limit is below the machine's memory.
     limit_file = Path("/sys/fs/cgroup/memory.max")
     if limit_file.exists() and (limit := limit_file.read_text().strip()).isdigit():
         total = min(total, int(limit))
         available = min(available, total)
     detail = f"{available / GIB:.1f} GiB free of {total / GIB:.1f}"
+    # A small rank takes about 0.4 GiB, and a lab starts up to four beside the notebook's process.
     if available < 3 * GIB:
         fix = "close other programs, or use nproc=2; a rank killed with SIGKILL ran out of memory"
         return Finding("NOTE", "Memory", detail, fix, "labs with 4 ranks")
@@ -224,7 +199,7 @@ def check_memory() -> Finding:
 
 
 def check_gpus() -> Finding:
-    """CUDA devices. None is fine: every lab runs on CPU."""
+    """Check for CUDA devices, which no lab needs."""
     import torch
 
     if not torch.cuda.is_available():
@@ -237,20 +212,14 @@ def check_gpus() -> Finding:
 
 
 def check_loopback() -> Finding:
-    """The interface that ranks of one machine talk over, by a message from this process to
-    itself.
-    """
-    interfaces = psutil.net_if_addrs().items()
-    names = [
-        name
-        for name, addresses in interfaces
-        if requirements.LOOPBACK in [each.address for each in addresses]
-    ]
-    fix = requirements.LOOPBACK_FIX
+    """Check the interface over which ranks of one machine communicate."""
+    address, fix = requirements.LOOPBACK, requirements.LOOPBACK_FIX
+    names = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [each.address for each in addresses]:
+            names.append(name)
     if not names:
-        return Finding(
-            "FAIL", "Loopback", f"no interface holds {requirements.LOOPBACK}", fix, EVERY_LAB
-        )
+        return Finding("FAIL", "Loopback", f"no interface holds {address}", fix, EVERY_LAB)
     if problem := requirements.loopback_problem():
         return Finding("FAIL", "Loopback", f"{names[0]}: {problem}", fix, EVERY_LAB)
     try:
@@ -261,22 +230,16 @@ def check_loopback() -> Finding:
 
 
 def check_chromium() -> Finding:
-    """The browser that tests/browser drives. No lab needs it."""
-    path = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
-    if path is None:
-        fix = "apt-get install chromium"
-        return Finding(
-            "NOTE", "Chromium", "none: tests/browser is skipped", fix, "no lab, browser tests only"
-        )
-    return Finding("OK", "Chromium", path)
+    """Check for the browser that tests/browser drives, which no lab needs."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return Finding("OK", "Chromium", path)
+    detail, fix = "none: tests/browser is skipped", "apt-get install chromium"
+    return Finding("NOTE", "Chromium", detail, fix, "no lab, browser tests only")
 
 
 def check_jupyter() -> Finding:
-    """The packages that open, run and verify the notebooks."""
+    """Check for the packages that open, run and verify the notebooks."""
     missing = [name for name in JUPYTER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         seen = f"{', '.join(missing)} missing; rank programs run all the same"
@@ -285,19 +248,16 @@ def check_jupyter() -> Finding:
 
 
 def check_runs_folder() -> Finding:
-    """Where runs are recorded: $LABKIT_RUNS, else runs/ in labkit's checkout, else runs/ in the
-    current folder.
-    """
+    """Check that runs can be recorded in their folder."""
     folder = runs_folder()
     try:
         private_files.make_private_folder(folder)
         with tempfile.NamedTemporaryFile(dir=folder):
             free_gib = shutil.disk_usage(folder).free / GIB
     except OSError as error:
+        detail = f"{folder}: {error.strerror or error}"
         fix = "set LABKIT_RUNS to a folder that you may write to"
-        return Finding(
-            "FAIL", "Runs folder", f"{folder}: {error.strerror or error}", fix, EVERY_LAB
-        )
+        return Finding("FAIL", "Runs folder", detail, fix, EVERY_LAB)
     return Finding("OK", "Runs folder", f"{display_path(folder)}, {free_gib:.0f} GiB free")
 
 
@@ -319,15 +279,16 @@ OTHER_CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def run_checks() -> Diagnosis:
-    """Make every check that can be made. Takes about three times as long as importing torch."""
+    """Run every check, in about three times the time that importing torch takes."""
     findings = [check_python(), check_torch()]
+    # The other checks of torch would fail with an import error.
     if findings[-1].status != "FAIL":
         findings += [check() for check in TORCH_CHECKS]
     return Diagnosis(findings + [check() for check in OTHER_CHECKS])
 
 
 def show() -> None:
-    """Show the report: a table in a notebook, text elsewhere."""
+    """Show the report, as a table in a notebook and as text elsewhere."""
     report = run_checks()
     if "IPython" in sys.modules:
         from IPython.display import display

@@ -1,6 +1,6 @@
-"""Names of labkit's environment variables. docs/environment.md explains those that people may set.
+"""Name labkit's environment variables. docs/environment.md explains those that people may set.
 
-Beside each: who sets it -> who reads it: its values.
+The comments say: who sets it -> who reads it: its values.
 """
 
 # Set by people.
@@ -15,7 +15,7 @@ ENV_SSH = "LABKIT_SSH"  # a person -> labkit_cluster.hosts: the ssh command with
 ENV_STRICT_CLAIMS = "LABKIT_STRICT_CLAIMS"  # builds, tests -> checks.commit: 1 raises
 ENV_TEST = "LABKIT_TEST"  # the Makefile -> tests: "all" adds the tests that take long
 
-# Set by labkit for torchrun, for its ranks, and for whatever these start.
+# Set by labkit for torchrun, its ranks, and the processes that ranks start.
 ENV_RUN_FOLDER = "LABKIT_RUN_FOLDER"  # the launcher -> all processes of a run: its folder
 ENV_NOTEBOOK_PID = "LABKIT_NOTEBOOK_PID"  # the launcher -> torchrun: the process to end with
 ENV_TORCHRUN_PID = "LABKIT_TORCHRUN_PID"  # torchrun -> ranks: the process to end with

@@ -1,7 +1,7 @@
-"""What can go wrong, as exceptions that say what to do.
+"""Define labkit's exceptions, whose messages say what to do.
 
-Every error that labkit raises on purpose is a LabError, so one ``except labkit.LabError`` catches
-them all. Those that the caller can mend are ValueErrors as well.
+Every error that labkit raises on purpose is a LabError. Those that the caller can fix are also
+ValueErrors.
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,11 @@ MAX_TEXT_CHARACTERS = 20_000
 
 
 def shorten(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
-    """A text of at most ``limit`` characters and a remark: of a longer one, the beginning and the
-    end.
-    """
+    """Return a text, cut in its middle to ``limit`` characters plus a remark if it is longer."""
     if len(text) <= limit:
         return text
-    remark = (
-        f"\n... {len(text) - limit:,} characters left out here; they are in the output of the run"
-        " ...\n"
-    )
+    left_out = f"{len(text) - limit:,} characters left out here"
+    remark = f"\n... {left_out}; they are in the output of the run ...\n"
     return text[: limit // 2] + remark + text[-(limit // 2) :]
 
 
@@ -28,49 +24,37 @@ class LabError(Exception):
 
 
 class ParameterError(LabError, ValueError):
-    """A parameter of a run is unknown or has a value that the rank program does not take. Nothing
-    was launched.
-    """
+    """A parameter of a run is unknown or has an invalid value. Nothing was launched."""
 
 
 class RecordError(LabError, ValueError):
-    """A file of a run cannot be read. The message starts with the file, for records with
+    """A file of a run is unreadable. The message starts with the file, for records with
     file:line.
     """
 
 
 class MemoryCapExceeded(LabError, MemoryError):
-    """A rank asked for more memory than the run allows each of its processes."""
+    """A rank asked for more memory than the run allows per process."""
 
 
 class RankFailed(LabError):
-    """A rank of the run failed. Holds the first failure, not the errors that it caused on the other
-    ranks.
+    """A rank of the run failed. Holds the first failure, not those that followed on other ranks.
 
     Attributes:
-        rank: the global rank that failed first, or -1 where torchrun itself failed before any rank
-            did.
-        exc_type: class name of its exception, such as ``"ValueError"``; ``"SIGKILL"`` for a rank
-            that a signal ended; ``"exit status 3"`` for one that left without an exception.
+        rank: the global rank that failed first, or -1 if torchrun failed before any rank did.
+        exc_type: class name of its exception, such as ``"ValueError"``, a signal such as
+            ``"SIGKILL"``, or ``"exit status 3"``.
         message: the exception's text.
-        traceback: the rank's own traceback, or "" where it left none.
-        log: the file with everything that this rank printed.
+        traceback: the rank's traceback, or "".
+        log: the file with this rank's output.
     """
 
     def __init__(self, rank: int, exc_type: str, message: str, traceback: str, log: Path):
-        self.rank, self.exc_type, self.message, self.traceback, self.log = (
-            rank,
-            exc_type,
-            message,
-            traceback,
-            log,
-        )
+        self.rank, self.exc_type, self.message = rank, exc_type, message
+        self.traceback, self.log = traceback, log
         who = f"rank {rank}" if rank >= 0 else "torchrun"
-        lines = [
-            f"{who} failed: {exc_type}: {message}" if message else f"{who} failed: {exc_type}",
-            f"its output: {log}",
-        ]
-        super().__init__("\n".join([*lines, traceback.rstrip()]).rstrip())
+        failure = f"{who} failed: {exc_type}" + (f": {message}" if message else "")
+        super().__init__(f"{failure}\nits output: {log}\n{traceback}".rstrip())
 
 
 class NotAllHosts(LabError):
@@ -78,11 +62,11 @@ class NotAllHosts(LabError):
 
 
 class HostLost(LabError):
-    """A host of the run cannot be reached or was lost. The ranks of the others were stopped."""
+    """A host of the run is unreachable or was lost. Ranks on other hosts were stopped."""
 
 
 class RunTimedOut(LabError):
-    """The run was still going after its time limit and was stopped.
+    """The run exceeded its time limit and was stopped.
 
     Attributes:
         timeout_s: the limit, in seconds.
@@ -92,11 +76,10 @@ class RunTimedOut(LabError):
 
     def __init__(self, timeout_s: float, stacks: Mapping[int, str], output: Mapping[int, str]):
         self.timeout_s, self.stacks, self.output = timeout_s, dict(stacks), dict(output)
-        parts = [
-            f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. Where each"
-            " rank was:"
-        ]
-        parts += [
-            f"--- rank {rank}\n{stack.rstrip()}" for rank, stack in sorted(self.stacks.items())
-        ]
-        super().__init__("\n".join(parts))
+        text = (
+            f"no end after {timeout_s:g} s; raise timeout_s if the run is only slow. "
+            "Where each rank was:"
+        )
+        for rank, stack in sorted(self.stacks.items()):
+            text += f"\n--- rank {rank}\n{stack.rstrip()}"
+        super().__init__(text)

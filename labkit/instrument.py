@@ -1,7 +1,6 @@
-"""Watch, replace or forbid what fully sharded training does: its collectives, and the moments of
-FSDP2's units.
+"""Watch, replace or forbid the collectives of sharded training and the events of FSDP2's units.
 
-For tests, the kit's and your own: no lab uses it.
+This module is for tests, the kit's and your own; no lab uses it.
 
     gathered = []
 
@@ -10,15 +9,12 @@ For tests, the kit's and your own: no lab uses it.
         return original(output, shard, **options)
 
     with instrument.patch_all_gather(counted) as original:
-        model(x).sum().backward()  # len(gathered): how often a unit was gathered
+        model(x).sum().backward()                    # len(gathered): how often a unit was gathered
 
-Each ``patch_…`` is a context manager that replaces what its docstring names by ``new``, and gives
-the original. All ranks enter it, and leave it, together: there is a barrier on both sides where a
-process group exists, so that ranks which are threads of one process see the same original. The
-original comes back however the block ends. A rank that leaves by an exception does not wait for the
-others, which may never come.
-
-The moments of a unit are private to torch: see labkit.torch_private.
+Each ``patch_…`` is a context manager that replaces one function with ``new`` and yields the
+original, which is restored on any exit. All ranks must enter and leave it together, because it has
+a barrier on both sides. A rank that leaves with an exception skips the barrier, which the others
+may never reach.
 """
 
 from __future__ import annotations
@@ -40,18 +36,16 @@ Function = Callable[..., Any]
 def reduce_scatter_with_assert(
     original: Function, assert_fn: Callable[[Tensor], None], *args: Any, **kwargs: Any
 ) -> Any:
-    """Check the output buffer of a reduce-scatter, then run it. For ``patch_reduce_scatter``, with
-    functools.partial.
+    """Check the output buffer of a reduce-scatter, then run it; for ``patch_reduce_scatter``.
 
     Args:
         original: the reduce-scatter.
-        assert_fn: raises if the output (its dtype, its shape) is not as it should be. Its values
-            are not there yet.
+        assert_fn: raises if the output's dtype or shape is wrong. Its values are not there yet.
         args: of the reduce-scatter, the output first.
-        kwargs: of the reduce-scatter, with ``output`` where ``args`` is empty.
+        kwargs: of the reduce-scatter, with ``output`` if ``args`` is empty.
 
     Raises:
-        ValueError: there is no output among the arguments.
+        ValueError: the arguments have no output.
     """
     output = args[0] if args else kwargs.get("output")
     if output is None:
@@ -64,12 +58,7 @@ def reduce_scatter_with_assert(
 
 
 class DummyProcessGroup:
-    """Stands in for a process group where none is wanted: it counts all-reduces and changes
-    nothing.
-
-    Attributes:
-        all_reduces: how many were asked for.
-    """
+    """A process group that counts all-reduces in ``all_reduces`` and communicates nothing."""
 
     def __init__(self, rank: int, size: int):
         self._rank, self._size = rank, size
@@ -82,13 +71,12 @@ class DummyProcessGroup:
         return self._size
 
     def allreduce(self, *args: Any, **kwargs: Any) -> DummyWork:
-        """Count one all-reduce, whatever it would reduce."""
         self.all_reduces += 1
         return DummyWork()
 
 
 class DummyWork:
-    """The handle of a collective that was never sent: it is done."""
+    """The handle of a collective that never runs and counts as finished."""
 
     def wait(self) -> bool:
         return True
@@ -100,12 +88,11 @@ class DummyWork:
 
 
 class DummyDDP(nn.Module):
-    """Stands in for DistributedDataParallel: one all-reduce for each gradient, without buckets,
-    that changes nothing.
+    """DistributedDataParallel with one dummy all-reduce for each gradient, and no buckets.
 
     Args:
-        module: computes; it is ``.module``, as in the real one.
-        process_group: counts the all-reduces; by default one of a single rank.
+        module: available as ``.module``, as in DistributedDataParallel.
+        process_group: counts the all-reduces; by default a group of one rank.
     """
 
     def __init__(self, module: nn.Module, process_group: DummyProcessGroup | None = None):
@@ -118,7 +105,7 @@ class DummyDDP(nn.Module):
 
     @property
     def all_reduces(self) -> int:
-        """How many were asked for."""
+        """Number of all-reduces started."""
         return self.process_group.all_reduces
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,18 +117,17 @@ class DummyDDP(nn.Module):
 
 @contextlib.contextmanager
 def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> Iterator[Function]:
-    """Let ``names`` of a class of FSDP2's, or of torch.distributed, be ``new``, and give the first
-    original.
-    """
+    """Replace ``names`` of a class of FSDP2, or of torch.distributed; yield the first original."""
     owner = torch_private.get(owner_name) if owner_name else dist
-    # as they are stored: a staticmethod stays one
+    # getattr would unwrap a staticmethod, so keep what the class stores.
     originals = {name: vars(owner)[name] for name in names if name in vars(owner)}
     if not originals:
         raise RuntimeError(
             f"torch {torch.__version__} has none of {', '.join(names)} in {owner.__name__}"
         )
     original: Function = getattr(owner, next(iter(originals)))
-    # a rank that is a thread could otherwise take a replacement for the original
+    # Without this barrier, a rank that is a thread could take another's replacement for the
+    # original.
     _barrier_if_distributed()
     for name, stored in originals.items():
         setattr(owner, name, staticmethod(new) if isinstance(stored, staticmethod) else new)
@@ -154,34 +140,29 @@ def _patch_functions(owner_name: str, names: Sequence[str], new: Function) -> It
 
 
 def _barrier_if_distributed() -> None:
-    """Wait for all ranks, if there are any."""
     if dist.is_initialized():
         dist.barrier()
 
 
+# The two names of a collective are those in torch 2.13 and in 2.11.
 patch_all_gather = partial(_patch_functions, "", ("all_gather_single", "all_gather_into_tensor"))
-"""FSDP2's all-gather, by its name in torch 2.13 and in 2.11: ``new(output, shard, group=…,
-async_op=…)``.
-"""
+"""FSDP2's all-gather: ``new(output, shard, group=…, async_op=…)``."""
 patch_reduce_scatter = partial(
     _patch_functions, "", ("reduce_scatter_single", "reduce_scatter_tensor")
 )
-"""The reduce-scatter of FSDP2's gradients, likewise: ``new(output=…, input=…, op=…, group=…,
-async_op=…)``.
-"""
+"""FSDP2's reduce-scatter: ``new(output=…, input=…, op=…, group=…, async_op=…)``."""
 patch_all_reduce = partial(_patch_functions, "", ("all_reduce",))
 """``torch.distributed.all_reduce``: ``new(tensor, op, group, async_op)``."""
 patch_unshard = partial(_patch_functions, "FSDPParamGroup", ("unshard",))
-"""What gathers a unit of FSDP2: ``new(unit, async_op=False)``."""
+"""The method that gathers a unit of FSDP2: ``new(unit, async_op=False)``."""
 patch_reshard = partial(_patch_functions, "FSDPParamGroup", ("reshard",))
-"""What frees a gathered unit of FSDP2: ``new(unit)``."""
+"""The method that frees a gathered unit of FSDP2: ``new(unit)``."""
 patch_post_backward = partial(_patch_functions, "FSDPParamGroup", ("post_backward",))
-"""What reduces a unit's gradients after its backward pass: ``new(unit, *unused)``."""
+"""The method that reduces a unit's gradients after its backward pass: ``new(unit, *unused)``."""
 patch_register_post_backward_hook_backward = partial(
     _patch_functions, "RegisterPostBackwardFunction", ("backward",)
 )
-"""The node of the autograd graph that calls post_backward: ``new(ctx, *gradients)``,
-``ctx.param_group`` is the unit.
+"""The autograd node that calls post_backward: ``new(ctx, *gradients)``, with ``ctx.param_group``.
 
 A unit whose inputs need no gradient, such as the first, has no such node.
 """

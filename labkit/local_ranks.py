@@ -1,4 +1,4 @@
-"""All ranks of a mesh inside this one process, to look at shards without launching anything."""
+"""Simulate all ranks of a mesh in this process, to look at shards without launching anything."""
 
 from collections.abc import Sequence
 
@@ -12,36 +12,31 @@ from torch.distributed.tensor import Placement, distribute_tensor
 def shards_by_rank(
     tensor: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> dict[int, numpy.ndarray]:
-    """What each rank of a mesh holds of a tensor.
+    """Return the local tensor of every rank of a mesh, by rank.
 
     Args:
         tensor: the whole tensor, on the CPU.
-        mesh_shape: lengths of the mesh's axes, such as (4,) or (2, 2).
+        mesh_shape: sizes of the mesh's axes, such as (4,) or (2, 2).
         placements: one for each axis.
 
-    Returns:
-        The local tensor of every rank, by rank.
-
     Raises:
-        RuntimeError: this process is in a process group already.
+        RuntimeError: this process already has a process group.
     """
     from labkit.torch_private import LocalTensor, LocalTensorMode
 
     if dist.is_initialized():
         raise RuntimeError(
-            "this process is in a process group already: call shards_by_rank from a notebook, not a"
-            " rank"
+            "this process is in a process group already: "
+            "call shards_by_rank from a notebook, not a rank"
         )
     ranks = int(numpy.prod(mesh_shape))
     dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         with LocalTensorMode(ranks):
-            local = distribute_tensor(
-                tensor, init_device_mesh("cpu", tuple(mesh_shape)), placements
-            ).to_local()
-            if not isinstance(
-                local, LocalTensor
-            ):  # nothing is cut: one tensor stands for all ranks
+            mesh = init_device_mesh("cpu", tuple(mesh_shape))
+            local = distribute_tensor(tensor, mesh, placements).to_local()
+            # If no axis shards the tensor, all ranks share one plain tensor.
+            if not isinstance(local, LocalTensor):
                 return {rank: local.numpy() for rank in range(ranks)}
             return {rank: shard.numpy() for rank, shard in local._local_tensors.items()}
     finally:

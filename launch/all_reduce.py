@@ -1,11 +1,11 @@
 """Time all-reduces of many sizes, and the same bytes in one message and in many.
 
     torchrun --standalone --nproc-per-node 2 -m launch.all_reduce                  # times of each
-    torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity
+    torchrun --standalone --nproc-per-node 2 -m launch.all_reduce --check parity   # are sums right?
 
-A message costs a latency, whatever its size, and its bytes. Small messages pay mostly latency: that
-is why gradients travel in buckets. ``labkit.theory.collectives.fit`` fits both numbers to what this
-measures.
+A message costs a latency, whatever its size, plus time for its bytes. For small messages latency
+dominates, which is why gradients travel in buckets. ``labkit.theory.collectives.fit`` fits both
+numbers to these measurements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,26 +20,26 @@ import torch.distributed as dist
 from labkit import rank
 from labkit.config import PositiveInt
 
-FLOAT32_BYTES = 4  # bytes of a float32
+FLOAT32_BYTES = 4
 TensorsByName = Mapping[str, Sequence[torch.Tensor]]
 
 
 @dataclass
 class Config:
-    """Which messages, and how often."""
+    """Which messages are sent, and how often."""
 
     message_bytes: tuple[PositiveInt, ...] = (1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
-    """Sizes of single messages: bytes handed to the call."""
+    """Sizes of single messages in bytes."""
     total_bytes: PositiveInt = 4194304
-    """What is also sent in pieces, in bytes."""
+    """Bytes that are also sent in pieces."""
     pieces: tuple[PositiveInt, ...] = (1, 4, 16, 64)
-    """Into how many equal messages it is cut; they are sent one after another."""
+    """How many equal messages these bytes are cut into, sent one after another."""
     at_once: bool = False
-    """Ask for all pieces before waiting for the first, as DDP does with its buckets."""
+    """Start all pieces before waiting for the first, as DDP does with its buckets."""
     repeats: PositiveInt = 15
     """Timed rounds, each over all messages, after one to warm up."""
     check: Literal["none", "parity"] = "none"
-    """parity: hold every sum against one device's, instead of measuring."""
+    """parity: compare every sum with one device's, instead of measuring."""
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
@@ -64,30 +64,30 @@ class Config:
 def main(config: Config) -> None:
     """Send every message in every round."""
     with rank.session() as here:
-        zeros = partial(
-            torch.zeros, device=here.device
-        )  # so that adding up over and over changes nothing
-        single = {
-            f"message_{size}": [zeros(size // FLOAT32_BYTES)] for size in config.message_bytes
-        }
-        cut = {
-            f"pieces_{count}": list(zeros(config.total_bytes // FLOAT32_BYTES).chunk(count))
-            for count in config.pieces
-        }
+        # Zeros, because they stay zeros in every round.
+        zeros = partial(torch.zeros, device=here.device)
+        messages: dict[str, Sequence[torch.Tensor]] = {}
+        for size in config.message_bytes:
+            messages[f"message_{size}"] = [zeros(size // FLOAT32_BYTES)]
+        for count in config.pieces:
+            pieces = zeros(config.total_bytes // FLOAT32_BYTES).chunk(count)
+            messages[f"pieces_{count}"] = pieces
         if config.check == "parity":
-            check_sums(here, single | cut)
+            check_sums(here, messages)
         else:
-            time_collectives(config, here, single | cut)
+            time_collectives(config, here, messages)
 
 
 def time_collectives(config: Config, here: rank.Session, messages: TensorsByName) -> None:
-    """Time each entry as one span a round."""
+    """Time each entry as one span per round."""
     for step in here.steps(config.repeats):
         for name, tensors in messages.items():
+            # Otherwise a rank that arrives early would measure its wait for the others.
             dist.barrier()
             with step.span(name):
                 if config.at_once:
-                    for handle in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                    handles = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+                    for handle in handles:
                         handle.wait()
                 else:
                     for tensor in tensors:
@@ -95,7 +95,7 @@ def time_collectives(config: Config, here: rank.Session, messages: TensorsByName
 
 
 def check_sums(here: rank.Session, messages: TensorsByName) -> None:
-    """Rank r sends r + 1 in every place of every message; one device adds them up."""
+    """All-reduce r + 1 in every element of rank r, and compare with the sum on one device."""
     expected, wrong, compared = here.world_size * (here.world_size + 1) // 2, 0, 0
     for tensor in chain.from_iterable(messages.values()):
         tensor.fill_(here.rank + 1)

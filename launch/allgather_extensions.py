@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check parity
     torchrun --standalone --nproc-per-node 2 -m launch.allgather_extensions --check loss --steps 60
 
+The model learns from which region of a photo a tile was cut; parity compares with plain training.
 The optimizer's shards stay float32. Only what a unit gathers before it computes is rounded, or sent
 twice.
 """
@@ -46,35 +47,35 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Config:
-    """What is sent, and what is looked at."""
+    """What is sent, and what is measured or checked."""
 
     extension: Literal[
         "none", "two_tensor", "fp32", "bf16", "float8", "int8", "int4", "yours", "your_type"
     ] = "two_tensor"
-    """What a parameter sends: what FSDP2 sends by itself, the parameter twice, its numbers in this
-    type, what encode of use= makes of them, or what the type sends that parameter of use= gives
-    it."""
+    """What a parameter sends: none, what FSDP2 sends by itself; two_tensor, the parameter twice; a
+    type, its elements in that type; yours, what encode of use= returns; your_type, what the type
+    sends that parameter of use= makes of it.
+    """
     scales: Literal["", "shard", "row", "group"] = ""
     """What has a scale of its own, with float8, int8 or int4: a shard, a row, or a group of 32
-    numbers in a row; by default float8 has one a shard, int8 and int4 one a row."""
+    elements of a row. By default float8 has one per shard, int8 and int4 one per row.
+    """
     policy: Literal["fp32", "bf16"] = "fp32"
-    """What a unit computes in, its MixedPrecisionPolicy; gradients are reduced in float32."""
+    """What a unit computes in (its MixedPrecisionPolicy); gradients are reduced in float32."""
     check: Literal["none", "parity", "meta", "wire", "loss"] = "none"
-    """parity: exactly plain training; meta: nothing left unset; wire, loss: bytes and final loss of
-    each extension.
+    """parity: equal to plain training; meta: start from the meta device, with nothing left unset;
+    wire, loss: bytes and final loss of each extension.
     """
     dim: PositiveInt = 128
     """Width of the network."""
     batch: PositiveInt = 64
-    """Tiles of a rank in a step."""
+    """Tiles per rank in a step."""
     steps: PositiveInt = 10
     """Timed steps, after one to warm up; with parity or meta, compared or trained steps."""
     weights: str = ""
-    """Weights to begin with: a file that torch.save made of a state_dict of this network; by
-    default random ones.
-    """
+    """Initial weights: a file with this network's state_dict from torch.save; random by default."""
     learning_rate: NonNegativeFloat = 1e-3
-    """Of Adam, at the first step; 0 leaves the weights as they are."""
+    """Adam's, at the first step; 0 leaves the weights as they are."""
     reshard_after_forward: bool = True
     """Free a unit's parameters after its forward pass and gather them again; parity does both."""
     compile: bool = False
@@ -127,36 +128,30 @@ class Config:
 
 @rank.replaceable
 def encode(shard: Tensor) -> tuple[Tensor, ...]:
-    """What is sent of this rank's rows of a parameter, padded to the longest shard: contiguous
-    tensors [rows, ...].
-    """
+    """Return what to send of this rank's padded rows: contiguous tensors [rows, ...]."""
     return (shard,)
 
 
 @rank.replaceable
 def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The parameter [rows of all ranks, ...] in this dtype, from all that was gathered."""
+    """Return the parameter [rows of all ranks, ...] in this dtype, from the gathered tensors."""
     return gathered[0].to(dtype)
 
 
 @rank.replaceable
 def parameter(weight: Tensor) -> Tensor:
-    """What a weight becomes before it is sharded: a tensor of its shape, of a type that has FSDP2's
-    two hooks.
-    """
+    """Convert a weight, before it is sharded, to a tensor type with FSDP2's two hooks."""
     return make_two_tensor(weight)
 
 
 def resolve_extension(extension: str, scales: str = "") -> ExtensionChoice:
-    """What names of Config stand for. Each tensor that a function encode gives is sent."""
+    """Return the extension that the names of Config stand for."""
     if scales or extension == "int4":
         return make_quantised_extension(extension, scales)
     if extension == "yours":
-        return Extension(
-            tuple(f"tensor {index}" for index in range(len(encode(torch.zeros(2, 2))))),
-            encode,
-            decode,
-        )
+        # A small shard shows how many tensors a learner's encode returns.
+        sent = len(encode(torch.zeros(2, 2)))
+        return Extension(tuple(f"tensor {index}" for index in range(sent)), encode, decode)
     return parameter if extension == "your_type" else EXTENSIONS.get(extension, extension)
 
 
@@ -169,54 +164,43 @@ def main(config: Config) -> None:
             model = network(config.extension)
             train(config, here, model, here.steps)
             record_gather_costs(config, here, model)
-        elif config.check == "wire":
+            return
+        if config.check == "wire":
             step = partial(forward_backward, config, here, 0)
-            here.finish_check(
-                **parity.compare_bytes(mesh, network, step, config.reshard_after_forward)
-            )
+            verdict = parity.compare_bytes(mesh, network, step, config.reshard_after_forward)
         elif config.check == "loss":
             losses = partial(train, config, here, measure=here.plain_steps)
-            here.finish_check(
-                **parity.compare_final_losses(mesh, lambda name: losses(network(name)))
-            )
+            verdict = parity.compare_final_losses(mesh, lambda name: losses(network(name)))
         else:
-            compare = {
-                "parity": parity.compare_extension_training,
-                "meta": parity.train_from_meta_device,
-            }[config.check]
-            here.finish_check(
-                **compare(
-                    mesh,
-                    here.device,
-                    resolve_extension(config.extension, config.scales),
-                    config.steps,
-                )
-            )
+            extension = resolve_extension(config.extension, config.scales)
+            compare = parity.compare_extension_training
+            if config.check == "meta":
+                compare = parity.train_from_meta_device
+            verdict = compare(mesh, here.device, extension, config.steps)
+        here.finish_check(**verdict)
 
 
 def build_sharded_network(
     config: Config, here: rank.Session, mesh: DeviceMesh, extension: str
 ) -> nn.Sequential:
-    """A network that says from which region of the photo a tile was cut; starts equal whatever the
-    extension.
-    """
+    """Build the sharded network; its weights are equal for all extensions."""
     model = build_whole_network(config, here.device)
     if config.compile:
         apply_compile(model, ("Linear", "MLP"))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
-    reshard = config.reshard_after_forward
+    # A check builds other extensions too, for which the choice of scales was not meant.
     scales = config.scales if extension == config.extension else ""
     return apply_extension(
         model,
         mesh,
         resolve_extension(extension, scales),
-        reshard_after_forward=reshard,
+        reshard_after_forward=config.reshard_after_forward,
         mp_policy=policy,
     )
 
 
 def build_whole_network(config: Config, device: torch.device) -> nn.Sequential:
-    """The same before it is sharded."""
+    """Build the network unsharded, equal on all ranks."""
     torch.manual_seed(0)
     model = tile_network(config.dim)
     if config.weights:
@@ -225,14 +209,14 @@ def build_whole_network(config: Config, device: torch.device) -> nn.Sequential:
 
 
 def forward_backward(config: Config, here: rank.Session, index: int, model: nn.Module) -> Tensor:
-    """Forward and backward pass on this rank's tiles of one step; the loss."""
+    """Run forward and backward pass on this rank's tiles of one step; return the loss."""
     loss = tile_loss(config, here, index, model)
     loss.backward()
     return plain_tensors(loss.detach())[0]
 
 
 def tile_loss(config: Config, here: rank.Session, index: int, model: nn.Module) -> Tensor:
-    """The loss of this rank's tiles of one step."""
+    """Return the loss of this rank's tiles of one step."""
     images, labels = tile_batch(config.batch, sample_seed(index, here.rank))
     return cross_entropy(model(images.to(here.device)).float(), labels.to(here.device))
 
@@ -240,13 +224,10 @@ def tile_loss(config: Config, here: rank.Session, index: int, model: nn.Module) 
 def train(
     config: Config, here: rank.Session, model: nn.Module, measure: rank.StepLoop
 ) -> list[Tensor]:
-    """Train on the photo; record losses, traffic, and the error of what was gathered. This rank's
-    losses.
-    """
+    """Train on the photo, record each step's loss, and return this rank's losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, foreach=True)
-    slower = LinearLR(
-        optimizer, 1.0, 0.0, total_iters=config.steps
-    )  # else the end is where the last steps threw it
+    # The learning rate falls to 0, or the final loss would depend on the last few steps.
+    slower = LinearLR(optimizer, 1.0, 0.0, total_iters=config.steps)
     losses: list[Tensor] = []
     for index, step in enumerate(measure(config.steps)):
         optimizer.zero_grad()
@@ -262,16 +243,19 @@ def train(
 
 @torch.no_grad()
 def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) -> None:
-    """Record what gathering costs: in error, in the loss, in memory and in time. A collective."""
+    """Record the errors, loss change, memory and time of gathering. A collective."""
+    # Simulated tensors have a size, but no values and no time.
     if not here.tensors_have_values:
         here.record_scalar("held_bytes", gather_memory_bytes(model))
         return
     errors = gather_errors(model)
     here.record_scalar("weight_error", errors.largest)
     here.record_scalar("weight_rms_error", errors.rms)
+    # The same weights, not rounded by a gather.
     exact = build_whole_network(config, here.device)
     for own, each in zip(exact.parameters(), model.parameters(), strict=True):
         own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
+    # Tiles of a step after the last, which neither model has seen.
     rounded, right = (
         plain_tensors(tile_loss(config, here, config.steps, each))[0] for each in (model, exact)
     )

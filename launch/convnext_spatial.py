@@ -1,11 +1,11 @@
 """Train ConvNeXt with its activations sharded along the width (or the height) of the images.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial  # small, any machine
-    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --check parity
-    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --preset paper  # four GPUs
+    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial                   # small
+    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --check parity    # correct?
+    torchrun --standalone --nproc-per-node 4 -m launch.convnext_spatial --preset paper    # 4 GPUs
 
-Each rank holds one strip of every image and of every feature map; a convolution asks its neighbours
-for a few columns.
+Each rank holds one strip of every image and feature map. A convolution exchanges a few columns with
+the neighbouring ranks.
 """
 
 from dataclasses import dataclass
@@ -27,31 +27,30 @@ from labkit.theory import sizes, spatial
 
 @dataclass
 class Config:
-    """What to train, on what, and how it is sharded."""
+    """What is trained, on what, and how it is sharded."""
 
     preset: Literal["small", "bench", "paper"] = "small"
-    """Defaults for everything below: small runs on any machine, bench is the benchmark's, paper
+    """Defaults for all other options: small runs on any machine, bench is the benchmark's, paper
     needs four GPUs.
     """
     strategy: Literal["plain", "native", "native_unguarded", "dtensor", "local", "yours"] = "local"
-    """Who exchanges the halo: nobody (one rank), PyTorch (unguarded: even where it is wrong),
-    labkit in two ways; yours is local with the functions of use=."""
+    """Who exchanges the halo. plain: one rank, no exchange; native: PyTorch; native_unguarded:
+    PyTorch, even where it is wrong; dtensor, local: labkit; yours: local with use=.
+    """
     tensor_dim: Literal[2, 3] = 3
     """The dimension of [N, C, H, W] that is cut: 2 is the height, 3 the width."""
     mesh: str = ""
-    """Ranks as 4 (all along the image) or 2x2 (data x space: samples are shared out as well);
-    empty: all along it.
-    """
+    """Ranks as 4 (all along the image) or 2x2 (data x space, which also cuts the batch)."""
     data: Literal["random", "photo"] = "random"
-    """Random images and labels, or tiles of a photo: which of ten regions does each show?"""
+    """Random images and labels, or tiles of a photo with one of ten regions as label."""
     batch: PositiveInt = 2
-    """Images in a step, over all ranks."""
+    """Images per step, over all ranks."""
     height: PositiveInt = 128
     """Image height in pixels."""
     width: PositiveInt = 256
     """Image width in pixels."""
     num_classes: Annotated[int, Limits(at_least=2)] = 10
-    """Outputs of the classifier; the photo takes at least ten."""
+    """Outputs of the classifier; the photo needs at least ten."""
     depths: tuple[PositiveInt, ...] = (1, 1)
     """Blocks in each stage."""
     dims: tuple[PositiveInt, ...] = (32, 64)
@@ -59,17 +58,17 @@ class Config:
     drop_path_rate: Annotated[float, Limits(at_least=0, below=1)] = 0.0
     """Stochastic depth of the last block."""
     layer_scale_init_value: NonNegativeFloat = 1e-6
-    """Start of each block's layer scale; 0 for none."""
+    """Initial value of each block's layer scale; 0 for none."""
     init: Literal["trunc_normal", "ones"] = "trunc_normal"
-    """How weights start. With ones every channel is equal, and the loss says nothing."""
+    """Initial weights. With ones all channels are equal, and the loss is meaningless."""
     learning_rate: PositiveFloat = 1e-4
-    """Of Adam."""
+    """Adam's learning rate."""
     steps: PositiveInt = 5
     """Timed steps, after one to warm up."""
     seed: NonNegativeInt = 0
-    """Of weights and images."""
+    """Seed of weights and images."""
     memory_cap_mib: PositiveInt | None = None
-    """End a rank that allocates more than this beyond what it holds before the model is made."""
+    """End a rank that allocates more MiB than this, counted before the model is built."""
     check: Literal["none", "parity"] = "none"
     """parity: compare one step with one device instead of training."""
 
@@ -104,37 +103,30 @@ class Config:
             )
         spatial.check_convnext(self.height, self.width, self.depths, self.dims)
         sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
-        spatial.check_strips(
-            (self.height, self.width)[self.tensor_dim - 2], ranks["space"], self.depths
-        )
+        cut = self.height if self.tensor_dim == 2 else self.width
+        spatial.check_strips(cut, ranks["space"], self.depths)
 
     def different_ranks(self, world_size: int) -> set[int]:
-        """In a line along the image: its ends, which have one neighbour, and one between them."""
+        """Return both ends of a line, which have one neighbour, and a rank between them."""
         line = sizes.parse_mesh_axes(self.mesh, world_size)["space"]
         return {0, line // 2, line - 1}
 
 
 @rank.replaceable
 def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
-    """A strip [N, C, H, W] with ``halo`` columns of each neighbour at its ends; zeros at the
-    image's border.
-    """
+    """Return a strip [N, C, H, W] with ``halo`` columns of each neighbour, zeros at the border."""
     return pad_with_halo(strip, halo, Strip(3, None, rank, ranks))
 
 
 @rank.replaceable
 def return_gradients(grad: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
-    """The strip's gradient from that of the padded strip: each halo's part goes to the rank that
-    owns the columns.
-    """
+    """Return the strip's gradient; send each halo's part to the rank that owns its columns."""
     return return_halo_gradients(grad, halo, Strip(3, None, rank, ranks))()
 
 
 @rank.replaceable
 def padded_strip(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
-    """What ``exchange_halo`` gives, as a function with a derivative: its backward pass is
-    ``return_gradients``.
-    """
+    """Call ``exchange_halo``, with ``return_gradients`` as its backward pass."""
     padded: Tensor = _HaloExchange.apply(strip, halo, rank, ranks)
     return padded
 
@@ -151,7 +143,7 @@ class _HaloExchange(torch.autograd.Function):
 
 
 def pad_with_answer(strip: Tensor, halo: int, place: Strip) -> Tensor:
-    """The strategy yours: what ``use=`` replaces pads a strip."""
+    """Pad a strip with the functions of ``use=``, for strategy yours."""
     return padded_strip(strip, halo, place.rank, place.ranks)
 
 
@@ -163,21 +155,15 @@ def main(config: Config) -> None:
         images, labels = photo.image_batch(
             config.data, config.batch, config.height, config.width, config.num_classes, config.seed
         )
-        batch = whole = (
-            images.to(here.device),
-            labels.to(here.device),
-        )  # [N, 3, H, W], [N], equal on all ranks
+        # [N, 3, H, W] and [N], equal on all ranks
+        batch = whole = images.to(here.device), labels.to(here.device)
         reference = parity.seed_and_copy(model, config.seed) if config.check == "parity" else model
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None
             strategy = "local" if config.strategy == "yours" else config.strategy
             apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
-            batch = shard_batch(
-                *whole,
-                mesh,
-                tensor_dim=config.tensor_dim,
-                stride=spatial.total_stride(config.depths),
-            )
+            stride = spatial.total_stride(config.depths)
+            batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=stride)
         one_step = partial(here.plain_steps, most=1)
         logits = train(config, here.steps if config.check == "none" else one_step, model, *batch)
         if config.check == "parity":
@@ -189,7 +175,7 @@ def main(config: Config) -> None:
 
 
 def build_model(config: Config, device: torch.device) -> ConvNeXt:
-    """The model of one device, equal on all ranks."""
+    """Build the model, equal on all ranks."""
     torch.manual_seed(config.seed)
     layers = config.depths, config.dims, config.drop_path_rate, config.layer_scale_init_value
     model = ConvNeXt(3, config.num_classes, *layers, init=config.init)
@@ -199,13 +185,11 @@ def build_model(config: Config, device: torch.device) -> ConvNeXt:
 def train(
     config: Config, measure: rank.StepLoop, model: ConvNeXt, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Forward, backward and update in every measured step; the last logits [N, num_classes] of this
-    rank's samples.
-    """
-    torch.manual_seed(config.seed)  # whoever trains drops the same samples
-    epsilon = (
-        1e-8 if config.check == "none" else 1e-3
-    )  # Adam's first step is a sign: rounding decides that of 0
+    """Train in every measured step; return this rank's last logits [N, num_classes]."""
+    # Both models of a check must drop the same samples.
+    torch.manual_seed(config.seed)
+    # Adam's first step is nearly the gradient's sign, which rounding decides for gradients near 0.
+    epsilon = 1e-8 if config.check == "none" else 1e-3
     optimizer = torch.optim.Adam(
         model.parameters(), lr=config.learning_rate, eps=epsilon, fused=True
     )

@@ -1,10 +1,10 @@
 """Train linear layers in a row with DDP, and let the compiler fuse its all-reduces.
 
-    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat  # measure
+    torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --fuse concat
     torchrun --standalone --nproc-per-node 2 -m launch.ddp_compile --check parity --case bf16
 
-The compiler puts the backward pass and its all-reduces into one program: there one can read when it
-sends and waits.
+The compiler puts the backward pass and its all-reduces into one program, in which one can read
+where it sends and where it waits.
 """
 
 import copy
@@ -28,73 +28,63 @@ from labkit.session.meter import Step
 from labkit.session.traffic import BucketRecorder
 
 PIECE_COUNTS = (1, 64)
-"""Into how many messages the gradients' bytes are cut, to tell latency from bytes."""
+"""How many messages the gradients' bytes are cut into, to tell latency from bytes."""
 
 
 @dataclass
 class Config:
-    """How gradients are averaged, and what is looked at."""
+    """How gradients are averaged, and what is measured or checked."""
 
     case: Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"] = (
         "cpu"
     )
-    """gpu is cpu on GPUs; no_sync: two batches, sent once; bf16, fp16: what is sent; checkpoint:
-    fc1 computed twice.
+    """gpu is cpu on GPUs; no_sync: two batches, averaged once; bf16, fp16: dtype of sent gradients;
+    checkpoint: fc1 is computed twice.
     """
     mode: Literal["ddp", "replicate", "compiled", "yours"] = "compiled"
     """Who averages: DistributedDataParallel, replicate, the compiler, or data_parallel of use=."""
     fuse: Literal["none", "coalesced", "concat"] = "coalesced"
-    """How the compiler makes a bucket: not at all, several tensors in one call, or one flat
-    tensor.
-    """
+    """A fused bucket: none, several tensors in one call (coalesced), or a flat tensor (concat)."""
     bucket_mb: PositiveFloat = 25.0
-    """A bucket is sent once it holds so many MiB."""
+    """A bucket is sent once it holds this many MiB."""
     late_waits: bool = True
-    """Let the compiled program wait where a gradient is first used, rather than where it was
-    sent.
-    """
+    """Let the compiled program wait where a gradient is first used, not where it was sent."""
     inductor: bool = True
-    """Write programs with inductor; else run the traced passes as they are, where nothing is
-    fused.
-    """
+    """Generate code with inductor; otherwise run the traced passes, with nothing fused."""
     dim: PositiveInt = 2000
     """Width of the layers."""
     layers: PositiveInt = 4
-    """How many."""
+    """Number of layers."""
     batch: PositiveInt = 64
-    """Samples of a rank in a batch."""
+    """Samples per rank in a batch."""
     steps: PositiveInt = 5
-    """Timed steps, after two to warm up, in which all is compiled; a check takes two."""
+    """Timed steps, after two to warm up, in which everything compiles; a check takes two."""
     timeline: bool = False
     """Record one more step with torch.profiler."""
     race: bool = False
-    """Take every step twice, once by this mode and once by DistributedDataParallel, in turn; time
-    both, and no more.
-    """
+    """Run every step twice, with this mode and with DistributedDataParallel, and only time both."""
     costs: bool = False
-    """Time before every step what it is made of: a backward pass of DDP's in which nothing is sent,
-    and the gradients' bytes in one message and in many."""
+    """Before every step, time what it is made of: DDP's backward pass with nothing sent, and the
+    gradients' bytes in one message and in many.
+    """
     check: Literal["none", "parity", "buckets"] = "none"
-    """parity: DDP, replicate and both compiled against one device; buckets: predicted, counted,
-    read and sent ones.
+    """parity: compare DDP and replicate, eager and compiled, with one device; buckets: compare the
+    predicted, counted and sent buckets with those in the code.
     """
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
+        plain = self.case == "cpu" and self.check == "none"
         if self.mode == "yours" and (self.case != "cpu" or self.check == "buckets"):
             raise ValueError(
                 "mode yours averages float32 after every batch: use case cpu, and check none or"
                 " parity"
             )
-        if self.race and (
-            self.mode not in ("yours", "replicate") or self.case != "cpu" or self.check != "none"
-        ):
+        if self.race and not (plain and self.mode in ("yours", "replicate")):
             raise ValueError(
                 "a race is between mode yours or replicate and DDP: use case cpu and check none"
             )
-        if self.costs and (
-            self.mode != "ddp" or self.case != "cpu" or self.check != "none" or self.race
-        ):
+        if self.costs and not (plain and self.mode == "ddp" and not self.race):
             raise ValueError(
                 "costs are those of DDP's own reducer: use mode ddp, case cpu, check none and no"
                 " race"
@@ -114,16 +104,12 @@ class Config:
                 f"check buckets looks at one float32 backward pass, not at case {self.case}: use"
                 " case cpu"
             )
-        if (
-            self.inductor
-            and self.mode != "yours"
-            and (self.check != "none" or self.mode == "compiled")
-        ):
+        compiles = self.mode == "compiled" or (self.check != "none" and self.mode != "yours")
+        if self.inductor and compiles:
             requirements.refuse_without_compiler()
         if self.case == "gpu":
-            from torch.cuda import (
-                device_count,
-            )  # takes seconds to import, which other cases need not wait for
+            # Importing torch takes seconds, which the other cases need not wait for.
+            from torch.cuda import device_count
 
             if device_count() < world_size:
                 raise ValueError(
@@ -134,28 +120,20 @@ class Config:
 
 @rank.replaceable
 def bounded_buckets(sizes: list[int], limit: int) -> list[list[int]]:
-    """Which gradients travel together, as indices into their sizes in bytes, in the order of the
-    backward pass.
-    """
+    """Return the buckets, as indices into gradient sizes (bytes) in order of the backward pass."""
     return assign_buckets(sizes, limit)
 
 
 @rank.replaceable
 def data_parallel(model: nn.Module, bucket_bytes: int) -> None:
-    """Let every backward pass leave the mean over all ranks in each parameter's ``grad``. The model
-    is equal on all.
-    """
+    """Make every backward pass leave the mean over all ranks in each parameter's ``grad``."""
     device = next(model.parameters()).device.type
-    GradientBuckets(
-        model.parameters(),
-        init_device_mesh(device, (dist.get_world_size(),)),
-        bucket_bytes,
-        bounded_buckets,
-    )
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    GradientBuckets(model.parameters(), mesh, bucket_bytes, bounded_buckets)
 
 
 def apply_answer(model: nn.Module, mesh: DeviceMesh, *, bucket_mb: float) -> nn.Module:
-    """``data_parallel`` as the other techniques are called."""
+    """Call ``data_parallel`` with the arguments of the other techniques."""
     data_parallel(model, round(bucket_mb * 2**20))
     return model
 
@@ -174,36 +152,32 @@ def main(config: Config) -> None:
                 how |= {"modes": ("yours",), "yours": apply_answer}
             check = compare_techniques if config.check == "parity" else compare_buckets
             here.finish_check(**check(mesh, here.device, case, **sizes, **how), case=config.case)
-        else:
-            lab = build_chain(case=case, device=here.device, **sizes)
-            with ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how) as (
-                model,
-                programs,
-            ):
-                if config.race:
-                    other = build_chain(case=case, device=here.device, **sizes)
-                    rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
-                    return race_techniques(
-                        config, here, {config.mode: (lab, model), "ddp": (other, rival)}
-                    )
+            return
+        lab = build_chain(case=case, device=here.device, **sizes)
+        technique = ddp.apply_technique(lab, mesh, config.mode, case, yours=apply_answer, **how)
+        with technique as (model, programs):
+            if config.race:
+                other = build_chain(case=case, device=here.device, **sizes)
+                rival = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
+                racers: dict[str, Any] = {config.mode: (lab, model), "ddp": (other, rival)}
+                race_techniques(config, here, racers)
+            else:
                 train(config, here, lab, model, mesh)
-            sending = [
-                program for program in programs if "_c10d_functional" in program
-            ]  # backward passes
-            if sending:
-                here.save_artifact("code", sending[-1])
+        # Only the programs of backward passes contain collectives.
+        sending = [program for program in programs if "_c10d_functional" in program]
+        if sending:
+            here.save_artifact("code", sending[-1])
 
 
 def race_techniques(
     config: Config, here: rank.Session, racers: Mapping[str, tuple[LinearChain, Any]]
 ) -> None:
-    """Whole steps of all techniques in turn, each a span of its name, so that what disturbs one
-    disturbs all.
-    """
+    """Run whole steps of all techniques, each in a span of its name."""
     optimizers = {
         name: torch.optim.SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()
     }
     for index, step in enumerate(here.steps(config.steps, warmup=2)):
+        # In turn within each step, so that a disturbance hits all, and in alternating order.
         for name in list(racers)[:: -1 if index % 2 else 1]:
             dist.barrier()
             with step.span(name):
@@ -215,24 +189,25 @@ def race_techniques(
 def train(
     config: Config, here: rank.Session, lab: LinearChain, model: Any, mesh: DeviceMesh
 ) -> None:
-    """Measured steps, and one more to see what travels together."""
+    """Train in every measured step; then run one more to see which gradients share a bucket."""
     if config.costs:
         other = copy.deepcopy(lab)
         silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
+        # DDP's backward pass with all of its work but the messages.
         silent.register_comm_hook(None, lambda _, bucket: skip_all_reduce(bucket))
     optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
-        if (
-            config.costs and index < 2 + config.steps
-        ):  # and not in the step in which messages are counted
+        # Not in the additional step, in which messages are counted.
+        if config.costs and index < 2 + config.steps:
             time_backward_and_pieces(here, step, other, silent)
         optimizer.zero_grad()
         step.record_scalar("loss", forward_backward(config, here, lab, model, index, step))
         with step.span("optimizer"):
             optimizer.step()
+    # The recorder identifies the gradients of a bucket by their values.
     if not here.tensors_have_values:
-        return  # which gradients a bucket brought is told by their numbers
+        return
     lab.zero_grad()
     with BucketRecorder() as wire:
         forward_backward(config, here, lab, model, 0, next(here.plain_steps(1)))
@@ -241,12 +216,11 @@ def train(
 
 
 def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, silent: Any) -> None:
-    """Spans of what a step is made of: ``alone``, a backward pass of DDP's that sends nothing, and
-    ``pieces_n``.
-    """
+    """Time a backward pass that sends nothing (``alone``), and messages (``pieces_n``)."""
     lab.zero_grad()
     inputs = draw_samples(lab, here.device, 0, here.rank)
     loss = lab.get_loss(inputs, silent(*inputs))
+    # All ranks start together, or one would measure its wait for another.
     dist.barrier()
     with step.span("alone"):
         loss.backward()
@@ -254,12 +228,13 @@ def time_backward_and_pieces(here: rank.Session, step: Step, lab: LinearChain, s
     for count in PIECE_COUNTS:
         dist.barrier()
         with step.span(f"pieces_{count}"):
-            for handle in [dist.all_reduce(piece, async_op=True) for piece in row.chunk(count)]:
+            handles = [dist.all_reduce(piece, async_op=True) for piece in row.chunk(count)]
+            for handle in handles:
                 handle.wait()
 
 
 def skip_all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
-    """A communication hook that leaves each rank its own gradients."""
+    """Leave each rank its own gradients, as a communication hook."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -268,7 +243,7 @@ def skip_all_reduce(bucket: Any) -> torch.futures.Future[Tensor]:
 def forward_backward(
     config: Config, here: rank.Session, lab: LinearChain, model: Any, index: int, step: Step
 ) -> Tensor:
-    """Forward and backward pass of each batch of a step; the last loss."""
+    """Run forward and backward pass of each batch of a step; return the last loss."""
     batches = ddp.DDP_CASES[config.case].batches
     for batch, synced in enumerate(batches):
         inputs = draw_samples(lab, here.device, index, here.rank, batch, len(batches))

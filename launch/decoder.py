@@ -1,11 +1,10 @@
-"""Train a decoder as Llama's with FSDP, hybrid sharding, tensor parallelism, or FSDP over tensor
-parallelism.
+"""Train a Llama-like decoder with FSDP, hybrid sharding, tensor parallelism, or a mixture.
 
     torchrun --standalone --nproc-per-node 4 -m launch.decoder --tp 2 --check parity
-    torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper
-    python -m labkit simulate decoder --world-size 1024 --model llama_3_70b --tp 8  # on a laptop
+    torchrun --standalone --nproc-per-node 8 -m launch.decoder --preset paper        # Llama 2 7B
+    python -m labkit simulate decoder --world-size 1024 --model llama_3_70b --tp 8   # on a laptop
 
-Shapes are those of ``labkit_simulate.theory.transformer``. Every rank makes the whole model before
+Shapes are those of ``labkit_simulate.theory.transformer``. Every rank builds the whole model before
 it keeps its part.
 """
 
@@ -46,7 +45,7 @@ SHAPES = {
     "llama_3_8b": (LLAMA_3_8B, 8192),
     "llama_3_70b": (LLAMA_3_70B, 8192),
 }
-"""Each model's shape, and the tokens of the sequences that it was trained on."""
+"""Each model's shape, and the sequence length with which it was trained."""
 
 
 @dataclass
@@ -56,29 +55,25 @@ class Config:
     preset: Literal["small", "paper"] = "small"
     """Sizes: small runs on any machine, paper is Llama 2 with 7 billion parameters, for GPUs."""
     model: Literal["tiny", "llama_2_7b", "llama_2_13b", "llama_3_8b", "llama_3_70b"] = "tiny"
-    """The shape."""
+    """The model's shape."""
     layers: PositiveInt | None = None
-    """Blocks, where they shall be others than the model's."""
+    """Number of blocks, if not the model's own."""
     sequence: PositiveInt | None = None
-    """Tokens of a sequence; by default as many as the model was trained on."""
+    """Tokens per sequence; by default as in the model's training."""
     batch: PositiveInt = 2
-    """Sequences in a step, of each line of tp: ranks of a line take the same."""
+    """Sequences per step and line of tp; ranks of a line take the same ones."""
     tp: PositiveInt = 1
     """Ranks that share every matrix: neighbours, so that they are on one host."""
     seq: bool = False
-    """Cut the sequence over tp between the pairs of matrices, too (sequence parallel)."""
+    """Also cut the sequence over tp between the pairs of matrices (sequence parallel)."""
     hybrid: PositiveInt | None = None
-    """Shard over groups of so many lines of tp, and replicate from group to group (HSDP)."""
+    """Shard over groups of this many lines of tp, and replicate between groups (HSDP)."""
     wrap: Literal["none", "root", "block"] = "block"
-    """Units of FSDP: each block, or the whole model; none: every rank holds all, as with DDP."""
+    """FSDP's units: each block, or the whole model; none: every rank holds all, as with DDP."""
     reshard: bool = True
-    """Free a unit's full parameters after its forward pass, and gather them again in the backward
-    pass.
-    """
+    """Free a unit's parameters after its forward pass; gather them again in the backward pass."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute blocks in the backward pass: full, or selective: all but attention and every other
-    product.
-    """
+    """Recompute blocks in the backward pass: fully, or all but attention and every other GEMM."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16: parameters are gathered and used in it, gradients are reduced in float32."""
     steps: PositiveInt = 4
@@ -131,16 +126,16 @@ class Config:
             )
 
     def decoder_shape(self) -> DecoderShape:
-        """The model's sizes."""
+        """Return the model's shape with this run's number of layers."""
         whole = SHAPES[self.model][0]
         return replace(whole, layers=self.layers or whole.layers)
 
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Return the tokens of a sequence."""
         return self.sequence or SHAPES[self.model][1]
 
     def blocks(self) -> int:
-        """Of the model, all alike: as many as ``ALIKE`` says, or the shape."""
+        """Return the number of equal blocks, which ``ALIKE`` names."""
         return self.decoder_shape().layers
 
 
@@ -154,27 +149,25 @@ def main(config: Config) -> None:
             measure = partial(here.steps, units=units if config.timeline else None, mesh=mesh)
             train(config, here, lab, model, make_adam(model), measure)
             return
-        # rounding decides from the second step on
-        steps = config.steps if config.precision == "float32" else 1
-        trained = train(
-            config, here, lab, model, parity.make_sgd(model), partial(here.plain_steps, most=steps)
-        )
-        dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
-        lines = here.world_size // config.tp
+        # In bf16 the second step already starts from weights that rounding has moved apart.
+        exact = config.precision == "float32"
+        steps, dtype = (config.steps, torch.float32) if exact else (1, torch.bfloat16)
+        measure = partial(here.plain_steps, most=steps)
+        trained = train(config, here, lab, model, parity.make_sgd(model), measure)
         one_device = parity.OneDevice(
-            lambda index: build_model(config, here.device), lines, dtype, here.device
+            lambda index: build_model(config, here.device),
+            here.world_size // config.tp,
+            dtype,
+            here.device,
         )
+        line = tp_line_index(config, here)
         here.finish_check(
-            **compare_fsdp_training(
-                one_device, model, trained, rank=tp_line_index(config, here), steps=steps
-            )
+            **compare_fsdp_training(one_device, model, trained, rank=line, steps=steps)
         )
 
 
 def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
-    """Axes ``data`` and ``tp``, and ``replicate`` before them where groups of ranks replicate each
-    other.
-    """
+    """Make axes ``data`` and ``tp``, and before them ``replicate`` where sharding is hybrid."""
     lines = here.world_size // config.tp
     if config.hybrid is None:
         return here.mesh(data=lines, tp=config.tp)
@@ -182,28 +175,28 @@ def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
 
 
 def tp_line_index(config: Config, here: rank.Session) -> int:
-    """Which of the lines of ``tp``, each with samples of its own, this rank is in."""
+    """Return this rank's line of ``tp``; each line has its own samples."""
     return here.rank // config.tp
 
 
 def build_model(config: Config, device: torch.device) -> DecoderModel:
-    """The model, equal on all ranks."""
+    """Build the model, equal on all ranks."""
+    # The same seed on all ranks, so that each can keep its part of the same model.
     torch.manual_seed(0)
-    return DecoderModel(
-        **asdict(config.decoder_shape()), sequence=config.tokens(), batch=config.batch
-    ).to(device)
+    shape = asdict(config.decoder_shape())
+    return DecoderModel(**shape, sequence=config.tokens(), batch=config.batch).to(device)
 
 
 def parallelize_model(
     config: Config, mesh: DeviceMesh, lab: DecoderModel
 ) -> tuple[nn.Module, Units]:
-    """The model on the mesh, and its units."""
+    """Apply tensor parallelism, checkpointing and FSDP; return the model and its units."""
+    # FSDP comes last, and shards what tensor parallelism has left on each rank.
     if config.tp > 1:
         apply_decoder_tensor_parallel(lab, mesh, sequence_parallel=config.seq)
     if config.checkpointing != "none":
-        apply_activation_checkpointing(
-            lab, lab.block_types, selective=config.checkpointing == "selective"
-        )
+        selective = config.checkpointing == "selective"
+        apply_activation_checkpointing(lab, lab.block_types, selective=selective)
     precision: Precision = "fp32" if config.precision == "float32" else "bf16"
     return apply_fsdp(
         lab, mesh, wrap=config.wrap, precision=precision, reshard_after_forward=config.reshard
@@ -211,9 +204,8 @@ def parallelize_model(
 
 
 def make_adam(model: nn.Module) -> Optimizer:
-    """Adam in one kernel for what a block has on the same axes: it takes no mixture, and DTensor is
-    slow with many.
-    """
+    """Make a fused Adam with one group for each block and mesh."""
+    # A fused kernel accepts no mixture of meshes, and DTensor is slow with long lists.
     together: dict[Any, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
@@ -229,17 +221,19 @@ def train(
     optimizer: Optimizer,
     measure: rank.StepLoop,
 ) -> list[StepOutcome]:
-    """Forward, backward and update in every measured step; what each left behind."""
+    """Train in every step that ``measure`` gives; return what each one left."""
     trained: list[StepOutcome] = []
     for index, step in enumerate(measure(config.steps, track=[model, optimizer])):
         inputs = parity.draw_samples(lab, here.device, index, tp_line_index(config, here))
         optimizer.zero_grad()
+        # Computes the loss of logits that are cut over the vocabulary.
         with loss_parallel() if config.tp > 1 else contextlib.nullcontext():
             keep = config.check == "parity"
             outcome = forward_backward(step, lab, model, inputs, keep=keep)
         with step.span("optimizer"):
             optimizer.step()
         loss = outcome.loss
+        # A replicated DTensor under loss_parallel.
         step.record_scalar("loss", loss.to_local() if isinstance(loss, DTensor) else loss)
         trained.append(outcome)
     return trained

@@ -1,12 +1,12 @@
-"""Train with every option of FSDP: the matrix that is held against one device.
+"""Train with every option of FSDP: the matrix that is compared with one device.
 
     torchrun --standalone --nproc-per-node 4 -m launch.fsdp_matrix --hybrid 2 --check parity
     torchrun --standalone --nproc-per-node 2 -m launch.fsdp_matrix --precision pure_fp16 --scaler
     torchrun --standalone --nproc-per-node 4 -m launch.fsdp_matrix --save half_way
     torchrun --standalone --nproc-per-node 2 -m launch.fsdp_matrix --load half_way --accumulate 2
 
-``fsdp_wrap`` is the same training with what a learner needs first. Its parameters mean the same
-here, except that this program runs no functions of ``use=``.
+``fsdp_wrap`` is the same training with only the options that a learner needs first. This program
+does not run functions of ``use=``.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ PRECISION_DTYPES: dict[Precision, tuple[torch.dtype, Rounding]] = {
     "pure_fp16": (torch.float16, "everything"),
     "autocast": (torch.bfloat16, "autocast"),
 }
-"""What one device computes in, and what it rounds to it, to be compared with a precision."""
+"""For each precision, one device's dtype in a comparison, and what it rounds to it."""
 
 
 @dataclass
@@ -63,26 +63,27 @@ class Config(WrapConfig):
     """Which model, which of FSDP's options, and what is measured."""
 
     wrap: Wrap = "block"  # type: ignore[assignment]  # others than fsdp_wrap's
-    """Units: none (every rank holds all), the whole model, each block of the model, each layer with
-    parameters, every module that holds any, those with min_numbers of them."""
+    """Units: none (every rank holds all), the whole model, each block, each layer that owns
+    parameters, every module that contains any, or those with min_numbers of them (size).
+    """
     fsdp: Literal[1, 2] = 2
     """FullyShardedDataParallel (1) or fully_shard (2)."""
     precision: Precision = "fp32"  # type: ignore[assignment]  # more than fsdp_wrap's
-    """bf16, fp16: parameters are gathered and used in it, gradients are reduced in float32;
-    pure_fp16: all is in float16, updates as well; autocast: each operation in bfloat16 or float32,
-    as torch sees fit."""
+    """bf16, fp16: gather and compute in it, and reduce gradients in float32; pure_fp16: everything
+    in float16, updates too; autocast: bfloat16 or float32 per operation, as torch chooses.
+    """
     blocks: tuple[str, ...] = ()
-    """Class names of the blocks, instead of the model's own."""
+    """Class names of the blocks; by default the model's own."""
     min_numbers: PositiveInt = 1000
-    """How many numbers make a unit where wrap is size."""
+    """Elements that make a unit if wrap is size."""
     skip: tuple[NonNegativeInt, ...] = ()
-    """Blocks that are left out of the wrapping by mistake, counted from 0."""
+    """Blocks left out of the wrapping by mistake, counted from 0."""
     freeze: tuple[NonNegativeInt, ...] = ()
     """Blocks whose parameters are not trained, counted from 0."""
     ignore: tuple[str, ...] = ()
     """Class names of modules that FSDP leaves alone: whole on every rank, not averaged."""
     hybrid: PositiveInt | None = None
-    """Shard over groups of so many ranks, and replicate from group to group (HSDP)."""
+    """Shard over groups of this many ranks, and replicate between groups (HSDP)."""
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     """FSDP1: gather the next unit before this one's gradients are computed, after, or not."""
     forward_prefetch: bool = False
@@ -96,37 +97,38 @@ class Config(WrapConfig):
     scaler: bool = False
     """Scale the loss, and skip a step whose gradients are not finite on any rank."""
     scaler_init: PositiveFloat = 65536.0
-    """The scale to begin with."""
+    """Initial scale."""
     scaler_growth: PositiveInt = 2000
     """Good steps after which the scale is doubled."""
     accumulate: PositiveInt = 1
-    """Batches of a rank in a step, whose gradients are averaged; set to zero and to None before it
-    in turn."""
+    """Batches per rank and step, whose gradients are averaged. Before each step gradients become
+    zero or None, in turn.
+    """
     compile: bool = False
     """Compile each block with inductor."""
     compile_only: tuple[str, ...] = ()
-    """Class names of what compile compiles, instead of the blocks."""
+    """Class names of modules to compile instead of the blocks."""
     delay_after_loss_ms: NonNegativeInt | None = None
     """Model delay: pause between loss and backward pass."""
     delay_before_reduction_ms: NonNegativeInt | None = None
     """Model delay: pause in each block's backward pass before its gradients are reduced."""
     delay_before_free_ms: NonNegativeInt | None = None
-    """Model moe: pause before the gathered parameters of its expert and of the shared part are
-    freed."""
+    """Model moe: pause before parameters of its expert and of the shared part are freed."""
     vocab: PositiveInt | None = None
-    """Words that hf_bert and hf_t5 know."""
+    """Vocabulary size of hf_bert and hf_t5."""
     memory_cap_mib: PositiveInt | None = None
-    """End a rank that allocates more than this beyond what it holds before the model is made."""
+    """End a rank that allocates more MiB than this, counted before the model is built."""
     save: str = ""
-    """Where to save the training after the last step: a folder, or one plain file, name.pt."""
+    """Save the training after the last step: in a folder, or in one plain file, name.pt."""
     load: str = ""
-    """What to go on with: a folder or file that save wrote, on any number of ranks."""
+    """Resume from a folder or file that save wrote, on any number of ranks."""
     checkpoints: str = ""
-    """A folder on a disk that all ranks share: save in it after every step, and begin with the
-    newest complete save, on any number of ranks. Steps of earlier runs count as steps of this one,
-    which trains two at least."""
+    """Save after every step in this folder, on a disk that all ranks share, and resume from its
+    newest complete save, on any number of ranks. Steps of earlier runs count, but every run
+    trains at least two.
+    """
     input_grad: bool = False
-    """Let the input need a gradient; a check compares it."""
+    """Let the input require a gradient, which a check compares."""
 
     SIZES: ClassVar[tuple[str, ...]] = (
         *("hidden", "narrow", "dim", "layers", "batch", "vocab"),
@@ -163,10 +165,8 @@ class Config(WrapConfig):
             ),
             (
                 self.hybrid and world_size % self.hybrid,
-                (
-                    f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it"
-                    " must divide them"
-                ),
+                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it"
+                " must divide them",
             ),
             (
                 fsdp1 and self.fsdp != 1,
@@ -174,10 +174,8 @@ class Config(WrapConfig):
             ),
             (
                 not self.use_orig_params and self.freeze,
-                (
-                    "a flat parameter is trained or not as a whole: leave out freeze, or"
-                    " use_orig_params False"
-                ),
+                "a flat parameter is trained or not as a whole: leave out freeze, or"
+                " use_orig_params False",
             ),
         ]
 
@@ -186,10 +184,8 @@ class Config(WrapConfig):
         return [
             (
                 self.input_grad and (not takes_numbers or self.scaler),
-                (
-                    "an input's gradient needs numbers, not tokens, and a loss that is not scaled: "
-                    "use another model, or no scaler"
-                ),
+                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: "
+                "use another model, or no scaler",
             ),
             (
                 self.compile_only and not self.compile,
@@ -197,10 +193,8 @@ class Config(WrapConfig):
             ),
             (
                 self.compile and self.checkpointing and self.delay_ms,
-                (
-                    "a checkpointed block that sleeps does not compile: leave out delay_ms or"
-                    " checkpointing"
-                ),
+                "a checkpointed block that sleeps does not compile: leave out delay_ms or"
+                " checkpointing",
             ),
         ]
 
@@ -209,24 +203,18 @@ class Config(WrapConfig):
         return [
             (
                 saves and (self.model == "moe" or self.ignore or self.check != "none"),
-                (
-                    "save, load and checkpoints are for training whose parameters all ranks share:"
-                    " no moe, ignore or check"
-                ),
+                "save, load and checkpoints are for training whose parameters all ranks share:"
+                " no moe, ignore or check",
             ),
             (
                 self.checkpoints and (self.save or self.load or self.scaler),
-                (
-                    "checkpoints save and load by themselves, and no scaler: leave out save, load"
-                    " and scaler"
-                ),
+                "checkpoints save and load by themselves, and no scaler: leave out save, load"
+                " and scaler",
             ),
             (
                 self.checkpoints and Path(self.checkpoints).is_file(),
-                (
-                    f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if"
-                    " need be"
-                ),
+                f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if"
+                " need be",
             ),
             (
                 self.save and (save.exists() or not save.absolute().parent.is_dir()),
@@ -300,7 +288,7 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
 
 
 def make_grad_scaler(config: Config, device: torch.device) -> ShardedGradScaler:
-    """Make what scales the loss, on all ranks alike; without ``config.scaler`` by 1."""
+    """Make the loss scaler, equal on all ranks; without ``config.scaler`` it does nothing."""
     return ShardedGradScaler(
         device.type,
         enabled=config.scaler,

@@ -36,7 +36,7 @@ NOT_IN_SMALL_FSDP = (
     *("forget", "reshard_after_forward", "prefetch"),
     *("checkpointing", "precision", "timeline"),
 )
-"""Parameters that a small FSDP of one's own does not have."""
+"""Options that a learner's own FSDP does not have."""
 
 
 @dataclass
@@ -44,12 +44,13 @@ class Config:
     """Which model, how it is wrapped, and what is measured."""
 
     preset: Literal["small", "paper"] = "small"
-    """Sizes: small runs on any machine, paper is what the small model stands for, for GPUs."""
+    """Sizes: small runs on any machine; paper, for GPUs, has the sizes that small imitates."""
     model: catalog.ModelName = "toy"
-    """What is trained; hf_bert and hf_t5 need transformers."""
+    """The model to train; hf_bert and hf_t5 need transformers."""
     wrap: Literal["none", "root", "block", "layer", "yours"] = "block"
-    """Units: none (every rank holds all), the whole model, each block of the model, each layer with
-    parameters; yours are those that is_unit of use= chooses."""
+    """Units: none (every rank holds all), the whole model, each block of the model, each layer that
+    owns parameters, or those that is_unit of use= chooses (yours).
+    """
     fsdp: Literal[1, 2, "yours"] = 2
     """FullyShardedDataParallel (1) or fully_shard (2); yours is small_fsdp of use=."""
     forget: NonNegativeInt | None = None
@@ -63,7 +64,7 @@ class Config:
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: parameters are gathered and used in it, gradients are reduced in float32."""
     delay_ms: NonNegativeFloat = 0.0
-    """Make each block's forward and backward pass last longer by this."""
+    """Make each block's forward and backward pass longer by this many milliseconds."""
     hidden: PositiveInt | None = None
     """Width of the toy model's wide layers, or of hf_bert and hf_t5."""
     narrow: PositiveInt | None = None
@@ -73,7 +74,7 @@ class Config:
     layers: PositiveInt | None = None
     """Layers of hf_bert and hf_t5, blocks of mlp_stack."""
     batch: PositiveInt | None = None
-    """Samples of a rank in a step, where the model can choose."""
+    """Samples per rank and step, if the model lets you choose."""
     steps: PositiveInt = 5
     """Timed steps, after one to warm up; with a check, compared steps."""
     timeline: bool = False
@@ -99,10 +100,8 @@ class Config:
         return [
             (
                 self.fsdp == "yours" and not_in_small,
-                (
-                    f"{' and '.join(not_in_small)} is not for fsdp yours, which shards units of"
-                    " shared parameters, trained in float32: use fsdp 2, or leave it out"
-                ),
+                f"{' and '.join(not_in_small)} is not for fsdp yours, which shards units of"
+                " shared parameters, trained in float32: use fsdp 2, or leave it out",
             ),
             (
                 self.wrap == "none" and self.precision in ("bf16", "fp16"),
@@ -110,10 +109,8 @@ class Config:
             ),
             (
                 self.forget is not None and self.wrap != "block",
-                (
-                    f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: use wrap"
-                    " block"
-                ),
+                f"forget {self.forget} leaves out blocks, but wrap is {self.wrap!r}: use wrap"
+                " block",
             ),
         ]
 
@@ -153,9 +150,9 @@ def main(config: Config) -> None:
 
 
 def silence_warnings() -> None:
-    """Silence what torch says of its own inside, and a reader can do nothing about."""
+    """Silence warnings about torch's internals, which a reader cannot act on."""
     for message in (
-        ".*returned a view tensor",  # of a unit, which nobody changes in place
+        ".*returned a view tensor",  # of a unit, which is not changed in place
         ".*(into_tensor|scatter_tensor)` is deprecated",  # 2.13 has other names
         "Expected a tensor or a traceable wrapper",  # a memory tracker on p.grad = None
     ):

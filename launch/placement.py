@@ -1,13 +1,12 @@
-"""Place a photo on a mesh of ranks as a DTensor, say what each rank holds, and put it together
-again.
+r"""Place a photo on a mesh of ranks as a DTensor, print what each rank holds, and reassemble it.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.placement                     # four strips
-    torchrun --nproc-per-node 4 -m launch.placement --mesh 2x2 --placements "Shard(0)" "Partial()"
-    torchrun --standalone --nproc-per-node 4 -m launch.placement --check parity
+    torchrun --standalone --nproc-per-node 4 -m launch.placement                  # four strips
+    torchrun --standalone --nproc-per-node 4 -m launch.placement --check parity   # restored?
+    torchrun --standalone --nproc-per-node 4 -m launch.placement \
+        --mesh 2x2 --placements "Shard(0)" "Partial()"
 
-A placement says for each axis of the mesh what its ranks hold: different parts, the same, or terms
-of a sum. It decides about the bytes that a rank holds, and about the collectives that make the
-whole of it again.
+For each axis of the mesh a placement says what its ranks hold: different parts, the same, or terms
+of a sum. It decides how many bytes a rank holds, and which collectives restore the whole tensor.
 """
 
 from dataclasses import dataclass
@@ -39,46 +38,41 @@ PLACEMENT_BY_NAME: dict[str, Placement] = {
 
 @dataclass
 class Config:
-    """Which photo, on which mesh, placed how."""
+    """Which photo, on which mesh, with which placements."""
 
     every: PositiveInt = 2
-    """Take every so manyth row and column of the photo, of its 600 × 512."""
+    """Take every n-th row and column of the photo's 600 × 512."""
     mesh: str = ""
-    """Ranks as 4 (in a line) or 2x2 (two axes); empty: in a line."""
+    """Ranks as 4 (one line) or 2x2 (two axes); by default one line."""
     placements: tuple[Literal["Shard(0)", "Shard(1)", "Replicate()", "Partial()"], ...] = (
         "Shard(1)",
     )
-    """One for each axis of the mesh. Rows are dimension 0, columns dimension 1; Partial() is a
-    sum.
-    """
+    """One per mesh axis. Dimension 0 is rows, 1 is columns; Partial() holds terms of a sum."""
     check: Literal["none", "parity"] = "none"
-    """parity: hold the photo that was put together against the photo, instead of measuring."""
+    """parity: compare the reassembled photo with the original, instead of measuring."""
 
     def validate(self, world_size: int) -> None:
         """Refuse what cannot work, before anything is launched."""
-        local_piece(
-            (1, 1), list(parse_mesh_axes(self.mesh, world_size).values()), self.placements, rank=0
-        )
+        lengths = list(parse_mesh_axes(self.mesh, world_size).values())
+        local_piece((1, 1), lengths, self.placements, rank=0)
 
 
 def main(config: Config) -> None:
-    """Place the photo, and make the whole of it again."""
+    """Place the photo, and reassemble it."""
     with rank.session() as here:
         axes = parse_mesh_axes(config.mesh, here.world_size)
         mesh = here.mesh(**axes)
-        picture = photo.load_photo()[:: config.every, :: config.every].astype(
-            "float32"
-        )  # [rows, columns, 3]
+        # [rows, columns, 3]
+        picture = photo.load_photo()[:: config.every, :: config.every].astype("float32")
         whole = torch.from_numpy(picture).to(here.device)
         piece = local_piece(picture.shape, list(axes.values()), config.placements, here.rank)
-        mine = torch.from_numpy(photo.brightness_term(picture, piece.term, piece.terms)).to(
-            here.device
-        )
+        term = photo.brightness_term(picture, piece.term, piece.terms)
+        mine = torch.from_numpy(term).to(here.device)
         placements = [PLACEMENT_BY_NAME[name] for name in config.placements]
+        # Partial() cuts nothing: this rank's term is already in ``mine``.
         cut = [Replicate() if placement.is_partial() else placement for placement in placements]
-        local = distribute_tensor(
-            mine, mesh, cut, src_data_rank=None
-        ).to_local()  # all ranks have the photo: no message
+        # All ranks have the photo, so without a source rank nothing is sent.
+        local = distribute_tensor(mine, mesh, cut, src_data_rank=None).to_local()
         placed = DTensor.from_local(
             local, mesh, placements, shape=whole.shape, stride=whole.stride()
         )
@@ -88,11 +82,7 @@ def main(config: Config) -> None:
             return
         rows, columns, _ = local.shape
         print(f"rank {here.rank} holds {rows} x {columns}")
-        for name, amount in {
-            "rows": rows,
-            "columns": columns,
-            "bytes": local.numel() * local.element_size(),
-        }.items():
+        for name, amount in (("rows", rows), ("columns", columns), ("bytes", local.nbytes)):
             here.record_scalar(f"rank {here.rank} {name}", amount)
         for step in here.steps(1):
             with step.span("full_tensor"):

@@ -1,13 +1,12 @@
-"""Train on a mesh of two axes: ranks along `tp` share every matrix, ranks along `data` share the
-samples.
+"""Train on a mesh of two axes: ``tp`` shares every matrix, ``data`` shares the samples.
 
-    torchrun --standalone --nproc-per-node 4 -m launch.two_dim  # FSDP x TP, small
+    torchrun --standalone --nproc-per-node 4 -m launch.two_dim    # FSDP x TP
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --seq --check parity
     torchrun --standalone --nproc-per-node 4 -m launch.two_dim --plan ddp_tp --check parity
 
-With `--layers yours` the layers are column_parallel's and row_parallel's, which a notebook may
-replace (`use=`). With `--tp 1` it is data parallelism alone, with `--tp 4` on four ranks tensor
-parallelism alone.
+With ``--layers yours`` the layers are column_parallel's and row_parallel's, which a notebook may
+replace (``use=``). ``--tp 1`` is pure data parallelism, ``--tp 4`` on four ranks pure tensor
+parallelism.
 """
 
 from contextlib import nullcontext
@@ -48,9 +47,7 @@ from labkit.theory.sizes import even_share
 from labkit.theory.two_dim import mlp_pairs
 
 COLLECTIVE_BYTES, COLLECTIVE_REPEATS = (2**12, 2**20), 4
-"""Bytes of two all-reduces, to tell latency from bytes, and how often each is sent before a
-step.
-"""
+"""Bytes of two all-reduces, to tell latency from bytes, and how often each is sent."""
 
 
 @dataclass
@@ -58,16 +55,15 @@ class Config:
     """How the mesh is cut, and what runs along its axes."""
 
     preset: Literal["small", "paper"] = "small"
-    """Sizes: small runs on any machine, paper is the width of the test that ddp_tp comes from."""
+    """Sizes: small runs on any machine, paper is the width of the test behind ddp_tp."""
     plan: Literal["fsdp_tp", "ddp_tp"] = "fsdp_tp"
-    """Along data: fsdp_tp shards the parameters of a stack of MLPs, which tensor_parallel_plan of
-    use= can cut; ddp_tp replicates those of four linear layers."""
-    layers: Literal["dtensor", "yours"] = "dtensor"
-    """Who shares the matrices of fsdp_tp: PyTorch, by a plan; or column_parallel and row_parallel
-    of use=.
+    """Along data: fsdp_tp shards a stack of MLPs, cut over tp as tensor_parallel_plan of use= says;
+    ddp_tp replicates four linear layers.
     """
+    layers: Literal["dtensor", "yours"] = "dtensor"
+    """Layers of fsdp_tp: PyTorch's, by a plan, or column_parallel and row_parallel of use=."""
     seq: bool = False
-    """Cut the sequence over tp between the MLPs, too (sequence parallel)."""
+    """Also cut the sequence over tp between the MLPs (sequence parallel)."""
     checkpointing: bool = False
     """Recompute each MLP in the backward pass (fsdp_tp)."""
     tp: PositiveInt = 2
@@ -75,17 +71,17 @@ class Config:
     dim: PositiveInt = 64
     """Width of the network."""
     batch: PositiveInt = 8
-    """Samples of all ranks together in a step; a line of tp takes its part."""
+    """Samples of all ranks in a step; each line of tp takes its part."""
     steps: PositiveInt = 3
     """Timed steps, after one to warm up; with a check, compared steps."""
     costs: bool = False
-    """Time before every step what it is made of: the passes of a rank's share of the model by
-    itself, and small and large all-reduces along each axis (fsdp_tp). Memory is not followed
-    then."""
+    """Before every step, time what it is made of: the passes of one rank's share of the model, and
+    small and large all-reduces along each axis (fsdp_tp). Memory is not tracked then.
+    """
     check: Literal["none", "parity"] = "none"
     """parity: compare every step with one device instead of measuring."""
     compile: bool = True
-    """With a check: train a compiled version beside the eager one; needs a C++ compiler."""
+    """With a check: also train a compiled version; needs a C++ compiler."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"dim": 2000}}
 
@@ -113,14 +109,12 @@ class Config:
         if self.layers == "yours":
             self._check_answer_layers()
         even_share(self.batch, world_size // self.tp, "a batch of")
-        even_share(
-            self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of"
-        )  # DDP cuts nothing
+        # FSDP cuts each rank's share of a matrix once more; DDP does not.
+        even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")
         if self.check == "parity" and self.compile:
             requirements.refuse_without_compiler()
 
     def _check_answer_layers(self) -> None:
-        """Refuse what layers of one's own do not do."""
         if self.plan != "fsdp_tp" or self.seq or self.tp == 1:
             raise ValueError(
                 "layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or"
@@ -134,25 +128,19 @@ class Config:
 
 @rank.replaceable
 def column_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
-    """This rank's share of a pair's first layer, with parameters ``weight`` and ``bias``; the group
-    shares it.
-    """
+    """Return one rank's share of a pair's first layer, with ``weight`` and ``bias``."""
     return ColumnParallel(layer, group)
 
 
 @rank.replaceable
 def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
-    """This rank's share of a pair's second layer, with parameters ``weight`` and ``bias``; the
-    group shares it.
-    """
+    """Return one rank's share of a pair's second layer, with ``weight`` and ``bias``."""
     return RowParallel(layer, group)
 
 
 @rank.replaceable
 def tensor_parallel_plan(model: MLPStack) -> dict[str, ParallelStyle]:
-    """How the ranks along tp share a stack of MLPs: ColwiseParallel(), RowwiseParallel() … by names
-    of its modules.
-    """
+    """Return ColwiseParallel(), RowwiseParallel() or others by name of a stack's modules."""
     return mlp_stack_plan(model, sequence_parallel=False)
 
 
@@ -167,13 +155,13 @@ def main(config: Config) -> None:
 
 
 def check_parity(config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """The verdict of ``--check parity``. A collective."""
+    """Return the verdict of ``--check parity``. A collective."""
     how = partial(build_model, config, mesh, device), partial(parallelize_model, config, mesh)
     return compare_mesh_training(*how, mesh, device, config.steps, compile=config.compile)
 
 
 def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPStack | LinearChain:
-    """The model, equal on all ranks."""
+    """Build the model, equal on all ranks."""
     torch.manual_seed(0)
     model = MLPStack if config.plan == "fsdp_tp" else LinearChain
     return model(config.dim, batch=config.batch // mesh["data"].size()).to(device)
@@ -182,12 +170,11 @@ def build_model(config: Config, mesh: DeviceMesh, device: torch.device) -> MLPSt
 def parallelize_model(
     config: Config, mesh: DeviceMesh, lab: MLPStack | LinearChain, *, compile: bool = False
 ) -> nn.Module:
-    """The model on the mesh. DDP's all-reduces are compiled with the model, so there the compiler
-    comes last.
-    """
+    """Apply the plan's techniques, in torchtitan's order, and return the model."""
     if isinstance(lab, LinearChain):
         model = apply_plain_tensor_parallel(lab, mesh)
         apply_replicate(model, mesh["data"])
+        # Last, because the compiler can only fuse DDP's all-reduces if it sees them.
         if compile:
             apply_compile(model)
         return model
@@ -198,6 +185,8 @@ def parallelize_model(
         apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
     if config.checkpointing:
         apply_activation_checkpointing(lab, lab.block_types)
+    # After checkpointing, so that a compiled block contains its recomputation; before FSDP, whose
+    # hooks gather and free around a block and stay outside of the compiled code.
     if compile:
         apply_compile(lab, lab.block_types)
     if mesh["data"].size() > 1:
@@ -206,20 +195,19 @@ def parallelize_model(
 
 
 def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
-    """Forward, backward and update in every measured step."""
+    """Run forward pass, backward pass and update in every measured step."""
     lab = build_model(config, mesh, here.device)
     model = parallelize_model(config, mesh, lab)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tracked = (
-        [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
-    )  # a tracker wants parameters that are leaves
+    # A memory tracker needs parameters that are leaves, which those of ddp_tp are not.
+    tracked = [lab, optimizer] if config.plan == "fsdp_tp" and not config.costs else []
     alone = build_rank_share(config, here, mesh) if config.costs else None
-    line = mesh[
-        "data"
-    ].get_local_rank()  # not in the step: a mesh is made of tensors, which its memory would show
+    # Before the steps, because slicing a mesh allocates tensors, which a step's memory would show.
+    line = mesh["data"].get_local_rank()
     for index, step in enumerate(here.steps(config.steps, track=tracked, mesh=mesh)):
         inputs = draw_samples(lab, here.device, index, line)
-        if alone and index < 1 + config.steps:  # and not in the step in which messages are counted
+        # Not in the additional step, in which messages are counted.
+        if alone and index < 1 + config.steps:
             time_share_and_collectives(step, mesh, alone, inputs)
         optimizer.zero_grad()
         with step.span("passes") if alone else nullcontext():
@@ -233,13 +221,13 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
 
 
 def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> MLPStack:
-    """A rank's share of every matrix, wrapped as the model is, on meshes of one rank: all of its
-    work, no messages.
-    """
+    """Build one rank's share of every matrix, on meshes of one rank: no messages."""
+    # Its axes data and tp have one rank each, so nothing is sent.
     own = here.mesh(apart=here.world_size, data=1, tp=1)
     lab = build_model(config, mesh, here.device)
     assert isinstance(lab, MLPStack), "the program refuses other plans"
     for block, (width, inner) in zip(lab.layers, mlp_pairs(config.dim), strict=True):
+        # [inner / tp, width] and [width, inner / tp]
         share = inner // config.tp
         block.in_proj, block.out_proj = nn.Linear(width, share), nn.Linear(share, width)
     lab.to(here.device)
@@ -255,15 +243,14 @@ def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> ML
 def time_share_and_collectives(
     step: Step, mesh: DeviceMesh, alone: MLPStack, inputs: tuple[Tensor, ...]
 ) -> None:
-    """Spans ``alone``, passes of a rank's share, and ``tp_4096`` …, all-reduces along an axis by
-    their bytes.
-    """
+    """Time a rank's share (``alone``), and all-reduces along each axis (``tp_4096``, ...)."""
     alone.zero_grad()
     dist.barrier()
     with step.span("alone"):
         alone.get_loss(inputs, alone(*inputs)).backward()
     for axis in ("data", "tp"):
         for size in COLLECTIVE_BYTES if mesh[axis].size() > 1 else ():
+            # float32: 4 bytes per element
             message = torch.zeros(size // 4, device=inputs[0].device)
             dist.barrier()
             with step.span(f"{axis}_{size}"):

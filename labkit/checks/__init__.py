@@ -1,6 +1,4 @@
-"""Checks of the labs' exercises. Each takes the learner's function, runs it, and says what is right
-or what is wrong.
+"""Checks of the labs' exercises: each runs the learner's function and returns a verdict.
 
-A check judges behaviour, not text: values, bytes sent, gradients, on real ranks where that is the
-point.
+A check judges behaviour, not source text: values, bytes sent and gradients, often on real ranks.
 """

@@ -1,6 +1,4 @@
-"""What a section of a lab asks for before a run, and what it says after: your numbers first, then
-true sentences.
-"""
+"""Record a learner's predictions before a run, and compare a lab's claims with its result."""
 
 import os
 import warnings
@@ -12,11 +10,10 @@ from labkit.environment import ENV_STRICT_CLAIMS
 
 
 def commit(**numbers: Any) -> dict[str, float | None]:
-    """Your predictions by name, for ``plots.table(..., yours=...)``.
+    """Return your predictions by name, for ``plots.table(..., yours=...)``.
 
-    Each is a number, None for none, or a function without arguments, usually a lambda, that
-    computes one by an answer of yours. While that answer is empty its number is None, and the run
-    goes on without.
+    Each is a number, None, or a function that computes a number from one of your answers. While
+    that answer is empty, the prediction is None.
     """
     return {name: _prediction_value(name, value) for name, value in numbers.items()}
 
@@ -26,32 +23,29 @@ def _prediction_value(name: str, value: Any) -> float | None:
         try:
             value = value()
         except TypeError as error:
-            if "NoneType" in str(error):  # arithmetic with what an empty answer returned
+            # An empty answer returns None, and arithmetic with None raises TypeError.
+            if "NoneType" in str(error):
                 return None
             raise
         except Exception as error:
-            warnings.warn(
-                f"{name}: your function raised {error_text(error)}; it counts as None", stacklevel=4
-            )
+            said = f"{name}: your function raised {error_text(error)}; it counts as None"
+            warnings.warn(said, stacklevel=4)
             return None
     if value is None or value is ...:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{name} = {value!r} is no number: commit to a number, None, or a function that"
-            " gives one"
+            f"{name} = {value!r} is no number: "
+            "commit to a number, None, or a function that gives one"
         )
     return float(value)
 
 
 def claim(sentence: str, holds: bool) -> None:
-    """Hold a sentence about a figure or a table against what was measured.
-
-    Nothing is shown where it holds. Elsewhere, on another machine or with other parameters, the
-    reader is told so.
+    """Print a sentence of the lab if the measurement contradicts it, as it may on another machine.
 
     Raises:
-        AssertionError: it does not hold, and LABKIT_STRICT_CLAIMS is 1.
+        AssertionError: the sentence does not hold, and LABKIT_STRICT_CLAIMS is 1.
     """
     if holds:
         return

@@ -1,14 +1,14 @@
-"""Runs a learner's functions on real ranks, and brings home what came of them.
+"""Run a learner's functions on real ranks and judge the output of each rank.
 
-The functions travel by value, with whatever they use of other cells. A rank that sends nothing home
-has not finished, however it ended: nothing passes that every rank has not sent.
+The functions are pickled by value, with everything they use from other notebook cells. A rank that
+saves no output is unfinished, whatever its exit status.
 """
 
 import json
 import linecache
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -48,24 +48,16 @@ def judge_on_ranks(
     hints: Mapping[str, str] | None = None,
     **setup: Any,
 ) -> None:
-    """Run answers on ranks, and judge here what each rank sends home.
+    """Run answers on CPU ranks, and judge in this process what each rank returned.
 
-    Args:
-        lab: the module in checks/ranks whose ``run_answer`` calls the answers.
-        *answers: the learner's functions.
-        judge: called with each rank and what it sent; raises Wrong. What has come home is judged
-            even if a rank failed.
-        ranks: how many, on the CPU.
-        timeout_s: they are stopped after this.
-        waiting: a question that helps when ranks wait for each other.
-        hints: for an error on a rank, what to do about it, by a part of its text.
-        **setup: arguments of ``run_answer`` beside the answers, such as JSON can hold.
+    ``run_answer(*answers, **setup)`` of the module ``lab`` in checks/ranks calls the answers; JSON
+    has to hold ``setup``. ``judge`` gets each rank's index and output. If ranks wait for each other
+    the verdict asks ``waiting``; ``hints`` holds advice by a part of a rank's error text.
 
     Raises:
         NotAttempted: an answer is empty.
         NotJudged: the machine was too busy to tell.
-        Wrong: an answer cannot be sent, or a rank failed, ended early, did not end, or sent
-            something wrong.
+        WrongAnswer: pickling failed, or a rank failed, left early, hung or returned a wrong output.
     """
     for answer in answers:
         raise_if_not_attempted(answer)
@@ -85,64 +77,50 @@ def judge_on_ranks(
         done = _ranks_with_output(folder, ranks)
         if not problem and len(done) < ranks:
             problem = f"rank {min(set(range(ranks)) - set(done))} {EARLY_EXIT_TEXT}"
-        for index in done if EARLY_EXIT_TEXT not in problem else ():
-            judge(index, torch.load(output_path(folder, index), weights_only=True))
+        # A wrong value on one rank often explains the failure of another, so it is reported first.
+        if EARLY_EXIT_TEXT not in problem:
+            for index in done:
+                judge(index, torch.load(output_path(folder, index), weights_only=True))
         if problem:
             raise WrongAnswer(problem)
 
 
 def _ranks_with_output(folder: Path, ranks: int) -> list[int]:
-    """The ranks that have sent something home."""
     return [index for index in range(ranks) if output_path(folder, index).exists()]
 
 
 def pack_answers(answers: Sequence[Callable[..., Any]]) -> bytes:
-    """Functions as ``payload.unpack_payload`` reads them.
-
-    Raises:
-        Wrong: they use something that cannot leave this process.
-    """
+    """Pickle functions for ``payload.unpack_payload``, or raise WrongAnswer if that fails."""
+    numbered = {f"answer {number}": answer for number, answer in enumerate(answers)}
     try:
-        return payload_pickling.pack_payload(
-            {f"answer {number}": answer for number, answer in enumerate(answers)}
-        )
+        return payload_pickling.pack_payload(numbered)
     except payload_pickling.PayloadError as error:
         names = " and ".join(map(answer_name, answers))
-        said = (
-            f"{names} cannot be sent to the ranks with what is used there:"
-            f" {error_text(error.__cause__ or error)}"
-        )
-        used = {
-            name
-            for answer in answers
-            if hasattr(answer, "__code__")
-            for name in answer.__code__.co_names
-        }
-        # a notebook's exit holds all of the notebook
-        raise WrongAnswer(
-            f"{said}. Does it call exit()?" if used & {"exit", "quit"} else said
-        ) from error
+        reason = error_text(error.__cause__ or error)
+        said = f"{names} cannot be sent to the ranks with what is used there: {reason}"
+        # IPython's exit() refers to the whole shell, which cannot be pickled.
+        for answer in answers:
+            if hasattr(answer, "__code__") and {"exit", "quit"} & {*answer.__code__.co_names}:
+                said = f"{said}. Does it call exit()?"
+                break
+        raise WrongAnswer(said) from error
 
 
 def _failure_reason(
     failure: labkit.RankFailed, folder: Path, ranks: int, waiting: str, hints: Mapping[str, str]
 ) -> str:
-    """What made a rank fail: its own error, or another rank that was no longer there."""
+    """Say why a rank failed: its own error, or a peer that had already left."""
     if failure.exc_type == WrongAnswer.__name__:
         return failure.message
     run = RunFolder(failure.log.parent)
     if read_json(run.error(failure.rank)).get("echo"):
-        done, failures = (
-            _ranks_with_output(folder, ranks),
-            read_json(run.exit_json()).get("failures"),
-        )
-        # a rank that torchrun ended is among its failures; without them nobody knows who left by
-        # itself
-        ended = {*done, *(end["rank"] for end in failures)} if failures else set(range(ranks))
-        gone = [
-            index for index in range(ranks) if index not in ended and not run.error(index).exists()
-        ]
-        if gone:
+        done = _ranks_with_output(folder, ranks)
+        failures = read_json(run.exit_json()).get("failures")
+        # torchrun lists the ranks that it killed. Without that list, a missing output does not
+        # show that the rank left by itself.
+        missing = set(range(ranks)) - {*done, *(end["rank"] for end in failures or ())}
+        gone = [index for index in sorted(missing) if not run.error(index).exists()]
+        if gone and failures:
             return f"rank {' or '.join(map(str, gone))} {EARLY_EXIT_TEXT}"
         if done:
             return f"rank {failure.rank} waited for rank {done[0]}, which was done: {waiting}"
@@ -154,23 +132,18 @@ def _failure_reason(
 def _timeout_reason(
     stopped: labkit.RunTimedOut, answers: Sequence[Callable[..., Any]], waiting: str
 ) -> str:
-    """What the ranks did when they were stopped: one was in a loop of the answer, or they waited
-    for each other.
-
-    Raises:
-        NotJudged: a rank did neither, but was still importing or computing something else.
-    """
-    own = {
-        (code.co_filename, code.co_name): code
-        for each in answers
-        if (code := getattr(each, "__code__", None))
-    }
+    """Say if a rank was still in an answer or all waited; raise NotJudged for anything else."""
+    first_lines: dict[tuple[str, str], int] = {}
+    for answer in answers:
+        if code := getattr(answer, "__code__", None):
+            first_lines[code.co_filename, code.co_name] = code.co_firstlineno
     frames = {
-        index: _innermost_frame(stack, own) for index, stack in sorted(stopped.stacks.items())
+        index: _innermost_frame(stack, first_lines)
+        for index, stack in sorted(stopped.stacks.items())
     }
     for index, (file, line, name, text) in frames.items():
-        if (file, name) in own:
-            number = line - own[file, name].co_firstlineno + 1
+        if (file, name) in first_lines:
+            number = line - first_lines[file, name] + 1
             where = f"rank {index} was still in line {number} of {name}, `{text}`"
             return f"after {stopped.timeout_s:g} s {where}: when does its loop end?"
     for index, stack in stopped.stacks.items():
@@ -182,16 +155,13 @@ def _timeout_reason(
     return f"the ranks waited for each other for {stopped.timeout_s:g} s: {waiting}"
 
 
-def _innermost_frame(stack: str, own: Mapping[tuple[str, str], Any]) -> tuple[str, int, str, str]:
-    """The innermost frame of a stack that waits or is an answer's: file, line, function, text;
-    empty for none.
-    """
+def _innermost_frame(stack: str, own: Container[tuple[str, str]]) -> tuple[str, int, str, str]:
+    """Return file, line, function and text of the innermost frame that waits or is in an answer."""
     for thread in THREAD_PATTERN.split(stack):
-        for file, line, name in FRAME_PATTERN.findall(thread):  # the innermost first
+        for file, line, name in FRAME_PATTERN.findall(thread):
             text = linecache.getline(file, int(line)).strip()
-            if "torch/distributed" in file or re.search(
-                r"\bwait\(", text
-            ):  # a request has no frame of its own
+            # Work.wait() is C++, so only the line that calls it shows up in the stack.
+            if "torch/distributed" in file or re.search(r"\bwait\(", text):
                 return file, int(line), "", text
             if (file, name) in own or name == save_answer_output.__name__:
                 return file, int(line), name, text

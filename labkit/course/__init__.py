@@ -1,12 +1,12 @@
-"""A learner's way through the labs: copies to write in, verdicts that are kept, progress that a
-teacher can collect.
+"""A learner's way through the labs: copies to work in, kept verdicts, and exports for a teacher.
 
-| module           | purpose                                                         |
-|------------------|-----------------------------------------------------------------|
-| lab_catalog.py   | the labs and their exercises, as the learner's notebooks name them |
-| copies.py        | the learner's copies in ``my/``: make, reset, update            |
-| merge.py         | three-way merge of a notebook: original, new version, learner's |
-| jupyter.py       | JupyterLab on ``my/`` alone                                     |
-| verdict_store.py | verdicts of the checks, stored beside the copies; progress      |
-| exports.py       | one file per learner for a teacher; many such files as one table |
+| file             | purpose                                                                |
+|------------------|------------------------------------------------------------------------|
+| lab_catalog.py   | the labs and their exercises, as named in the learner's notebooks      |
+| copies.py        | ``my/``: create, reset and update copies                               |
+| merge.py         | merge the old, the new and the learner's version of a notebook         |
+| jupyter.py       | JupyterLab on ``my/`` alone                                            |
+| verdict_store.py | the verdict of every check, kept beside the copies                     |
+| exports.py       | one file for a teacher, and many such files as one table               |
+| commands.py      | the command line                                                       |
 """

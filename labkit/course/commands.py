@@ -1,6 +1,4 @@
-"""The commands of a course: lab, reset, update, progress, export, collect. Each returns the exit
-status.
-"""
+"""The commands of a course. Each returns its exit status."""
 
 import getpass
 import sys
@@ -35,8 +33,8 @@ def start_lab(
     if new := copies.labs_to_update(place):
         names = ", ".join(each.name for each in new)
         print(
-            f"There is something new in {names}: `python -m labkit update` brings it into your"
-            " copies."
+            f"There is something new in {names}: "
+            "`python -m labkit update` brings it into your copies."
         )
     jupyter.exec_jupyter(place, wanted.path.name, browser=browser, more=jupyter_options)
     return 0
@@ -47,8 +45,7 @@ def reset_lab(
     /,
     folder: Path | None = None,
 ) -> int:
-    """Begin a lab anew, with a fresh copy. The earlier one is kept beside it, with the time in its
-    name.
+    """Begin a lab again with a fresh copy. The earlier one is kept beside it, named with the time.
 
     Args:
         name: The lab: its number, or the notebook's name.
@@ -61,8 +58,7 @@ def reset_lab(
 
 
 def update_labs(folder: Path | None = None) -> int:
-    """Bring what is new in the labs into your copies. What you wrote or changed stays as it is, and
-    is listed.
+    """Bring what is new in the labs into your copies. What you changed stays, and is listed.
 
     Args:
         folder: Where the copies are; by default my/.
@@ -90,8 +86,7 @@ def export_progress(
     name: str | None = None,
     folder: Path | None = None,
 ) -> int:
-    """Write one file with your progress, for a teacher: your name, labkit's version, and what the
-    checks said.
+    """Write one file for a teacher: your name, labkit's version, and what the checks said.
 
     Args:
         file: The file to write; by default labkit-NAME.json here.
@@ -110,7 +105,8 @@ def export_progress(
 def _ask_name() -> str:
     try:
         account = getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
+    # In a container the user may have no name.
+    except (OSError, KeyError):
         account = ""
     if not sys.stdin.isatty():
         return account
@@ -146,7 +142,6 @@ def collect_exports(
 
 
 def _print_problems(problems: list[str]) -> int:
-    """Print what went wrong for some; the exit status."""
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

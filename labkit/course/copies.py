@@ -1,15 +1,14 @@
-"""``my/``: the learner's copies of the notebooks, which nobody else writes in.
+"""Create, reset and update ``my/``, the learner's copies of the notebooks.
 
-| file                               | holds                                                       |
-| ---------------------------------- | ----------------------------------------------------------- |
-| my/NN_topic.ipynb                  | the copy                                                    |
-| my/NN_topic.TIME.ipynb             | an earlier copy, from before a reset                        |
-| my/progress.json                   | what the checks said, see verdict_store.py                  |
-| my/.labkit/pristine/NN_topic.ipynb | the notebook that was copied; a difference is the learner's |
-| my/.labkit/earlier/                | copies from before the last update of each                  |
+| file                               | holds                                                   |
+|------------------------------------|---------------------------------------------------------|
+| my/NN_topic.ipynb                  | the copy                                                |
+| my/NN_topic.TIME.ipynb             | an earlier copy, from before a reset                    |
+| my/progress.json                   | what the checks said, see verdict_store.py              |
+| my/.labkit/pristine/NN_topic.ipynb | the notebook from which the copy was made               |
+| my/.labkit/earlier/                | copies from before the last update of each              |
 
-A file is written beside and moved into place. An earlier text is never removed before the new one
-is there.
+Files are replaced atomically, and an earlier text is removed only after the new one is written.
 """
 
 import contextlib
@@ -28,9 +27,7 @@ from labkit.runs.folder import LABKIT_FOLDER_NAME, workspace_folder, write_text
 
 
 def default_copies_folder() -> Path:
-    """Where a learner's copies lie unless another folder is named: my/ in the checkout, or in the
-    current folder.
-    """
+    """Return my/ in the checkout, or in the current folder."""
     return workspace_folder() / "my"
 
 
@@ -43,12 +40,12 @@ class CopyPaths:
 
     @property
     def copy_path(self) -> Path:
-        """What the learner writes in."""
+        """The learner's notebook."""
         return self.folder / self.lab.path.name
 
     @property
     def pristine_path(self) -> Path:
-        """What it was made from."""
+        """The notebook from which the copy was made."""
         return self.folder / LABKIT_FOLDER_NAME / "pristine" / self.lab.path.name
 
     @property
@@ -57,21 +54,19 @@ class CopyPaths:
         return self.folder / LABKIT_FOLDER_NAME / "earlier" / self.lab.path.name
 
     def free_backup_path(self) -> Path:
-        """A name for the copy that a reset keeps, with the time; one that is free."""
-        stamp = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-        names = (
-            f"{self.lab.name}.{stamp}{more}.ipynb"
-            for more in ("", *(f"_{number}" for number in range(2, 100)))
-        )
-        return next(path for name in names if not (path := self.folder / name).exists())
+        """Return an unused path for an earlier copy, with the time in its name."""
+        stem = f"{self.lab.name}.{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+        path, number = self.folder / f"{stem}.ipynb", 2
+        while path.exists():
+            path, number = self.folder / f"{stem}_{number}.ipynb", number + 1
+        return path
 
 
 def make_copies(folder: Path) -> list[Lab]:
-    """Make a copy of every lab that has none; the labs whose copies were made. What is there is
-    left alone.
+    """Make a copy of every lab that has none, and return these labs.
 
     Raises:
-        LabError: the folder cannot be written in.
+        LabError: the folder is not writable.
     """
     places = [CopyPaths(folder, lab) for lab in lab_catalog.all_labs()]
     missing = [place for place in places if not place.copy_path.exists()]
@@ -82,10 +77,10 @@ def make_copies(folder: Path) -> list[Lab]:
 
 
 def reset_copy(lab: Lab, folder: Path) -> Path | None:
-    """A fresh copy; where the learner's earlier one is kept, or None where there was none.
+    """Make a fresh copy, and return where an earlier one is kept, if there was one.
 
     Raises:
-        LabError: the folder cannot be written in.
+        LabError: the folder is not writable.
     """
     place = CopyPaths(folder, lab)
     kept = place.free_backup_path() if place.copy_path.exists() else None
@@ -97,46 +92,42 @@ def reset_copy(lab: Lab, folder: Path) -> Path | None:
 
 
 def _write_copy(place: CopyPaths) -> None:
-    """Write a fresh copy. What it was made from comes first: a copy without it could not be
-    updated.
-    """
     text = place.lab.path.read_text(encoding="utf-8")
     private_files.make_own_folder(place.folder / LABKIT_FOLDER_NAME)
     place.pristine_path.parent.mkdir(exist_ok=True)
+    # The pristine notebook is written first, because a copy without it could not be updated.
     write_text(place.pristine_path, text)
     write_text(place.copy_path, text)
 
 
 def labs_to_update(folder: Path) -> list[Lab]:
-    """The labs of which there is something new since their copies were made or updated."""
-    places = [CopyPaths(folder, lab) for lab in lab_catalog.all_labs()]
-    known = [place for place in places if place.pristine_path.exists()]
-    return [
-        place.lab
-        for place in known
-        if place.pristine_path.read_bytes() != place.lab.path.read_bytes()
-    ]
+    """Return the labs that have changed since their copies were made or updated."""
+    changed = []
+    for lab in lab_catalog.all_labs():
+        pristine = CopyPaths(folder, lab).pristine_path
+        if pristine.exists() and pristine.read_bytes() != lab.path.read_bytes():
+            changed.append(lab)
+    return changed
 
 
 def update_copies(folder: Path) -> tuple[list[str], list[str]]:
     """Bring what is new in the notebooks into the copies.
 
     Returns:
-        For each lab what was done, and what was left and why; and, of those that could not be
-        updated, what to do.
+        For each updated lab what was done and what was left; for each other lab what to do.
 
     Raises:
-        LabError: the folder cannot be written in.
+        LabError: the folder is not writable.
     """
     made = {lab.name for lab in make_copies(folder)}
     said, problems = [], []
     for lab in lab_catalog.all_labs():
+        if lab.name in made:
+            said.append(f"{lab.name}: a new copy")
+            continue
         try:
-            said.append(
-                f"{lab.name}:"
-                f" {'a new copy' if lab.name in made else _update_copy(CopyPaths(folder, lab))}"
-            )
-        except LabError as error:  # the others are updated all the same
+            said.append(f"{lab.name}: {_update_copy(CopyPaths(folder, lab))}")
+        except LabError as error:
             problems.append(f"{lab.name}: left as it is. {error}")
     return said, problems
 
@@ -155,25 +146,20 @@ def _update_copy(place: CopyPaths) -> str:
         place.earlier_path.parent.mkdir(parents=True, exist_ok=True)
         write_text(place.earlier_path, place.copy_path.read_text(encoding="utf-8"))
         write_text(place.copy_path, _notebook_text(merged.notebook))
-        write_text(
-            place.pristine_path, place.lab.path.read_text(encoding="utf-8")
-        )  # last: cut off, it is done again
+        # The pristine notebook comes last, so that an interrupted update is repeated.
+        write_text(place.pristine_path, place.lab.path.read_text(encoding="utf-8"))
     done = f"{merged.changed} cells with a new text, {merged.added} new, {merged.removed} removed"
     left = [f"  left: {each}".replace("\n", "\n    ") for each in merged.left]
     return "\n".join([f"{done}, {len(left)} left as you have them", *left])
 
 
 def _read_notebook(path: Path) -> Any:
-    """A notebook.
-
-    Raises:
-        LabError: it is none; the message says what to do.
-    """
     import nbformat
 
     try:
         return nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
-    except Exception as error:  # nbformat's own, and whatever a half-written file leads to
+    # A half-written file can raise anything, besides nbformat's own errors.
+    except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         name = path.name.removesuffix(".ipynb")
         fix = f"mend it, or keep it beside and begin anew: python -m labkit reset {name}"
@@ -188,7 +174,6 @@ def _notebook_text(notebook: Any) -> str:
 
 @contextlib.contextmanager
 def _explain_write_errors(folder: Path) -> Iterator[None]:
-    """Turns an OSError into a LabError that names the folder and the fix."""
     try:
         yield
     except OSError as error:

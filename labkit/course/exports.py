@@ -21,9 +21,8 @@ from labkit.errors import LabError
 from labkit.runs.folder import write_json, write_text
 
 EXPORT_KIND = "labkit progress"
-"""Says in a file what it is."""
+# A spreadsheet evaluates a cell that begins with one of these.
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")
-"""A spreadsheet computes a cell that begins so."""
 PAGE_CSS = (
     "body{font-family:sans-serif}table{border-collapse:collapse}"
     "th,td{border:1px solid #bbb;padding:2px 6px;white-space:nowrap}"
@@ -45,22 +44,21 @@ def write_export(path: Path, name: str, verdicts: Verdicts) -> None:
     """Write a learner's file.
 
     Raises:
-        LabError: the name is empty, or the path holds something else than such a file, or cannot be
-            written.
+        LabError: the name is empty, the file holds something else, or it cannot be written.
     """
     if not name.strip():
         raise LabError(
             "the file needs a name, so that a teacher knows whose it is: give it with --name"
         )
     if path.exists():
-        read_export(path)  # another file of this kind may be written over, nothing else
+        # Only another export may be overwritten; anything else raises here.
+        read_export(path)
+    versions = [found.version for found in metadata.distributions(name="labkit")]
     content = {
         "kind": EXPORT_KIND,
         "name": name.strip(),
         "when": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "labkit": next(
-            (found.version for found in metadata.distributions(name="labkit")), "unknown"
-        ),
+        "labkit": versions[0] if versions else "unknown",
         **verdicts_to_json(verdicts),
     }
     try:
@@ -70,10 +68,10 @@ def write_export(path: Path, name: str, verdicts: Verdicts) -> None:
 
 
 def read_export(path: Path) -> Export:
-    """A learner's file.
+    """Read a learner's file.
 
     Raises:
-        LabError: it cannot be read, or is something else.
+        LabError: it is unreadable, or not an export.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -99,9 +97,7 @@ def _parse_time(text: str) -> datetime.datetime | None:
 
 
 def newest_exports(paths: Sequence[Path]) -> tuple[list[Export], list[str]]:
-    """The learners' files by name, one a learner, the newest; and what is to be said of those that
-    are left out.
-    """
+    """Return the newest export of each learner, by name, and a message for every file left out."""
     by_name: dict[str, Export] = {}
     problems = []
     for path in paths:
@@ -122,9 +118,7 @@ def newest_exports(paths: Sequence[Path]) -> tuple[list[Export], list[str]]:
 
 
 def progress_frame(exports: Sequence[Export]) -> Any:
-    """Learners × exercises as a pandas DataFrame: how many passed, then the state of each; "" for
-    never checked.
-    """
+    """Return learners × exercises as a pandas DataFrame of states, "" for never checked."""
     import pandas
 
     columns = {
@@ -132,61 +126,40 @@ def progress_frame(exports: Sequence[Export]) -> Any:
         for lab in lab_catalog.all_labs()
         for each in lab.exercises
     }
-    for one in exports:  # of another version of labkit
-        columns |= {
-            (lab, name): f"{lab}.{name}"
-            for lab, name in _exercise_keys(one.verdicts)
-            if (lab, name) not in columns
-        }
+    # An export of another version of labkit may have other exercises.
+    for one in exports:
+        for lab, exercises in one.verdicts.items():
+            for name in exercises:
+                columns.setdefault((lab, name), f"{lab}.{name}")
     rows = []
     for one in exports:
-        states = {key: one.verdicts.get(key[0], {}).get(key[1]) for key in columns}
-        shown = {columns[key]: kept.state if kept else "" for key, kept in states.items()}
-        passed = sum(state == "passed" for state in shown.values())
-        rows.append(
-            {
-                "name": one.name,
-                "passed": passed,
-                "exported": one.when,
-                "labkit": one.labkit,
-                **shown,
-            }
-        )
+        states = []
+        for lab, name in columns:
+            kept = one.verdicts.get(lab, {}).get(name)
+            states.append(kept.state if kept else "")
+        rows.append((one.name, states.count("passed"), one.when, one.labkit, *states))
     names = ["name", "passed", "exported", "labkit", *columns.values()]
     return pandas.DataFrame(rows, columns=names).set_index("name")
 
 
-def _exercise_keys(verdicts: Verdicts) -> list[tuple[str, str]]:
-    return [(lab, name) for lab, exercises in verdicts.items() for name in exercises]
-
-
 def write_csv(frame: Any, path: Path) -> None:
-    """Write the table for a spreadsheet, in which no learner's text is computed."""
-    _write_file(
-        path,
-        frame.reset_index()
-        .map(_escape_formula)
-        .rename(columns=_escape_formula)
-        .to_csv(index=False),
-    )
+    """Write the table for a spreadsheet, with formulas in a learner's text escaped."""
+    plain = frame.reset_index().map(_escape_formula).rename(columns=_escape_formula)
+    _write_file(path, plain.to_csv(index=False))
 
 
 def _escape_formula(value: Any) -> Any:
-    """The value, or as a text what a spreadsheet would compute."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_PREFIXES) else value
 
 
 def write_html(frame: Any, path: Path) -> None:
-    """Write the table as a page that needs no other file."""
+    """Write the table as a self-contained page."""
     head = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>labkit:'
-        f" progress</title><style>{PAGE_CSS}</style>"
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        f"<title>labkit: progress</title><style>{PAGE_CSS}</style>"
     )
-    rows = (
-        frame.replace({**MARKS, "not attempted": OPEN_MARK})
-        .reset_index()
-        .to_html(border=0, index=False, justify="left")
-    )
+    marked = frame.replace({**MARKS, "not attempted": OPEN_MARK}).reset_index()
+    rows = marked.to_html(border=0, index=False, justify="left")
     learners = f"{len(frame)} learner{'s' if len(frame) != 1 else ''}"
     about = f"<h1>Progress of {learners}</h1><p>{LEGEND}; an empty cell was never checked</p>"
     _write_file(path, f"{head}{about}{rows}</html>\n")

@@ -1,9 +1,8 @@
-"""JupyterLab on the learner's copies alone, without touching anybody's Jupyter settings.
+"""Start JupyterLab on the learner's copies, without changing anyone's Jupyter settings.
 
-What is special here lies in the hidden folder of the copies: a configuration that switches the
-announcements off (a question at the first start, and news from the network afterwards), and the
-layout of the windows, so that nothing opens that another project left open. The learner's own
-settings, such as the theme, hold as everywhere.
+The hidden folder of the copies holds a configuration that switches announcements off (a question at
+the first start, later news from the network), and the layout of the windows, so that no documents
+of another project open. The learner's own settings, such as the theme, still apply.
 """
 
 import json
@@ -21,12 +20,12 @@ ANNOUNCEMENTS_PLUGIN = "@jupyterlab/apputils-extension:announcements"
 
 
 def prepare_environment(folder: Path) -> dict[str, str]:
-    """Write the configuration; the environment of a JupyterLab on this folder.
+    """Write the configuration, and return the environment for a JupyterLab on this folder.
 
     Raises:
-        LabError: the folder is another user's, who could put a configuration there that JupyterLab
-            executes.
+        LabError: the folder belongs to another user.
     """
+    # JupyterLab executes its configuration, so no other user may be able to write one there.
     try:
         private_files.make_own_folder(folder / LABKIT_FOLDER_NAME)
         private_files.make_own_folder(folder)
@@ -43,40 +42,37 @@ def prepare_environment(folder: Path) -> dict[str, str]:
         **os.environ,
         "JUPYTER_CONFIG_PATH": os.pathsep.join(config_path),
         "JUPYTERLAB_WORKSPACES_DIR": str(ours / "workspaces"),
-        ENV_RUNS_FOLDER: str(
-            runs_folder()
-        ),  # a kernel works in the folder of copies, and its runs do not belong there
+        # A kernel's current folder is that of the copies, where its runs do not belong.
+        ENV_RUNS_FOLDER: str(runs_folder()),
     }
 
 
 def jupyter_command(
     folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()
 ) -> list[str]:
-    """What starts JupyterLab; ``more`` are options of its own."""
+    """Return the command that starts JupyterLab; ``more`` are its own options."""
+    names_address = {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more}
     return [
         *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={folder}"),
         f"--LabApp.default_url=/lab/tree/{notebook}",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        "--LabApp.extension_manager=readonly",  # the other one asks an index for extensions
+        # The default extension manager queries a package index.
+        "--LabApp.extension_manager=readonly",
         *([] if browser else ["--no-browser"]),
-        # Whatever a person's settings say, it listens to this machine alone, unless asked for more
-        # here. It wants its token, which stands in a file that is this person's alone, and on no
-        # command line.
-        *(
-            []
-            if {"--ip", "--ServerApp.ip"} & {each.split("=")[0] for each in more}
-            else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]
-        ),
-        *(["--allow-root"] if os.geteuid() == 0 else []),  # in a container one is root
+        # Listen on the loopback interface whatever the person's settings say, unless asked here.
+        # The token is in a file that only this person can read, never on the command line.
+        *([] if names_address else [f"--ServerApp.ip={LOOPBACK_ADDRESS}"]),
+        # In a container the user is often root.
+        *(["--allow-root"] if os.geteuid() == 0 else []),
         *more,
     ]
 
 
 def exec_jupyter(folder: Path, notebook: str, *, browser: bool, more: tuple[str, ...] = ()) -> None:
-    """Become JupyterLab: this process ends with it, and Ctrl-C and signals are its own.
+    """Replace this process with JupyterLab, which then receives Ctrl-C and signals.
 
     Raises:
-        LabError: there is no JupyterLab.
+        LabError: JupyterLab is not installed.
     """
     import importlib.util
 

@@ -1,4 +1,4 @@
-"""The labs and their exercises, as the metadata of the learner's notebooks names them."""
+"""List the labs and their exercises from the metadata of the learner's notebooks."""
 
 import functools
 import json
@@ -9,42 +9,42 @@ from labkit.errors import LabError, ParameterError
 from labkit.runs.folder import ROOT
 
 NOTEBOOK_FOLDER = ROOT / "notebooks"
-"""The learner's notebooks: of a checkout, or of an installed labkit."""
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: what the learner writes, and what its heading says."""
+    """One exercise.
+
+    Attributes:
+        name: of the function or class to complete.
+        number: of the lab and the exercise, such as "2.4".
+        title: from its heading.
+    """
 
     name: str
-    """The function or class to complete."""
     number: str
-    """The lab's and its own, such as "2.4"."""
     title: str
 
 
 @dataclass(frozen=True)
 class Lab:
-    """One learner's notebook."""
+    """One notebook; ``key`` is its short name, such as "fsdp", or "" without exercises."""
 
     path: Path
     key: str
-    """The lab's name in every folder of labkit, such as "fsdp"; "" of a notebook without
-    exercises.
-    """
     exercises: tuple[Exercise, ...]
 
     @property
     def name(self) -> str:
-        """The notebook's name without its ending, such as "02_fsdp_wrapping"."""
+        """The notebook's name without its suffix, such as "02_fsdp_wrapping"."""
         return self.path.stem
 
 
 def all_labs() -> tuple[Lab, ...]:
-    """All labs, in order.
+    """Return all labs, in order.
 
     Raises:
-        LabError: there is no notebook, or one cannot be read.
+        LabError: there is no notebook, or one is unreadable.
     """
     return _load_labs(NOTEBOOK_FOLDER)
 
@@ -62,13 +62,11 @@ def _load_labs(folder: Path) -> tuple[Lab, ...]:
 def _read_lab(path: Path) -> Lab:
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        marks = [
-            cell["metadata"]["labkit"] for cell in notebook["cells"] if "labkit" in cell["metadata"]
-        ]
-        exercises = tuple(
-            Exercise(mark["exercise"], mark["number"], mark["title"]) for mark in marks
-        )
-        return Lab(path, notebook["metadata"].get("labkit", {}).get("lab", ""), exercises)
+        cells = [cell["metadata"] for cell in notebook["cells"]]
+        marks = [metadata["labkit"] for metadata in cells if "labkit" in metadata]
+        exercises = [Exercise(mark["exercise"], mark["number"], mark["title"]) for mark in marks]
+        key = notebook["metadata"].get("labkit", {}).get("lab", "")
+        return Lab(path, key, tuple(exercises))
     except (OSError, ValueError, LookupError, TypeError) as error:
         fix = "install labkit again, or run `make notebooks` in a checkout"
         raise LabError(
@@ -77,17 +75,18 @@ def _read_lab(path: Path) -> Lab:
 
 
 def find_lab(name: str) -> Lab:
-    """The lab of this name: the notebook's, its number, or the lab's short one.
+    """Return a lab by the notebook's name, its number, or the lab's short name.
 
     Raises:
-        ParameterError: there is none, or there are several.
+        ParameterError: no lab or several match.
     """
     wanted = name.removesuffix(".ipynb")
-    found = [lab for lab in all_labs() if wanted and wanted in (lab.name, lab.key)]
-    if wanted.isdigit():
-        found = [
-            lab for lab in all_labs() if lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)
-        ]
+    found = []
+    for lab in all_labs():
+        same_number = lab.name.partition("_")[0].zfill(2) == wanted.zfill(2)
+        same_name = bool(wanted) and wanted in (lab.name, lab.key)
+        if same_number if wanted.isdigit() else same_name:
+            found.append(lab)
     if len(found) != 1:
         there = ", ".join(lab.name for lab in all_labs())
         raise ParameterError(f"no lab is called {name!r}. Give a lab's number, or one of: {there}")
@@ -95,5 +94,5 @@ def find_lab(name: str) -> Lab:
 
 
 def find_lab_by_key(key: str) -> Lab | None:
-    """The lab with this short name, such as "fsdp"."""
+    """Return the lab with this short name, if there is one."""
     return next((lab for lab in all_labs() if lab.key == key), None)

@@ -1,14 +1,13 @@
-"""One notebook out of three: as it was when the copy was made, as it is now, and as the learner has
-it.
+"""Merge a notebook as it was when copied, as it is now, and as the learner has changed it.
 
-A cell that the learner has not touched takes the new text. A new cell comes in where the new
-notebook has it, and an untouched one that is gone goes. What the learner wrote or changed stays as
-it is, and what was left out for that is said. Outputs stay with every cell whose text stays.
+An untouched cell takes its new text, and disappears if the new notebook no longer has it. A new
+cell is inserted where the new notebook has it. What the learner wrote or changed stays, and every
+update that was left out for that reason is reported. A cell whose text stays keeps its outputs.
 
-The learner's cells are found by their ids, which JupyterLab keeps. Ids of exercises last; that of
-another cell comes from its text (see notebooks/tools), so a cell whose text has changed is found
-between its neighbours, as the most similar one. Where none is similar, the old one counts as
-removed and the new one as new: that loses nothing.
+Cells are matched by id, which JupyterLab keeps. The id of an exercise never changes; that of
+another cell is derived from its text (see notebooks/tools). A cell whose text has changed is
+therefore matched to the most similar cell between its neighbours. If none is similar, the old one
+counts as removed and the new one as added, which loses nothing.
 """
 
 import copy
@@ -21,29 +20,31 @@ from typing import Any
 Cell = Any  # nbformat's NotebookNode
 Notebook = Any
 MIN_SIMILARITY = 0.5
-"""Part of the words that a cell shares with the one that it was."""
+"""Fraction of words that two versions of a cell must share."""
 MAX_TITLE_LENGTH = 60
 
 
 @dataclass
 class MergeResult:
-    """What came of it."""
+    """The merged notebook.
+
+    Attributes:
+        notebook: the result.
+        changed: number of untouched cells that took a new text.
+        added: number of new cells.
+        removed: number of untouched cells that were removed.
+        left: a message for each cell that stayed although the notebook's own has changed.
+    """
 
     notebook: Notebook
     changed: int = 0
-    """Untouched cells that took a new text."""
     added: int = 0
     removed: int = 0
     left: list[str] = field(default_factory=list)
-    """For each cell that stayed as the learner has it, although the notebook's own has changed:
-    which, why, and how.
-    """
 
 
 def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResult:
-    """Bring what is new since ``base`` into the learner's notebook; none of the three is
-    changed.
-    """
+    """Return the learner's notebook with what is new since ``base``; no argument is modified."""
     after = _match_cells(base.cells, new.cells)
     merged = MergeResult(copy.deepcopy(mine))
     before = {place: base.cells[old] for old, place in after.items()}
@@ -60,22 +61,18 @@ def merge_notebooks(base: Notebook, new: Notebook, mine: Notebook) -> MergeResul
         cells += own.get(place, [])
     _make_ids_unique(cells, {cell.id for cell in new.cells})
     merged.notebook.cells = cells
-    merged.notebook.nbformat_minor = max(5, mine.nbformat_minor)  # from which on cells have ids
+    # Cells have ids from nbformat 4.5 on.
+    merged.notebook.nbformat_minor = max(5, mine.nbformat_minor)
     if "labkit" in new.metadata:
         merged.notebook.metadata["labkit"] = copy.deepcopy(new.metadata["labkit"])
     return merged
 
 
 def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
-    """For the places of cells, those of the same cells in the new notebook: with the same id, or
-    similar in a gap.
-    """
+    """Map indices in ``base`` to ``new``: by id, or by similarity between neighbours."""
     places = {(cell.cell_type, cell.id): place for place, cell in enumerate(new)}
-    found = {
-        old: places[key]
-        for old, cell in enumerate(base)
-        if (key := (cell.cell_type, cell.id)) in places
-    }
+    keys = [(cell.cell_type, cell.id) for cell in base]
+    found = {old: places[key] for old, key in enumerate(keys) if key in places}
     for old, cell in enumerate(base):
         if old in found:
             continue
@@ -95,17 +92,14 @@ def _match_cells(base: list[Cell], new: list[Cell]) -> dict[int, int]:
 def _text_similarity(one: Cell, other: Cell) -> float:
     if one.cell_type != other.cell_type:
         return 0.0
-    return difflib.SequenceMatcher(
-        None, one.source.split(), other.source.split(), autojunk=False
-    ).ratio()
+    words = one.source.split(), other.source.split()
+    return difflib.SequenceMatcher(None, *words, autojunk=False).ratio()
 
 
 def _place_cells(
     base: list[Cell], new: list[Cell], merged: MergeResult, after: dict[int, int]
 ) -> tuple[dict[int, Cell], dict[int, list[Cell]]]:
-    """The learner's cells: those with a place in the new notebook, and others by the place that
-    they stand behind.
-    """
+    """The learner's cells by place in the new notebook, and their own ones by the place before."""
     theirs: dict[int, Cell] = {}
     own: dict[int, list[Cell]] = {}
     current = -1
@@ -117,9 +111,9 @@ def _place_cells(
         else:
             own.setdefault(current, []).append(cell)
             if old is not None:
+                title = _cell_title(base[old])
                 merged.left.append(
-                    f"{_cell_title(base[old])}: the notebook has it no more, but you changed it; it"
-                    " stays"
+                    f"{title}: the notebook has it no more, but you changed it; it stays"
                 )
     return theirs, own
 
@@ -127,22 +121,20 @@ def _place_cells(
 def _locate_cells(
     base: list[Cell], new: list[Cell], mine: list[Cell], after: dict[int, int]
 ) -> Iterator[tuple[Cell, int | None, int | None]]:
-    """Each cell of the learner with its place in the old and in the new notebook, each place
-    once.
-    """
+    """Yield each of the learner's cells with its place in ``base`` and in ``new``, each once."""
     by_id = {cell.id: old for old, cell in enumerate(base)}
-    by_new_id = {
-        cell.id: place for place, cell in enumerate(new)
-    }  # after an update that was cut off
+    # After an interrupted update the learner's notebook already has cells of the new one.
+    by_new_id = {cell.id: place for place, cell in enumerate(new)}
+    # Some editors drop ids, so cells without one are found by their text.
     ids = {cell.get("id") for cell in mine}
     by_text = {
         (cell.cell_type, cell.source): old for old, cell in enumerate(base) if cell.id not in ids
     }
     taken: set[int] = set()
     for cell in mine:
-        text = (cell.cell_type, cell.source)  # some editors drop ids
         old = by_id.pop(cell.get("id"), None)
-        old = by_text.pop(text, None) if old is None else old
+        if old is None:
+            old = by_text.pop((cell.cell_type, cell.source), None)
         place = by_new_id.get(cell.get("id")) if old is None else after.get(old)
         if place in taken:
             old, place = None, None
@@ -152,7 +144,7 @@ def _locate_cells(
 
 
 def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult) -> Cell:
-    """The new cell with the learner's outputs, or the learner's own."""
+    """The learner's cell with the new metadata, or the new cell if only its text is new."""
     same_text = mine.source == cell.source
     if not same_text and before is not None and mine.source == before.source:
         merged.changed += 1
@@ -161,19 +153,16 @@ def _merge_cell(before: Cell | None, cell: Cell, mine: Cell, merged: MergeResult
         merged.left.append(_conflict_text(before, cell, "you changed yours"))
     known = {} if before is None else before.metadata
     mine.id = cell.id
-    mine.metadata = type(mine.metadata)(
-        {name: value for name, value in mine.metadata.items() if name not in known}
-        | copy.deepcopy(cell.metadata)
-    )
+    own = {name: value for name, value in mine.metadata.items() if name not in known}
+    mine.metadata = type(mine.metadata)(own | copy.deepcopy(cell.metadata))
     return mine
 
 
 def _make_ids_unique(cells: list[Cell], reserved: set[str]) -> None:
-    """Give a cell without an id, or with one that is taken, another."""
+    """Give a new id to every cell without one, or with one that is taken."""
     seen: set[str] = set()
-    for cell in sorted(
-        cells, key=lambda each: each.get("id") not in reserved
-    ):  # the notebook's own keep theirs
+    # The notebook's own cells come first, so that they keep their ids.
+    for cell in sorted(cells, key=lambda each: each.get("id") not in reserved):
         if cell.get("id", "") in seen | {""}:
             cell.id = secrets.token_hex(4)
         seen.add(cell.id)
@@ -189,7 +178,8 @@ def _conflict_text(before: Cell, cell: Cell, why: str) -> str:
 
 
 def _cell_title(cell: Cell) -> str:
-    """A cell in words: the first line that says something."""
-    lines = [line for line in cell.source.split("\n") if line.strip()]
-    first = lines[0].strip() if lines else "an empty cell"
-    return f"`{first if len(first) <= MAX_TITLE_LENGTH else first[:MAX_TITLE_LENGTH] + '…'}`"
+    lines = cell.source.strip().split("\n")
+    first = lines[0].strip() or "an empty cell"
+    if len(first) > MAX_TITLE_LENGTH:
+        first = f"{first[:MAX_TITLE_LENGTH]}…"
+    return f"`{first}`"

@@ -1,12 +1,11 @@
-"""What each check said, kept beside the learner's copies; how far a learner is.
+"""Keep the verdict of every check beside the learner's copies, and tell how far a learner is.
 
-A check's verdict is written to ``progress.json`` where the notebook's kernel started in a folder of
-copies, which is known by its hidden folder, or below one. Elsewhere, as where notebooks are built
-and tested, nothing is written, and the verdicts last as long as the kernel. LABKIT_VERDICTS names
-another file.
+A verdict is written to ``progress.json`` if the notebook's kernel started in or below a folder of
+copies, which has a hidden folder of its own. Elsewhere, as where notebooks are built and tested,
+verdicts last only as long as the kernel. LABKIT_VERDICTS names another file.
 
-A pass is never taken back: of an exercise the first pass, the last verdict and the number of tries
-are kept.
+The file keeps each exercise's first pass, last verdict and number of tries, so that a pass is never
+taken back.
 """
 
 import contextlib
@@ -31,61 +30,60 @@ FORMAT_VERSION = 1
 STATES = ("passed", "wrong", "not attempted", "not judged")
 MARKS = {"passed": "✓", "wrong": "✗", "not judged": "?"}
 OPEN_MARK = "·"
-LEGEND = (
-    f"{MARKS['passed']} passed   {MARKS['wrong']} wrong   {MARKS['not judged']} not judged  "
-    f" {OPEN_MARK} open"
-)
+LEGEND = "   ".join([*(f"{mark} {state}" for state, mark in MARKS.items()), f"{OPEN_MARK} open"])
 FIX = "mend it by hand, or move it away: the next check begins a new one"
 try:
     STARTED_IN: Path | None = Path.cwd()
-except OSError:  # the folder is gone
+# The current folder may have been deleted.
+except OSError:
     STARTED_IN = None
 
 
 @dataclass(frozen=True)
 class ExerciseProgress:
-    """What is known of one exercise."""
+    """The verdicts on one exercise.
+
+    Attributes:
+        verdict: the last one.
+        when: time of the last one, ISO 8601.
+        tries: how often it was judged as passed or wrong.
+        first_passed: time of the first pass, "" for none.
+    """
 
     verdict: str
-    """The last one."""
     when: str
-    """Of the last one, ISO 8601."""
     tries: int = 0
-    """How often it was judged as passed or wrong."""
     first_passed: str = ""
-    """When; "" for not yet."""
 
     @property
     def state(self) -> str:
-        """The last verdict; "passed" from the first pass on."""
+        """The last verdict, or "passed" from the first pass on."""
         return "passed" if self.first_passed else self.verdict
 
     def with_verdict(self, verdict: str, when: str) -> "ExerciseProgress":
-        """This exercise after one more verdict."""
+        """Return the progress after one more verdict."""
         tries = self.tries + (verdict in ("passed", "wrong"))
-        return ExerciseProgress(
-            verdict, when, tries, self.first_passed or (when if verdict == "passed" else "")
-        )
+        passed = when if verdict == "passed" else ""
+        return ExerciseProgress(verdict, when, tries, self.first_passed or passed)
 
 
 Verdicts = Mapping[str, Mapping[str, ExerciseProgress]]
 """By a lab's short name, then by an exercise's."""
 _process_verdicts: dict[str, dict[str, ExerciseProgress]] = {}
-"""The verdicts of this process."""
 
 
 def store_verdict(lab: str, exercise: str, verdict: str) -> bool:
-    """Keep a verdict; whether there is such an exercise. Who cannot write is warned, and the check
-    goes on.
+    """Keep a verdict, and return whether the exercise exists; warn if the file is not writable.
 
     Args:
         lab: its short name, such as "fsdp".
-        exercise: the name of the function or class that was judged.
+        exercise: name of the function or class that was judged.
         verdict: one of STATES.
     """
     try:
         found = lab_catalog.find_lab_by_key(lab)
-    except LabError:  # labkit lies here without its notebooks
+    # labkit may be installed without its notebooks.
+    except LabError:
         found = None
     if found is None or exercise not in [each.name for each in found.exercises]:
         return False
@@ -111,26 +109,21 @@ def _add_verdict(
 
 
 def progress_path() -> Path | None:
-    """Where this process keeps verdicts: the file that LABKIT_VERDICTS names, that of the copies,
-    or nowhere.
-    """
+    """Return the file named by LABKIT_VERDICTS, that of the copies, or None."""
     if named := os.environ.get(ENV_VERDICTS):
         return Path(named).expanduser()
-    above = [STARTED_IN, *STARTED_IN.parents] if STARTED_IN else []
-    known = (
-        folder
-        for folder in above
-        if private_files.is_own_folder(folder / LABKIT_FOLDER_NAME)
-        and (folder / LABKIT_FOLDER_NAME / "pristine").is_dir()
-    )
-    return next((folder / PROGRESS_FILE for folder in known), None)
+    for folder in [STARTED_IN, *STARTED_IN.parents] if STARTED_IN else []:
+        hidden = folder / LABKIT_FOLDER_NAME
+        if private_files.is_own_folder(hidden) and (hidden / "pristine").is_dir():
+            return folder / PROGRESS_FILE
+    return None
 
 
 def read_verdicts(path: Path) -> dict[str, dict[str, ExerciseProgress]]:
-    """The verdicts of a file; none where there is no file.
+    """Return the verdicts of a file, or none if it does not exist.
 
     Raises:
-        LabError: it cannot be read, or holds something else.
+        LabError: it is unreadable, or holds something else.
     """
     try:
         content = read_json(path)
@@ -142,10 +135,10 @@ def read_verdicts(path: Path) -> dict[str, dict[str, ExerciseProgress]]:
 def verdicts_from_json(
     content: Mapping[str, Any], path: Path
 ) -> dict[str, dict[str, ExerciseProgress]]:
-    """Verdicts as ``as_json`` wrote them; ``path`` is for the message.
+    """Parse the result of ``verdicts_to_json``; ``path`` is for error messages.
 
     Raises:
-        LabError: it is something else.
+        LabError: the content is something else.
     """
     if not content:
         return {}
@@ -173,7 +166,7 @@ def verdicts_from_json(
 
 
 def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
-    """Verdicts as a file holds them."""
+    """Return verdicts as a file holds them."""
     plain = {
         lab: {name: asdict(kept) for name, kept in each.items()} for lab, each in verdicts.items()
     }
@@ -182,23 +175,20 @@ def verdicts_to_json(verdicts: Verdicts) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _lock_file(path: Path) -> Iterator[None]:
-    """No other kernel writes the file meanwhile; the lock is beside it, since the file is
-    replaced.
-    """
     folder = path.parent / LABKIT_FOLDER_NAME
-    with private_files.lock_file(
-        (folder if private_files.is_own_folder(folder) else path.parent) / f"{path.name}.lock"
-    ):
+    if not private_files.is_own_folder(folder):
+        folder = path.parent
+    # The lock is a file of its own, because every write replaces the file of verdicts.
+    with private_files.lock_file(folder / f"{path.name}.lock"):
         yield
 
 
 @dataclass(frozen=True)
 class LabProgress:
-    """How far a learner is with one lab. A notebook shows it as a list of what is open."""
+    """How far a learner is with one lab; ``states`` has no entry for an exercise never judged."""
 
     lab: Lab
     states: Mapping[str, str]
-    """By the names of its exercises; one without is open."""
 
     @property
     def pending_exercises(self) -> list[Exercise]:
@@ -207,43 +197,35 @@ class LabProgress:
 
     @property
     def pass_count_text(self) -> str:
-        """Such as "4 of 6 passed"."""
+        """Text such as "4 of 6 passed"."""
         total = len(self.lab.exercises)
         return f"{total - len(self.pending_exercises)} of {total} passed"
 
     def __repr__(self) -> str:
-        titles = [f"{each.number} {each.title}" for each in self.pending_exercises]
-        return (
-            f"{self.pass_count_text}, these are open: {'; '.join(titles)}"
-            if titles
-            else self.pass_count_text
-        )
+        titles = "; ".join(f"{each.number} {each.title}" for each in self.pending_exercises)
+        return self.pass_count_text + (f", these are open: {titles}" if titles else "")
 
     def _repr_html_(self) -> str:
         items = "".join(
             f"<li>{each.number} {escape(each.title)}</li>" for each in self.pending_exercises
         )
-        return f"<p><b>{self.pass_count_text}</b>{', these are open:' if items else ''}</p>" + (
-            items and f"<ul>{items}</ul>"
-        )
+        head = f"<p><b>{self.pass_count_text}</b>"
+        return f"{head}, these are open:</p><ul>{items}</ul>" if items else f"{head}</p>"
 
     def table_line(self) -> str:
-        """A line of the table: a mark for each exercise."""
-        marks = [
-            MARKS.get(self.states.get(each.name, ""), OPEN_MARK) for each in self.lab.exercises
-        ]
-        columns = "".join(f"{mark:>3}" for mark in marks)
-        return f"{self.lab.name:<26}{self.pass_count_text:<16}{columns}"
+        """Return a line of the table, with a mark for each exercise."""
+        states = [self.states.get(each.name, "") for each in self.lab.exercises]
+        marks = "".join(f"{MARKS.get(state, OPEN_MARK):>3}" for state in states)
+        return f"{self.lab.name:<26}{self.pass_count_text:<16}{marks}"
 
 
 def lab_progress(lab: Lab, verdicts: Verdicts) -> LabProgress:
-    """How far a learner with these verdicts is."""
+    """Return how far a learner with these verdicts is."""
     return LabProgress(lab, {name: kept.state for name, kept in verdicts.get(lab.key, {}).items()})
 
 
 def so_far(lab: str) -> LabProgress:
-    """How far you are with this lab, by what its checks said: here, and in earlier sessions if they
-    were kept.
+    """Return how far you are with a lab, by the verdicts of this session and of earlier ones.
 
     Args:
         lab: its short name, such as "fsdp".
@@ -258,14 +240,13 @@ def so_far(lab: str) -> LabProgress:
         warnings.warn(str(error), stacklevel=2)
         earlier = {}
     before, now = lab_progress(known, earlier).states, lab_progress(known, _process_verdicts).states
-    passed = {
-        name: state for each in (before, now) for name, state in each.items() if state == "passed"
-    }
+    # A pass in an earlier session counts even if the exercise is wrong now.
+    passed = {name: state for name, state in before.items() if state == "passed"}
     return LabProgress(known, {**before, **now, **passed})
 
 
 def progress_text(verdicts: Verdicts) -> str:
-    """Labs × exercises, for a terminal."""
+    """Return a table of labs × exercises for a terminal."""
     known = [lab for lab in lab_catalog.all_labs() if lab.exercises]
     numbers = range(1, max(len(lab.exercises) for lab in known) + 1)
     head = f"{'lab':<26}{'exercises':<16}{''.join(f'{number:>3}' for number in numbers)}"

@@ -1,20 +1,19 @@
-"""Read the program that the compiler writes for a backward pass: what it computes, what it sends,
-when it waits.
+"""Read the program that inductor writes for a backward pass: its compute, collectives and waits.
 
-torch.compile ends in inductor, which writes a Python function named ``call``. Most of its lines are
+torch.compile's backend, inductor, writes a Python function named ``call``. Most of its lines are
 one of these:
 
-     14  extern      mm(buf1, arg7_1, buf3)          a product of matrices, by a library
+     14  extern      mm(buf1, arg7_1, buf3)          a GEMM, by a library
      17  kernel      cpp_fused_1(buf4)               a loop that inductor wrote, in C++ or Triton
-     19  collective  all_reduce_(buf4)               asked for: the line returns at once
-     23  extern      mm(buf2, arg3_1, buf7)          computes while the gradient travels
-     68  wait        wait_tensor(buf4)               from here on buf4 may be used
+     19  collective  all_reduce_(buf4)               starts the all-reduce and returns at once
+     23  extern      mm(buf2, arg3_1, buf7)          computes while the gradient is sent
+     68  wait        wait_tensor(buf4)               afterwards buf4 may be used
 
-What stands between a request and its wait hides the communication. A *bucket* is one all-reduce of
-one or more gradients. Inductor fuses in one of two ways: ``coalesced`` names several tensors in one
-call, ``concat`` copies them into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py). Lines
-are counted from ``def call``, since the C++ above it differs from processor to processor.
-Everything here reads text; nothing is run.
+The compute between a collective and its wait hides the communication. A *bucket* is one all-reduce
+of one or more gradients. Inductor fuses in one of two ways: ``coalesced`` passes several tensors to
+one call, ``concat`` copies them into one flat buffer (torch/_inductor/fx_passes/ddp_fusion.py).
+Lines are counted from ``def call``, because the C++ above it differs between processors. This
+package only reads text and runs nothing.
 """
 
 from collections.abc import Sequence
@@ -40,14 +39,14 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Gradient:
-    """One tensor that travels.
+    """One tensor of an all-reduce.
 
     Attributes:
-        buffer: where it lies in the program.
-        shape: flat where the program never gives it another shape.
-        dtype: as torch names it, without ``torch.``: ``float32``.
+        buffer: its name in the program.
+        shape: flat if the program never gives it another shape.
+        dtype: as torch names it, such as ``float32``.
         bytes: what this rank hands in.
-        name: of the parameter, for who knows it; the program does not.
+        name: of the parameter, if the caller knows it; the program does not.
     """
 
     buffer: str
@@ -59,15 +58,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel in one all-reduce.
+    """Gradients that share one all-reduce.
 
     Attributes:
-        index: from 0, in the order of the requests.
+        index: from 0, in the order of the all-reduces.
         gradients: in the order in which they are handed in.
-        request: the line that asks for the all-reduce.
-        waits: the lines that wait for it; none where it is never waited for.
-        hidden_by: kernels and externs between the request and the first wait: they run while the
-            bucket travels.
+        request: the line that starts the all-reduce.
+        waits: the lines that wait for it, if any.
+        hidden_by: kernels and externs between the request and the first wait.
     """
 
     index: int
@@ -83,76 +81,67 @@ class Bucket:
 
 
 def parse_lines(code: str) -> list[ProgramLine]:
-    """The lines of ``call``, in order, comments left out.
+    """Return the lines of ``call`` in order, without comments.
 
     Raises:
-        ValueError: the text is no program of inductor's.
+        ValueError: the text is not a program of inductor's.
     """
     return InductorProgram(code).lines
 
 
 def find_buckets(code: str) -> list[Bucket]:
-    """Every all-reduce of the program, in the order of the requests.
+    """Return every all-reduce of the program, in order.
 
     Raises:
-        ValueError: as ``read``; or the program does not say how large a tensor is that travels.
+        ValueError: the text is not a program of inductor's, or does not give the size of a tensor
+            that is sent.
     """
     program = InductorProgram(code)
     found = []
     for index, request in enumerate(program.all_reduces):
-        pieces = [
-            piece for sent in request.sent for piece in program.bucket_pieces(sent, request.line)
-        ]
-        gradients = tuple(_make_gradient(piece, request.line) for piece in pieces)
-        found.append(
-            Bucket(
-                index, gradients, request.line, tuple(request.waits), program.overlap_lines(request)
-            )
-        )
+        gradients: list[Gradient] = []
+        for sent in request.sent:
+            pieces = program.bucket_pieces(sent, request.line)
+            gradients += [_make_gradient(piece, request.line) for piece in pieces]
+        hidden_by, waits = program.overlap_lines(request), tuple(request.waits)
+        found.append(Bucket(index, tuple(gradients), request.line, waits, hidden_by))
     return found
 
 
 def name_buffers(code: str, gradients: Sequence[str]) -> dict[str, str]:
-    """What buffers and inputs of the program hold, such as ``fc3.weight`` and ``fc3.weight.grad``,
-    as far as is known.
+    """Return what the program's buffers hold, such as ``fc3.weight``, as far as it can be told.
 
     Args:
         code: a backward pass of linear layers in a row.
-        gradients: parameters, in the order in which their gradients travel.
+        gradients: parameters, in the order in which their gradients are sent.
 
     Raises:
-        ValueError: as ``buckets``; or another number of gradients travels.
+        ValueError: as ``find_buckets``, or the program sends another number of gradients.
     """
     travelling = [
         [gradient.buffer for gradient in bucket.gradients] for bucket in find_buckets(code)
     ]
-    if sum(map(len, travelling)) != len(gradients):
-        raise ValueError(
-            f"{sum(map(len, travelling))} gradients travel in the program, and {len(gradients)} are"
-            " named"
-        )
+    count = sum(map(len, travelling))
+    if count != len(gradients):
+        raise ValueError(f"{count} gradients travel in the program, and {len(gradients)} are named")
     return name_linear_buffers(InductorProgram(code), gradients, travelling)
 
 
 def missing_waits(code: str) -> list[ProgramLine]:
-    """The collectives with a result that is used or returned before it was waited for, or never
-    waited for.
+    """Return the collectives whose result is used, or returned, before a wait, or never waited for.
 
     Raises:
-        ValueError: as ``read``.
+        ValueError: the text is not a program of inductor's.
     """
-    return [
-        request.line
-        for request in InductorProgram(code).requests
-        if request.too_early or request.pending
-    ]
+    requests = InductorProgram(code).requests
+    return [request.line for request in requests if request.too_early or request.pending]
 
 
 def _make_gradient(piece: BufferView, request: ProgramLine) -> Gradient:
     if piece.shape is None or piece.dtype not in ITEM_BYTES:
         raise ValueError(
-            f"line {request.number} sends {piece.name} of shape {piece.shape} and dtype"
-            f" {piece.dtype}: shapes must be numbers (compile with dynamic=False) and dtypes among"
-            f" {', '.join(ITEM_BYTES)}"
+            f"line {request.number} sends {piece.name} of shape {piece.shape} "
+            f"and dtype {piece.dtype}: shapes must be numbers (compile with dynamic=False) "
+            f"and dtypes among {', '.join(ITEM_BYTES)}"
         )
     return Gradient(piece.name, piece.shape, piece.dtype, piece.elements * ITEM_BYTES[piece.dtype])

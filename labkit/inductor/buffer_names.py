@@ -1,16 +1,13 @@
-"""Which parameter a buffer of the program belongs to. The program does not say; the order of the
-gradients does.
+"""Find the parameter that each buffer of a program belongs to, from the order of the gradients.
 
-The backward pass of a linear layer has two products of matrices, and both read the gradient of the
-layer's output:
+The backward pass of a linear layer has two GEMMs, and both read the gradient of the layer's output:
 
     mm(gradient of the output, transposed; input) gives the gradient of the weight
-    mm(gradient of the output, weight)            gives the gradient of the layer's input
+    mm(gradient of the output, weight)            gives the gradient of the input
 """
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeGuard
 
 from labkit.inductor.program import InductorProgram, ProgramLine
 
@@ -20,13 +17,12 @@ WEIGHT_SUFFIX = ".weight"
 def name_linear_buffers(
     program: InductorProgram, gradients: Sequence[str], buckets: Iterable[Iterable[str]]
 ) -> dict[str, str]:
-    """Names such as ``fc3.weight``, ``fc3.input``, ``fc3.output.grad`` by buffer, for linear layers
-    in a row.
+    """Return names such as ``fc3.weight``, ``fc3.input``, ``fc3.output.grad``, by buffer.
 
     Args:
-        program: of their backward pass.
-        gradients: the parameters in the order in which their gradients travel.
-        buckets: the buffers that travel, likewise.
+        program: the backward pass of linear layers in a row.
+        gradients: parameters, in the order in which their gradients are sent.
+        buckets: the buffers that are sent, in the same order.
     """
     layers = iter(
         [name.removesuffix(WEIGHT_SUFFIX) for name in gradients if name.endswith(WEIGHT_SUFFIX)]
@@ -36,15 +32,15 @@ def name_linear_buffers(
     for left, right, out, transposed in products:
         layer = next(layers, "") if transposed else ""
         if layer:
-            found |= {
-                left: f"{layer}.output.grad",
-                right: f"{layer}.input",
-                out: f"{layer}.weight.grad",
-            }
+            found[left] = f"{layer}.output.grad"
+            found[right] = f"{layer}.input"
+            found[out] = f"{layer}.weight.grad"
     for left, right, out, transposed in products:
         layer = found.get(left, "").removesuffix(".output.grad")
         if not transposed and layer:
-            found |= {right: f"{layer}.weight", out: found.get(out, f"{layer}.input.grad")}
+            found[right] = f"{layer}.weight"
+            # The input of this layer may already be known as the output of the layer below.
+            found.setdefault(out, f"{layer}.input.grad")
     travelling = [buffer for bucket in buckets for buffer in bucket]
     for buffer, name in zip(travelling, gradients, strict=True):
         together = travelling.count(buffer)
@@ -53,15 +49,10 @@ def name_linear_buffers(
 
 
 def _find_gemms(lines: Iterable[ProgramLine]) -> Iterator[tuple[str, str, str, bool]]:
-    """The two factors and the result of each product of matrices, and whether the first is
-    transposed.
-    """
+    """Yield both factors and the result of each GEMM, and whether the first is transposed."""
     for line in lines:
         if line.name == "mm" and len(line.buffers) == 3:
-            (call,) = [node for node in ast.walk(ast.parse(line.text)) if _is_mm(node)]
+            calls = [node for node in ast.walk(ast.parse(line.text)) if isinstance(node, ast.Call)]
+            (call,) = [node for node in calls if ast.unparse(node.func).endswith(".mm")]
             left, right, out = line.buffers
             yield left, right, out, isinstance(call.args[0], ast.Call)
-
-
-def _is_mm(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".mm")

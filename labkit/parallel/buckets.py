@@ -121,6 +121,7 @@ def bucket_parameters(
     parameters: list[nn.Parameter], bucket_bytes: int, rule: BucketRule
 ) -> list[list[nn.Parameter]]:
     """Return the parameters, last first, in a rule's buckets; each must be in exactly one."""
+    # Autograd reaches the last layer first.
     coming = parameters[::-1]
     buckets = rule([parameter.nbytes for parameter in coming], bucket_bytes)
     placed = sorted(index for bucket in buckets for index in bucket)

@@ -38,17 +38,14 @@ OPS_TO_SAVE = tuple(
 def apply_activation_checkpointing(
     model: nn.Module, block_types: Collection[str], *, selective: bool = False
 ) -> int:
-    """Checkpoint every block of these types in place; parameter names do not change.
+    """Checkpoint every block of these types in place, and return their number.
 
-    A block inside a checkpointed block is not checkpointed again.
+    A block inside a checkpointed block is not checkpointed again. Parameter names do not change.
 
     Args:
         model: any module.
         block_types: class names of the blocks, such as ``("T5Block",)``.
         selective: keep some results, as ``SelectiveCheckpointPolicy`` chooses.
-
-    Returns:
-        The number of checkpointed blocks.
 
     Raises:
         ValueError: the model has no block of these types.
@@ -94,6 +91,7 @@ def find_blocks(model: nn.Module, block_types: BlockTypes) -> list[nn.Module]:
 def outer_blocks(model: nn.Module, block_types: Collection[str]) -> list[nn.Module]:
     """Return the blocks that are in no other block; raise ValueError if there is none."""
     blocks = find_blocks(model, block_types)
+    # Of a block's modules the first is the block itself.
     inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
     if not blocks:
         raise ValueError(
@@ -122,5 +120,6 @@ def checkpoint_wrappers(model: nn.Module) -> dict[nn.Module, wrapper.CheckpointW
 
 def plain_name(name: str) -> str:
     """Remove from a name what checkpointing, FSDP1 and the compiler have inserted."""
+    # Checkpointing, FSDP1 and the compiler, in this order.
     wrappers = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
     return ".".join(part for part in name.split(".") if part not in wrappers)

@@ -31,10 +31,7 @@ def apply_compile(
         eager_random: let dropout draw the same numbers as eager code.
 
     Returns:
-        The number of compiled modules.
-
-    Raises:
-        ValueError: the model has no block of these types.
+        The number of compiled modules; ValueError is raised if there is none.
     """
     # Static shapes: a DTensor's backward pass does not compile with dynamic ones (torch 2.13).
     how: dict[str, Any] = {"dynamic": False, "backend": "inductor" if inductor else "eager"}

@@ -93,17 +93,9 @@ def apply_technique(
 ) -> Iterator[tuple[Any, list[str]]]:
     """Apply one technique; run the forward and backward passes inside this context.
 
-    Args:
-        model: equal on all ranks.
-        mesh: one axis.
-        mode: DDP's wrapper or ``replicate``, eager or compiled (``compiled`` is ``replicate``), or
-            the function ``yours``.
-        case: which passes to compile, and the dtype in which gradients travel.
-        fuse: see ``fuse_all_reduces``, as for ``bucket_mb`` and ``late_waits``.
-        bucket_mb: size of a bucket in MiB.
-        inductor: see ``compile_backward``; used for the forward pass as well.
-        late_waits: wait for a gradient where it is first used.
-        yours: called like ``apply_ddp``.
+    The model is equal on all ranks, and the mesh has one axis. ``compiled`` is ``replicate``;
+    ``yours`` is called like ``apply_ddp``. ``inductor`` holds for both passes (see
+    ``compile_backward``); see ``fuse_all_reduces`` for ``fuse``, ``bucket_mb`` and ``late_waits``.
 
     Returns:
         A context manager that yields the model to call, and a list that fills with the code that
@@ -120,6 +112,7 @@ def apply_technique(
             stack.enter_context(fuse_all_reduces(fuse, bucket_mb, late_waits=late_waits))
             stack.enter_context(compile_backward(inductor=inductor))
             programs = stack.enter_context(capture_generated_code())
+        # Inside the settings, because DDP chooses its reducer when it is built.
         replicated = apply(model, mesh, bucket_mb=bucket_mb)
         compress_gradients(replicated, mesh, case.dtype)
         if compiled and case.forward:

@@ -36,9 +36,6 @@ def apply_extension(
             again.
         **policies: passed to ``fully_shard``.
 
-    Returns:
-        The same model.
-
     Raises:
         ValueError: unknown extension, or one rank.
     """

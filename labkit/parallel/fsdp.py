@@ -76,30 +76,18 @@ def apply_fsdp(
     ignore: Collection[str] = (),
     **fsdp1_options: Any,
 ) -> tuple[nn.Module, Units]:
-    """Distribute a model over a mesh with the options of the FSDP lab.
+    """Distribute a model over a mesh, with the options that ``launch.fsdp_matrix`` explains.
 
-    Apply checkpointing and compiling before.
+    Apply checkpointing and compiling before. The model has the same shared parameters on all ranks,
+    and is on this rank's device. The mesh has axes ``data``, over which parameters are sharded, and
+    ``alone`` of length 1, for local modules. A first axis ``replicate`` makes hybrid sharding: each
+    ``data`` line holds a whole model.
 
-    Args:
-        model: with the same shared parameters on all ranks, on this rank's device.
-        mesh: axes ``data``, over which parameters are sharded, and ``alone`` of length 1, for local
-            modules. A first axis ``replicate`` makes hybrid sharding: each ``data`` line holds a
-            whole model.
-        wrap: what becomes a unit. ``none`` replicates all parameters and averages gradients in
-            buckets, as DDP does; ``root`` makes one unit; ``block`` one per block; ``layer`` one
-            per module that owns parameters; ``every`` one per module that contains any; ``size``
-            one per module with ``min_numbers`` of them; ``yours`` asks ``is_unit``.
-        fsdp: 1 is FullyShardedDataParallel, 2 is fully_shard.
-        blocks: class names of the blocks; the model's own by default.
-        skip: blocks to leave out of the wrapping, counted from 0 in the order of the forward pass.
-        precision: bf16 and fp16 gather and compute in that dtype and reduce in float32.
-        offload: keep the shards in host memory.
-        reshard_after_forward: gather parameters twice per step instead of keeping them.
-        prefetch: see ``enable_prefetch``; FSDP2 only.
-        is_unit: for ``yours``, decides whether a module becomes a unit.
-        min_numbers: for ``size``, elements that make a unit.
-        ignore: class names of modules that stay whole, with gradients that are not averaged.
-        **fsdp1_options: passed to ``apply_fsdp1``.
+    ``wrap`` says what becomes a unit. ``none`` replicates all parameters and averages gradients in
+    buckets, as DDP does; ``root`` makes one unit; ``block`` one per block; ``layer`` one per module
+    that owns parameters; ``every`` one per module that contains any; ``size`` one per module with
+    ``min_numbers`` of them; ``yours`` asks ``is_unit``. ``skip`` leaves out blocks, counted from 0
+    in the order of the forward pass.
 
     Returns:
         The model to call, and its units by name (see ``apply_fsdp2``).
@@ -113,6 +101,7 @@ def apply_fsdp(
                 f"wrap none has no unit that could gather in {precision} or be offloaded: use wrap"
                 " root or block"
             )
+        # Whole parameters on every rank, as with DDP.
         apply_gradient_buckets(model, mesh["data"], find_blocks(model, ignore))
         return model, {}
     compute = GATHER_DTYPES.get(precision)
@@ -125,6 +114,7 @@ def apply_fsdp(
         "reshard_after_forward": reshard_after_forward,
     }
     if fsdp == 1:
+        # FSDP1 returns a wrapper, which holds the units; FSDP2 changes the model in place.
         shared |= fsdp1_options
         mixed = MixedPrecision(compute, reduce) if compute else None
         device = next(model.parameters()).device
@@ -253,6 +243,7 @@ def apply_fsdp2(
         offload_policy=offload_policy or OffloadPolicy(),
         ignored_params=_parameters_of(ignored_modules) or None,
     )
+    # Sharded over one rank: DTensors like the others, but nothing is averaged.
     for module in local_modules:
         shard(module, mesh=mesh["alone"], mp_policy=precision)
     norms = set[nn.Module]()
@@ -261,6 +252,7 @@ def apply_fsdp2(
     if precision.param_dtype:
         norms = {module for module in model.modules() if isinstance(module, BatchNorm)}
         norms -= {part for module in outside for part in module.modules()}
+    # A batch norm that is a unit already needs no second one; inner units come before outer ones.
     own_units = {modules[0] for modules in units.values() if len(modules) == 1}
     shard = partial(shard, mesh=sharding_mesh(mesh))
     for modules in [*([norm] for norm in norms - own_units), *inner_first(units)]:
@@ -305,31 +297,21 @@ def apply_fsdp1(
 ) -> FullyShardedDataParallel:
     """Wrap a model with FullyShardedDataParallel, the older API, to compare with ``apply_fsdp2``.
 
-    Shared names mean the same as in ``apply_fsdp2``. A block that is tied to a module outside of it
+    Other names mean the same as there. A block that is tied to a module outside of it
     stays with the root, because FSDP1 cannot put two modules into one unit.
 
-    Args:
-        model: any module.
-        block_types: class names of the modules that become units.
+    Options that ``apply_fsdp2`` does not have:
+
         use_checkpointing: checkpoint the blocks inside their units.
-        use_wrap_policy: if not set, the whole model is one unit.
-        skip: see ``fsdp_units``.
+        use_wrap_policy: make units of blocks; otherwise the whole model is one unit.
         reshard_after_forward: FULL_SHARD, otherwise SHARD_GRAD_OP.
-        mixed_precision: FSDP1's dtypes.
-        cpu_offload: keep the shards in host memory.
-        local_modules: modules that differ from rank to rank.
-        ignored_modules: modules that FSDP does not touch.
         mesh: by default all ranks.
         device: of this rank; by default the CPU.
         backward_prefetch: gather the next unit before this one's gradients are computed (pre),
             after (post), or not.
-        forward_prefetch: gather the next unit before this one computes, in the order of the first
-            step.
+        forward_prefetch: gather the next unit before this one computes, as in the first step.
         limit_all_gathers: let the CPU run ahead of a GPU by at most two gathers.
         use_orig_params: keep the parameters' names; otherwise each unit is one flat parameter.
-
-    Returns:
-        The wrapped model.
 
     Raises:
         ValueError: the model has no block of these types; offload without a GPU.
@@ -345,6 +327,7 @@ def apply_fsdp1(
         apply_activation_checkpointing(model, block_types)
     apart = [*local_modules, *ignored_modules]
     units = fsdp_units(model, block_types, apart, skip) if use_wrap_policy else {}
+    # Several modules in a unit are tied to each other.
     single = {modules[0] for modules in units.values() if len(modules) == 1}
     full, kept = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
     # A policy may return arguments of the wrapper: local modules are sharded over this rank alone.

@@ -68,8 +68,10 @@ def halo_size(conv: nn.Conv2d, dim: int) -> int:
             " number and zeros"
         )
     padding, reach = conv.padding[axis], dilation * (kernel - 1)
+    # Output columns equal input columns, and windows reach ``padding`` columns beyond.
     if stride == 1 and 2 * padding == reach:
         return padding
+    # Windows lie side by side, as in a patch embedding.
     if stride == kernel and padding == 0 and dilation == 1:
         return 0
     raise ValueError(
@@ -95,7 +97,7 @@ def halo_conv2d(
     Args:
         x: this rank's strip, [N, C, H, W].
         weight: as for torch.conv2d, equal on all ranks.
-        bias: as for torch.conv2d.
+        bias: likewise.
         halo: columns (rows if dim is 2) to take from each neighbour, from ``halo_size``.
         strip: this rank's place.
         settings: stride, padding, dilation and groups.
@@ -149,6 +151,7 @@ class _HaloConv2d(torch.autograd.Function):
         strip: Strip,
         settings: ConvolutionSettings,
     ) -> Tensor:
+        # [N, C, H, W + 2 * halo] if the width is cut
         padded = pad_with_halo(x, halo, strip)
         ctx.save_for_backward(padded, weight)
         ctx.halo, ctx.strip, ctx.settings = halo, strip, settings
@@ -189,7 +192,10 @@ def pad_with_halo(x: Tensor, halo: int, strip: Strip) -> Tensor:
     padded.narrow(dim, halo, size).copy_(x)
     for start, arrived in zip((0, size + halo), arrivals(), strict=True):
         border = padded.narrow(dim, start, halo)
-        border.zero_() if arrived is None else border.copy_(arrived)
+        if arrived is None:
+            border.zero_()
+        else:
+            border.copy_(arrived)
     return padded
 
 
@@ -235,6 +241,7 @@ def _exchange_with_neighbours(
         inbox.append(incoming)
         calls.append(dist.P2POp(dist.isend, outgoing, group=strip.group, group_peer=peer))
         calls.append(dist.P2POp(dist.irecv, incoming, group=strip.group, group_peer=peer))
+    # One batch, because NCCL could deadlock if two ranks both send before they receive.
     works = dist.batch_isend_irecv(calls) if calls else []
 
     def wait() -> list[Tensor | None]:
@@ -273,12 +280,7 @@ class _SpatialMean(torch.autograd.Function):
 def spatial_mean(x: Tensor, strip: Strip) -> Tensor:
     """Average the whole image over H and W: one all-reduce of N x C elements.
 
-    Args:
-        x: this rank's strip, [N, C, H, W].
-        strip: this rank's place.
-
-    Returns:
-        [N, C], the same on every rank of the line. Differentiable.
+    ``x`` is this rank's strip, [N, C, H, W]; the result, [N, C], is equal on all ranks of the line.
     """
     mean: Tensor = _SpatialMean.apply(x, strip)
     return mean

@@ -45,6 +45,7 @@ class SafeCheckpointReader(FileSystemReader):
         """Return the table; raise pickle.UnpicklingError if it names anything but data."""
         with Path(self.path, METADATA_FILE).open("rb") as file:
             table: Metadata = _MetadataUnpickler(file).load()
+        # As the base class does after it has unpickled the table.
         table.storage_meta = table.storage_meta or StorageMeta()
         table.storage_meta.load_id = self.load_id
         return table

@@ -35,11 +35,8 @@ CHECKPOINTS_TO_KEEP = 2
 def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Save parameters, buffers, the optimizer's state and the step. A collective.
 
-    Args:
-        path: a folder, or a file that ends in ``.pt``; it must not exist yet.
-        model: plain, FSDP1 or FSDP2, without modules that differ from rank to rank.
-        optimizer: of the model's parameters.
-        step: steps trained so far.
+    ``path`` is a folder, or a file that ends in ``.pt``; it must not exist yet. The model is plain,
+    FSDP1 or FSDP2, without modules that differ from rank to rank.
     """
     plain = path.suffix == PLAIN_FILE_SUFFIX
     on_gpu = next(model.parameters()).device.type == "cuda"
@@ -57,10 +54,7 @@ def save_training(path: Path, model: nn.Module, optimizer: Optimizer, step: int)
 def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     """Load a saved state into a model and its optimizer, and return its step. A collective.
 
-    Args:
-        path: a folder or file from ``save_training``.
-        model: of the same kind and sizes, sharded over any number of ranks or not at all.
-        optimizer: of the same kind, of the model's parameters.
+    Both must be of the saved kind and sizes; the model may be sharded over any number of ranks.
 
     Raises:
         RuntimeError or torch.distributed.checkpoint.CheckpointException: the saved tensors have
@@ -89,10 +83,7 @@ def load_training(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 class CheckpointFolder:
     """A folder of saves that all ranks see; training resumes from the newest complete one.
 
-    The constructor and all methods are collectives.
-
-    Args:
-        folder: created if it does not exist.
+    The constructor creates the folder. It is a collective, as are all methods.
 
     Raises:
         ValueError: a rank does not see the folder that rank 0 sees.

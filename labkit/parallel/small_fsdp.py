@@ -82,10 +82,7 @@ def split_flat(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 class FlatShards(nn.Module):
     """A model whose units are sharded; its parameters are this rank's flat shares.
 
-    Args:
-        model: equal on all ranks; changed in place.
-        units: its units by name, which together hold all of its parameters.
-        shard: called with each unit.
+    ``shard`` is called with each unit. The model is equal on all ranks, and changed in place.
 
     Raises:
         ValueError: units overlap or leave parameters out; ``shard`` returned a wrong share.
@@ -128,7 +125,7 @@ class FlatShards(nn.Module):
 
 
 def _make_share(shard: ShardUnit, name: str, unit: nn.Module) -> nn.Parameter:
-    # Counted before the call, which empties the unit's parameters.
+    # Counted before the call, which changes the unit's parameters.
     whole, ranks = sum(p.numel() for p in unit.parameters()), dist.get_world_size()
     share, wanted = shard(unit), -(-whole // ranks)
     if not isinstance(share, nn.Parameter) or share.shape != (wanted,):

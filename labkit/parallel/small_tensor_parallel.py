@@ -37,10 +37,12 @@ class CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
+        # A view, because autograd treats an input that is returned itself specially.
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Every rank computed a term of x's gradient, from its own features.
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -51,6 +53,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        # A copy, because all_reduce writes into its argument.
         total = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -79,6 +82,7 @@ class ColumnParallel(nn.Module):
         super().__init__()
         self.group = group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        # [inner, D] -> [inner / ranks, D]
         self.weight = nn.Parameter(layer.weight.detach().chunk(ranks)[rank].clone())
         self.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[rank].clone())
 
@@ -94,6 +98,7 @@ class RowParallel(nn.Module):
         super().__init__()
         self.group = group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        # [D, inner] -> [D, inner / ranks]
         self.weight = nn.Parameter(layer.weight.detach().chunk(ranks, dim=1)[rank].clone())
         self.bias = nn.Parameter(layer.bias.detach().clone())
 
@@ -104,13 +109,10 @@ class RowParallel(nn.Module):
 
 
 def share_pairs(model: MLPStack, line: DeviceMesh, column: ShareLayer, row: ShareLayer) -> MLPStack:
-    """Replace every layer of a stack by this rank's share of it.
+    """Replace every layer of a stack by this rank's share of it, in place.
 
-    Args:
-        model: equal on all ranks; changed in place.
-        line: the ranks that share it, a mesh of one axis.
-        column: called with the first layer of each pair.
-        row: called with the second.
+    ``column`` is called with the first layer of each pair and ``row`` with the second, both with
+    the ranks of ``line``, a mesh of one axis.
 
     Raises:
         ValueError: a function returned something else than a share of its layer.
@@ -143,12 +145,7 @@ def _check_share(
 
 
 class TensorParallelPairs(nn.Module):
-    """A stack whose parameters are plain shares along ``tp``, or FSDP's shards of these.
-
-    Args:
-        model: from ``share_pairs``.
-        line: the ranks that share it.
-    """
+    """A stack from ``share_pairs``, with shares along ``tp`` or FSDP's shards of them."""
 
     def __init__(self, model: MLPStack, line: DeviceMesh):
         super().__init__()

@@ -69,9 +69,6 @@ def apply_spatial(
         mesh_dim: index or name of the mesh axis for strips; by default the last.
         pad: replaces labkit's exchange of columns; see ``halo.Strip``.
 
-    Returns:
-        The same model.
-
     Raises:
         ValueError: an unknown strategy, dimension or axis; a convolution that cannot be cut;
             ``native``.
@@ -124,13 +121,8 @@ def shard_batch(
 ) -> tuple[DTensor, Tensor]:
     """Cut a batch that every rank holds whole; return this rank's strips and labels. Sends nothing.
 
-    Args:
-        images: [N, C, H, W].
-        labels: [N].
-        mesh: as for ``apply_spatial``, like ``tensor_dim`` and ``mesh_dim``.
-        tensor_dim: 2 cuts the height, 3 the width.
-        mesh_dim: the mesh axis for strips.
-        stride: every strip is a multiple of the network's total stride (32 for four stages).
+    Images are [N, C, H, W], labels [N]; mesh and dimensions are as for ``apply_spatial``. Every
+    strip is a multiple of ``stride``, the network's total stride (32 for four stages).
 
     Returns:
         The images as a DTensor [N, C, H, W], and the labels of this rank's samples, a plain tensor.
@@ -188,12 +180,14 @@ def _apply_local(
 ) -> None:
     with_halo = {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items() if halo}
     _replace_modules(model, with_halo)
+    # Rank 0's values on every rank, as distribute_tensor sees to for DTensors.
     for tensor in [*model.parameters(), *model.buffers()]:
         for axis in range(mesh.ndim):
             dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
 
     def to_local(module: nn.Module, args: tuple[DTensor]) -> tuple[Tensor]:
         images = args[0].to_local()
+        # Strips may be unequal, so each counts by its part of the image.
         strip.share = images.shape[strip.dim] / args[0].shape[strip.dim]
         return (images,)
 
@@ -219,7 +213,9 @@ def _apply_dtensor(
     _replace_modules(model, {conv: HaloConv2d(conv, halo, strip) for conv, halo in halos.items()})
     for module in model.modules():
         if isinstance(module, StochasticDepth):
+            # It keeps or drops whole samples, for which a strip needs no other strip.
             module.forward = partial(_forward_on_strips, module.forward)  # type: ignore[method-assign]
+    # Since 2.12 torch labels the output of a convolution as replicated.
     if not halos and requirements.torch_version() >= (2, 12):
         _relabel_as_strips(model)
 
@@ -237,6 +233,7 @@ def _apply_dtensor(
             )
 
     model.register_forward_pre_hook(check_strips)
+    # A strip's mean over H and W is a term of a sum, which redistribute adds up.
     samples = [Replicate() if index == axis else Shard(0) for index in range(mesh.ndim)]
     model.mean.register_forward_hook(
         lambda module, args, features: features.redistribute(placements=samples)

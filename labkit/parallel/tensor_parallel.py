@@ -80,6 +80,7 @@ def apply_tensor_parallel(
         return model
     parallelize_module(model, line, dict(plan or mlp_stack_plan(model, sequence_parallel)))
     if sequence_parallel:
+        # The stack takes and returns [N, S, D]; between its MLPs a rank has [N, S / ranks, D].
         whole, cut = Replicate(), SEQUENCE_LAYOUT
         enter = PrepareModuleInput(input_layouts=whole, desired_input_layouts=cut)
         leave = PrepareModuleOutput(output_layouts=cut, desired_output_layouts=whole)
@@ -113,9 +114,7 @@ def apply_decoder_tensor_parallel(
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
     """Share a chain's matrices over the axis ``tp``, with plain parameters that DDP can use.
 
-    Args:
-        model: equal on all ranks; changed in place.
-        mesh: with axes named ``data`` and ``tp``.
+    The model, which is changed, and the mesh are as for ``apply_tensor_parallel``.
 
     Returns:
         The module to call and to train; it takes and returns plain tensors [..., D].
@@ -167,6 +166,7 @@ class PlainParameters(nn.Module):
 
 def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Plan every MLP of a stack as a pair."""
+    # By default a pair's input is whole on every rank, and its result is all-reduced.
     columns, rows = ColwiseParallel(), RowwiseParallel()
     if sequence_parallel:
         columns = ColwiseParallel(input_layouts=SEQUENCE_LAYOUT)
@@ -197,6 +197,7 @@ def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {f"blocks.*.{name}": style for name, style in block.items()}
     # Cut by its width, so that the embedding needs no sum.
     plan["embedding"] = ColwiseParallel(output_layouts=between)
+    # Logits [N, S, V / ranks] stay a DTensor, as loss_parallel() needs them.
     plan["output"] = ColwiseParallel(input_layouts=between, use_local_output=False)
     if sequence_parallel:
         norms = ("norm", "blocks.*.attention_norm", "blocks.*.feedforward_norm")

@@ -38,8 +38,9 @@ def large_modules(model: nn.Module, numbers: int) -> tuple[nn.Module, ...]:
     """Return the modules with this many parameters outside of nested units, for ``--wrap size``."""
     chosen: list[nn.Module] = []
     taken: set[int] = set()
-    # Inner modules come first, so that an outer one counts only what they leave.
+    # Reversed, inner modules come first.
     for module in reversed(_self_contained_parts(model)):
+        # Elements outside of the units that are inside this module.
         own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if own and sum(own.values()) >= numbers:
             chosen.append(module)

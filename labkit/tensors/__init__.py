@@ -1,7 +1,7 @@
 """Parameters that decide what FSDP2's all-gather sends.
 
-``TwoTensor`` is a type of parameter with hooks of its own; ``extend`` puts hooks onto plain sharded
-parameters. ``inspection`` looks at what these leave in memory.
+``TwoTensor`` is a parameter type with its own hooks; ``extend_parameter`` adds hooks to plain
+sharded parameters. ``inspection`` measures what they gather and leave in memory.
 """
 
 from labkit.tensors.inspection import (
@@ -31,23 +31,8 @@ from labkit.tensors.two_tensor import (
 )
 
 __all__ = [
-    "EXTENSIONS",
-    "Extension",
-    "GatherErrors",
-    "TwoTensor",
-    "convert_parameters",
-    "extend_model",
-    "extend_parameter",
-    "gather_errors",
-    "gather_memory_bytes",
-    "gather_on_one_rank",
-    "leak_bytes",
-    "make_quantised_extension",
-    "make_two_tensor",
-    "pad_rows",
-    "plain_shards",
-    "plain_tensors",
-    "refill",
-    "refuse_leak",
-    "rounding_errors",
+    "EXTENSIONS", "Extension", "GatherErrors", "TwoTensor", "convert_parameters",
+    "extend_model", "extend_parameter", "gather_errors", "gather_memory_bytes",
+    "gather_on_one_rank", "leak_bytes", "make_quantised_extension", "make_two_tensor",
+    "pad_rows", "plain_shards", "plain_tensors", "refill", "refuse_leak", "rounding_errors",
 ]  # fmt: skip

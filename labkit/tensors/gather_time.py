@@ -1,6 +1,6 @@
-"""How long a model's parameters take to gather, and how much of that their own hooks take.
+"""Time the all-gathers of a sharded model's parameters, and the share that their own hooks take.
 
-The model comes after ``fully_shard``; its units are left sharded.
+Apply ``fully_shard`` before; the units are left sharded.
 """
 
 import functools
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 REPEATS = 15
-"""Times that all is gathered; the fastest counts, since whatever disturbs makes it slower."""
+"""Timed rounds; the fastest counts, because every disturbance makes a round slower."""
 HOOK_NAMES = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def gather_ms(model: nn.Module) -> tuple[float, float]:
-    """Milliseconds to gather and free every unit once, one after another; and those within hooks. A
-    collective.
+    """Return the milliseconds to gather and free every unit in turn, and those spent in hooks.
+
+    A collective.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     within: list[float] = []
@@ -28,6 +29,7 @@ def gather_ms(model: nn.Module) -> tuple[float, float]:
         _time_hooks(parameter._local_tensor, within)  # type: ignore[attr-defined]
     taken = []
     for _ in range(REPEATS):
+        # All ranks start together, or one would measure its wait for another.
         _synchronize_gpu()
         dist.barrier()
         within.clear()
@@ -41,14 +43,14 @@ def gather_ms(model: nn.Module) -> tuple[float, float]:
 
 
 def _time_hooks(shard: Tensor, within: list[float]) -> None:
-    """Let a shard's hooks add the seconds that they take to a list."""
     for name in HOOK_NAMES:
         if hasattr(shard, name):
             setattr(shard, name, _time_hook(getattr(shard, name), within))
 
 
 def _time_hook(hook: Callable[..., Any], within: list[float]) -> Callable[..., Any]:
-    @functools.wraps(hook)  # FSDP2 counts its arguments
+    # FSDP2 chooses its arguments by the hook's signature.
+    @functools.wraps(hook)
     def call_and_time(*args: Any, **kwargs: Any) -> Any:
         _synchronize_gpu()
         start = time.perf_counter()

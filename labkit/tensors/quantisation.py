@@ -1,15 +1,15 @@
 """Gather parameters in fewer bytes: hooks on the plain local tensors of an FSDP2 model.
 
-FSDP2 looks for its two hooks on the local tensor of each sharded parameter, of whatever type it is.
-So they can be put onto a plain one: ``encode`` turns this rank's rows into what is sent, ``decode``
-turns what arrived into the parameter.
+FSDP2 looks for its two hooks on the local tensor of each sharded parameter, whatever its type. So a
+plain tensor can have them too: ``encode`` turns this rank's rows into the tensors to send, and
+``decode`` turns the gathered tensors into the parameter.
 
-    float32 rows  --encode-->  numbers, scales  --all-gather-->  all of both  --decode-->  parameter
+    float32 rows --encode--> (values, scales) --all-gather--> all of them --decode--> parameter
 
-The optimizer updates the float32 rows, so only what computes is rounded. Gradients are reduced as
-ever.
+The optimizer updates the float32 rows, so rounding only affects computation. Gradients are reduced
+as usual.
 
-Shapes: P rows on every rank once padded, W ranks.
+Shapes: P rows on every rank after padding, W ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,21 +25,21 @@ from labkit.tensors.two_tensor import pad_rows, refill
 
 FLOAT8 = torch.float8_e4m3fn
 GROUP_SIZE = 32
-"""Numbers of a row that share a scale in a group."""
+"""Elements of a row that share a scale in a group."""
 _DEFAULT_SCALES = {"float8": "shard", "int8": "row", "int4": "row"}
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a shard of zeros
+# A shard of zeros must not divide by 0.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class Extension:
-    """How a parameter crosses the wire.
+    """How a parameter is sent.
 
     Attributes:
-        sends: what each sent tensor is; ``encode`` gives as many.
-        encode: from a shard [P, ...] to the tensors that are sent. Each grows W times along its
-            first dimension.
-        decode: from all that was gathered, and a dtype, to the parameter [W * P, ...] in that
-            dtype.
+        sends: what each sent tensor is; ``encode`` returns as many.
+        encode: from a shard [P, ...] to the tensors to send. The all-gather makes each W times
+            longer along its first dimension.
+        decode: from all gathered tensors and a dtype to the parameter [W * P, ...] in that dtype.
     """
 
     sends: tuple[str, ...]
@@ -48,30 +48,27 @@ class Extension:
 
 
 def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
-    """Let FSDP2 gather a sharded parameter in this way. Call it on every rank, before the first
-    forward pass.
+    """Let FSDP2 gather a sharded parameter with an extension.
 
-    Shards of unequal length are padded with zeros before they are encoded. The padding ends up
-    below the parameter's last row: FSDP2 lays a view of the parameter's own shape over what
-    ``decode`` returns.
+    Call it on every rank, before the first forward pass. Shorter shards are padded with zeros
+    before they are encoded; FSDP2 cuts the padding off below the parameter's last row.
 
-    Whatever replaces the local tensor later loses the hooks without a word: moving the model,
-    ``to_empty``, ``load_state_dict(assign=True)``. So does CPU offload in every all-gather.
+    Replacing the local tensor drops the hooks silently: moving the model, ``to_empty``,
+    ``load_state_dict(assign=True)``, and CPU offload in every all-gather.
 
     Args:
-        parameter: of two or more dims, sharded along the first by ``fully_shard``, not on the meta
+        parameter: two or more dims, sharded along the first by ``fully_shard``, not on the meta
             device.
-        extension: a key of ``EXTENSIONS``, or one's own.
+        extension: a key of ``EXTENSIONS``, or an Extension.
 
     Raises:
-        ValueError: the extension is none, or the parameter is not such a one.
+        ValueError: an unknown extension, or another kind of parameter.
     """
     chosen = EXTENSIONS.get(extension) if isinstance(extension, str) else extension
     if chosen is None:
         raise ValueError(f"extension {extension!r} is none of {', '.join(EXTENSIONS)}")
     rows = _rows_with_padding(parameter)
-    # what FSDP2 asks for hooks: ``to_local`` of a parameter gives a view of it, another object
-    # (2.13)
+    # FSDP2 looks for hooks on this object; ``to_local`` would return a view of it (2.13).
     local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
     hooks = _GatherHooks(chosen, local, torch.Size([rows, *parameter.shape[1:]]))
     local.fsdp_pre_all_gather = hooks.pre_all_gather  # type: ignore[attr-defined]
@@ -79,12 +76,11 @@ def extend_parameter(parameter: Tensor, extension: str | Extension) -> None:
 
 
 def extend_model(model: nn.Module, extension: str | Extension) -> int:
-    """``extend`` every parameter of two or more dims, and return how many. Call it before the first
-    forward pass.
+    """Extend every parameter of two or more dims, and return how many.
 
-    And after ``fully_shard`` and, if the model was built on the meta device, ``to_empty``. Vectors
-    stay as they are: they are few, and a scale for each row would send more than it saves.
+    Call it after ``fully_shard`` and ``to_empty``, and before the first forward pass.
     """
+    # Vectors are small, and a scale per row would send more than it saves.
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     for parameter in matrices:
         extend_parameter(parameter, extension)
@@ -92,13 +88,13 @@ def extend_model(model: nn.Module, extension: str | Extension) -> int:
 
 
 class _GatherHooks:
-    """FSDP2's two questions about one parameter, answered with an Extension and checked."""
+    """FSDP2's two hooks of one parameter, which call an Extension and check its results."""
 
     def __init__(self, extension: Extension, local: Tensor, padded: torch.Size):
         self.extension, self.local, self.padded = extension, local, padded
 
-    # (mesh) and not the five arguments: told more, FSDP2 refuses on a shorter last shard what is
-    # not of the padded shape, and scales are not. The padding itself is known here without them.
+    # With the signature (mesh) FSDP2 accepts tensors of any shape. With all five arguments it wants
+    # the padded shape on a shorter last shard, which scales do not have.
     def pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         sent = self.extension.encode(pad_rows(self.local, self.padded[0]))
         names = self.extension.sends
@@ -121,8 +117,8 @@ class _GatherHooks:
         self._check_parameter(whole, param_dtype)
         shared = _storage_id(whole) in {_storage_id(tensor) for tensor in gathered}
         if out is None:
-            # FSDP2 frees the gathered tensors itself, and sizes the storage of what else is named
-            # by its elements
+            # FSDP2 frees the gathered tensors itself. Naming them here as well would be wrong: it
+            # computes the memory of named tensors from their number of elements.
             return whole, () if shared else (whole,)
         if _storage_id(whole) != _storage_id(out):
             refill(out, whole)
@@ -143,7 +139,7 @@ class _GatherHooks:
 
 
 def _rows_with_padding(parameter: Tensor) -> int:
-    """P of a parameter that can be extended."""
+    """Return P of a parameter that can be extended."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
         raise ValueError(
@@ -157,18 +153,18 @@ def _rows_with_padding(parameter: Tensor) -> int:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # of the object, since simulated memory has no address
+    # The object's address, because simulated memory has none.
+    return tensor.untyped_storage()._cdata
 
 
 def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
-    """Numbers of 8 or 4 bits, and the scales that they were divided by.
+    """Send values of 8 or 4 bits, and the scales by which they were divided.
 
     Args:
         numbers: float8 (e4m3fn), int8, or int4, of which two share a byte: rows must have an even
             length.
-        scales: whose largest value sets a scale: that of a "shard", of each "row", or of each
-            "group" of 32 numbers in a row; by default of a shard for float8, of each row for the
-            others.
+        scales: what has a scale of its own: a "shard", each "row", or each "group" of 32 elements
+            of a row. The default is a shard for float8, and each row for the others.
 
     Raises:
         ValueError: other numbers, or other scales.
@@ -179,25 +175,21 @@ def make_quantised_extension(numbers: str, scales: str = "") -> Extension:
     if share not in _SCALE_MAXIMA:
         raise ValueError(f"scales {scales!r} is none of {', '.join(_SCALE_MAXIMA)}")
     encode = partial(_encode_scaled, numbers=numbers, scales=share)
-    return Extension(
-        ("numbers", f"one scale a {share}"),
-        encode,
-        partial(_decode_scaled, numbers=numbers, scales=share),
-    )
+    decode = partial(_decode_scaled, numbers=numbers, scales=share)
+    return Extension(("numbers", f"one scale a {share}"), encode, decode)
 
 
 def _encode_scaled(shard: Tensor, *, numbers: str, scales: str) -> tuple[Tensor, ...]:
     flat = shard.flatten(1)
-    chosen = (_SCALE_MAXIMA[scales](flat.abs()).float() / _MAX_VALUES[numbers]).clamp(
-        min=_SMALLEST_SCALE
-    )
+    largest = _SCALE_MAXIMA[scales](flat.abs()).float()
+    chosen = (largest / _MAX_VALUES[numbers]).clamp(min=_SMALLEST_SCALE)
     scaled = (flat / _expand_scales(chosen, flat, scales)).view(shard.shape)
-    if (
-        numbers == "float8"
-        # gloo lacks this dtype: FSDP2 sends plain bytes since a tensor of another dtype comes along
-    ):
-        return scaled.to(FLOAT8), chosen
-    return (_pack_int4(scaled) if numbers == "int4" else scaled.round().to(torch.int8)), chosen
+    if numbers == "int4":
+        return _pack_int4(scaled), chosen
+    if numbers == "int8":
+        return scaled.round().to(torch.int8), chosen
+    # Gloo lacks this dtype, but next to a tensor of another dtype FSDP2 sends plain bytes.
+    return scaled.to(FLOAT8), chosen
 
 
 def _decode_scaled(
@@ -210,7 +202,7 @@ def _decode_scaled(
 
 
 def _pack_int4(scaled: Tensor) -> Tensor:
-    """Numbers from -7 to 7, two in a byte."""
+    """Pack values from -7 to 7, [..., 2 N], into bytes, [..., N]."""
     if scaled.shape[-1] % 2:
         raise ValueError(
             f"int4 cannot pack rows of {scaled.shape[-1]} numbers, two in a byte: take an even"
@@ -225,20 +217,20 @@ def _unpack_int4(packed: Tensor) -> Tensor:
 
 
 def _group_maxima(flat: Tensor) -> Tensor:
-    """The largest of each group of a row; the last group may be shorter."""
+    # The last group of a row may be shorter.
     whole = torch.nn.functional.pad(flat, (0, -flat.shape[1] % GROUP_SIZE))
     return whole.unflatten(1, (-1, GROUP_SIZE)).amax(dim=2)
 
 
 def _expand_scales(scales: Tensor, flat: Tensor, share: str) -> Tensor:
-    """For each number of [rows, columns], or for each row, its scale."""
+    """Return scales that broadcast over ``flat``, [rows, columns]."""
+    # One scale per shard: [W] -> [rows, 1], for the rows of all gathered shards.
     if share == "shard":
         return scales.view(-1, 1).repeat_interleave(len(flat) // len(scales), dim=0)
-    return (
-        scales
-        if share == "row"
-        else scales.repeat_interleave(GROUP_SIZE, dim=1)[:, : flat.shape[1]]
-    )
+    # [rows, groups] -> [rows, columns]
+    if share == "group":
+        return scales.repeat_interleave(GROUP_SIZE, dim=1)[:, : flat.shape[1]]
+    return scales
 
 
 _MAX_VALUES: dict[str, float] = {"float8": torch.finfo(FLOAT8).max, "int8": 127, "int4": 7}
@@ -250,7 +242,8 @@ _SCALE_MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _decode_cast(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return gathered[0].to(dtype)  # where it has the dtype already, the gathered memory itself
+    # Without a copy if the gathered tensor already has this dtype.
+    return gathered[0].to(dtype)
 
 
 EXTENSIONS: dict[str, Extension] = {
@@ -262,9 +255,8 @@ EXTENSIONS: dict[str, Extension] = {
 
 
 def gather_on_one_rank(weight: Tensor, ranks: int, extension: Extension) -> Tensor:
-    """What so many ranks would compute with in place of a whole weight [rows, ...], worked out
-    without them.
-    """
+    """Return the weight [rows, ...] that ``ranks`` ranks would compute with, without them."""
+    # As on ``ranks`` ranks: padded, encoded by shard, concatenated by sent tensor, decoded.
     rows = -(-len(weight) // ranks)
     padded = pad_rows(weight, rows * ranks)
     sent = [extension.encode(shard) for shard in padded.split(rows)]

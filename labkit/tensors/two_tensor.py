@@ -1,18 +1,19 @@
 """A tensor that is two tensors: the smallest parameter type that changes what FSDP sends.
 
-To PyTorch a ``TwoTensor`` looks like one tensor of the shape of its halves, without memory of its
-own. Every operation on it arrives in ``__torch_dispatch__`` and is done twice, once with each half:
+To PyTorch a ``TwoTensor`` is one tensor with the shape of its halves and no memory of its own.
+Every operation on it arrives in ``__torch_dispatch__``, which runs it once for each half:
 
     two @ x     ->     TwoTensor(two.a @ x, two.b @ x)
 
-FSDP2 asks a parameter type two questions: what to send (``fsdp_pre_all_gather``), and how the
-parameter is built from what arrived (``fsdp_post_all_gather``). Who holds which memory:
+FSDP2 asks a parameter type what to send (``fsdp_pre_all_gather``), and how to build the parameter
+from what was gathered (``fsdp_post_all_gather``). These are the tensors and their memory:
 
-    sharded            sent                gathered               the parameter that computes
-    TwoTensor          a's rows, b's rows  all rows of a, of b    TwoTensor of the two gathered
-    always kept                            freed by FSDP          freed too if casting copied
+    shard        TwoTensor of this rank's rows                   always kept
+    sent         a's rows, b's rows
+    gathered     all rows of a, all rows of b                    freed by FSDP2
+    parameter    TwoTensor around the two gathered tensors       freed too, if a cast allocated it
 
-Shapes: R rows on this rank, P rows on every rank once padded, W ranks.
+Shapes: R rows on this rank, P rows on every rank after padding, W ranks.
 """
 
 from __future__ import annotations
@@ -35,21 +36,20 @@ from labkit.torch_private import (
     unsafe_preserve_version_counter,
 )
 
-_OVERWRITE_OPS = (torch.ops.aten.copy_.default,)  # change a tensor without reading what it held
+# They change a tensor without reading its old value.
+_OVERWRITE_OPS = (torch.ops.aten.copy_.default,)
 
 
 class TwoTensor(Tensor):
-    """Two tensors of equal shape, strides, dtype and device that go through every operation side by
-    side.
+    """Two tensors of equal shape, strides, dtype and device that share every operation.
 
-    An operation that writes its result into a plain tensor (``out=``) leaves that of ``a`` there.
-    FSDP2 reduces gradients so: of two halves that differ, both are updated with the gradient of
-    ``a``.
+    An operation that writes into a plain tensor (``out=``) leaves the result of ``a`` there. FSDP2
+    reduces gradients in this way, so both halves are updated with the gradient of ``a``.
 
     Args:
-        a: the first half; its memory is shared, not copied, and autograd follows the wrapper
-            instead of it. The attribute of this name is a tensor without gradient.
-        b: the second, likewise.
+        a: the first half, whose memory is shared. Autograd follows the TwoTensor; the attribute
+            ``a`` has no gradient.
+        b: the second half, likewise.
 
     Raises:
         ValueError: the halves differ in shape, strides, offset, dtype or device.
@@ -81,30 +81,27 @@ class TwoTensor(Tensor):
         return f"TwoTensor({self.a!r}, {self.b!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """The names of the inner tensors, and what else is needed to build this again: nothing."""
+        """Return the names of the inner tensors, and the other data of the object: none."""
         return ["a", "b"], None
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], metadata: None, size: Any, stride: Any
     ) -> TwoTensor:
-        """The inverse of ``__tensor_flatten__``; size and strides are those of the inner
-        tensors.
-        """
+        """Invert ``__tensor_flatten__``."""
         return TwoTensor(inner["a"], inner["b"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         _refuse_to_accumulate(func, args)
-        b = func(
-            *_pick_half("b", args), **_pick_half("b", kwargs)
-        )  # first, so that a plain out= keeps the result of a
+        # b first, so that a plain out= keeps the result of a.
+        b = func(*_pick_half("b", args), **_pick_half("b", kwargs))
         a = func(*_pick_half("a", args), **_pick_half("a", kwargs))
         flat, structure = tree_flatten(a)
         pairs = zip(flat, tree_leaves(b), strict=True)
         both = [cls(x, y) if isinstance(x, Tensor) else x for x, y in pairs]
-        # an in-place operation returns the wrapper that it was given, and a view shares its storage
+        # An in-place operation must return its own argument, and a view must share its storage.
         return return_and_correct_aliasing(func, args, kwargs, tree_unflatten(both, structure))
 
     def fsdp_pre_all_gather(
@@ -115,19 +112,16 @@ class TwoTensor(Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What FSDP2 sends of this rank's shard: both halves, padded to the length of the longest
-        shard.
+        """Return what FSDP2 sends of this rank's shard: both halves, padded to the longest shard.
 
-        FSDP2 counts the parameters of this method. With ``(self, mesh)`` alone it is told only who
-        shares the parameter, the W ranks of ``mesh``: enough for shards of equal length. With five
-        it also learns the whole parameter's shape and strides, which a shorter last shard needs for
-        its padding, the module that holds it, and the dtypes that its unit asks for. Any other
-        number is refused.
+        FSDP2 counts the parameters of this method. ``(self, mesh)`` is enough for shards of equal
+        length; with all five it also gets the whole parameter's shape, which a shorter last shard
+        needs for its padding. It refuses any other number.
 
         Returns:
-            Two tensors of shape [P, ...], and what ``fsdp_post_all_gather`` shall be told about
-            them: nothing.
+            Two tensors [P, ...], and the ``metadata`` of ``fsdp_post_all_gather``: none.
         """
+        # P: FSDP2 cuts like torch.chunk, so no rank has more rows.
         rows = -(-outer_size[0] // mesh.size())
         return (pad_rows(self.a, rows), pad_rows(self.b, rows)), None
 
@@ -139,22 +133,20 @@ class TwoTensor(Tensor):
         *,
         out: TwoTensor | None = None,
     ) -> tuple[TwoTensor, tuple[Tensor, ...]] | None:
-        """Build the whole parameter from what was gathered, once; later only refill it.
+        """Build the whole parameter on the first call; later only refill it.
 
-        Autograd may have saved the first call's parameter, so later calls must bring the same
-        memory to life: FSDP2 allocates that of the gathered tensors and of the named ones, and
-        passes the parameter as ``out``. In the parameter's own dtype the gathered tensors are its
-        memory, and there is nothing to copy.
+        Autograd may have saved the first call's parameter, so later calls must reuse its memory:
+        FSDP2 allocates the gathered and the returned tensors again, and passes the parameter as
+        ``out``.
 
         Args:
-            all_gather_outputs: all rows of a and of b, [W * P, ...] each, padding included.
+            all_gather_outputs: all rows of a and of b, [W * P, ...] each, with padding.
             metadata: from ``fsdp_pre_all_gather``.
             param_dtype: to compute in.
-            out: from the second call on, the parameter that the first one returned.
+            out: from the second call on, the parameter of the first call.
 
         Returns:
-            On the first call the parameter, and the tensors whose memory FSDP2 must free after use;
-            else nothing.
+            On the first call the parameter, and the tensors that FSDP2 must free after use.
 
         Raises:
             ValueError: not two tensors of one shape were gathered, or ``out`` does not hold their
@@ -164,8 +156,10 @@ class TwoTensor(Tensor):
         a, b = all_gather_outputs
         if out is None:
             whole = TwoTensor(a.to(param_dtype), b.to(param_dtype))
+            # Without a cast these are the gathered tensors, which FSDP2 frees anyway.
             return whole, (whole.a, whole.b)
         for name, gathered, half in (("a", a, out.a), ("b", b, out.b)):
+            # In the parameter's own dtype the gathered tensors are its memory: nothing to copy.
             if gathered.dtype != half.dtype:
                 refill(half, gathered)
             elif gathered.untyped_storage()._cdata != half.untyped_storage()._cdata:
@@ -178,25 +172,24 @@ class TwoTensor(Tensor):
 
 
 def make_two_tensor(weight: Tensor) -> TwoTensor:
-    """A TwoTensor of a weight and a copy."""
+    """Make a TwoTensor of a weight and a copy of it."""
     return TwoTensor(weight, weight.detach().clone())
 
 
 def convert_parameters(
     model: nn.Module, convert: Callable[[Tensor], Tensor] = make_two_tensor
 ) -> None:
-    """Give every parameter the type that ``convert`` makes of it, in place; before ``fully_shard``.
+    """Replace every parameter by ``convert`` of it, in place; call it before ``fully_shard``.
 
     Raises:
-        ValueError: what ``convert`` made is no tensor of the parameter's shape.
+        ValueError: ``convert`` did not return a tensor of the parameter's shape.
     """
     for module in model.modules():
         for name, each in list(module.named_parameters(recurse=False)):
             converted = convert(each.detach())
             if not isinstance(converted, Tensor) or converted.shape != each.shape:
-                shape = (
-                    f" of shape {tuple(converted.shape)}" if isinstance(converted, Tensor) else ""
-                )
+                is_tensor = isinstance(converted, Tensor)
+                shape = f" of shape {tuple(converted.shape)}" if is_tensor else ""
                 was = f"a parameter of shape {tuple(each.shape)}"
                 raise ValueError(
                     f"{was} became a {type(converted).__name__}{shape}: give a tensor of the same"
@@ -215,20 +208,15 @@ _MUST_AGREE: dict[str, Any] = {
 
 
 def pad_rows(shard: Tensor, rows: int) -> Tensor:
-    """A shard [R, ...] with zeros below, [rows, ...]: an all-gather wants as much from every
-    rank.
-    """
+    """Pad a shard [R, ...] with zeros to [rows, ...], since an all-gather needs equal sizes."""
     missing = rows - shard.shape[0]
     return functional.pad(shard, [0, 0] * (shard.ndim - 1) + [0, missing]) if missing else shard
 
 
 def refill(out: Tensor, gathered: Tensor) -> None:
-    """Put the gathered rows, without padding, into an unsharded parameter that autograd may have
-    saved.
-
-    To autograd this is the value that it saved, back again, and no change: without the guard the
-    backward pass refuses with "modified by an inplace operation".
-    """
+    """Copy the gathered rows, without padding, into an unsharded parameter."""
+    # Autograd may have saved ``out``. It gets its old value back, so this is no change; without the
+    # guard the backward pass would refuse with "modified by an inplace operation".
     with torch.no_grad(), unsafe_preserve_version_counter(out):
         out.copy_(gathered[: out.shape[0]])
 
@@ -238,16 +226,14 @@ def _pick_half(name: str, given: Any) -> Any:
 
 
 def _refuse_to_accumulate(func: Any, args: Sequence[Any]) -> None:
-    """Raises TypeError for ``plain.add_(two)``: done once for each half it would add both."""
+    """Raise TypeError for ``plain.add_(two)``, which would add both halves."""
     if func in _OVERWRITE_OPS:
         return
     for argument, value in zip(func._schema.arguments, args, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        if (
-            writes
-            and not argument.is_out
-            and not all(isinstance(leaf, TwoTensor) for leaf in tree_leaves(value))
-        ):
+        if not writes or argument.is_out:
+            continue
+        if not all(isinstance(leaf, TwoTensor) for leaf in tree_leaves(value)):
             raise TypeError(
                 f"{func.name()} would change a plain tensor by both halves of a TwoTensor: pass one"
                 " half"

@@ -261,9 +261,7 @@ def step_flops_per_token(pairs: LayerPairs) -> int:
 
 
 def valid_tp_sizes(ranks: int, samples: int, lengths: Sequence[int]) -> list[int]:
-    """Return the sizes of ``tp`` that divide the ranks and let the other axis divide the
-    samples.
-    """
+    """Return the sizes of ``tp`` that divide the ranks, and let ``data`` divide the samples."""
     return [tp for tp in lengths if ranks % tp == 0 and samples % (ranks // tp) == 0]
 
 

@@ -1,3 +1,1 @@
-"""What runs inside ranks when an answer is judged: ``answers`` is the program, beside it what each
-lab feeds.
-"""
+"""Code that runs inside the ranks of a check: the shared program and one ``run_answer`` per lab."""

@@ -1,6 +1,4 @@
-"""On a rank: a learner's collectives get one tensor of each rank, a learner's training loop its own
-samples.
-"""
+"""Run a learner's collectives on a vector per rank, and a training loop on each rank's samples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,24 +10,17 @@ from torch import Tensor, nn
 from labkit.session.traffic import CommunicationCounter
 
 STEPS, SAMPLES, INPUTS, OUTPUTS, LEARNING_RATE = 3, 4, 5, 2, 0.1
+# gloo buffers short messages. A send of 100,000 elements blocks until its receive is posted, so an
+# answer that deadlocks is caught.
 VECTOR_LENGTHS = {"shift": (100_000,), "in_two": (8,), "ring": (8, 10)}
-"""Of the vectors that a rank is given; a message of 100,000 numbers is not sent before somebody
-receives it.
-"""
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer.
-
-    Args:
-        answer: takes a vector, this rank and the number of ranks; for "train" a model, batches and
-            a learning rate.
-        what: a key of ``LENGTHS``, or "train".
+    """Call the answer; ``what`` is a key of ``VECTOR_LENGTHS``, or "train" for a training loop.
 
     Returns:
-        ``got``, the answer's tensors, or the types of what is none; ``handed``, bytes by collective
-        or message; ``gloo``, what gloo's all-reduce makes of the same vectors. For "train", the
-        model's parameters as ``got``.
+        ``got``, the answer's tensors or the names of other types; ``handed``, bytes by operation;
+        ``gloo``, the results of gloo's all-reduce. For "train" ``got`` holds the parameters, alone.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     if what == "train":
@@ -46,29 +37,26 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 
 
 def rank_vectors(length: int, ranks: int) -> Tensor:
-    """What each rank is given, [ranks, length]."""
+    """Return the ranks' vectors, [ranks, length]."""
     return torch.randn(ranks, length, generator=torch.Generator().manual_seed(length))
 
 
 def make_rank_model(index: int) -> nn.Module:
-    """The network of a rank, with weights of its own."""
+    """Return a small network whose weights depend on the rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(index)
         return nn.Sequential(nn.Linear(INPUTS, 4), nn.Tanh(), nn.Linear(4, OUTPUTS))
 
 
 def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
-    """The samples of a rank in each step: inputs [SAMPLES, INPUTS] and targets [SAMPLES,
-    OUTPUTS].
-    """
+    """Return a rank's inputs [SAMPLES, INPUTS] and targets [SAMPLES, OUTPUTS] of each step."""
     draw = torch.Generator().manual_seed(100 + index)
-    return [
-        (
-            torch.randn(SAMPLES, INPUTS, generator=draw),
-            torch.randn(SAMPLES, OUTPUTS, generator=draw),
-        )
-        for _ in range(STEPS)
-    ]
+    shapes = (SAMPLES, INPUTS), (SAMPLES, OUTPUTS)
+    batches = []
+    for _ in range(STEPS):
+        inputs, targets = (torch.randn(shape, generator=draw) for shape in shapes)
+        batches.append((inputs, targets))
+    return batches
 
 
 def train_all_ranks(
@@ -79,14 +67,10 @@ def train_all_ranks(
     factor: float = 1.0,
     forget: bool = True,
 ) -> list[Sequence[Tensor]]:
-    """The parameters of every rank after data-parallel training, which this process plays alone.
+    """Simulate data-parallel training in this process and return the parameters of every rank.
 
-    Args:
-        ranks: how many.
-        same_start: all ranks begin with the weights of rank 0.
-        together: they use the mean of their gradients, not each its own.
-        factor: times this.
-        forget: gradients of earlier steps are thrown away.
+    The options simulate mistakes: ranks that start from different weights, use their own gradients
+    instead of the mean, scale gradients by ``factor``, or do not clear them between steps.
     """
     models = [make_rank_model(0 if same_start else index) for index in range(ranks)]
     batches = [rank_batches(index) for index in range(ranks)]

@@ -1,6 +1,4 @@
-"""On a rank: a learner's functions average gradients by themselves, in fewer messages, or in fewer
-bytes.
-"""
+"""Run a learner's functions that average gradients, in buckets or in half precision."""
 
 import itertools
 import time
@@ -17,24 +15,23 @@ from labkit.session.traffic import CommunicationCounter
 
 WIDTHS = (6, 9, 7, 5)
 ROWS = 3
+# From the last layer on, the gradients have 20, 140, 28, 252, 36 and 216 bytes: three buckets.
 LIMIT_BYTES = 170
-"""Of the gradients from the last layer on, 20, 140, 28, 252, 36 and 216 bytes: three buckets."""
+# Rank 1 starts its backward pass this much later, so a rank that does not wait for the all-reduce
+# reads gradients that are not summed yet.
 DELAY_S = 0.05
-"""Rank 1 begins its backward pass so much later: who does not wait for it has no sums."""
 MICRO_BATCHES = 3
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
     """Call the answer; ``what`` is "small_ddp", "accumulate" or "half_hook"."""
-    return {"small_ddp": run_small_ddp, "accumulate": run_accumulate, "half_hook": run_half_hook}[
-        what
-    ](answer)
+    if what == "small_ddp":
+        return run_small_ddp(answer)
+    return run_accumulate(answer) if what == "accumulate" else run_half_hook(answer)
 
 
 class CallOrderCounter(CommunicationCounter):
-    """Counts, and notes in their order ``asked``, with its bytes, for an all-reduce, and whatever
-    others note.
-    """
+    """Keep ``seen``, events in order; each all-reduce adds "asked" with its bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +46,13 @@ class CallOrderCounter(CommunicationCounter):
 
 
 def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
-    """Let the answer take charge of a small model, and go through two backward passes.
+    """Let the answer put hooks on a small model, and run two backward passes.
 
-    Returns:
-        For each pass: ``gradients`` as they are when it returns, None for none; ``seen``, in order:
-        "gradient" for each that is there, "asked" with the bytes of an all-reduce, "waited".
+    ``seen`` lists the events of a pass in order: "gradient", "asked <bytes>" and "waited".
     """
     model, watches, passes = make_linear_model(), [CallOrderCounter()], []
-    for parameter in model.parameters():  # before the answer's own hooks, so that these come after
+    # Hooks run in the order of their registration: these note a gradient before the answer sees it.
+    for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: watches[-1].seen.append("gradient"))
     answer(model, LIMIT_BYTES)
 
@@ -79,9 +75,7 @@ def run_small_ddp(answer: Callable[[nn.Module, int], Any]) -> dict[str, Any]:
 
 
 def run_accumulate(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) -> dict[str, Any]:
-    """Give the answer a model in DDP and some micro-batches; ``gradients``, and ``calls`` of
-    all-reduces.
-    """
+    """Run the answer on a DDP model; return its gradients and the number of all-reduce calls."""
     model = DistributedDataParallel(make_linear_model())
     batches = [step_batch(dist.get_rank(), step) for step in range(MICRO_BATCHES)]
     with CommunicationCounter() as traffic:
@@ -90,9 +84,7 @@ def run_accumulate(answer: Callable[[Any, list[tuple[Tensor, Tensor]]], Any]) ->
 
 
 def run_half_hook(answer: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Register the answer with DDP, for one backward pass; ``gradients``, and ``handed`` bytes to
-    all-reduces.
-    """
+    """Use the answer as DDP's communication hook; return gradients and bytes all-reduced."""
     model = DistributedDataParallel(make_linear_model())
     model.register_comm_hook(None, answer)
     with CommunicationCounter() as traffic:
@@ -101,7 +93,7 @@ def run_half_hook(answer: Callable[[Any, Any], Any]) -> dict[str, Any]:
 
 
 def make_linear_model() -> nn.Sequential:
-    """Three linear layers, equal on all ranks."""
+    """Return three linear layers, equal on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
@@ -109,18 +101,17 @@ def make_linear_model() -> nn.Sequential:
 
 
 def step_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """A rank's inputs and targets in a step."""
+    """Return a rank's inputs and targets of a step."""
     draw = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(ROWS, WIDTHS[0], generator=draw), torch.randn(
-        ROWS, WIDTHS[-1], generator=draw
-    )
+    inputs = torch.randn(ROWS, WIDTHS[0], generator=draw)
+    return inputs, torch.randn(ROWS, WIDTHS[-1], generator=draw)
 
 
 def mean_squared_error(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error."""
+    """Return the mean squared error of a model."""
     return nn.functional.mse_loss(model(inputs), targets)
 
 
 def clone_gradients(model: nn.Module) -> list[Tensor | None]:
-    """A copy of each parameter's gradient, as it is at this moment."""
+    """Copy the gradients of all parameters."""
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]

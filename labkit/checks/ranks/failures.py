@@ -1,6 +1,4 @@
-"""On a rank: a learner's recorder gets collectives to record, a learner's training loop samples of
-its own.
-"""
+"""Run a learner's recorder on collectives, and a training loop on each rank's samples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,15 +9,13 @@ from torch import Tensor, nn
 
 from labkit.checks.judge import WrongAnswer
 
+# Number of batches of each of the four ranks.
 BATCH_COUNTS = (5, 7, 3, 4)
-"""How many batches each of four ranks has."""
 STEPS, SAMPLES, LEARNING_RATE = 3, 5, 0.1
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer: ``what`` is "common", "recorded" or "mended"; see the functions below for
-    what they send.
-    """
+    """Call the answer; ``what`` is "common", "recorded" or "mended"."""
     if what == "common":
         got = answer(BATCH_COUNTS[dist.get_rank()])
         return {"got": int(got) if isinstance(got, int) else None, "kind": type(got).__name__}
@@ -31,13 +27,12 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
 
 
 def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
-    """Let the answer record four calls.
+    """Let the answer record two real collectives and two mock ones.
 
     Returns:
-        ``sums``, what two real collectives left; ``handle``, the type of what an asynchronous one
-        gave; ``log``, the entries of these; ``during``, what the log held while a third was under
-        way; ``after``, its last entry once a fourth had raised an error; ``swallowed``, whether
-        that error did not come out.
+        ``sums`` and ``log`` entries of the real ones; ``handle``, type of the asynchronous result;
+        ``during``, the log while the third call runs, if it was ``called``; ``after``, the last
+        entry once the fourth has raised; ``swallowed``, whether its error was lost.
     """
     log: list[Any] = []
     during: list[Any] = []
@@ -50,11 +45,11 @@ def run_call_log(answer: Callable[..., Any]) -> dict[str, Any]:
 
     summed, largest = torch.ones(3), torch.full((2, 2), 1.0 + dist.get_rank())
     _make_logger(answer, dist.all_reduce, log)(summed)
-    handle = _make_logger(answer, dist.all_reduce, log)(
-        largest, op=dist.ReduceOp.MAX, async_op=True
-    )
+    reduce_later = _make_logger(answer, dist.all_reduce, log)
+    handle = reduce_later(largest, op=dist.ReduceOp.MAX, async_op=True)
     if handle is not None:
         handle.wait()
+    # The next calls append to the log, or replace its entries.
     kept = [dict(entry) for entry in log]
     _make_logger(answer, all_gather, log)(torch.zeros(4))
     swallowed = False
@@ -79,40 +74,34 @@ def _make_logger(
 ) -> Callable[..., Any]:
     call = answer(collective, log)
     if not callable(call):
-        raise WrongAnswer(
-            f"recorded({collective.__name__}, log) gave a {type(call).__name__}, not a function"
-        )
+        asked = f"recorded({collective.__name__}, log)"
+        raise WrongAnswer(f"{asked} gave a {type(call).__name__}, not a function")
     return call
 
 
 def _plain_entries(entries: Sequence[Any]) -> list[dict[str, Any]]:
-    """Entries of a log as data that can be sent home; shapes as lists."""
+    """Convert log entries to types that torch.load reads with weights_only=True."""
     plain = []
     for entry in entries:
         if not isinstance(entry, dict):
-            raise WrongAnswer(
-                f"an entry of the log is a {type(entry).__name__}", expected="expected a dict"
-            )
+            said = f"an entry of the log is a {type(entry).__name__}"
+            raise WrongAnswer(said, expected="expected a dict")
         shape = entry.get("shape")
-        plain.append(
-            {
-                "call": str(entry.get("call")),
-                "shape": list(shape) if isinstance(shape, tuple | list) else None,
-                "done": entry.get("done"),
-            }
-        )
+        shape = list(shape) if isinstance(shape, tuple | list) else None
+        call, done = str(entry.get("call")), entry.get("done")
+        plain.append({"call": call, "shape": shape, "done": done})
     return plain
 
 
 def make_equal_model() -> nn.Module:
-    """The network of every rank: equal weights."""
+    """Return a small network with equal weights on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def rank_batches(index: int) -> list[tuple[Tensor, Tensor]]:
-    """The samples of a rank in each step: inputs [SAMPLES, 6] and targets [SAMPLES, 2]."""
+    """Return a rank's inputs [SAMPLES, 6] and targets [SAMPLES, 2] of each step."""
     draw = torch.Generator().manual_seed(100 + index)
     return [
         (torch.randn(SAMPLES, 6, generator=draw), torch.randn(SAMPLES, 2, generator=draw))
@@ -127,15 +116,11 @@ def train_with_faults(
     divisor: float = 0,
     stale: bool = False,
 ) -> list[list[Tensor]]:
-    """The parameters of every rank after the training of the exercise, which this process plays
-    alone.
+    """Simulate the exercise's training in this process and return the parameters of every rank.
 
-    Args:
-        ranks: how many.
-        reduced: whether the gradients of a parameter are added up over the ranks; if not, each rank
-            uses its own.
-        divisor: what sums are divided by; 0 for the number of ranks.
-        stale: the last layer's weight is never changed.
+    ``reduced`` tells whether a parameter's gradients are summed over the ranks. The sums are
+    divided by ``divisor``, or by ``ranks`` if it is 0. ``stale`` never updates the last layer's
+    weight.
     """
     models = [make_equal_model() for _ in range(ranks)]
     for model in models:
@@ -149,8 +134,9 @@ def train_with_faults(
             gradients = [place.grad for _, place in places if place.grad is not None]
             total = sum(gradients[1:], gradients[0].clone())
             for (name, place), gradient in zip(places, gradients, strict=True):
-                if not (stale and name == "2.weight"):
-                    place.data -= LEARNING_RATE * (
-                        total / (divisor or ranks) if reduced(place) else gradient
-                    )
+                if stale and name == "2.weight":
+                    continue
+                if reduced(place):
+                    gradient = total / (divisor or ranks)
+                place.data -= LEARNING_RATE * gradient
     return [[place.detach() for place in model.parameters()] for model in models]

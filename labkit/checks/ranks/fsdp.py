@@ -1,5 +1,6 @@
-"""On a rank: a learner's functions shard a small model, or average gradients beside an expert."""
+"""Run a learner's functions that shard a small model, or average gradients around local experts."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +21,7 @@ def run_answer(answer: Callable[..., Any], what: str = "experts") -> dict[str, A
 
 
 def run_expert_gradients(answer: Callable[..., None]) -> dict[str, Any]:
-    """Call the answer once, with the model, its experts' parameters and the number of ranks.
-
-    Returns:
-        By name of the parameter, the gradient that the answer left, or None.
-    """
+    """Call the answer on a model and its experts; return its gradients by parameter."""
     model = make_expert_model(dist.get_rank())
     parameters = dict(model.named_parameters())
     answer(model, {parameters[name] for name in expert_names(model)}, dist.get_world_size())
@@ -32,7 +29,7 @@ def run_expert_gradients(answer: Callable[..., None]) -> dict[str, Any]:
 
 
 class PassObserver(nn.Module):
-    """Stands between two units, and calls a function when the forward or backward pass comes by."""
+    """An identity between two units that reports both passes to ``passed``."""
 
     def __init__(self, passed: Callable[[str], None]):
         super().__init__()
@@ -40,7 +37,8 @@ class PassObserver(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.passed("forward")
-        x = x.view_as(x)  # a tensor of its own, so that no hook of a unit comes first
+        # On the unit's own output, hooks of the unit would run before this one.
+        x = x.view_as(x)
         if x.requires_grad:
             x.register_hook(lambda gradient: self.passed("backward"))
         return x
@@ -50,10 +48,9 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """Let the answer shard each unit of a small model, and train two steps.
 
     Returns:
-        ``shards`` of each rank as they were at first, or the type of what is none; ``gradients``
-        after the first backward pass; ``outputs`` of both steps; ``held``, bytes of each unit's
-        whole parameters, by moment; ``left``, bytes of its whole gradients after the backward pass;
-        ``sent``, calls of each collective in the first step.
+        ``shards`` of all ranks or the names of other types. If their shape is right, also
+        ``outputs`` of both steps; ``gradients`` and collective calls ``sent`` of the first; bytes
+        per unit of full parameters ``held`` by moment, and of full gradients ``left`` at the end.
     """
     warnings.filterwarnings("ignore", message=".*is deprecated")
     units, (inputs, targets) = two_units(), rank_batch(dist.get_rank())
@@ -64,17 +61,17 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
 
     shards, ranks = [answer(unit) for unit in units], dist.get_world_size()
     everyone: list[Any] = [None] * ranks
-    given = [
-        each.detach().clone() if isinstance(each, nn.Parameter) else type(each).__name__
-        for each in shards
-    ]
+    given: list[Any] = [type(each).__name__ for each in shards]
+    for place, shard in enumerate(shards):
+        if isinstance(shard, nn.Parameter):
+            given[place] = shard.detach().clone()
     dist.all_gather_object(everyone, given)
     first: dict[str, Any] = {"shards": everyone}
+    # All ranks decide alike, as all look at all shards: a rank that trained alone would hang.
     wanted = (-(-sum(p.numel() for p in two_units()[0].parameters()) // ranks),)
-    if not all(
-        isinstance(each, Tensor) and each.shape == wanted for rank in everyone for each in rank
-    ):
-        return first  # nothing to train
+    for shard in itertools.chain.from_iterable(everyone):
+        if not isinstance(shard, Tensor) or shard.shape != wanted:
+            return first
     note_memory("at rest")
     model = nn.Sequential(units[0], PassObserver(note_memory), units[1])
     with CommunicationCounter() as traffic:
@@ -92,13 +89,14 @@ def run_small_fsdp(answer: Callable[[nn.Module], Any]) -> dict[str, Any]:
 
 
 def parameter_storage_bytes(unit: nn.Module) -> int:
-    """Memory behind a unit's parameters."""
+    """Return the bytes of memory behind a unit's parameters."""
     memory = [parameter.untyped_storage() for parameter in unit.parameters()]
+    # Parameters that are views of one flat tensor share a storage, which counts once.
     return sum({each._cdata: each.nbytes() for each in memory}.values())
 
 
 def two_units() -> list[nn.Sequential]:
-    """Equal on all ranks; each has 49 numbers, which 2 ranks do not divide."""
+    """Return two units, equal on all ranks, of 49 elements each: 2 ranks need padding."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return [
@@ -108,13 +106,13 @@ def two_units() -> list[nn.Sequential]:
 
 
 def rank_batch(index: int) -> tuple[Tensor, Tensor]:
-    """Rank ``index``'s inputs and targets."""
+    """Return a rank's inputs and targets."""
     draw = torch.Generator().manual_seed(index)
     return torch.randn(ROWS, WIDTH, generator=draw), torch.randn(ROWS, WIDTH, generator=draw)
 
 
 def make_expert_model(index: int) -> MixtureOfExperts:
-    """Rank ``index``'s model after its backward pass."""
+    """Return a rank's model after one backward pass."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = MixtureOfExperts(expert_seed=index)
@@ -124,15 +122,12 @@ def make_expert_model(index: int) -> MixtureOfExperts:
 
 
 def gradients_by_name(model: MixtureOfExperts) -> dict[str, Tensor]:
-    """A model's gradients by the names of its parameters."""
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    """Return a model's gradients by the names of its parameters."""
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return {name: each for name, each in gradients.items() if each is not None}
 
 
 def expert_names(model: MixtureOfExperts) -> list[str]:
-    """Names of the parameters that each rank has for itself."""
+    """Return the names of the parameters that differ between ranks."""
     own = {parameter for module in model.local_modules() for parameter in module.parameters()}
     return [name for name, parameter in model.named_parameters() if parameter in own]

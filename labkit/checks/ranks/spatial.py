@@ -1,6 +1,4 @@
-"""On a rank: a learner's halo exchange gets one strip of an image that every rank, and the
-notebook, can make whole.
-"""
+"""Run a learner's halo exchange on one strip of an image that every process can rebuild."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +13,11 @@ HALO, COLUMNS = 3, 8
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer once.
-
-    Args:
-        answer: takes a strip or a padded gradient [N, C, H, W], the halo, this rank and the number
-            of ranks.
-        what: "forward", "backward" or "ones", see ``tasks``; or "function" for an autograd.Function
-            that does the first two, of which the second is asked for by a backward pass.
+    """Call the answer on a task of ``rank_tasks``; "function" asks for both passes.
 
     Returns:
-        ``got``, the answer's tensor, or the type of what it is otherwise; ``moved``, the bytes that
-        it handed over; for "function" ``grad`` as well, the gradient of the strip.
+        ``got``, the answer's tensor or the name of another type; ``moved``, bytes passed to sends
+        and collectives; ``grad``, the gradient of the strip, for "function" only.
     """
     index, ranks = dist.get_rank(), dist.get_world_size()
     given = rank_tasks("forward" if what == "function" else what, ranks)[index][0].clone()
@@ -40,20 +32,16 @@ def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
         else:
             got = answer(given, HALO, index, ranks)
     moved = sum(amount for name, amount in traffic.bytes.items() if name != "recv")
-    return {
-        "got": got if isinstance(got, Tensor) else type(got).__name__,
-        "moved": moved,
-        "grad": grad,
-    }
+    got = got if isinstance(got, Tensor) else type(got).__name__
+    return {"got": got, "moved": moved, "grad": grad}
 
 
 def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """What each rank is given, and what it should give back, said by the whole image.
+    """Return each rank's input and expected output, computed from the whole image [N, C, H, W].
 
-    forward: a strip; the same strip with its neighbours' columns, zeros at the border of the image.
-    ones: the same for an image of ones.
-    backward: a gradient of the padded strip; the gradient of the strip when those of all ranks are
-        added up.
+    forward: a strip, and the strip with its neighbours' columns, zeros at the border of the image.
+    ones: like forward, for an image of ones.
+    backward: a gradient of the padded strip, and the gradient of the strip summed over all ranks.
     """
     draw = torch.Generator().manual_seed(0)
     image = torch.randn(2, 3, 5, COLUMNS * ranks, generator=draw)
@@ -66,7 +54,6 @@ def rank_tasks(what: str, ranks: int) -> list[tuple[Tensor, Tensor]]:
         return list(zip(gradients, total[..., HALO:-HALO].chunk(ranks, dim=-1), strict=True))
     if what == "ones":
         image = torch.ones_like(image)
-    padded = torch.nn.functional.pad(image, (HALO, HALO)).unfold(
-        -1, width, COLUMNS
-    )  # [N, C, H, ranks, width]
+    # unfold cuts overlapping windows: [N, C, H, ranks, width]
+    padded = torch.nn.functional.pad(image, (HALO, HALO)).unfold(-1, width, COLUMNS)
     return list(zip(image.chunk(ranks, dim=-1), padded.unbind(3), strict=True))

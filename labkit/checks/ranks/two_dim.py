@@ -1,12 +1,12 @@
-"""On a rank: a learner's plan puts a model on a 2 x 2 mesh, or the learner's functions and layers
-share a matrix there.
+"""Run a learner's plans, layers and autograd functions on a 2 x 2 mesh.
 
-Ranks along ``tp`` share the matrices; ranks along ``data`` take their own samples.
+Ranks along ``tp`` share the weight matrices; ranks along ``data`` have different samples.
 """
 
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +25,13 @@ from labkit.session.traffic import CommunicationCounter
 DIM, BATCH, TOKENS, HEAD_DIM, VOCABULARY_SIZE = 8, 4, 8, 2, 12
 INNER = 4 * DIM
 DATA, TP = 2, 2
+# Input and output features of each layer of a pair.
 LAYER_SHAPES = {"column": (DIM, INNER), "row": (INNER, DIM)}
-"""Numbers in and out of each layer of a pair."""
 CPU = torch.device("cpu")
 
 
 class Block(LabModel):
-    """A block of a language model: attention of four heads, then a gated MLP. [N, S, D] to the
-    same. No norms.
-    """
+    """Four attention heads, then a gated MLP, without norms. Keeps the shape [N, S, D]."""
 
     def __init__(self, dim: int, inner: int):
         super().__init__()
@@ -46,23 +44,19 @@ class Block(LabModel):
         self.down = nn.Linear(inner, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
+        projected = self.query(x), self.key(x), self.value(x)
+        q, k, v = (each.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for each in projected)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.silu(self.gate(x)) * self.up(x))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[4, 8, 8]."""
+        """Return features [4, 8, 8]."""
         return (random_normal(BATCH, TOKENS, DIM, device=device, seed=seed),)
 
 
 class Words(LabModel):
-    """The two ends of a language model: token ids [N, S] to features, and features to logits [N, S,
-    V].
-    """
+    """Embedding and output layer of a language model: token ids [N, S] to logits [N, S, V]."""
 
     def __init__(self, dim: int, words: int):
         super().__init__()
@@ -73,11 +67,11 @@ class Words(LabModel):
         return self.head(functional.silu(self.embed(ids)))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """[4, 8], token ids."""
+        """Return token ids [4, 8]."""
         return (random_tokens(BATCH, TOKENS, below=VOCABULARY_SIZE, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Mean cross-entropy with the token itself."""
+        """Return the mean cross-entropy with the input tokens as targets."""
         return functional.cross_entropy(output.flatten(0, 1), inputs[0].flatten())
 
 
@@ -89,28 +83,22 @@ MODELS: dict[str, Callable[[], LabModel]] = {
 
 
 def run_answer(answer: Callable[..., Any], what: str) -> dict[str, Any]:
-    """Call the answer: a plan for one of ``MODELS``, an autograd.Function ("copy", "sum"), a layer
-    of ``LAYERS``.
-    """
-    warnings.simplefilter(
-        "ignore"
-    )  # a wrong plan makes torch warn, and here the verdict is what counts
+    """Call a plan for one of ``MODELS``, an autograd.Function, or a layer of ``LAYER_SHAPES``."""
+    # torch warns about a wrong plan; the learner gets the verdict instead.
+    warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = init_device_mesh("cpu", (DATA, TP), mesh_dim_names=("data", "tp"))
     if what in MODELS:
         return run_plan(answer, mesh, what)
-    return run_layer(answer, mesh, what) if what in LAYER_SHAPES else run_function(answer, mesh)
+    if what in LAYER_SHAPES:
+        return run_layer(answer, mesh, what)
+    return run_function(answer, mesh)
 
 
 def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
-    """Apply an autograd.Function to a tensor of this rank's own, and send a gradient of its own
-    back.
-
-    Returns:
-        ``got``, the result or the type of what is none; ``grad`` of the tensor; ``x`` and
-        ``arrived``, the tensor and the gradient as they are after that.
-    """
+    """Run forward and backward of an autograd.Function on this rank's tensor and gradient."""
     given, arrives = rank_tensors(mesh.get_rank())
+    # An answer may change either in place, which the check reports.
     x, arrived = given.clone().requires_grad_(), arrives.clone()
     got = answer.apply(x, mesh["tp"].get_group())
     if isinstance(got, Tensor) and got.requires_grad:
@@ -120,18 +108,17 @@ def run_function(answer: Any, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def rank_tensors(index: int) -> tuple[Tensor, Tensor]:
-    """What a rank is given, and the gradient of what its function returns, [3, 4] each."""
+    """Return a rank's input and its incoming gradient, [3, 4] each."""
     draw = torch.Generator().manual_seed(index)
     return torch.randn(3, 4, generator=draw), torch.randn(3, 4, generator=draw)
 
 
 def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[str, Any]:
-    """Let the answer make this rank's share of a linear layer; one forward and one backward pass.
+    """Run one forward and backward pass of this rank's share of a linear layer, made by the answer.
 
     Returns:
-        ``parameters`` of every rank by name, or the type of what is no module; ``output``, or
-        ``error``, which came of the forward pass; ``grad`` of the input, ``gradients`` by name;
-        ``forward`` and ``backward``, the calls along tp in each pass.
+        As far as the passes run: ``parameters`` of every rank by name; ``output`` or ``error``;
+        ``grad`` of the input; ``gradients`` by name; calls along tp, ``forward`` and ``backward``.
     """
     line, place = mesh["tp"], mesh["tp"].get_local_rank()
     layer, x, gradient = whole_layer(which, mesh["data"].get_local_rank())
@@ -143,16 +130,23 @@ def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[
     dist.all_gather_object(found["parameters"], held)
     if not isinstance(share, nn.Module):
         return found
-    mine = (x if which == "column" else x.chunk(TP, dim=-1)[place]).clone().requires_grad_()
+    # A column layer takes whole rows and returns parts of them; a row layer does the reverse.
+    wanted = gradient
+    if which == "column":
+        wanted = gradient.chunk(TP, dim=-1)[place]
+    else:
+        x = x.chunk(TP, dim=-1)[place]
+    mine = x.clone().requires_grad_()
     try:
         with CommunicationCounter(mesh) as forward:
             output = share(mine)
     except RuntimeError as error:
         return found | {"error": error_text(error).splitlines()[0]}
     found |= {"output": output, "forward": sum(forward.along["tp"].counts.values())}
-    wanted = gradient.chunk(TP, dim=-1)[place] if which == "column" else gradient
-    if not isinstance(output, Tensor) or output.shape != wanted.shape:
-        return found | {"output": output if isinstance(output, Tensor) else type(output).__name__}
+    if not isinstance(output, Tensor):
+        return found | {"output": type(output).__name__}
+    if output.shape != wanted.shape:
+        return found
     with CommunicationCounter(mesh) as backward:
         output.backward(wanted.clone())
     found["gradients"] = {name: each.grad for name, each in share.named_parameters()}
@@ -160,9 +154,7 @@ def run_layer(answer: Callable[..., Any], mesh: DeviceMesh, which: str) -> dict[
 
 
 def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
-    """A layer of ``LAYERS``, equal on all ranks; a line's whole input and the whole output's
-    gradient.
-    """
+    """Return a layer, equal on all ranks, and the full input and gradient of a data rank."""
     inputs, outputs = LAYER_SHAPES[which]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -172,18 +164,13 @@ def whole_layer(which: str, line: int) -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[str, Any]:
-    """Train one step with the plan that the answer gives for a model; FSDP shards what each rank
-    holds.
+    """Train one step with the answer's plan along tp, and FSDP along data.
 
     Returns:
-        ``data``, this rank's place along that axis; ``held``, numbers of each parameter along tp,
-        before FSDP; then ``output``, ``gradients`` as a whole by parameter, ``sent``, collectives
-        along tp by name, and ``between``, shapes of what leaves each module on this rank, as far as
-        the model runs; ``error``, what stopped it, and ``entered``, the layer that was called last,
-        the features that it got and those of the whole.
-
-    Raises:
-        Wrong: the answer gives no plan for this model.
+        As far as the model runs: this rank's index along ``data``; elements of each parameter
+        ``held`` before FSDP; ``output``; full ``gradients``; calls ``sent`` along tp; local output
+        shapes ``between`` modules; ``entered``, the last layer called, its local and its full input
+        features; ``error``, which stopped the step.
     """
     cut, plan, place = make_exercise_model(model), answer(), mesh["data"].get_local_rank()
     check_plan_form(plan, cut)
@@ -191,14 +178,12 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
     found: dict[str, Any] = {"data": place, "entered": [], "between": {}}
     for name, module in cut.named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(input_hook(found, name))
+            module.register_forward_pre_hook(partial(_note_input, found, name))
     try:
         parallel.parallelize_module(cut, mesh["tp"], plan)
         for name, module in cut.named_modules():
-            module.register_forward_hook(output_hook(found["between"], name))
-        found["held"] = {
-            name: local_part(parameter).numel() for name, parameter in cut.named_parameters()
-        }
+            module.register_forward_hook(partial(_note_output, found["between"], name))
+        found["held"] = {name: local_part(each).numel() for name, each in cut.named_parameters()}
         fully_shard(cut, mesh=mesh["data"])
         with CommunicationCounter(mesh) as counter:
             output = local_part(cut(*line))
@@ -208,55 +193,44 @@ def run_plan(answer: Callable[[], Any], mesh: DeviceMesh, model: str) -> dict[st
         return found | {"error": error_text(error).splitlines()[0]}
     gradients: dict[str, Any] = {name: each.grad for name, each in cut.named_parameters()}
     for name, gradient in gradients.items():
-        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        if isinstance(gradient, DTensor):
+            gradients[name] = gradient.full_tensor()
     return found | {"gradients": gradients, "sent": dict(counter.along["tp"].counts)}
 
 
-def input_hook(found: dict[str, Any], name: str) -> Callable[..., None]:
-    """A hook that notes which layer is called, and how many features it is given."""
-
-    def note_input(module: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        found["entered"] = [name, local_part(inputs[0]).shape[-1], module.in_features]
-
-    return note_input
+def _note_input(found: dict[str, Any], name: str, module: nn.Linear, inputs: Any) -> None:
+    found["entered"] = [name, local_part(inputs[0]).shape[-1], module.in_features]
 
 
-def output_hook(shapes: dict[str, list[int]], name: str) -> Callable[..., None]:
-    """A hook that notes the shape of what leaves a module on this rank."""
-
-    def note_output(module: nn.Module, inputs: Any, output: Any) -> None:
-        shapes[name] = [*local_part(output).shape]
-
-    return note_output
+def _note_output(
+    shapes: dict[str, list[int]], name: str, module: nn.Module, inputs: Any, output: Any
+) -> None:
+    shapes[name] = [*local_part(output).shape]
 
 
 def make_exercise_model(name: str) -> LabModel:
-    """The model that a plan is for, equal every time."""
+    """Return a model of ``MODELS`` with the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MODELS[name]()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
+    """Return this rank's part of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_plan_form(plan: Any, model: nn.Module) -> None:
-    """Raise Wrong unless this is a dict from names of layers to ways to cut them."""
+    """Raise WrongAnswer unless a plan maps layer names to parallel styles."""
     if not isinstance(plan, dict):
         raise WrongAnswer(
             f"the plan is {value_text(plan)}, not a dict such as {{'up': ColwiseParallel()}}"
         )
-    there = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    ]
+    layers = nn.Linear | nn.Embedding
+    there = [name for name, module in model.named_modules() if isinstance(module, layers)]
     for name, style in plan.items():
         if name not in there:
             raise WrongAnswer(f"there is no layer {value_text(name)}: there are {', '.join(there)}")
         if not isinstance(style, parallel.ParallelStyle):
-            raise WrongAnswer(
-                f"{name} is to be {value_text(style)}: write ColwiseParallel() or RowwiseParallel()"
-            )
+            said = f"{name} is to be {value_text(style)}"
+            raise WrongAnswer(f"{said}: write ColwiseParallel() or RowwiseParallel()")
