@@ -13,6 +13,7 @@ import itertools
 import symtable
 import sys
 import textwrap
+import threading
 import traceback
 import types
 import typing
@@ -29,6 +30,9 @@ CONFIG_IMPORT_RULE = (
     "assigns or defines above it"
 )
 _module_numbers = itertools.count()
+_parse_lock = threading.Lock()
+"""Held while a program is parsed: up to Python 3.11 two threads share one counter of the parser's
+depth, and the later one fails with a SystemError (python/cpython#106905)."""
 
 
 def compile_class(program: Path, name: str) -> type[Any] | None:
@@ -94,9 +98,8 @@ def read_field_docs(config_class: type[Any]) -> dict[str, str]:
 
 
 def _read_own_field_docs(config_class: Any) -> dict[str, str]:
-    if "field_docs" not in vars(
-        config_class
-    ):  # a class that runs: from its source, if there is one
+    # A class that is already imported is read from its source, if it has one.
+    if "field_docs" not in vars(config_class):
         config_class.field_docs = {}
         with contextlib.suppress(OSError, TypeError, SyntaxError):
             source = textwrap.dedent(inspect.getsource(config_class))
@@ -140,13 +143,15 @@ def _argument_signature(arguments: ast.arguments) -> inspect.Signature:
 def parse_program(program: Path) -> ast.Module:
     """Parse a program's file. Raises ParameterError where it is not Python."""
     try:
-        return ast.parse(program.read_bytes(), str(program))
+        with _parse_lock:
+            return ast.parse(program.read_bytes(), str(program))
     except OSError as error:
         fix = "give a file of Python"
         raise ParameterError(f"{program}: cannot be read ({error.strerror}): {fix}") from None
     except SyntaxError as error:
         raise ParameterError(f"{program}:{error.lineno}: not valid Python: {error.msg}") from None
-    except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nested too deeply
+    # Raised for a null byte and for expressions nested too deeply.
+    except (ValueError, RecursionError, MemoryError) as error:
         reason = error or type(error).__name__
         raise ParameterError(f"{program}: not valid Python: {reason}") from None
 
@@ -197,14 +202,16 @@ def _used_names(node: ast.stmt) -> set[str]:
 
 
 def _execute_class(program: Path, above: list[ast.stmt], definition: ast.ClassDef) -> type[Any]:
-    name = f"config of {program.name}, {next(_module_numbers)}"  # threads may read at the same time
+    # A name of its own: several threads may read programs at the same time.
+    name = f"config of {program.name}, {next(_module_numbers)}"
     module = types.ModuleType(name)
     for node in above:
         _bind_sibling_configs(program, node, module)
     above = [node for node in above if getattr(node, "names", True)]  # less imports without names
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     tree = ast.fix_missing_locations(ast.Module([future, *above, definition], []))
-    sys.modules[name] = module  # dataclass() looks there for the names in annotations
+    # dataclass() looks up the names of annotations in sys.modules.
+    sys.modules[name] = module
     try:
         exec(compile(tree, str(program), "exec"), vars(module))
         found: type[Any] = vars(module)[definition.name]

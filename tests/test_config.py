@@ -1,6 +1,7 @@
 """A program's Config: read without running it, checked, carried as JSON and built again by the rank."""
 
 import concurrent.futures
+import gc
 import math
 import subprocess
 import sys
@@ -427,7 +428,20 @@ def test_what_python_runs_is_read_and_run(tmp_path, content):
     assert labkit.run(path, nproc=1).ranks[0].log() == "café\n"
 
 
-def test_threads_read_at_the_same_time(program):
+@pytest.fixture
+def frequent_switches():
+    """Threads take turns often, and inside the parser too: collecting garbage there runs Python."""
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20)
+    gc.callbacks.append(run_python := lambda *_: sum(range(30)))
+    yield
+    gc.callbacks.remove(run_python)
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(interval)
+
+
+def test_threads_read_at_the_same_time(program, frequent_switches):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         classes = list(pool.map(config.read_config, [program] * 200))
     assert {config_class().width for config_class in classes} == {512}
