@@ -34,7 +34,8 @@ def parse_argv(config_class: type[ConfigType], argv: Sequence[str]) -> ConfigTyp
     """
     import tyro
 
-    generated = f"{config_class.__name__}("  # what @dataclass writes where there is no docstring
+    # @dataclass writes this signature where a class has no docstring.
+    generated = f"{config_class.__name__}("
     about = (
         "" if (config_class.__doc__ or generated).startswith(generated) else config_class.__doc__
     )
@@ -96,9 +97,8 @@ def cli_list_dataclass(read: type[Any]) -> type[Any]:
     fields: list[Any] = []
     wanted: Any
     for field in dataclasses.fields(read):
-        wanted, *_, about = typing.get_args(
-            field.type
-        )  # limits between them hold later, for each value
+        # Limits that involve several fields are checked later, for each value.
+        wanted, *_, about = typing.get_args(field.type)
         if typing.get_origin(wanted) is not tuple:
             several = Annotated[tuple[wanted, ...], about]
             fields.append((field.name, several, dataclasses.field(default=())))

@@ -43,7 +43,8 @@ from labkit.program_source import (
 
 PLAIN_TYPES = (int, float, bool, str, types.NoneType)
 NUMBER_TYPES: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
-BOOL_TYPE: Any = bool  # a number to Python, not to a learner
+# bool is a subclass of int in Python, but a learner who writes True for a number is mistaken.
+BOOL_TYPE: Any = bool
 MAX_INT64 = 2**63 - 1
 """The largest whole number that a tensor can hold."""
 MAX_SHOWN_CHARACTERS = 200
@@ -296,9 +297,8 @@ def _convert_parameter(name: str, value: Any, wanted: Any) -> Any:
 def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
-    except (
-        Exception
-    ) as error:  # of a number with too many digits, or of an object that cannot be shown
+    # A number with too many digits, or an object whose repr() fails.
+    except Exception as error:
         text = f"<{type(value).__name__}, {error}>"
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
 

@@ -19,4 +19,5 @@ __all__ = [
     "session",
 ]
 
-give = report  # its name in 0.1, which learners' own cells may still use
+# The name in version 0.1, which learners' own cells may still use.
+give = report

@@ -167,7 +167,8 @@ def forward_s(answer: Callable[..., Any]) -> Verdict:
 def _forward_hint(found: float, gathers: Sequence[float], computes: Sequence[float]) -> str:
     """Return the one omission that explains a wrong number, or ""."""
     gathered = over = 0.0
-    for gather, compute in zip(gathers, computes, strict=True):  # without the wait for room
+    # This leaves out the wait for a free buffer.
+    for gather, compute in zip(gathers, computes, strict=True):
         gathered += gather
         over = max(over, gathered) + compute
     likely = {

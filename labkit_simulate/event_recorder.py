@@ -80,14 +80,16 @@ class EventRecorder(CommunicationCounter):
         self.events: list[StepEvent] = []
         self.model_flops = 0.0
         self._phase, self._block, self._buckets = "forward", "", 0
-        self._works: dict[
-            int, tuple[Work, list[int]]
-        ] = {}  # with its calls; kept, so that its address is its own
-        self._results: dict[int, list[int]] = {}  # of functional collectives, by storage
-        self._sums: list[int] = []  # calls of FSDP's that nobody has waited for
+        # The object is kept beside its calls, so that its id() is not used again.
+        self._works: dict[int, tuple[Work, list[int]]] = {}
+        # The calls behind the results of functional collectives, by storage.
+        self._results: dict[int, list[int]] = {}
+        # FSDP's reductions that nothing has waited for yet.
+        self._sums: list[int] = []
         self._gathers: dict[str, list[int]] = {}  # likewise, by unit
         self._seen: set[str] = set()  # modules at work
-        self._order: list[str] = []  # the same, as they began
+        # The calls in the order in which they began.
+        self._order: list[str] = []
         self._innermost = ROOT_UNIT
 
     def __enter__(self) -> Any:
@@ -102,9 +104,8 @@ class EventRecorder(CommunicationCounter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if (
-            func.namespace == "prim" or result is NotImplemented
-        ):  # half of all calls ask for a tensor's device
+        # Half of all calls only ask for a tensor's device, so they leave early.
+        if func.namespace == "prim" or result is NotImplemented:
             return result
         self._record_operator(func, args, kwargs or {}, result)
         return result
@@ -200,13 +201,13 @@ class EventRecorder(CommunicationCounter):
                 "axis": self._axes.get(group, ""),
                 "early": bool(own) and label == "all_gather",
             }
-            if (
-                sums and label == "all_reduce"
-            ):  # hybrid sharding: after the sum within a group that from group to group
+            # With hybrid sharding, the sum across groups follows the sum within a group.
+            if sums and label == "all_reduce":
                 event["after"] = self._sums[-1:]
             places.append(len(self.events))
             self.events.append(event)
-            if label == "broadcast":  # of DDP's buffers, for which C++ waits unseen
+            # DDP waits for the broadcast of its buffers in C++, which no hook sees.
+            if label == "broadcast":
                 self._record_waits(places[-1:])
         if sums:
             self._sums += places

@@ -38,7 +38,8 @@ def is_labkit_program(target: str) -> bool:
         return True
     try:
         tree = ast.parse(Path(target).read_bytes())
-    except SyntaxError:  # the program's start says it better
+    # Running the program reports this error with more context.
+    except SyntaxError:
         return True
     names = [each.module or "" for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
     names += [

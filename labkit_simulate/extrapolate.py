@@ -136,7 +136,8 @@ def candidates_to_simulate_whole(found: SearchResult, best: int) -> list[int]:
     }
     if not found.hardware_names:
         return []
-    rows = replace(found).frame.query("step_s.notna()")  # its table is made anew
+    # replace() builds the table again, which is cached.
+    rows = replace(found).frame.query("step_s.notna()")
     spare_bytes = (rows["reserved_bytes"] - rows["peak_bytes"]).mask(rows["whole"], 0)
     may_fit = rows[rows["margin_bytes"] + spare_bytes >= 0].sort_values("step_s", kind="stable")
     first = may_fit.groupby("hardware").head(best)

@@ -45,9 +45,8 @@ class MemoryRecorder:
         self.peak = 0
         self._where = where
         self._blocks: dict[int, AllocatorBlock] = {}
-        self._owned: dict[
-            int, tuple[str, str, int]
-        ] = {}  # block, category and bytes of each storage
+        # The block, category and bytes of each storage.
+        self._owned: dict[int, tuple[str, str, int]] = {}
         self._now: Counter[PhaseAndBlock] = Counter()
         self._take_account = tracker._update_snap
         owners = dict(storages_by_block(track))
@@ -59,7 +58,8 @@ class MemoryRecorder:
     def _on_storage_change(self, kind: Any, info: Any, **old: Any) -> None:
         """Replace the tracker's bookkeeping method, which sees every change."""
         self._take_account(kind, info, **old)
-        if kind.name == "REF":  # another category for the same memory
+        # Only the category of memory that is already counted changes.
+        if kind.name == "REF":
             block, category, size = self._owned.get(id(info), ("", "", 0))
             self._now[block, category] -= size
             self._assign_owner(info, size, block)

@@ -44,7 +44,8 @@ class SimulationMeter(Meter):
         """Count communication as on a real rank; record the step's events and memory."""
         recorder, memory = EventRecorder(mesh, tracker and tracker._mod_tracker), None
         with recorder:
-            if tracker:  # which knows by now what is there already
+            # By now the tracker knows which tensors existed before.
+            if tracker:
                 memory = MemoryRecorder(tracker, recorder.current_phase_and_block, track)
             yield
         write_traffic(self.writer, recorder, index)

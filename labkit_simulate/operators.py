@@ -138,9 +138,8 @@ def operator_memory_bytes(func: Any, given: list[tuple[Any, Any]], result: Any) 
     ]
     if name in SELECTION_OPS:
         return 2 * _tensor_bytes(fresh)
-    if (
-        name == "all_gather_copy_in"
-    ):  # FSDP2's own: a rank's shards into their place among all ranks'
+    # FSDP2's own operator copies a rank's shards to their place among those of all ranks.
+    if name == "all_gather_copy_in":
         return 2 * _tensor_bytes(given[0][1])
     changed = [
         (argument, value)

@@ -259,7 +259,8 @@ def patch_devices() -> None:
     made_for = {
         "amp:autocast": "device_type",
         "amp:GradScaler": "device",
-        "DeviceContext": "device",  # of `with torch.device(...)` and set_default_device
+        # Used by `with torch.device(...)` and by set_default_device.
+        "DeviceContext": "device",
         "DeviceMesh": "device_type",
     }
     for kind, name in made_for.items():
@@ -294,9 +295,8 @@ def wrap_init_for_cpu(init: Callable[..., None], name: str) -> Callable[..., Non
         if is_gpu(given.arguments[name]):
             given.arguments[name] = "cpu"
             if given.arguments.get("dtype", "") is None:
-                given.arguments["dtype"] = (
-                    torch.float16
-                )  # autocast's own on GPUs; on CPUs it is bfloat16
+                # On GPUs autocast defaults to float16; on CPUs to bfloat16.
+                given.arguments["dtype"] = torch.float16
         init(*given.args, **given.kwargs)
 
     return init_for_cpu

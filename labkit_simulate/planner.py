@@ -157,7 +157,8 @@ def run_search(
     except KeyboardInterrupt:
         kept = f"labkit.SearchResult.load({str(found.folder)!r})"
         raise KeyboardInterrupt(f"interrupted; what was simulated is kept: {kept}") from None
-    return replace(found)  # its table is made anew
+    # replace() builds the table again, which is cached.
+    return replace(found)
 
 
 def simulate_candidates(
@@ -207,10 +208,8 @@ def candidate_with_outcome(
         sizes["ahead"] = largest_prefetch_bytes(outcome)
         peak_in = " ".join(filter(None, peak_phase_and_block(outcome)))
         times = {machine.name: estimate_times(outcome, machine) for machine in machines}
-    except (
-        LabError,
-        ValueError,
-    ) as error:  # of the simulation, or that it says nothing of memory, or of such numbers
+    # The simulation failed, reported no memory, or refused these numbers.
+    except (LabError, ValueError) as error:
         return replace(candidate, reason=str(error).partition("\n")[0])
     return replace(
         candidate, reason="", folder=str(outcome.folder), sizes=sizes, peak_in=peak_in, times=times

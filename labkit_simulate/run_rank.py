@@ -49,7 +49,8 @@ from labkit_simulate.patch_training import (
     use_real_tensors,
 )
 
-__tracebackhide__ = True  # for the worker: a learner's traceback begins with the program's frames
+# The worker cuts a learner's traceback here, so that it begins with the program's frames.
+__tracebackhide__ = True
 VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises where a fake tensor is asked for its numbers, or for a shape that depends on
 them.
@@ -76,7 +77,8 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), set_world_size()
     hooks.make_meter = SimulationMeter
     hooks.device_kind_and_name = lambda device: ("simulated", "simulated")
-    hooks.pins_cores = False  # ranks of the same number on their hosts would share one
+    # Ranks with the same local index on different hosts would share a core.
+    hooks.pins_cores = False
     patch_torch(rank, world_size)
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as around:
         if not is_labkit_program(target):
@@ -100,7 +102,8 @@ def set_world_size() -> int:
 
 def patch_torch(rank: int, world_size: int) -> None:
     """Let torch do in a simulation what it does elsewhere; for the rest of this process."""
-    torch_private.get("fake_collectives")  # lets collectives take fake tensors
+    # This lets collectives take fake tensors.
+    torch_private.get("fake_collectives")
     join, make = (
         torch_private.get("distributed:init_process_group"),
         torch_private.get(MESH_FACTORIES[0]),
@@ -124,9 +127,8 @@ def patch_torch(rank: int, world_size: int) -> None:
     for name in MESH_FACTORIES:
         replace(name, use_real_tensors(make))
     wrap("DeviceMesh.__init__", use_real_tensors)
-    replace(
-        "no_grad_trunc_normal_", skip_initialisation
-    )  # it draws until all numbers are within bounds
+    # It draws again until all numbers are within bounds, which never ends without data.
+    replace("no_grad_trunc_normal_", skip_initialisation)
     wrap("swap_tensors", wrap_swap_tensors)
     replace("torch:compile", refuse_to_compile)
     patch_fsdp.patch_sharding()

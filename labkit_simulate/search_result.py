@@ -139,7 +139,8 @@ class SearchResult:
             for row in self._candidate_rows(number, each)
         ]
         frame = pandas.DataFrame(rows)
-        for name in self.varied:  # None stays None, and 8 does not become 8.0
+        # dtype object keeps None as None and 8 as 8, not 8.0.
+        for name in self.varied:
             frame[name] = pandas.Series([row[name] for row in rows], dtype=object)
         frame = frame.drop(
             columns=[name for name in frame if name not in self.varied and frame[name].isna().all()]

@@ -83,7 +83,8 @@ class SimulationDisplay(Display):
 
     def _raise_if_stopped(self) -> None:
         if self._stopped.is_set() and not self._is_told:
-            self._is_told = True  # it is still followed while it ends
+            # It is still followed while it ends.
+            self._is_told = True
             raise KeyboardInterrupt
 
 

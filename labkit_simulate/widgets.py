@@ -182,5 +182,6 @@ def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
 def pareto_front(rows: pandas.DataFrame) -> pandas.DataFrame:
     """Those that none beats in both time and memory, the fastest first; the first few of them."""
     by_time = rows.sort_values(["step_s", "needed_bytes"])
-    least = by_time["needed_bytes"].cummin().shift()  # of all that are faster
+    # The least memory of all configurations that are faster.
+    least = by_time["needed_bytes"].cummin().shift()
     return by_time[least.isna() | (by_time["needed_bytes"] < least)].head(len(CANDIDATE_LETTERS))

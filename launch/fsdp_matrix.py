@@ -277,7 +277,8 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         apply_activation_checkpointing(lab, blocks)
     # Before FSDP, whose hooks gather and free around a block and stay outside of the compiled code.
     if config.compile:
-        eager_random = config.check == "parity"  # or dropout would not draw what one device draws
+        # Otherwise dropout would not draw what one device draws.
+        eager_random = config.check == "parity"
         apply_compile(lab, config.compile_only or blocks, eager_random=eager_random)
     skip = config.skip
     if config.forget is not None:

@@ -152,9 +152,11 @@ def main(config: Config) -> None:
 def silence_warnings() -> None:
     """Silence warnings about torch's internals, which a reader cannot act on."""
     for message in (
-        ".*returned a view tensor",  # of a unit, which is not changed in place
+        # of a unit, which is not changed in place
+        ".*returned a view tensor",
         ".*(into_tensor|scatter_tensor)` is deprecated",  # 2.13 has other names
-        "Expected a tensor or a traceable wrapper",  # a memory tracker on p.grad = None
+        # a memory tracker on p.grad = None
+        "Expected a tensor or a traceable wrapper",
     ):
         warnings.filterwarnings("ignore", message=message)
 

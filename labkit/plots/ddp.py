@@ -29,7 +29,8 @@ TICK_STYLE: dict[str, Any] = {
 BOXES_SHARE, BOXES_GAP, LETTER_WIDTH = 0.56, 0.05, 0.0125
 # The white outlines of more messages than this would cover the messages themselves.
 OUTLINE_LIMIT = 40
-MAX_LETTERS_BELOW = 60  # that fit below the boxes
+# More letters than this do not fit below the boxes.
+MAX_LETTERS_BELOW = 60
 
 
 def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:

@@ -173,7 +173,8 @@ def error_by_bytes(
         sent, found = result.value("all_gather_bytes") / whole, result.value(value)
         colour = encoding_colour(label)
         ax.plot(sent, found, "o", color=colour, ms=8, clip_on=False, zorder=3)
-        shift = (0, 20 if found == 0 else -20)  # the axis is in the way below an error of 0
+        # Below an error of 0 the label would lie on the axis.
+        shift = (0, 20 if found == 0 else -20)
         style.add_note(ax, f"{label}\n{found:.2g}", (sent, found), shift, va="center")
         if bounds and label in bounds:
             style.mark_prediction(ax, sent, 0.05, bounds[label], clip_on=False)

@@ -15,7 +15,8 @@ from labkit.theory.placements import TensorPiece
 from labkit.theory.sizes import byte_unit
 from labkit.theory.spatial import ConvNeXtStage
 
-FRAME_GAP = 0.8  # between the frames of two ranks, in cells
+# The gap between the frames of two ranks, in cells.
+FRAME_GAP = 0.8
 BLOCK_LAYERS = ("norm", "1 × 1\nC → 4C", "GELU", "1 × 1\n4C → C", "layer\nscale", "+ x")
 NEIGHBOURS_COLOUR, OWN_PIXELS_COLOUR, ALL_RANKS_COLOUR = style.ORANGE, style.SKY, style.PURPLE
 # For a picture of height 1: its width, and where the ranks' pieces begin.
@@ -207,7 +208,8 @@ def _find_part(local: numpy.ndarray, whole: numpy.ndarray) -> tuple[int, int]:
             part = whole[row : row + height, column : column + width]
             if numpy.array_equal(part, local):
                 return row, column
-    return 0, 0  # a summand of the whole
+    # A summand of the whole.
+    return 0, 0
 
 
 def _draw_tile(
@@ -348,7 +350,8 @@ def strip_layout(
     """
     data, space = mesh
     ax = style.make_axes(ax, 5, 3)
-    height = len(picture) / len(picture[0])  # of a picture of width 1
+    # The height of a picture whose width is 1.
+    height = len(picture) / len(picture[0])
     pitch, share = height + 0.16, batch // data
     for rank in range(data * space):
         row, place = divmod(rank, space)

@@ -11,8 +11,10 @@ from labkit.runs.result import RunResult
 
 BAR_COLOURS = style.PHASE_COLOURS | style.COLLECTIVE_COLOURS
 LANES = ("compute", "communication")
-LETTER_WIDTH_POINTS = 5.5  # width of a letter in a bar
-TOUCHING_MS = 0.01  # bars that overlap by less count as consecutive
+# The width of a letter in a bar.
+LETTER_WIDTH_POINTS = 5.5
+# Bars that overlap by less than this count as consecutive.
+TOUCHING_MS = 0.01
 
 
 def timeline(
@@ -56,7 +58,8 @@ def timeline(
         own = bars[bars["rank"] == rank]
         for lane, name in enumerate(LANES):
             drawn = own[own["lane"] == name]
-            reach = 0.0  # end of the last name above this lane, ms
+            # Where the last name above this lane ends, ms.
+            reach = 0.0
             for bar, (slot, slots) in zip(drawn.itertuples(), _overlap_slots(drawn), strict=True):
                 upper = top + lane - 0.4 + 0.8 * slot / slots
                 reach = _draw_bar(ax, bar, upper, 0.8 / slots, reach)
@@ -110,8 +113,10 @@ def _bar_rows(result: RunResult) -> pandas.DataFrame:
 
 def _overlap_slots(bars: pandas.DataFrame) -> list[tuple[int, int]]:
     """Return each bar's slot among those that run at the same time, and how many slots they use."""
-    groups: list[list[int]] = []  # slots of the bars of each group that overlaps
-    ends: list[float] = []  # of the last bar in each slot
+    # The slots of the bars in each group of overlapping bars.
+    groups: list[list[int]] = []
+    # Where the last bar of each slot ends.
+    ends: list[float] = []
     for start, length in zip(bars["start"], bars["length"], strict=True):
         free = [slot for slot, end in enumerate(ends) if end <= start + TOUCHING_MS]
         if len(free) == len(ends):

@@ -34,7 +34,8 @@ from labkit.runs.result import RunResult
 
 # Set in the kernels of a Jupyter server's session, of VS Code, and of Colab.
 FRONT_END_VARIABLES = ("JPY_SESSION_NAME", "VSCODE_PID", "VSCODE_CWD", "COLAB_RELEASE_TAG")
-MAX_BUTTONS = 6  # more values are a list
+# With more values than this, a list is shown instead of buttons.
+MAX_BUTTONS = 6
 DPI = 100
 
 

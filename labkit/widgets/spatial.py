@@ -14,9 +14,11 @@ from labkit.theory import spatial as theory
 from labkit.theory.sizes import even_share, readable_bytes
 from labkit.widgets.explorer import Control, Explorer
 
-HEIGHT = 64  # of the images, in pixels
+# The height of the images, in pixels.
+HEIGHT = 64
 DEPTHS = (1, 1)  # blocks in each stage
-HALO = 3  # columns that a 7 × 7 convolution needs of a neighbour
+# A 7 × 7 convolution needs this many columns of each neighbour.
+HALO = 3
 # Left, bottom, width and height of each panel, as fractions of the figure.
 PANEL_BOUNDS = ((0.01, 0.14, 0.41, 0.8), (0.5, 0.17, 0.17, 0.68), (0.82, 0.17, 0.17, 0.68))
 

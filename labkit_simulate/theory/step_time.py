@@ -153,7 +153,8 @@ def _ring_s(name: str, handed_bytes: float, group: Group, hosts: Hardware) -> fl
     steps, between = ring_step_count(name, group.ranks), ring_step_count(name, group.hosts)
     latency_s = (steps - between) * hosts.inside.alpha_s + between * hosts.between.alpha_s
     leaving = collective_wire_bytes(name, handed_bytes, group.ranks)
-    if name == "all_to_all":  # no ring: the parts for other hosts leave by the rank's own card
+    # There is no ring: what goes to other hosts leaves through the rank's own network card.
+    if name == "all_to_all":
         outside = handed_bytes * (group.ranks - group.ranks_per_host) / group.ranks
         bytes_s = max(
             (leaving - outside) * hosts.inside.beta_s_per_byte, outside * _card_s_per_byte(1, hosts)
@@ -370,9 +371,11 @@ def tasks_from_events(
         ValueError: a wait for anything but an earlier call.
     """
     program: list[Task] = []
-    places: dict[int, int] = {}  # of the tasks of calls, by place among the events
+    # The task of each call, by the call's index among the events.
+    places: dict[int, int] = {}
     needed: list[int] = []  # by the next arithmetic
-    computed: list[int] = []  # place of the last arithmetic, if any
+    # The index of the last computation, if any.
+    computed: list[int] = []
     for number, event in _move_early_calls(events):
         if isinstance(event, WaitEvent):
             if event.call not in places:
@@ -461,8 +464,10 @@ class _FSDPTaskBuilder:
     def __init__(self, units: Sequence[UnitTimes], ahead: int):
         self.units, self.ahead = units, ahead
         self.program: list[Task] = []
-        self.computed: list[int] = []  # places of the passes so far, in their order
-        self.gathered: dict[int, int] = {}  # place of a pass's gather, by the pass
+        # The indices of the passes so far, in their order.
+        self.computed: list[int] = []
+        # The index of the gather of each pass.
+        self.gathered: dict[int, int] = {}
 
     def build_tasks(self, update_s: float) -> list[Task]:
         count = len(self.units)
@@ -507,8 +512,10 @@ class _FSDPTaskBuilder:
         if number in self.gathered or (backward and not unit.regathered):
             return
         if backward and len(self.computed) < len(self.units):
-            return  # the forward pass asks for nothing that the backward pass will need
-        ended = number - self.ahead - 1  # with the pass after that one, the gather is asked for
+            # The forward pass requests nothing that the backward pass will need.
+            return
+        # The gather is requested with the pass after that one.
+        ended = number - self.ahead - 1
         if backward:
             ended = max(ended, len(self.units) - 1)
         after = [self.computed[ended]] if ended >= 0 else []

@@ -216,7 +216,8 @@ class TrainingSetup:
             )
             for index in range(model.layers)
         ]
-        blocks[-1] = replace(blocks[-1], regathered=False)  # the backward pass begins with it
+        # The backward pass begins with the last block, which is still gathered.
+        blocks[-1] = replace(blocks[-1], regathered=False)
         units = [replace(root, regathered=False), *blocks, head]
         return schedule_tasks(fsdp_tasks(units, update_s=update_s), overlaps=not rank.shared)
 
@@ -267,7 +268,8 @@ class TrainingSetup:
                 *products[:-1],
                 attention,
                 others,
-            ],  # what the last product gives is not needed
+                # The output of the last product is not needed for the backward pass.
+            ],
         }[self.checkpointing]
         backward = [
             *again,
