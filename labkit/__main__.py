@@ -103,7 +103,8 @@ class RunCommand:
 PROG = "python -m labkit"
 MODULES_WITH_COMMANDS = ("labkit_simulate.commands",)
 """Modules of the packages beside the core; COMMANDS of each are ProgramCommands, by name."""
-PRUNE_PREVIEW_ROWS = 10  # of the runs that are to be removed
+# So many of the runs that would be removed are shown.
+PRUNE_PREVIEW_ROWS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,12 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         status = _dispatch_command(sys.argv[1:] if arguments is None else list(arguments))
-        sys.stdout.flush()  # here a reader that has gone is still an error to be met
+        # A closed pipe must raise here, where it is handled, rather than at exit.
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt as interrupt:
-        print(str(interrupt) or "interrupted", file=sys.stderr)  # a plan says where it is kept
+        # An interrupted search says where its results are kept.
+        print(str(interrupt) or "interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as in `... | head`
+    except BrokenPipeError:
+        # As in `labkit ... | head`.
         redirect_to_devnull(sys.stdout)
         return 1
     except labkit.ParameterError as error:

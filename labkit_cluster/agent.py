@@ -82,18 +82,16 @@ class JobAgent:
 
     def run_follower(self) -> int:
         """Take part as any host but the first; returns this process's exit status."""
-        self._wait_for_message(
-            "begun", JOIN_TIMEOUT_S
-        )  # by then host 0 has put aside what an earlier attempt had left
+        # By then host 0 has put aside the files of an earlier attempt.
+        self._wait_for_message("begun", JOIN_TIMEOUT_S)
         try:
             return self._run_this_host()
         except NotAllHosts as error:
             print(error, file=sys.stderr)
             return EXIT_NO_RENDEZVOUS
         finally:
-            self._wait_for_message(
-                "over", HOST_EXIT_TIMEOUT_S + STACKS_GRACE_S
-            )  # with the first that leaves, the cluster may end all
+            # The cluster may end all hosts as soon as the first one leaves.
+            self._wait_for_message("over", HOST_EXIT_TIMEOUT_S + STACKS_GRACE_S)
 
     def run_leader(self) -> int:
         """Take part as host 0, and write into run.json how it ended for all; returns this process's
@@ -113,7 +111,8 @@ class JobAgent:
             }
             status = statuses.get(type(error), EXIT_FAILED)
             if status == EXIT_HOST_LOST:
-                info["exit"] = "host lost"  # there may be another attempt
+                # There may be another attempt.
+                info["exit"] = "host lost"
             print(info["error"], file=sys.stderr)
         names = [
             self._board.get(f"host_{index}").get("name", "") for index in range(self.guest.hosts)
@@ -238,7 +237,8 @@ def archive_attempt(folder: RunFolder, current: Path) -> int:
     aside = RunFolder(folder.path / f"attempt_{kept}")
     aside.path.mkdir()
     info = read_json(folder.run_json)
-    if info["exit"] == "running":  # its agents were killed before they could say anything
+    # The agents were killed before they could report.
+    if info["exit"] == "running":
         ended = (
             "HostLost: the cluster ended this attempt: a node was lost in mid-run, or the job had"
             " to make way"

@@ -45,10 +45,12 @@ class FileChanges:
     def _read_file_changes(self, path: Path) -> Iterator[tuple[str, int, bytes]]:
         try:
             file = path.open("rb")
-        except OSError:  # replaced or removed at this moment
+        except OSError:
+            # The file was replaced or removed at this moment.
             return
         with file:
-            now = os.fstat(file.fileno())  # what is written from now on comes next time
+            # What is written from now on is copied next time.
+            now = os.fstat(file.fileno())
             known, place = self._brought.get(path.name, (None, 0))
             if known != now.st_ino:
                 place = 0

@@ -91,7 +91,8 @@ def run_host(
 def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -> NoReturn:
     """This host's part of what a notebook's process asks for. Does not return."""
     os.environ.update(request["environment"])
-    with contextlib.suppress(OSError):  # where it is not, a relative path means nothing anyway
+    # Where the folder does not exist, a relative path means nothing anyway.
+    with contextlib.suppress(OSError):
         os.chdir(request["working_folder"])
     guest = RendezvousMember(**request["guest"])
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="labkit-"), request["name"]))
@@ -125,9 +126,8 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
                 }
             }
         )
-        home.end_now_event.wait(
-            END_ORDER_TIMEOUT_S
-        )  # a rank that ended would end those of other hosts before they have answered
+        # Otherwise a rank that ends would end those of other hosts before they have answered.
+        home.end_now_event.wait(END_ORDER_TIMEOUT_S)
     immortal = process.kill_run_processes(folder.path)
     home.send_remaining_files()
     if immortal:
@@ -196,10 +196,11 @@ class NotebookLink:
 
     def send_message(self, word: Mapping[str, Any], content: bytes = b"") -> None:
         """Say a word, with so many bytes behind it."""
+        # A host that cannot be reached notices by itself that nobody is there.
         with (
             self._speaking,
             contextlib.suppress(OSError),
-        ):  # who hears nothing will see that nobody is there
+        ):
             self._says.write(json.dumps(dict(word)).encode() + b"\n" + content)
             self._says.flush()
 
@@ -217,7 +218,8 @@ class NotebookLink:
                 self._kill_host_processes()
 
     def _send_file_changes(self, at_end: bool = False) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the program deleted the folder
+        # The program deleted the folder.
+        with contextlib.suppress(FileNotFoundError):
             for name, place, part in self._growth.read_changes(at_end):
                 self.send_message({"file": name, "place": place, "size": len(part)}, part)
 

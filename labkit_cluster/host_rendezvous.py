@@ -60,7 +60,8 @@ class FolderMailbox:
         write_json(self._message_path(name), dict(content))
 
     def get(self, name: str) -> dict[str, Any]:
-        os.utime(self._folder)  # else NFS may go on saying for a minute that a file is not there
+        # Otherwise NFS may hide a new file for a minute.
+        os.utime(self._folder)
         return read_json(self._message_path(name))
 
     def _message_path(self, name: str) -> Path:
@@ -332,9 +333,8 @@ def local_addresses() -> list[str]:
         for each in name
         if each.family in families
     ]
-    usable = [
-        address for address in found if "%" not in address
-    ]  # with %: means nothing on another host
+    # An address with a scope such as %eth0 means nothing on another host.
+    usable = [address for address in found if "%" not in address]
     return sorted(usable, key=lambda address: (_is_loopback(address), ":" in address))
 
 

@@ -84,6 +84,7 @@ def _send_rendezvous_result(
     listeners = [meeting.listener.fileno()] if meeting.listener else []
     with (
         meeting.listener or contextlib.nullcontext(),
-        contextlib.suppress(BrokenPipeError),  # torchrun has ended; its exit status says more
+        # If torchrun has ended, its exit status says more.
+        contextlib.suppress(BrokenPipeError),
     ):
         socket.send_fds(sender, [json.dumps(message).encode()], listeners)

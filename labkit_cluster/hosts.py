@@ -200,7 +200,8 @@ class MultiHostBackend:
         for index, (host, agent) in enumerate(self._agents.items()):
             guest = RendezvousMember(index, len(names), host.name, token, host.address, names)
             agent.send_message({**asked, "guest": asdict(guest)})
-        for agent in self._agents.values():  # only now: what the first says is for all
+        # Start only now, because the first agent's messages go to all.
+        for agent in self._agents.values():
             agent.start()
 
     def _broadcast_message(self, word: Mapping[str, Any]) -> None:
@@ -238,9 +239,8 @@ class MultiHostBackend:
         agents = self._agents.values()
         if reason := next((agent.start_failure for agent in agents if agent.start_failure), ""):
             raise NotAllHosts(reason)
-        if any(
-            agent.unreachable_peers for agent in agents
-        ):  # perhaps because its agent has ended, which says more
+        # Its agent may have ended, and the agent's exit status says more.
+        if any(agent.unreachable_peers for agent in agents):
             self._change.wait_for(self._hosts_without_status, PEER_LOSS_TIMEOUT_S)
         for host in self._hosts_without_status():
             raise HostLost(host.loss_reason(*self._agents[host].exit_status_and_stderr()))

@@ -75,10 +75,11 @@ class Job:
         try:
             while not (standing := self._last_known_status()).is_over:
                 if (begun := self._read_run_info().get("attempts", 0)) != attempts:
+                    # Each attempt writes other files.
                     attempts, progress = (
                         begun,
                         self._make_monitor(display),
-                    )  # another attempt writes other files
+                    )
                 if standing.state == "running":
                     progress.update()
                 else:
@@ -173,7 +174,8 @@ class Job:
         """Write into run.json how the job ended, where its agents could not, because they were
         ended themselves.
         """
-        info = self._read_run_info()  # read again: the end may have been written since
+        # Read it again: the end may have been written since.
+        info = self._read_run_info()
         if info["exit"] not in STATE_BY_EXIT:
             if info["exit"] != "host lost" or said.state == "cancelled":
                 info["error"] = f"LabError: {self._end_reason(said)}"

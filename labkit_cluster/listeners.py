@@ -93,7 +93,8 @@ class Listeners:
                 for key, _ in selector.select():
                     if key.fileobj is self._wake_receiver:
                         return
-                    with contextlib.suppress(OSError):  # the visitor has left again
+                    # The visitor has left again.
+                    with contextlib.suppress(OSError):
                         visitor, _ = self._sockets[key.data].accept()
                         threading.Thread(
                             target=self._answer_probe, args=[key.data, visitor], daemon=True
@@ -121,7 +122,8 @@ def _create_listener(address: str) -> socket.socket | None:
         )
     except OSError:
         return None
-    door.setblocking(False)  # so that accept never waits for a visitor who has left
+    # Otherwise accept() would wait for a visitor who has left.
+    door.setblocking(False)
     return door
 
 
@@ -228,9 +230,8 @@ class Heartbeats:
             self._send_to_all(HEARTBEAT_BYTE)
             self._missed = {name: missed + 1 for name, missed in self._missed.items()}
         gone = [name for name in list(self._lines) if not self._receive_heartbeat(name)]
-        silent = [
-            name for name, missed in self._missed.items() if missed >= HEARTBEAT_MISS_LIMIT
-        ]  # and in another second more
+        # These are reported together with a peer that has been silent for even longer.
+        silent = [name for name, missed in self._missed.items() if missed >= HEARTBEAT_MISS_LIMIT]
         return gone or (
             silent if any(self._missed[name] > HEARTBEAT_MISS_LIMIT for name in silent) else []
         )
@@ -241,7 +242,8 @@ class Heartbeats:
             heard = self._lines[name].recv(4096)
         except ConnectionError:
             return False
-        except OSError:  # nothing yet, or no way there for the moment
+        except OSError:
+            # Nothing listens yet, or the network is unreachable for the moment.
             return True
         if SHUTDOWN_BYTE in heard:
             self._lines.pop(name).close()

@@ -233,5 +233,6 @@ def _remove_namespaces(owner: int) -> None:
             for pid in _run_ip_command("netns", "pids", name).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            with contextlib.suppress(LabError):  # another process has removed it
+            # Another process has removed it.
+            with contextlib.suppress(LabError):
                 _run_ip_command("netns", "del", name)

@@ -104,9 +104,8 @@ def submit(
     varied = [{}] if over is None else argument_combinations(over, {"nodes": nodes, **fixed})
     if not varied:
         raise ParameterError(f"over = {over!r} holds no value to take: give some, or leave it out")
-    places = [
-        Host(f"node {index}") for index in range(nodes)
-    ]  # which ones they are, the cluster will say
+    # The cluster decides which hosts these are.
+    places = [Host(f"node {index}") for index in range(nodes)]
     plans = [
         make_run_request(program, **fixed, **each, hosts=places, warm=False) for each in varied
     ]

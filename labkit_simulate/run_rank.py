@@ -127,7 +127,7 @@ def patch_torch(rank: int, world_size: int) -> None:
     for name in MESH_FACTORIES:
         replace(name, use_real_tensors(make))
     wrap("DeviceMesh.__init__", use_real_tensors)
-    # It draws again until all numbers are within bounds, which never ends without data.
+    # It draws again until all numbers are within bounds, and fake tensors hold none.
     replace("no_grad_trunc_normal_", skip_initialisation)
     wrap("swap_tensors", wrap_swap_tensors)
     replace("torch:compile", refuse_to_compile)

@@ -104,7 +104,8 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
         )
         try:
             alpha, beta = map(float, found)
-        except Exception:  # an integer of hundreds of digits is no float either
+        except Exception:
+            # Even float() refuses an integer of hundreds of digits.
             raise WrongAnswer(
                 f"{asked} gave {value_text(found)}, not two numbers", hint="Return alpha, beta."
             ) from None

@@ -190,7 +190,8 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
     ) -> Any:
         nonlocal deep
         deep += 1
-        if deep > 50:  # long before Python's own limit, at which a kernel may crash
+        # Stop long before Python's own limit, at which a kernel may crash.
+        if deep > 50:
             raise WrongAnswer(
                 f"{answer_name(answer)} calls itself without end",
                 hint="Hand func the halves, not the wrapper.",
@@ -578,7 +579,8 @@ class _RankRows:
         """The largest error, over the largest weight of the parameter; raises Wrong where that is
         too large.
         """
-        error = float((self.found - self.exact).abs().max() / largest)  # NaN where one is
+        # NaN where one is
+        error = float((self.found - self.exact).abs().max() / largest)
         if error <= most_error:
             return error
         whose = f"{CODEC_WEIGHT_TEXT[self.name]}: rank {self.rank}'s rows"

@@ -40,9 +40,10 @@ from labkit.theory import fsdp as theory
 
 RANKS = 2
 EXPERT_WAIT_HINT = "does every rank call the same all-reduces, in the same order?"
+# Gloo aborts the process in this case.
 EXPERT_ERROR_HINTS = {
     "SIGABRT": f"the ranks sent gradients of different sizes to each other: {EXPERT_WAIT_HINT}"
-}  # so gloo answers
+}
 ROLE_HINTS = {
     "shared": (
         "All ranks train the shared part together: add up over the ranks, and divide by their"
@@ -777,7 +778,8 @@ def tying_cases() -> list[TyingCase]:
     """From nothing tied to a tie of three, with pitfalls between."""
     copied = make_tying_case("the output layer's weight is a copy of the embedding's", "embedding")
     embedding, output = (copied.model.get_submodule(name) for name in ("embedding", "output"))
-    output.load_state_dict(embedding.state_dict(), strict=False)  # equal numbers in two parameters
+    # Two separate parameters with equal values, instead of a shared one.
+    output.load_state_dict(embedding.state_dict(), strict=False)
     return [
         make_tying_case("nothing is tied", "blocks.0"),
         make_tying_case(

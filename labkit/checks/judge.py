@@ -20,14 +20,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
-from numbers import Integral, Real  # numpy's numbers are among them
+
+# NumPy's numbers are registered with these two.
+from numbers import Integral, Real
 from typing import Any, ParamSpec
 from unittest import mock
 
+# Bound at import, because an answer may replace torch.allclose, and must not judge itself.
 from torch import (
     Tensor,
     allclose,
-)  # bound here: an answer may replace torch.allclose, and must not judge itself
+)
 
 from labkit.course import verdict_store
 
@@ -214,9 +217,11 @@ def call_answer(
     try:
         with _prevent_kernel_exit():
             return answer(*args, **kwargs)
-    except KeyboardInterrupt:  # the learner's own
+    except KeyboardInterrupt:
+        # The learner pressed the stop button.
         raise
-    except BaseException as error:  # SystemExit, too, which would end the notebook's kernel
+    except BaseException as error:
+        # BaseException, because SystemExit would end the notebook's kernel.
         said = f"{in_words or call_text(answer, *args, **kwargs)} raised {error_text(error)}"
         raise WrongAnswer(said, hint=hint if isinstance(error, RuntimeError) else "") from error
 
@@ -292,7 +297,8 @@ def value_text(value: object) -> str:
     try:
         if isinstance(value, Integral) and abs(int(value)) >= 10**30:
             return f"a number of {math.floor(math.log10(abs(int(value)))) + 1:,} digits"
-        if isinstance(value, bool | Fraction):  # the latter knows no commas before Python 3.12
+        # Before Python 3.12 a Fraction cannot be formatted with commas.
+        if isinstance(value, bool | Fraction):
             return str(value)
         text = f"{value:,}" if isinstance(value, Real) else repr(value)
     except Exception as error:

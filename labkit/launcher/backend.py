@@ -136,5 +136,6 @@ def watch_ranks(
             return on_timeout()
         if failed:
             failed_at = min(failed_at, now)
-        if now >= failed_at + grace_s:  # a rank that has failed but cannot leave
+        # A rank has failed but cannot leave by itself.
+        if now >= failed_at + grace_s:
             return EXIT_FAILED

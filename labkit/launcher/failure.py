@@ -92,7 +92,8 @@ def _torchrun_error_log(folder: RunFolder) -> Path:
 def _early_exit_remark(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
     """A remark about ranks that ended well while others still waited for them; "" for none."""
     ends = _read_rank_exits(folder)
-    if not ends:  # torchrun was stopped before it could tell
+    # torchrun was stopped before it could report.
+    if not ends:
         return ""
     failed = {end["rank"] for end in [*ends, *errors]}
     started = {int(path.stem.removeprefix("rank_")) for path in folder.path.glob("rank_*.pid")}

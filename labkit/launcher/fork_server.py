@@ -54,14 +54,16 @@ def main() -> None:
         importlib.import_module(name)
     for name in list_program_modules():
         pause_when_asked(control)
-        with contextlib.suppress(
-            Exception
-        ):  # a broken module is the business of the ranks that import it
+        # A broken module is reported by the ranks that import it.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
-    sys.modules["torch.distributed.run"].get_args_parser()  # some of it is only made on first use
-    sys.path[:] = path  # setuptools adds a folder of its own
+    # torchrun builds parts of its parser on first use.
+    sys.modules["torch.distributed.run"].get_args_parser()
+    # setuptools adds a folder of its own.
+    sys.path[:] = path
     gc.collect()
-    gc.freeze()  # a fork that collects garbage would copy the pages of all that was imported
+    # Otherwise a garbage collection in a fork would copy the pages of all imported modules.
+    gc.freeze()
     control.sendall(READY)
     serve_forks(control, os.getppid(), mark)
 
@@ -128,7 +130,8 @@ def serve_forks(control: socket.socket, notebook: int, mark: ProcessTag) -> None
                 _fork_torchrun(selector, mark, *files)
             elif word:
                 still = word == PAUSE
-            else:  # the other end was closed
+            else:
+                # The other end was closed.
                 selector.unregister(control)
                 still = True
 
@@ -165,7 +168,8 @@ def _send_exit_status(selector: selectors.BaseSelector, key: selectors.SelectorK
 
 
 def _send_number(answer: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # whoever asked was interrupted
+    # The process that asked was interrupted.
+    with contextlib.suppress(OSError):
         answer.sendall(INT_STRUCT.pack(number))
 
 
@@ -180,7 +184,8 @@ def _run_as_torchrun(
             if key.data:
                 key.data[1].close()
         selector.close()
-        if answer.recv(1) != RESUME:  # whoever asked was interrupted
+        # The process that asked was interrupted.
+        if answer.recv(1) != RESUME:
             os._exit(1)
         answer.close()
         os.setsid()

@@ -9,7 +9,8 @@ import ctypes
 from pathlib import Path
 
 HUGE_PAGE_BYTES = 2 << 20
-MADV_COLLAPSE = 25  # Linux 6.1 and newer, see madvise(2)
+# Available from Linux 6.1, see madvise(2).
+MADV_COLLAPSE = 25
 
 
 def find_huge_page_addresses() -> list[int]:
@@ -18,7 +19,8 @@ def find_huge_page_addresses() -> list[int]:
     """
     addresses: list[int] = []
     for words in map(str.split, Path("/proc/self/maps").read_text().splitlines()):
-        if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):  # of no file, and not the stack
+        # Memory that belongs to no file and is not the stack.
+        if words[1] == "rw-p" and words[5:] in ([], ["[heap]"]):
             begin, end = (int(each, 16) for each in words[0].split("-"))
             addresses += range(
                 -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES,

@@ -30,7 +30,8 @@ from labkit.runs.folder import RunFolder, read_json
 from labkit.runs.result import RunResult
 
 PROGRAM = Path(__file__).resolve().parents[1] / "session" / "cell.py"
-CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"  # as session/cell.py has them, which imports torch
+# The same values as in session/cell.py, which would import torch.
+CELL_NAME, VALUE_ARTIFACT = "<cell>", "value"
 CELL_FRAME_PATTERN = re.compile(rf'File "{CELL_NAME}", line (\d+)')
 TRACEBACK_HEADER = "Traceback (most recent call last):"
 CONTEXT_LINES = 2
@@ -72,7 +73,8 @@ class TorchrunMagics(Magics):
             raise UsageError(
                 f"--name {options.name} is no name for a value: use letters, digits and _"
             )
-        text = "\n" + cell  # so that lines are counted as in the cell, whose first is the magic's
+        # The first line of the cell is the magic's; this keeps the line numbers right.
+        text = "\n" + cell
         tree = parse_cell(text)
         assert self.shell
         known = self.shell.user_ns
@@ -113,7 +115,8 @@ def parse_cell(text: str) -> ast.Module:
     """
     try:
         tree = ast.parse(text, CELL_NAME)
-        compile(tree, CELL_NAME, "exec")  # return outside of a function, and the like
+        # This finds errors that parsing does not, such as return outside a function.
+        compile(tree, CELL_NAME, "exec")
         return tree
     except SyntaxError as error:
         said = f"SyntaxError: {error.msg}. Nothing was started."

@@ -115,7 +115,8 @@ def _accepts_signature(function: Callable[..., Any], wanted: inspect.Signature) 
     by_place = wanted.parameters.keys() - by_name
     try:
         takes = inspect.signature(function)
-    except (TypeError, ValueError):  # of native code, for example: nothing to look at
+    except (TypeError, ValueError):
+        # Native code, for example, has no source to look at.
         return True
     try:
         takes.bind(*by_place, **dict.fromkeys(by_name))

@@ -137,7 +137,8 @@ def _compile_cache_variables(inherited: Mapping[str, str]) -> dict[str, str]:
     chosen = inherited.get(ENV_COMPILE_CACHE, "")
     if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), TORCH_CACHE_PREFIX)):
         return {}
-    with contextlib.suppress(OSError):  # no place for it: torch will say so, if it compiles
+    # If the folder cannot be made, torch reports it when it compiles.
+    with contextlib.suppress(OSError):
         folder = private_files.per_user_folder(f"{TORCH_CACHE_PREFIX}{os.getuid()}")
         return {ENV_COMPILE_CACHE: str(folder)}
     return {}
@@ -161,7 +162,8 @@ def find_run_processes(
             torchrun = psutil.Process(torchrun_pid)
             family = {torchrun, *torchrun.children(recursive=True)}
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # another user's, or gone
+        # It belongs to another user, or has ended.
+        with contextlib.suppress(psutil.Error, OSError):
             own = process in family or (
                 _is_in_run(process.environ(), folder, node) and _is_own_process(process)
             )
@@ -244,7 +246,8 @@ def collect_stacks(
             with contextlib.suppress(ProcessLookupError):  # gone since
                 os.kill(pid, signal.SIGUSR1)
                 asked.append(rank)
-    with contextlib.suppress(FileNotFoundError):  # the folder was deleted
+    # The folder was deleted.
+    with contextlib.suppress(FileNotFoundError):
         _wait_for_text([folder.stack(rank) for rank in asked])
     return stacks | {rank: read_stack(folder, rank) or "(no answer)" for rank in asked}
 
@@ -276,6 +279,7 @@ def _wait_for_text(files: Sequence[Path]) -> None:
     sizes: list[int] = []
     while time.monotonic() < give_up:
         before, sizes = sizes, [path.stat().st_size for path in files]
-        if sizes == before and all(sizes):  # written, and no longer growing
+        # All are written and have stopped growing.
+        if sizes == before and all(sizes):
             return
         time.sleep(0.05)

@@ -45,12 +45,12 @@ class TailReader:
             with self.path.open("rb") as file:
                 file.seek(self._position)
                 new = file.read()
-        except OSError:  # not there yet, or deleted
+        except OSError:
+            # The file does not exist yet, or was deleted.
             return []
         self._position += len(new)
-        *lines, self._rest = (self._rest + new).split(
-            b"\n"
-        )  # bytes: a read may end inside a letter
+        # Bytes, because a read may end inside a character.
+        *lines, self._rest = (self._rest + new).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
     def read_remainder(self) -> list[str]:
@@ -150,7 +150,8 @@ def can_write_line(file: Any) -> bool:
     """
     try:
         number = file.fileno()
-    except (AttributeError, OSError, ValueError):  # it is none of the system's
+    except (AttributeError, OSError, ValueError):
+        # The stream does not belong to a terminal.
         return True
     poll = select.poll()
     poll.register(number, select.POLLOUT)
@@ -213,9 +214,8 @@ class RunMonitor:
     def update(self) -> None:
         """Read what is new and show it."""
         for record in self._records.read_lines():
-            with contextlib.suppress(
-                *PARSE_ERRORS
-            ):  # the reader of results reports it, with its place
+            # load_result reports a broken record, with its file.
+            with contextlib.suppress(*PARSE_ERRORS):
                 self._count_steps(json.loads(record))
         if self.state.started_ranks < self.state.nproc:
             self.state.started_ranks = sum(self._folder.pid(rank).exists() for rank in self._ranks)

@@ -76,7 +76,8 @@ class SingleHostHandler(SingleRoundHandler):
         super().__init__(run_id)
         self._listening = socket.create_server((STORE_ADDRESS, 0))
         self.port = self._listening.getsockname()[1]
-        os.register_at_fork(after_in_child=self._listening.close)  # the store is not a rank's own
+        # The store belongs to torchrun; a forked rank must not hold its socket.
+        os.register_at_fork(after_in_child=self._listening.close)
         _call_after_ranks_start(self._start_store)
         if network_namespace.is_namespace_requested():
             # c10d says once per process that nobody knows names there, and ranks are forks of this

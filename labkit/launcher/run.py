@@ -299,7 +299,8 @@ def execute_request(plan: RunRequest, given: bytes) -> RunResult:
 
     with resource_limits.explain_shortage():
         _refuse_unusable_machine(plan)
-        if plan.hosts:  # other machines do the work
+        # Other machines do the work.
+        if plan.hosts:
             need = run_queue.ResourceNeeds.for_run(0, "cpu")
         else:
             need = run_queue.ResourceNeeds.for_run(len(plan.active_ranks), plan.device)
@@ -332,7 +333,8 @@ def _execute_now(plan: RunRequest, given: bytes, display: Display) -> RunResult:
         info["exit"] = finished_exit(folder)
     except BaseException as error:
         info |= {"exit": exit_label(error), "error": f"{type(error).__name__}: {error}"}
-        with contextlib.suppress(LabError):  # what ended the run says more
+        # The error that ended the run says more.
+        with contextlib.suppress(LabError):
             write_run_end(info, folder, started)
         raise
     else:
@@ -434,7 +436,8 @@ def make_run_name(program: str) -> str:
 def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> None:
     """Complete run.json; raise LabError if it cannot be written."""
     info = info | {"duration_s": round(time.monotonic() - started, 3)}
-    with contextlib.suppress(RecordError):  # load tells it, with the name of the file
+    # Loading the run reports this error, with the file's name.
+    with contextlib.suppress(RecordError):
         info |= {
             "session": read_json(folder.session_json),
             "verdict": read_json(folder.verdict_json),
@@ -444,7 +447,8 @@ def write_run_end(info: dict[str, Any], folder: RunFolder, started: float) -> No
     except OSError as error:
         if not folder.path.is_dir():
             raise _folder_lost_error(folder) from error
-        folder.remove_pids(info["nproc"])  # on a full disk, that makes room for the end of the run
+        # On a full disk this makes room for the end of the record.
+        folder.remove_pids(info["nproc"])
         try:
             write_json(folder.run_json, info)
         except OSError:
@@ -531,7 +535,8 @@ def _watch_backend(
 
     def has_failed() -> bool:
         progress.update()
-        if not folder.path.is_dir():  # ranks could wait for torchrun's files in it until the limit
+        # Without the folder, ranks would wait for torchrun's files until the time limit.
+        if not folder.path.is_dir():
             raise _folder_lost_error(folder)
         return bool(failure.read_rank_errors(folder))
 
@@ -553,7 +558,8 @@ def exit_label(error: BaseException) -> str:
 
 def git_revision() -> str | None:
     """Return the commit of labkit's checkout, or None if it is not one."""
-    if not IN_CHECKOUT:  # another repository's, in whose environment labkit was installed
+    # The current folder is another repository, in whose environment labkit is installed.
+    if not IN_CHECKOUT:
         return None
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:

@@ -48,9 +48,8 @@ def main() -> None:
     """Be torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
     folder = RunFolder(Path(sys.argv[1]))
     _adopt_orphans()
-    if (
-        process.ONE_HOST in sys.argv and network_namespace.is_namespace_requested()
-    ):  # before there is a thread
+    # This must happen before there is a second thread.
+    if process.ONE_HOST in sys.argv and network_namespace.is_namespace_requested():
         network_namespace.enter_namespace()
     threading.Thread(target=_watch_notebook, args=[folder], daemon=True).start()
     os.environ[ENV_TORCHRUN_PID] = str(os.getpid())
@@ -60,7 +59,8 @@ def main() -> None:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException:
         status = 1
-        with contextlib.suppress(OSError):  # the log's disk is full
+        # The disk of the log is full.
+        with contextlib.suppress(OSError):
             traceback.print_exc()
     # gone a moment ago, and the watch has not seen it or not finished
     if _is_notebook_gone() or _has_children():
@@ -68,7 +68,8 @@ def main() -> None:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(status)  # Python takes 0.4 s to take torch apart, which has nothing left to do
+    # Tearing torch down takes Python 0.4 s, and there is nothing left to do.
+    os._exit(status)
 
 
 def _adopt_orphans() -> None:
@@ -107,13 +108,15 @@ def can_fork() -> bool:
 
 def _list_open_files() -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        # The descriptor that listdir() itself had opened.
+        with contextlib.suppress(OSError):
             yield os.readlink(f"/proc/self/fd/{number}")
 
 
 def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     """Run torchrun to its end; returns its exit status."""
-    from torch.distributed import run  # after the watch has begun: this import takes a second
+    # Importing takes a second, so the watch begins first.
+    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from labkit.launcher import rendezvous_handlers
@@ -123,9 +126,8 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
     _fork_ranks()
     if can_fork():
         _import_for_ranks(arguments)
-    pause = (
-        FORK_POLL_PERIOD_S if can_fork() else POLL_PERIOD_S
-    )  # a forked rank's poll waits by itself
+    # The poll of a forked rank waits by itself.
+    pause = FORK_POLL_PERIOD_S if can_fork() else POLL_PERIOD_S
     try:
         run.main(["--monitor-interval", str(pause), *arguments])
     except ChildFailedError as error:
@@ -141,11 +143,13 @@ def _import_for_ranks(arguments: list[str]) -> None:
     """Import what the program imports of torch and labkit: once for all ranks of this host, rather
     than in each.
     """
-    with contextlib.suppress(Exception):  # torchrun and the ranks say what is wrong
+    # torchrun and the ranks report what is wrong.
+    with contextlib.suppress(Exception):
         program = arguments[arguments.index(WORKER_MODULE) + 1]
         spec = None if program.endswith(".py") else importlib.util.find_spec(program)
         for name in list_imports(Path(spec.origin if spec and spec.origin else program)):
-            with contextlib.suppress(ModuleNotFoundError):  # a function of a module
+            # The name is a function inside a module.
+            with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(name)
 
 
@@ -268,17 +272,18 @@ def _run_as_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
             os.close(descriptor)
         reset_exit_handlers()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)  # torchrun has its own handlers
+            # torchrun has its own handlers.
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(env)
         _reseed_generators()
-        sys.modules["torch"].set_num_threads(
-            int(env["OMP_NUM_THREADS"])
-        )  # a new one reads it when it imports torch
+        # PyTorch reads this variable when it is imported.
+        sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
         sys.argv = [WORKER_MODULE, *arguments]
         worker.main()
-    except BaseException:  # before the program began
+    except BaseException:
+        # This happened before the program began.
         traceback.print_exc()
     finally:
         os._exit(1)

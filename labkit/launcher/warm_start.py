@@ -84,7 +84,8 @@ class ForkServer:
         # numpy makes as many threads as this says when it is imported; the ranks set their own
         # number later
         ours |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        room = {ENV_RUN_FOLDER: "." * MAX_PATH_BYTES}  # last, see parent.Mark
+        # It must come last, see parent.Mark.
+        room = {ENV_RUN_FOLDER: "." * MAX_PATH_BYTES}
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -132,9 +133,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         pid = 0
         with contextlib.ExitStack() as on_error:
-            on_error.callback(
-                ours.close
-            )  # if this is interrupted, the fork learns by it that nobody wants it
+            # If this process is interrupted, the closed pipe tells the fork that nobody needs it.
+            on_error.callback(ours.close)
             with theirs, open(os.memfd_create("labkit-request"), "w+") as file:
                 json.dump(request, file)
                 file.flush()
@@ -259,7 +259,8 @@ def choose_warm_start(wish: bool | None) -> bool | None:
             f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit"
             " choose"
         )
-    if sys.platform != "linux":  # elsewhere no fork is safe, see torchrun.may_fork
+    # Elsewhere no fork is safe, see torchrun.may_fork.
+    if sys.platform != "linux":
         return False
     if wish is not None:
         return wish
@@ -292,7 +293,8 @@ def _source_mtimes() -> dict[str, int]:
     times = {}
     for folder, _, names in os.walk(ROOT / "labkit"):
         for path in (os.path.join(folder, name) for name in names if name.endswith(".py")):
-            with contextlib.suppress(FileNotFoundError):  # an editor's link to nowhere
+            # An editor's lock file may be a link to nothing.
+            with contextlib.suppress(FileNotFoundError):
                 times[path] = os.stat(path).st_mtime_ns
     return times
 

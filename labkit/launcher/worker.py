@@ -56,7 +56,8 @@ def main() -> NoReturn:
     os.environ["RANK"] = str(rank)
     _redirect_output(folder.log(rank))
     stacks = private_files.open_file(folder.stack(rank), "w")
-    faulthandler.enable(file=stacks)  # for a crash in native code
+    # Native crashes write the Python stacks there.
+    faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     if ENV_HOST_NAME in os.environ:
         write_text(folder.host(rank), os.environ[ENV_HOST_NAME])
@@ -185,7 +186,8 @@ def _write_error_file(path: Path, rank: int, error: BaseException) -> None:
 def _error_text(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as another:  # the program's own code
+    except BaseException as another:
+        # The program's own code may raise anything.
         return f"(no text: its __str__ raises {type(another).__name__})"
 
 

@@ -196,7 +196,8 @@ def check_model(
                 f"model {model} has no size {name}: it has"
                 f" {', '.join(entry.sizes) or 'none to choose'}"
             )
-        least = min(1, entry.sizes[name])  # a delay may be 0
+        # A delay may be 0; every other size is at least 1.
+        least = min(1, entry.sizes[name])
         if size < least:
             raise ValueError(f"{name} {size} must be at least {least}")
         if rest := size % entry.multiples.get(name, 1):

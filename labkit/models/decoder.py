@@ -40,14 +40,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         """[N, S, D], and ``rotations`` of the model, to [N, S, D]."""
+        # Shapes: [N, S, H, E], and [N, S, K, E] for keys and values.
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.head_width))
             for layer in (self.query, self.key, self.value)
-        )  # [N, S, H, E], [N, S, K, E] twice
+        )
         query, key = apply_rotary(query, rotations), apply_rotary(key, rotations)
-        query, key, value = (
-            each.transpose(1, 2) for each in (query, key, value)
-        )  # heads before places
+        # Attention needs the heads before the positions.
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         )
@@ -138,9 +138,8 @@ class DecoderModel(LabModel):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [N, S] to logits [N, S, V]."""
         x = self.embedding(tokens)
-        rotations = torch.view_as_complex(
-            self.rotations
-        )  # complex, so that mixed precision leaves them alone
+        # Mixed precision leaves complex numbers alone.
+        rotations = torch.view_as_complex(self.rotations)
         for block in self.blocks:
             x = block(x, rotations)
         return self.output(self.norm(x))

@@ -24,7 +24,8 @@ _CALIBRATION_CYCLES = 20_000_000
 def _cycles_per_ms(device: torch.device) -> float:
     """Clock cycles of a GPU in a millisecond, measured with its own events."""
     with torch.cuda.device(device):
-        torch_private.sleep(_CALIBRATION_CYCLES)  # wakes the device up, and its clock
+        # This wakes the device up, and raises its clock rate.
+        torch_private.sleep(_CALIBRATION_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         torch_private.sleep(_CALIBRATION_CYCLES)
@@ -38,9 +39,8 @@ def pause_device(ms: float, device: torch.device) -> None:
     if ms <= 0:
         return
     if device.type == "cuda":
-        torch_private.sleep(
-            int(ms * _cycles_per_ms(device))
-        )  # PyTorch has no public kernel that only waits
+        # PyTorch has no public kernel that only waits.
+        torch_private.sleep(int(ms * _cycles_per_ms(device)))
     else:
         time.sleep(ms / 1e3)
 
@@ -51,7 +51,8 @@ class _PauseBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
         ctx.ms = ms
-        return x.detach()  # not a view: FSDP2 warns of blocks that return one
+        # FSDP2 warns about blocks that return a view of their input.
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -14,7 +14,8 @@ from labkit.models import photo
 from labkit.models.mlp import MLP
 
 TILE_PIXELS, CLASSES = 16, 10
-BATCH = 64  # tiles in a step of training
+# The number of tiles in a training step.
+BATCH = 64
 
 
 def tile_network(dim: int) -> nn.Sequential:
@@ -53,9 +54,8 @@ def _train_weights(dim: int, steps: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tile_network(dim)
-    images, labels = tile_batch(
-        max(1, steps) * BATCH, seed=0
-    )  # at once, since each call reads the photo
+    # All tiles at once, because each call reads the photo.
+    images, labels = tile_batch(max(1, steps) * BATCH, seed=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
     for part in torch.arange(steps * BATCH).split(BATCH) if steps else ():
         optimizer.zero_grad()

@@ -69,8 +69,10 @@ class TransformerWithSharedParams(LabModel):
         source = source + self.vocab_bias.to(source.dtype) + self.long_buffer.to(source.dtype)
         target = self.embed_tokens(target)
         if self.norm is not None:
-            normed = self.norm(target.transpose(0, 1)).transpose(0, 1)  # of [T, N, D]
-            target = normed.to(target.dtype)  # wrappers keep this norm in float32
+            # The shape inside is [T, N, D].
+            normed = self.norm(target.transpose(0, 1)).transpose(0, 1)
+            # Wrappers keep the norm in float32.
+            target = normed.to(target.dtype)
         return self.output_proj(self.transformer(source, target))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:

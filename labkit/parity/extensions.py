@@ -116,9 +116,8 @@ def _train_one_way(
     model.to_empty(device=device)
     parameters = list(model.parameters())
     for parameter in parameters:
-        nn.init.constant_(
-            parameter, math.nan
-        )  # memory that is fresh often holds zeros, which hide what was forgotten
+        # Fresh memory often holds zeros, which would hide what an extension forgot.
+        nn.init.constant_(parameter, math.nan)
     poisoned = sum(map(_has_nan, parameters))
     torch.manual_seed(0)
     for parameter in parameters:
@@ -232,9 +231,8 @@ def _initialise_shard(parameter: Tensor) -> None:
     own.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="DTensor random operators"
-        )  # ranks need not draw alike on a CPU
+        # Ranks may draw different numbers on a CPU.
+        warnings.filterwarnings("ignore", message="DTensor random operators")
         nn.init.trunc_normal_(parameter, std=0.2)
     first, *others = tensors.plain_shards(parameter)
     for other in others:

@@ -49,7 +49,8 @@ def forward_backward(
         output = model(*inputs)
         loss = lab.get_loss(inputs, output)
     kept = tree_map_only(Tensor, Tensor.detach, output) if keep else None
-    del output  # or it would fill memory during the backward pass
+    # Otherwise the output would occupy memory during the backward pass.
+    del output
     with step.span("backward"):
         lab.run_backward(scale(loss))
     return StepOutcome(loss.detach(), kept, inputs if keep else ())

@@ -68,7 +68,8 @@ class Parity:
             raise ValueError(f"{name}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}")
         error = relative_error(actual, expected, self.floor)
         self.compared += 1
-        if math.isnan(error) or error > self.max_rel_error:  # once nan, it stays nan
+        # An error that is nan once stays nan.
+        if math.isnan(error) or error > self.max_rel_error:
             self.max_rel_error, self.worst = error, name
 
     def compare_leaves(self, name: str, actual: Any, expected: Any) -> None:

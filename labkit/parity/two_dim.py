@@ -21,10 +21,10 @@ from labkit.parity.training import LIMITS, Parity, count_tensors
 
 FLOAT32_LIMIT = LIMITS[torch.float32]
 ModelType = TypeVar("ModelType", bound=LabModel)
-NamedShards = list[tuple[str, Tensor]]  # by name; shards as DTensors
-BackwardContext = Callable[
-    [], AbstractContextManager[None]
-]  # for forward and backward pass, such as the compiler's
+# Shards by name, each a DTensor.
+NamedShards = list[tuple[str, Tensor]]
+# A context for the forward and the backward pass, such as the compiler's.
+BackwardContext = Callable[[], AbstractContextManager[None]]
 
 
 def compare_mesh_training(
@@ -78,9 +78,8 @@ def compare_mesh_training(
             )
         return results
 
-    eager = train_and_compare(
-        "eager", apply(build())
-    )  # not in fused(), where DDP would not use its own reducer
+    # Not inside fused(), where DDP would not use its own reducer.
+    eager = train_and_compare("eager", apply(build()))
     expected = steps * (1 + count_tensors(build(), "gradient", "parameter"))
     if not compile:
         return found.verdict(FLOAT32_LIMIT, expected)
@@ -89,9 +88,8 @@ def compare_mesh_training(
             (count_compiled_graphs(), count_traced_backwards()),
             apply(build(), compile=True),
         )
-        replicated = isinstance(
-            model, PlainParameters
-        )  # then DDP averages, in the backward pass that is compiled
+        # Afterwards DDP averages in the backward pass, which is compiled.
+        replicated = isinstance(model, PlainParameters)
         compiled = train_and_compare(
             "compiled", model, compile_backward if replicated else contextlib.nullcontext
         )

@@ -100,7 +100,8 @@ def find_runs(*, program: str | None = None, limit: int | None = None) -> list[H
     try:
         with os.scandir(place) as found:
             paths = [each.path for each in found if each.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:  # nothing was recorded yet
+    except FileNotFoundError:
+        # Nothing was recorded yet.
         return []
     except OSError as error:
         raise LabError(
@@ -136,7 +137,8 @@ def _read_entry(path: str) -> HistoryEntry | None:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # nor wait for a pipe's writer
+    # Neither follow a link nor wait for the writer of a pipe.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def folders_in_use() -> set[str]:
@@ -191,7 +193,8 @@ def _table_row(entry: HistoryEntry, in_use: set[str]) -> list[str]:
         else "?"
     )
     ranks, duration = (entry.info.get(name, "?") for name in ("nproc", "duration_s"))
-    given = entry.info.get("given_params", entry.info.get("arguments"))  # the latter in older runs
+    # Older runs store them as "arguments".
+    given = entry.info.get("given_params", entry.info.get("arguments"))
     if isinstance(given, dict):
         given = [f"{name}={value}" for name, value in given.items()]
     texts = [

@@ -51,7 +51,8 @@ RECORD_FIX = (
 )
 PLANNED_STEPS = "planned_steps"
 """The scalar in which a rank says how many steps it will time, for whoever shows progress."""
-MAX_INT64 = 2**63 - 1  # that a column of a table holds
+# The largest number that an integer column of a table holds.
+MAX_INT64 = 2**63 - 1
 
 
 def record_path(folder: Path, rank: int) -> Path:
@@ -108,10 +109,11 @@ def _lock_record_file(file: IO[str]) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # This disk has no locks.
         if error.errno in (
             errno.EAGAIN,
             errno.EACCES,
-        ):  # any other: there are no locks on this disk
+        ):
             fix = "give each run a folder of its own, or unset LABKIT_RUN_FOLDER"
             raise RecordError(
                 f"{file.name}: another process is writing records here: {fix}"

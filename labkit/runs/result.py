@@ -193,9 +193,8 @@ class RunResult:
         import pandas
 
         frame = pandas.DataFrame(self.lines, columns=COLUMNS)
-        for name in (
-            INT_FIELDS
-        ):  # each at once: beside empty cells they would be floats first, which do not hold 64 bits
+        # One column at a time: beside empty cells, 64-bit integers would first become floats.
+        for name in INT_FIELDS:
             frame[name] = pandas.array([line.get(name) for line in self.lines], dtype="Int64")
         return frame
 
@@ -365,7 +364,8 @@ def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[st
         rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar")
     )
     mean_us = _drop_warmup(spans).groupby("name")["dur_us"].mean()
-    most_bytes = memory.groupby("name")["bytes"].max()  # the warm-up counts: a peak is a peak
+    # The warm-up counts too: a peak is a peak.
+    most_bytes = memory.groupby("name")["bytes"].max()
     comm = comm.assign(
         wire_bytes=_collective_wire_bytes(comm),
         name=list(map(records.collective_label, comm["axis"], comm["name"])),

@@ -32,12 +32,14 @@ MAX_LINE_LENGTH = 110
 
 def main() -> None:
     """Run the cell, and keep what its last expression gives."""
+    # Copies, because the cell may change these names.
     folder, rank = (
         RunFolder(Path(os.environ[ENV_RUN_FOLDER])),
         int(os.environ["RANK"]),
-    )  # the cell may change these
+    )
     kept = folder.artifact(rank, VALUE_ARTIFACT)
-    if rank == 0 and not torch.cuda.is_available():  # with GPUs the cell decides where it computes
+    # On GPUs the cell decides where it computes.
+    if rank == 0 and not torch.cuda.is_available():
         machine = {"device": "cpu", "device_name": "CPU", "cores": len(requirements.usable_cores())}
         write_json(folder.session_json, machine | {"torch": torch.__version__})
     names = {"torch": torch, "dist": dist} | load_payload()
@@ -49,10 +51,12 @@ def main() -> None:
         CELL_NAME,
     )
     module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module  # where pickle and dataclasses look for what the cell defines
+    # pickle and dataclasses look up the cell's definitions in __main__.
+    sys.modules["__main__"] = module
     vars(module).update(names)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with batch_schedule_new_threads(device):  # those of every process group that the cell makes
+    # This covers the threads of every process group that the cell creates.
+    with batch_schedule_new_threads(device):
         value = execute_cell(text, vars(module))
     if value is not None:
         write_text(kept, pprint.pformat(value, width=MAX_LINE_LENGTH, sort_dicts=False))

@@ -36,7 +36,8 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
     with _cap_gpu_memory(mib, device) if device.type == "cuda" else _cap_cpu_memory(mib):
         try:
             yield
-        except (RuntimeError, MemoryError) as error:  # a GPU's OutOfMemoryError is a RuntimeError
+        except (RuntimeError, MemoryError) as error:
+            # A GPU's OutOfMemoryError is a RuntimeError.
             said = str(error).strip().splitlines()
             short = isinstance(error, MemoryError | torch.OutOfMemoryError)
             if not short and not any(word in str(error) for word in ALLOCATION_ERROR_TEXTS):

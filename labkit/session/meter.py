@@ -179,7 +179,8 @@ class Meter:
     def _step_with_profile(
         self, index: int, units: Mapping[str, Sequence[nn.Module]]
     ) -> Iterator[Step]:
-        from labkit.session import timeline  # brings in the profiler
+        # This imports the profiler.
+        from labkit.session import timeline
 
         step, folder = Step(index, False, self), self.writer.folder
         path = folder and RunFolder(folder).trace(self.writer.rank)
@@ -252,7 +253,8 @@ def let_gloo_free_tensors() -> Iterator[None]:
     That thread holds them until it runs once more. Where ranks outnumber cores, that may be much
     later in the step, and the peak of memory would depend on it.
     """
-    from labkit.torch_private import AsyncCollectiveTensor as InFlight  # what DTensor waits for
+    # The type of a result that DTensor has not waited for yet.
+    from labkit.torch_private import AsyncCollectiveTensor as InFlight
 
     # not functional.wait_tensor: compiled programs are traced through it, and would be compiled
     # anew
@@ -292,9 +294,8 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
     """A context that follows every tensor of these models and optimizers: FSDP2 has categories of
     its own.
     """
-    fsdp = sys.modules.get(
-        "torch.distributed.fsdp"
-    )  # who has not imported it has nothing that is sharded by it
+    # A program that has not imported FSDP has no tensors sharded by it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
     if sharded is not None:
         from labkit.torch_private import FSDPMemTracker
@@ -309,9 +310,10 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
             tracker, watch(unit, begin), unit
         )
         return tracker
+    # This imports the compiler, which takes each rank 0.5 s.
     from labkit.torch_private import (
         MemTracker,
-    )  # brings in the compiler: half a second for each rank
+    )
 
     tracker = MemTracker()
     tracker.track_external(*track)

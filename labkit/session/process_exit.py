@@ -20,7 +20,8 @@ import traceback
 import weakref
 from typing import Any, NoReturn
 
-IO_BASE_TYPE: Any = io.IOBase.__mro__[1]  # the C class under it, which is quicker to look for
+# isinstance() is faster with the C base class.
+IO_BASE_TYPE: Any = io.IOBase.__mro__[1]
 
 
 def exit_process(status: int) -> NoReturn:
@@ -29,14 +30,12 @@ def exit_process(status: int) -> NoReturn:
         for last in (threading._shutdown, atexit._run_exitfuncs, flush_open_files):  # type: ignore[attr-defined]
             try:
                 last()
-            except (
-                BaseException
-            ):  # as Python does: an exit function that fails does not stop the end
+            except BaseException:
+                # As in Python, an exit function that fails does not keep the others from running.
                 traceback.print_exc()
     finally:
-        os._exit(
-            status & 0xFF
-        )  # of a larger number the system keeps these bits, and os._exit refuses some
+        # The system keeps these eight bits, and os._exit refuses some larger numbers.
+        os._exit(status & 0xFF)
 
 
 def exit_status(error: BaseException) -> int:
@@ -62,14 +61,15 @@ def flush_open_files() -> None:
     files = [each for each in objects if type(each) in kinds]
     files.sort(key=_flush_order)
     for file in [*files, sys.stdout, sys.stderr]:
-        with contextlib.suppress(
-            Exception
-        ):  # closed already, a pipe that nobody reads, a full disk
+        # The stream is closed, its pipe has no reader, or the disk is full.
+        with contextlib.suppress(Exception):
             if _is_compressed(file):
-                file.close()  # a .gz file has an end of its own
+                # A .gz file needs closing, because it has a trailer of its own.
+                file.close()
             else:
                 file.flush()
-    ctypes.CDLL(None).fflush(None)  # printf of native code
+    # This writes what native code has printed with printf.
+    ctypes.CDLL(None).fflush(None)
 
 
 def reset_exit_handlers() -> None:

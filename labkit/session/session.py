@@ -46,7 +46,8 @@ from labkit.session.process_exit import exit_process, print_error_and_status
 from labkit.theory.sizes import readable_bytes
 
 ConfigType = TypeVar("ConfigType")
-StepLoop = Callable[..., Iterator[Step]]  # Here.steps or Here.plain_steps
+# Here.steps or Here.plain_steps
+StepLoop = Callable[..., Iterator[Step]]
 _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 """Keeps every process group, the meshes' too, until the process ends.
 
@@ -259,7 +260,8 @@ def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
         yield
         return
     policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
-    with contextlib.suppress(PermissionError):  # as in some containers; then it is only slower
+    # Some containers forbid this; the ranks are then only slower.
+    with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
@@ -323,7 +325,8 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
         payload.check_replacements_called()
     except BaseException as error:
         if ENV_RUN_FOLDER in os.environ:
-            raise  # labkit's worker is around this program, reports it and leaves
+            # labkit's worker runs this program; it reports the error and leaves.
+            raise
         exit_process(print_error_and_status(error))
     exit_process(0)
 

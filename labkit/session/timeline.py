@@ -51,26 +51,28 @@ from labkit.theory.overlap import uncovered_in_turn
 from labkit.torch_private import COMPILED_AUTOGRAD_MODULE, tree_leaves
 
 TraceEvent = dict[str, Any]
-CollectiveSpan = tuple[
-    TraceEvent, str, TraceEvent | None
-]  # on gloo's thread or the GPU, its name, and the call that asked for it
+# The record on gloo's thread or the GPU, its name, and the call that requested it.
+CollectiveSpan = tuple[TraceEvent, str, TraceEvent | None]
 ROOT_UNIT = "root"
 STEP_MARK, WAIT_MARK, FORWARD_MARK, BACKWARD_MARK, BACKWARD_END_MARK = (
     f"labkit::{what}" for what in ("step", "wait", "forward", "backward", "backward_end")
 )
+# Shorter gaps, in which nothing is waited for, do not split the compute of a unit.
 CPU_GAP_US, KERNEL_GAP_US = (
     100.0,
     10.0,
-)  # a unit's compute is one bar across shorter gaps in which nothing is waited for
+)
 _NON_COMPUTE_PREFIXES = (STEP_MARK, WAIT_MARK, "c10d::", "_c10d_functional::", "record_param_comms")
+# A compiled program records only the latter.
 _WAIT_NAMES = (
     WAIT_MARK,
     "_c10d_functional::wait_tensor",
-)  # in a compiled program, the latter alone
+)
+# "!" marks compiled autograd on the caller's thread.
 _BACKWARD_PREFIXES = (
     "autograd::engine",
     "Torch-Compiled Region: !",
-)  # "!" is compiled autograd, on the caller's thread
+)
 FSDP_RANGE_PATTERN = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[pg=.*\])?$")
 _COLLECTIVE_NAMES = (
     "all_gather",
@@ -173,11 +175,11 @@ def profile_step(
             profiler.start()
         stack.callback(_silence_stderr()(profiler.stop))
         stack.enter_context(name_units(units or {}))
-        stack.enter_context(
-            patch_attribute(dist.Work, "wait", _add_wait_range)
-        )  # a blocking call waits there as well
+        # A blocking call waits there as well.
+        stack.enter_context(patch_attribute(dist.Work, "wait", _add_wait_range))
         if dist.is_initialized():
-            dist.barrier()  # to start the profiler takes each rank its own time
+            # The profiler takes each rank a different time to start.
+            dist.barrier()
         with record_function(STEP_MARK):
             yield recording
             if device == "cuda":
@@ -185,7 +187,8 @@ def profile_step(
     with tempfile.TemporaryDirectory() as folder:
         raw = path or Path(folder) / "trace.json"
         with private_files.open_file(raw, "wb"):
-            pass  # torch writes into the file that is there
+            # torch overwrites an existing file.
+            pass
         profiler.export_chrome_trace(str(raw))
         recording.step_us, recording.bars = step_us_and_bars(read_trace(raw))
 
@@ -308,7 +311,8 @@ def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]
     inside = [e for e in events if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
     gpu = [e for e in inside if e.get("cat") in _GPU_WORK_CATEGORIES]
     gloo = [e for e in inside if e["name"].startswith("gloo:")]
-    others = {e["tid"] for e in gloo}  # gloo's threads record operators as well
+    # Gloo's threads record operators as well.
+    others = {e["tid"] for e in gloo}
     asked = _HostActivity(
         [e for e in inside if e.get("cat") not in _GPU_CATEGORIES and e["tid"] not in others]
     )
@@ -392,7 +396,8 @@ def _last_before(found: Sequence[Any], moment: float) -> Any:
 
 def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]:
     """Cut one thread's time where a recorded range begins or ends; time in no range is left out."""
-    stack: list[tuple[float, bool, str]] = []  # end, whether it computes, phase
+    # When each call ends, whether it computes, and its phase.
+    stack: list[tuple[float, bool, str]] = []
     now, phase = 0.0, "forward"
 
     def intervals_until(moment: float) -> Iterator[_ThreadInterval]:

@@ -51,9 +51,8 @@ def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tu
         return [
             (_CANONICAL_NAMES[kind], tensor) for kind, tensor in zip(kinds, tensors, strict=True)
         ]
-    plain = _VARIANT_PATTERN.sub("", name).strip(
-        "_"
-    )  # allgather_into_tensor_coalesced_ is an allgather
+    # For example, allgather_into_tensor_coalesced_ is an allgather.
+    plain = _VARIANT_PATTERN.sub("", name).strip("_")
     label = _CANONICAL_NAMES.get(plain, plain)
     # c10d takes the output first where it is another tensor than the input
     return [(label, args[1 if namespace == "c10d" and label not in _IN_PLACE_COLLECTIVES else 0])]
@@ -164,9 +163,8 @@ class CommunicationCounter(TorchDispatchMode):
         if any(getattr(kind, "__name__", "") == "DTensor" for kind in types):
             # let DTensor turn the operation into local ones and collectives first
             return NotImplemented
-        if (
-            func is torch.ops.prim.device.default
-        ):  # half of what autograd does with fake tensors; sends nothing
+        # This operator sends nothing, and is half of what autograd does with fake tensors.
+        if func is torch.ops.prim.device.default:
             return args[0].device
         namespace, _, name = func.name().split(".")[0].partition("::")
         if namespace in COMMUNICATION_NAMESPACES and name not in NON_TRAFFIC_OPS:
@@ -207,9 +205,8 @@ class BucketRecorder(CommunicationCounter):
             self._sent.append(bucket)
         elif name == "wait_tensor" and result.data_ptr() in self._in_flight:
             bucket, place = self._in_flight.pop(result.data_ptr())
-            bucket[place] = (
-                result.clone()
-            )  # what was waited for is used, and then its memory may be used again
+            # Memory that was waited for has been used, and may be used again.
+            bucket[place] = result.clone()
         return result
 
     def gradients_by_bucket(
