@@ -50,11 +50,11 @@ from labkit.theory.sizes import readable_bytes
 
 
 class ProgramCommand(Protocol):
-    """A command that takes a program and its parameters; a dataclass, whose fields are its options.
+    """A command that takes a program and its parameters; a dataclass whose fields are its options.
 
     Attributes:
         program: a name in launch/, or the path of a Python file.
-        about: what --help says of it, with ``{program}`` in it.
+        about: the text of --help, with ``{program}`` in it.
         takes_lists: whether each parameter of the program takes several values.
     """
 
@@ -63,7 +63,7 @@ class ProgramCommand(Protocol):
     takes_lists: ClassVar[bool]
 
     def execute(self, **arguments: Any) -> int:
-        """Do it, with the options and the program's parameters; print what came of it.
+        """Run the command with its options and the program's parameters, and print the outcome.
 
         Returns:
             The exit status.
@@ -72,8 +72,8 @@ class ProgramCommand(Protocol):
 
 @dataclass
 class RunCommand:
-    """Launch a rank program and show its summary. After its name come options, those of the program
-    among them.
+    """Launch a rank program and print its summary. Options follow the program's name, its own among
+    them.
 
     ``run PROGRAM --help`` lists the parameters of a program.
     """
@@ -91,7 +91,7 @@ class RunCommand:
     takes_lists: ClassVar[bool] = False
 
     def execute(self, **arguments: Any) -> int:
-        """Launch the program and print its summary; 1 where a check is not ok."""
+        """Launch the program and print its summary; return 1 if a check is not ok."""
         result = labkit.run(**arguments)
         print(result.summary().to_string())
         if result.verdict_text:
@@ -108,8 +108,8 @@ PRUNE_PREVIEW_ROWS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say; returns the exit status. Leaves where tyro says what is wrong with
-    them.
+    """Run the command line; return the exit status. tyro itself exits when the arguments are
+    wrong.
     """
     try:
         status = _dispatch_command(sys.argv[1:] if arguments is None else list(arguments))
@@ -150,7 +150,9 @@ def _dispatch_command(words: list[str]) -> int:
 
 
 def program_commands() -> dict[str, type[ProgramCommand]]:
-    """The commands that take a program, by name: run, and those of the packages beside the core."""
+    """Return the commands that take a program, by name: run, and those of the packages beside the
+    core.
+    """
     commands: dict[str, type[ProgramCommand]] = {"run": RunCommand}
     for name in MODULES_WITH_COMMANDS:
         commands |= importlib.import_module(name).COMMANDS
@@ -160,10 +162,10 @@ def program_commands() -> dict[str, type[ProgramCommand]]:
 def parse_run_command(
     program: str, words: Sequence[str], name: str = "run"
 ) -> tuple[ProgramCommand, dict[str, Any]]:
-    """Read the options of the command called ``name`` and those of the program, by its Config.
+    """Parse the options of the command called ``name``, and those of the program from its Config.
 
-    The parameters are those that differ from the defaults, each with its values in a tuple where
-    the command takes lists.
+    The parameters are those that differ from the defaults, each with its values in a tuple if the
+    command takes lists.
 
     Raises:
         ParameterError: there is no such program, or its Config cannot be read.
@@ -207,7 +209,7 @@ def parse_run_command(
 
 
 def execute_command(command: ProgramCommand, parameters: dict[str, Any]) -> int:
-    """Do what the command says with the program's parameters; returns the exit status."""
+    """Run the command with the program's parameters; return the exit status."""
     kind: Any = next(each for each in program_commands().values() if isinstance(command, each))
     return command.execute(
         **{each.name: getattr(command, each.name) for each in fields(kind)}, **parameters
@@ -225,7 +227,7 @@ def show_run_summary(folder: tyro.conf.Positional[Path]) -> int:
 
 
 def run_history_command(words: Sequence[str]) -> int:
-    """Do what follows ``runs``: list, show, compare or prune; list, where nothing does."""
+    """Run what follows ``runs``: list, show, compare or prune; list is the default."""
     commands: dict[str, Callable[..., Any]] = {
         "list": list_runs,
         "show": show_run,
@@ -239,8 +241,7 @@ def run_history_command(words: Sequence[str]) -> int:
 
 
 def list_runs(program: str | None = None, limit: int = 20) -> int:
-    """List recorded runs, the newest first. `runs show`, `runs compare` and `runs prune` do more
-    with them.
+    """List recorded runs, the newest first. See also `runs show`, `runs compare` and `runs prune`.
 
     Args:
         program: Only runs of this program.
@@ -258,7 +259,7 @@ def show_run(run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RU
     """Show one run: its folder, how it ended, its values by rank.
 
     Args:
-        run: The name of its folder, the end of that, or a path.
+        run: The name of its folder, the last letters of that name, or a path.
     """
     result = labkit.load(history.find_run_folder(run))
     print(f"{result.folder}\n{result}")
@@ -271,7 +272,7 @@ def compare_runs(
     """Show the parameters in which runs differ, and their values, side by side.
 
     Args:
-        runs: Two or more, each by the name of its folder, the end of that, or a path.
+        runs: Two or more, each by its folder's name, the last letters of that name, or a path.
     """
     compared = history.compare(labkit.load(history.find_run_folder(run)) for run in runs)
     print(
@@ -288,11 +289,11 @@ def prune_runs(
     program: str | None = None,
     yes: bool = False,
 ) -> int:
-    """Remove old runs, after asking. What is no run of labkit's, or may still go on, stays.
+    """Remove old runs, after asking. Folders of other programs and running runs stay.
 
     Args:
-        keep: Keep the newest so many.
-        older_than: Remove only what began so many days ago.
+        keep: Keep this many of the newest.
+        older_than: Remove only runs that began more than this many days ago.
         program: Only runs of this program.
         yes: Do not ask.
     """
@@ -314,7 +315,7 @@ def prune_runs(
 
 
 def _confirm_removal() -> bool:
-    """Whether whoever sits here says yes. Raises ParameterError where nobody does."""
+    """Ask, and return whether the answer is yes. Raises ParameterError if nobody can answer."""
     if not sys.stdin.isatty():
         raise labkit.ParameterError("nobody can be asked here: --yes removes them without asking")
     try:
@@ -324,7 +325,7 @@ def _confirm_removal() -> bool:
 
 
 def print_diagnosis(json: bool = False) -> int:
-    """Say what this machine can do and how to mend what it cannot; 1 when a lab cannot run here.
+    """Print what this machine can do and how to fix the rest; return 1 if a lab cannot run here.
 
     Args:
         json: Print one JSON object instead of text.

@@ -1,8 +1,8 @@
 """Does a distributed run compute what one device computes?
 
-``training`` compares tensors and counts them; ``one_device``, the reference, plays all ranks in
-turn; ``states`` holds models and state dicts against each other, rank by rank and shard by shard.
-What a lab has to compare is in the module that has the lab's name.
+``training`` compares tensors and counts them; ``one_device`` is the reference, which plays all
+ranks in turn; ``states`` compares models and state dicts rank by rank and shard by shard. What one
+lab compares is in the module with that lab's name.
 """
 
 from labkit.parity.one_device import OneDevice, draw_samples, make_sgd, sample_seed

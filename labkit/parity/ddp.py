@@ -31,7 +31,7 @@ COMPARISON_MODES: tuple[ddp.DDPMode, ...] = ("ddp", "replicate", "compiled_ddp",
 def build_chain(
     dim: int, case: DDPCase, device: torch.device, batch: int, layers: int = 4
 ) -> LinearChain:
-    """The model of both checks and of the training, equal on all ranks."""
+    """Build the model of both checks and of the training, equal on all ranks."""
     torch.manual_seed(0)
     return LinearChain(dim, case.checkpoint, batch, layers).to(device)
 
@@ -50,17 +50,17 @@ def compare_techniques(
 ) -> dict[str, Any]:
     """Train a LinearChain with each technique and on one device, and compare. A collective.
 
-    Compared are every step's output and gradients, and every parameter after the last. Each rank
-    has its own samples, ``batch`` in a batch; the chain has ``layers`` layers ``dim`` wide; ``how``
-    is passed on to ``ddp.apply_technique``.
+    It compares every step's output and gradients, and every parameter after the last step. Each
+    rank has samples of its own, ``batch`` in a batch; the chain has ``layers`` layers of width
+    ``dim``; ``how`` is passed on to ``ddp.apply_technique``.
 
     Returns:
-        What ``Here.verdict`` takes. ``sent_bytes``: what a rank hands to all-reduces in all steps,
-        by technique.
-        ``sent_without_sync``: the part of it in batches that should send nothing.
-            ``compiled_backwards``: how many
-        programs with communication inductor wrote, or without it, how many backward passes compiled
-        autograd traced, so that nobody compares eager runs with each other.
+        The arguments of ``Session.finish_check``.
+        ``sent_bytes``: bytes that a rank passes to all-reduces in all steps, by technique.
+        ``sent_without_sync``: the part of these in batches that should send nothing.
+        ``compiled_backwards``: the number of programs with communication that inductor wrote or,
+            without inductor, of backward passes that compiled autograd traced. It shows that the
+            runs were really compiled.
     """
     build = partial(build_chain, dim, case, device, batch, layers)
     one_device = OneDevice(
@@ -114,8 +114,8 @@ def _train_and_compare(
     rank: int,
     expected: list[tuple[Tensor, TensorList]],
 ) -> Counter[bool]:
-    """Train with one technique, and compare each step's last output and gradients; bytes sent, by
-    whether synced.
+    """Train with one technique, compare each step's last output and gradients, and return the bytes
+    sent, by whether the batch was synchronised.
     """
     optimizer, sent, batches = make_sgd(lab), Counter[bool](), len(case.batches)
     for step, (expected_output, gradients) in enumerate(expected):
@@ -136,7 +136,7 @@ def _train_and_compare(
 def _output_and_loss(
     lab: LinearChain, model: nn.Module, step: int, rank: int, *batch: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and loss of one of a rank's batches: its index, and how many there are."""
+    """Return the output and the loss of one of a rank's batches."""
     inputs = draw_samples(lab, lab.fc1.weight.device, step, rank, *batch)
     output = model(*inputs)
     return output, lab.get_loss(inputs, output)
@@ -153,15 +153,16 @@ def compare_buckets(
     bucket_mb: float,
     **how: Any,
 ) -> dict[str, Any]:
-    """Compile a backward pass twice, without gradients and on top of them, and look for its
+    """Compile a backward pass twice, without gradients and adding to existing ones, and compare its
     buckets. A collective.
 
-    They are predicted, counted by inductor, read from the program that it writes, and seen when
-    they are handed over, with names. Fusing needs a case with gradients in float32. The arguments
-    are those of ``compare_techniques``.
+    The buckets are predicted by theory, counted by inductor, parsed from the program that it
+    writes, and recorded when they are sent, with the names of their gradients. Fusing needs
+    gradients in float32. The arguments are those of ``compare_techniques``.
 
     Returns:
-        What ``Here.verdict`` takes; lists hold a value for each of the two backward passes.
+        The arguments of ``Session.finish_check``; lists hold one value for each of the two backward
+        passes.
     """
     expected = chain_buckets(
         dim, bucket_mb, way="compiled" if case.forward else "backward_only", layers=layers
@@ -211,8 +212,9 @@ def compare_buckets(
 
 
 def request_wait_order(buckets: Sequence[inductor.Bucket]) -> list[str]:
-    """Requests and waits of a program in its order, as "request 0" and "wait 0": each bucket once
-    or more.
+    """Return the requests and waits of a program in its order, as "request 0" and "wait 0".
+
+    Each bucket appears once or more.
     """
     events = [(bucket.request.number, f"request {index}") for index, bucket in enumerate(buckets)]
     events += [
@@ -224,16 +226,16 @@ def request_wait_order(buckets: Sequence[inductor.Bucket]) -> list[str]:
 
 
 def _is_in_bucket_order(order: list[str], what: str) -> bool:
-    """Whether the first requests, or waits, of all buckets come in the order of the buckets."""
+    """Tell whether the first requests, or waits, of all buckets follow the order of the buckets."""
     first = list(dict.fromkeys(int(event.split()[1]) for event in order if event.startswith(what)))
     return first == sorted(first)
 
 
 def _max_in_flight(buckets: Sequence[inductor.Bucket]) -> int:
-    """How many buckets have been asked for and not been waited for yet, at most, in a program.
+    """Return how many buckets are requested and not yet waited for, at most, in a program.
 
-    All of them where nobody needs a result before the end. A program that adds to older gradients
-    has reason to wait for some earlier: what has arrived is added to these at once.
+    It is all of them if no result is needed before the end. A program that adds to existing
+    gradients may wait for some buckets earlier, because it adds each one as it arrives.
     """
     sent = [(bucket.request.number, 1) for bucket in buckets]
     arrived = [(min(wait.number for wait in bucket.waits), -1) for bucket in buckets]

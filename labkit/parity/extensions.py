@@ -1,9 +1,9 @@
-"""Do parameters with all-gather extensions train as plain ones do, and send what theory says?
+"""Do parameters with all-gather extensions train like plain ones, and send what theory predicts?
 
-``compare_training`` and ``train_from_meta_device`` train three MLPs of width 8 without bias, each a
-unit, as torch's test of these extensions does. The objective is another: the sum of ReLU outputs,
-minimised, is 0 from the third step on, and so are all gradients. The other two look at a network of
-the caller's. All return what ``Here.verdict`` takes.
+``compare_extension_training`` and ``train_from_meta_device`` train three MLPs of width 8 without
+bias, each a unit, as torch's test of these extensions does. The loss differs from that test's: its
+sum of ReLU outputs is 0 from the third step on, and so are all gradients. The other two functions
+take a network of the caller's. All return the arguments of ``Session.finish_check``.
 """
 
 import copy
@@ -36,19 +36,19 @@ make_foreach_adam = partial(torch.optim.Adam, lr=1e-2, foreach=True)
 
 
 def three_mlps(device: torch.device | str) -> nn.Sequential:
-    """The model of both checks."""
+    """Build the model of both checks."""
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
 def compare_extension_training(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
 ) -> dict[str, Any]:
-    """Compare every loss, gradient and shard with plain training whose gradients are reduced by
+    """Compare every loss, gradient and shard with plain training whose gradients are all-reduced by
     hand. A collective.
 
-    Adam with lr 1e-2, with and without resharding. Every difference must be exactly 0, and every
-    gradient alive. So the reference is not ``OneDevice``, which would add the ranks' gradients in
-    another order than an all-reduce does.
+    It trains with Adam, lr 1e-2, with and without resharding. Every difference must be exactly 0,
+    and no gradient may be all zeros. So the reference is not ``OneDevice``, which would add the
+    ranks' gradients in another order than an all-reduce.
     """
     found, halves = Parity(), 1
     for reshard in (True, False):
@@ -88,10 +88,11 @@ def compare_extension_training(
 def train_from_meta_device(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int
 ) -> dict[str, Any]:
-    """Build without memory, shard, materialise, poison with NaN, initialise, train in bfloat16. A
-    collective.
+    """Build on the meta device, shard, materialise, fill with NaN, initialise, and train in
+    bfloat16. A collective.
 
-    With and without resharding after the forward pass; the losses are those of the second.
+    This is done with and without resharding after the forward pass; the losses are those of the
+    second.
     """
     first, second = (
         _train_one_way(mesh, device, extension, steps, reshard) for reshard in (True, False)
@@ -103,10 +104,10 @@ def train_from_meta_device(
 def _train_one_way(
     mesh: DeviceMesh, device: torch.device, extension: ExtensionChoice, steps: int, reshard: bool
 ) -> dict[str, Any]:
-    """The same, one way.
+    """Do this once, with or without resharding.
 
-    Counted are the parameters, and those that were on the meta device, were poisoned, hold NaN
-    after training, and have changed in it. A TwoTensor's halves must start alike.
+    Counts the parameters, and those that were on the meta device, were filled with NaN, hold NaN
+    after training, and have changed in it. A TwoTensor's halves must be equal at the start.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = apply_extension(
@@ -160,7 +161,7 @@ def compare_bytes(
     backward: Callable[[nn.Module], Any],
     reshard: bool,
 ) -> dict[str, Any]:
-    """Hold the bytes of each extension's all-gathers in one step against theory. A collective.
+    """Compare the bytes of each extension's all-gathers in one step with theory. A collective.
 
     ``build`` makes the network with an extension; its root holds no parameters of its own.
     ``backward`` is a forward and a backward pass; with ``reshard``, parameters are gathered in
@@ -181,10 +182,10 @@ def compare_bytes(
 def compare_final_losses(
     mesh: DeviceMesh, train: Callable[[str], Sequence[Tensor]]
 ) -> dict[str, Any]:
-    """Train with each extension, and hold the mean loss of all ranks at the end against that of
+    """Train with each extension, and compare the final loss, averaged over ranks, with that of
     fp32. A collective.
 
-    ``train`` takes an extension, the same samples whatever it is, and returns this rank's losses.
+    ``train`` takes an extension, uses the same samples for each, and returns this rank's losses.
     """
     final = {}
     for name in theory.LOSS_LIMITS:
@@ -202,7 +203,7 @@ def _local_samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
 
 
 def _forward_backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Forward and backward; the loss, the mean squared distance to 1."""
+    """Run forward and backward, and return the loss, the mean squared distance to 1."""
     optimizer.zero_grad()
     loss = (upcast_to_float32(model(x)) - 1).square().mean()
     loss.backward()
@@ -210,9 +211,7 @@ def _forward_backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tens
 
 
 def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.Module) -> None:
-    """Add this rank's shard of every gradient and parameter, and both halves where there are
-    two.
-    """
+    """Compare this rank's shard of every gradient and parameter, and both halves of a TwoTensor."""
     for (name, parameter), expected in zip(
         model.named_parameters(), reference.parameters(), strict=True
     ):
@@ -227,9 +226,7 @@ def _compare_shards(found: Parity, where: str, model: nn.Module, reference: nn.M
 
 
 def _initialise_shard(parameter: Tensor) -> None:
-    """Draw a shard's values, and give both halves of a TwoTensor the same, since each draws its
-    own.
-    """
+    """Draw a shard's values, and make both halves of a TwoTensor equal."""
     with warnings.catch_warnings():
         # Ranks may draw different numbers on a CPU.
         warnings.filterwarnings("ignore", message="DTensor random operators")

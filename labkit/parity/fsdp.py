@@ -15,7 +15,7 @@ from labkit.torch_private import tree_map_only
 
 
 class StepOutcome(NamedTuple):
-    """What one step of a rank leaves behind: of its last batch, where there are several."""
+    """The results of one step of a rank; with several batches in a step, of the last one."""
 
     loss: Tensor
     output: Any
@@ -33,17 +33,17 @@ def forward_backward(
     autocast: contextlib.AbstractContextManager[Any] | None = None,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> StepOutcome:
-    """Run a training step's forward and backward pass, each a span of the step.
+    """Run a training step's forward and backward pass, each as a span of the step.
 
     Args:
         step: of a session, which measures.
-        lab: knows the loss, and how to run backward from it.
-        model: to call; the lab's model, or what wraps it.
+        lab: the lab's model, which knows its loss and how to run backward from it.
+        model: the model to call: the lab's, or its wrapper.
         inputs: of the model.
-        keep: keep the output and the inputs, to compare them with one device's. What is measured
-            keeps neither, so that it holds no more memory than training needs.
-        autocast: around the forward pass.
-        scale: turns the loss into the one whose gradients are computed.
+        keep: keep the output and the inputs, to compare them with one device's. Measured steps keep
+            neither, so that they hold no more memory than training needs.
+        autocast: context of the forward pass.
+        scale: maps the loss to the one whose gradients are computed.
     """
     with step.span("forward"), autocast or contextlib.nullcontext():
         output = model(*inputs)
@@ -64,20 +64,19 @@ def compare_fsdp_training(
     rank: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Let one device, not trained yet, train as many steps as this rank has, and compare. A
-    collective.
+    """Train an untrained OneDevice for as many steps as this rank has, and compare. A collective.
 
-    The model, FSDP2's, FSDP1's or a plain one, comes after its steps; it should have trained
-    ``steps`` of them.
+    The model, under FSDP2, FSDP1 or plain, comes after its steps; it should have trained ``steps``
+    of them.
 
     Returns:
-        What ``Here.verdict`` takes, on the loss and output of every step, its input's gradient
-        where it has one, and the last step's gradients, parameters and buffers. FSDP1 shows
-        gradients by name with ``use_orig_params`` only.
+        The arguments of ``Session.finish_check``: the comparison of the loss and output of every
+        step, its input's gradient if it has one, and the last step's gradients, parameters and
+        buffers. FSDP1 shows gradients by name only with ``use_orig_params``.
 
     Raises:
-        ValueError: there is no step; a parameter that is used has no gradient; an output's
-            structure is another.
+        ValueError: there is no step; a parameter that is used has no gradient; an output has
+            another structure.
     """
     if not trained:
         raise ValueError(
@@ -110,6 +109,6 @@ def compare_fsdp_training(
 
 
 def comparable_kinds(model: nn.Module) -> tuple[TensorKind, ...]:
-    """What of a model's training can be compared by name."""
+    """Return which tensors of a trained model can be compared by name."""
     flat = isinstance(model, FullyShardedDataParallel) and not model._use_orig_params
     return ("parameter", "buffer") if flat else ("gradient", "parameter", "buffer")

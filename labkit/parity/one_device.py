@@ -1,9 +1,9 @@
-"""One device plays all ranks in turn: what data-parallel and sharded training must agree with.
+"""One device plays all ranks in turn: the reference for data-parallel and sharded training.
 
 It keeps one whole copy of the model for each rank, runs each copy on that rank's samples, averages
-the gradients of the shared parameters over the copies, and lets each copy update. No rank,
-collective or shard is involved, so nothing that sharding can get wrong can go wrong here as well.
-Dropout agrees because each copy draws after the same seed.
+the gradients of the shared parameters over the copies, and lets each copy update. It uses no rank,
+collective or shard, so sharding cannot make the same mistake here. Dropout agrees because each copy
+draws after the same seed.
 """
 
 from collections.abc import Callable, Collection
@@ -26,10 +26,10 @@ as well.
 
 
 def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
-    """The seed of a rank's samples in one of its batches of a step: another one for each, up to
-    10,000 in a step.
+    """Return the seed of a rank's samples in one batch of a step; all differ, up to 10,000 in a
+    step.
 
-    One rank that goes through four batches has the samples of four ranks with one batch each.
+    One rank with four batches has the samples of four ranks with one batch each.
     """
     return (step + 1) * MAX_BATCHES + rank * batches + batch
 
@@ -37,9 +37,7 @@ def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
 def draw_samples(
     model: LabModel, device: torch.device, step: int, rank: int, batch: int = 0, batches: int = 1
 ) -> tuple[Tensor, ...]:
-    """A rank's samples in one batch. What is drawn next, such as dropout, is that rank's and that
-    batch's as well.
-    """
+    """Draw a rank's samples of one batch, and seed the RNG for what follows, such as dropout."""
     seed = sample_seed(step, rank, batch, batches)
     inputs = model.get_input(device, seed)
     torch.manual_seed(seed)
@@ -47,8 +45,8 @@ def draw_samples(
 
 
 def make_sgd(model: nn.Module) -> Optimizer:
-    """SGD with momentum for a check: Adam turns the rounding of a gradient near zero into a step of
-    full size.
+    """Return SGD with momentum, for a check: Adam would turn the rounding of a gradient near zero
+    into a full-size step.
     """
     return torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.9
@@ -56,19 +54,19 @@ def make_sgd(model: nn.Module) -> Optimizer:
 
 
 class OneDevice:
-    """Whole copies of a model, one a rank, trained together on one device.
+    """Whole copies of a model, one for each rank, trained together on one device.
 
     Args:
         build: makes rank r's copy; shared parameters are equal in all of them.
-        ranks: how many to play.
-        dtype: in what the copies compute, see ``Rounding``; float32 rounds nothing.
-        rounding: what is rounded to it.
+        ranks: the number of ranks to play.
+        dtype: the dtype in which the copies compute, see ``Rounding``; float32 rounds nothing.
+        rounding: what is rounded to this dtype.
         device: where the samples are put.
-        batches: of a rank in one step; their gradients add up.
-        mean: divide by the number of batches, so that more batches are as more ranks.
-        local_types: class names of modules whose gradients are not averaged, beside the model's own
-            local ones.
-        input_gradients: let samples, where they are numbers, have gradients.
+        batches: batches of a rank in one step; their gradients add up.
+        mean: divide by the number of batches, so that more batches are like more ranks.
+        local_types: class names of modules whose gradients are not averaged, besides the model's
+            own local modules.
+        input_gradients: compute gradients of floating-point inputs too.
 
     Attributes:
         copies: the models.
@@ -100,7 +98,7 @@ class OneDevice:
         self.inputs: list[tuple[Tensor, ...]] = [()] * ranks
 
     def train_step(self, index: int) -> list[Tensor]:
-        """One training step; each rank's loss, of its last batch."""
+        """Train one step; return each rank's loss, of its last batch."""
         losses = [self._forward_backward(index, rank) for rank in range(len(self.copies))]
         self._average_shared_gradients()
         for optimizer in self.optimizers:
@@ -156,10 +154,10 @@ class OneDevice:
 
 
 def require_gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Samples of which those that are numbers need a gradient."""
+    """Return inputs whose floating-point tensors require a gradient."""
     return tuple(each.requires_grad_() if each.is_floating_point() else each for each in inputs)
 
 
 def cast_floats(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in another floating-point type; token ids and masks stay what they are."""
+    """Cast a floating-point tensor to this dtype; token ids and masks stay as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

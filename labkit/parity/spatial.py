@@ -16,12 +16,11 @@ def compare_spatial_step(
     *,
     drops_samples: bool = False,
 ) -> dict[str, Any]:
-    """The verdict on outputs, gradients and parameters after one step of two models that started
-    equal. A collective.
+    """Compare outputs, gradients and parameters of two models that started equal, after one step. A
+    collective.
 
-    Outputs are for this rank's samples; ``reference`` is the single-device model, ``expected`` its
-    outputs. Where it ``drops_samples``, these may skip a block, whose gradients are zeros if all of
-    them do.
+    Outputs are of this rank's samples; ``reference`` is the single-device model, ``expected`` its
+    outputs. With ``drops_samples``, samples may skip a block, whose gradients are zeros if all do.
     """
     found = Parity()
     found.compare_tensor("outputs", outputs, expected)

@@ -1,9 +1,9 @@
-"""The tensors of a distributed model: are they right on each rank, are they equal on all, and how
-to move them.
+"""Compare the tensors of a distributed model with a whole one, compare them across ranks, and copy
+them.
 
-For tests, the kit's and your own: no lab calls them. ``check_sharded_parity`` compares shard by
-shard, and says which parameter is wrong on which rank; ``parity.Parity``, which the labs use,
-gathers first and gives one number over all.
+These are for tests, labkit's and yours: no lab calls them. ``check_sharded_parity`` compares shard
+by shard, and says which parameter is wrong on which rank; ``training.Parity``, which the labs use,
+gathers first and gives one number for all.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ def check_sharded_parity(
     """Compare this rank's shard of every parameter and gradient with the same part of a whole
     model's.
 
-    No communication. It has this name in torch's FSDP tests, too.
+    Sends nothing. The name is that of the helper in torch's FSDP tests.
 
     Args:
-        replicated: whole on every rank, with reduced gradients.
-        sharded: its parameters are DTensors, as FSDP2 leaves them.
-        prefixes_to_ignore: parts of the sharded names that wrappers put there, as
+        replicated: the whole model, on every rank, with reduced gradients.
+        sharded: the model whose parameters are DTensors, as under FSDP2.
+        prefixes_to_ignore: parts of the sharded names that wrappers add, such as
             ``"_checkpoint_wrapped_module."``.
 
     Returns:
-        How many tensors were compared: parameters, and gradients where there are some.
+        The number of tensors compared: parameters, and gradients where there are some.
 
     Raises:
         AssertionError: a name, value or gradient differs, by more than torch.testing allows for its
@@ -109,11 +109,10 @@ def zero_model(model: nn.Module, zero_buffers: bool = False) -> None:
 
 
 def full_params(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all whole parameters by name, without what wrappers put into names. A collective
+    """Return copies of all whole parameters by name, without the prefixes of wrappers. A collective
     for a sharded model.
 
-    ``get_full_params`` in torch's FSDP tests, which gives a list. FSDP1 must have
-    ``use_orig_params``.
+    ``get_full_params`` in torch's FSDP tests returns a list. FSDP1 must have ``use_orig_params``.
     """
     _reshard_modules(model)
     with torch.no_grad(), FSDP1.summon_full_params(model, writeback=False):
@@ -131,13 +130,13 @@ def broadcast_state_dict(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Rank 0's state dict, on every rank, on ``device``. A collective.
+    """Return rank 0's state dict on every rank, on ``device``. A collective.
 
-    ``_broadcast_state_dict`` in torch's FSDP tests. ``state``: whole tensors, looked at on the
-    group's rank 0 only.
+    ``_broadcast_state_dict`` in torch's FSDP tests. ``state`` holds whole tensors, and is read only
+    on rank 0 of the group.
 
     Raises:
-        ValueError: rank 0 has no state, or shards in it; every rank raises it.
+        ValueError: rank 0 has no state dict, or one with shards; every rank raises it.
     """
     box: list[Any] = [None]
     if dist.get_rank(group) == 0:
@@ -161,11 +160,11 @@ def broadcast_state_dict(
 def copy_state_dict(
     model: nn.Module, cpu_offload: bool = False, half: bool = False
 ) -> dict[str, Tensor]:
-    """A copy of the model's state dict; the model itself stays as it is. FSDP2's gives shards,
-    FSDP1's is a collective.
+    """Return a copy of the model's state dict; the model stays unchanged.
 
-    ``_get_state_dict`` in torch's FSDP tests, which changes the model instead. ``cpu_offload`` puts
-    the copies into host memory, ``half`` makes float16 of those that are floating-point.
+    FSDP2's copy holds shards; FSDP1's is a collective. ``_get_state_dict`` in torch's FSDP tests
+    changes the model instead. ``cpu_offload`` puts the copies into host memory, ``half`` converts
+    floating-point ones to float16.
     """
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if half:
@@ -174,8 +173,8 @@ def copy_state_dict(
 
 
 def _reshard_modules(model: nn.Module) -> None:
-    """After a forward pass that kept FSDP2's full parameters: those are copies, perhaps in another
-    dtype; free them.
+    """Free the full parameters that FSDP2 kept after a forward pass: they are copies, perhaps in
+    another dtype.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -185,7 +184,7 @@ def _reshard_modules(model: nn.Module) -> None:
 def _pair_parameters(
     replicated: nn.Module, sharded: nn.Module, prefixes: Sequence[str]
 ) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Parameters of two models under one name, in order. Raises AssertionError where the names
+    """Return the parameters of two models in pairs, in order. Raises AssertionError if the names
     differ.
     """
     expected, actual = dict(replicated.named_parameters()), {}
@@ -214,7 +213,7 @@ def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
 
 
 def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
-    """Raises AssertionError unless this rank's shard of ``actual`` is that which it would hold of
+    """Raise AssertionError unless this rank's shard of ``actual`` equals the same part of
     ``expected``.
     """
     if not isinstance(actual, DTensor):
@@ -232,7 +231,7 @@ def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter
 
 
 def _tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """Equal for equal dtype, shape and bits, so that only this crosses the wire."""
+    """Return a digest of dtype, shape and bits, so that ranks need not send the tensor itself."""
     if isinstance(tensor, DTensor):
         if not all(placement.is_replicate() for placement in tensor.placements):
             raise ValueError(

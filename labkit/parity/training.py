@@ -38,12 +38,11 @@ FLOORS = {torch.float16: 2.0**-23}
 
 @dataclass
 class Parity:
-    """A running comparison: how many tensors so far, the largest relative error, and the name of
-    the worst tensor.
+    """A running comparison: the number of tensors, the largest relative error, and the worst
+    tensor's name.
 
-    Differences up to ``floor`` count as none. Gradients of the reference are counted as well, and
-    how many of them are
-    zeros: two zeros are equal whatever went wrong before.
+    Differences up to ``floor`` count as none. Gradients of the reference are counted too, and how
+    many of them are all zeros: two zeros are equal whatever went wrong before.
     """
 
     compared: int = 0
@@ -103,12 +102,12 @@ class Parity:
     def compare_models(
         self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False
     ) -> None:
-        """Compare the tensors of one kind of two models, see ``tensors_of``, and ``watch`` the
+        """Compare the tensors of one kind in two models, see ``tensors_by_name``, and count the
         gradients.
 
         Raises:
-            ValueError: the models differ in names; a parameter that is used has no gradient, or one
-                that is not used has one.
+            ValueError: the names differ; a parameter that is used has no gradient, or one that is
+                not used has one.
         """
         left, right = tensors_by_name(actual, what), tensors_by_name(expected, what)
         if what == "gradient":
@@ -129,10 +128,11 @@ class Parity:
         self.compare_named(what, left, right)
 
     def count_gradients(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
-        """Count the gradients of what a single-device model uses, and those that are all zeros.
+        """Count the gradients of the parameters that a single-device model uses, and those that are
+        all zeros.
 
-        With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are
-        zeros.
+        With ``some_zeros``, for models in which samples may skip a block, zeros count only if all
+        gradients are zeros.
         """
         unused = find_unused_parameters(reference)
         used = [
@@ -145,7 +145,9 @@ class Parity:
         self.zero_gradients += sum(zeros) if all(zeros) or not some_zeros else 0
 
     def largest_error(self) -> tuple[float, str]:
-        """The largest relative error on any rank, and whose it is. A collective."""
+        """Return the largest relative error on any rank, and the name of its tensor. A
+        collective.
+        """
         everyone = [(self.max_rel_error, self.worst)]
         if dist.is_initialized():
             everyone *= dist.get_world_size()
@@ -153,10 +155,12 @@ class Parity:
         return max(everyone, key=lambda pair: (math.isnan(pair[0]), pair[0]))
 
     def verdict(self, limit: float, expected: int) -> dict[str, Any]:
-        """The result over all ranks, as ``Here.verdict`` prints it. A collective.
+        """Return the result over all ranks, the arguments of ``Session.finish_check``. A
+        collective.
 
-        ``limit`` is the largest relative error that is still right, see ``LIMITS``; ``expected``
-        how many tensors there were to compare, counted apart from the loop that compared them.
+        ``limit`` is the largest relative error that still counts as equal, see ``LIMITS``;
+        ``expected`` is the number of tensors to compare, counted apart from the loop that compared
+        them.
         """
         error, worst = self.largest_error()
         alive = self.gradients > 0 and self.zero_gradients == 0
@@ -173,9 +177,9 @@ class Parity:
 
 
 def tensors_by_name(model: nn.Module, what: TensorKind) -> TensorList:
-    """A model's tensors of one kind by name, without what wrappers put into names.
+    """Return a model's tensors of one kind by name, without the prefixes of wrappers.
 
-    Of gradients, those of all parameters that are trained; None where one is missing.
+    Gradients are those of all trained parameters; None where one is missing.
     """
     if what == "buffer":
         return [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
@@ -186,7 +190,9 @@ def tensors_by_name(model: nn.Module, what: TensorKind) -> TensorList:
 
 
 def find_unused_parameters(model: nn.Module) -> set[str]:
-    """Names of the trained parameters that a LabModel leaves out of its forward pass on purpose."""
+    """Return the names of trained parameters that a LabModel leaves out of its forward pass on
+    purpose.
+    """
     unused = model.unused_modules() if isinstance(model, LabModel) else []
     numbers = {id(parameter) for module in unused for parameter in module.parameters()}
     return {
@@ -197,24 +203,25 @@ def find_unused_parameters(model: nn.Module) -> set[str]:
 
 
 def count_tensors(model: nn.Module, *kinds: TensorKind) -> int:
-    """How many tensors of these kinds a comparison of ``model`` has to look at."""
+    """Return how many tensors of these kinds a comparison of ``model`` has to look at."""
     unused = len(find_unused_parameters(model)) if "gradient" in kinds else 0
     return sum(len(tensors_by_name(model, what)) for what in kinds) - unused
 
 
 def count_leaves(output: Any) -> int:
-    """How many tensors there are in an output of any structure."""
+    """Return how many tensors there are in an output of any structure."""
     return sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
 
 
 def to_full_tensor(tensor: Tensor | None) -> Tensor | None:
-    """A plain tensor with all shards of a DTensor (a collective), or the tensor itself."""
+    """Return a plain tensor with all shards of a DTensor (a collective), or the tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as ``like`` is: its own tensor, where torch's default
-    takes rank 0's.
+    """Return this rank's part of a whole tensor, sharded like ``like``.
+
+    It is cut from this rank's own tensor; torch's default would send rank 0's.
     """
     return distribute_tensor(
         tensor, like.device_mesh, like.placements, src_data_rank=None
@@ -222,8 +229,8 @@ def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Largest absolute difference beyond ``floor`` over largest absolute value expected; nan or inf
-    stay visible.
+    """Return the largest absolute difference beyond ``floor`` over the largest absolute value
+    expected; nan and inf stay.
     """
     difference = ((actual.double() - expected.double()).abs().max() - floor).clamp(min=0).item()
     scale = expected.double().abs().max().item()
@@ -233,15 +240,15 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
 
 
 def seed_and_copy(model: ModelType, seed: int) -> ModelType:
-    """Make a model's parameters non-degenerate (see ``seed_parameters``), and return a copy to
-    compare it with.
+    """Make a model's parameters non-degenerate (see ``seed_parameters``), and return a copy for
+    comparison.
     """
     seed_parameters(model, seed)
     return copy.deepcopy(model)
 
 
 def seed_parameters(model: nn.Module, seed: int, spread: float = 0.2) -> None:
-    """Add seeded noise to every parameter, so that no channel equals another and no bias, norm or
+    """Add seeded noise to every parameter, so that no two channels are equal and no bias, norm or
     scale is neutral.
     """
     generator = torch.Generator().manual_seed(seed)

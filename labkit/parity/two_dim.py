@@ -36,18 +36,18 @@ def compare_mesh_training(
     *,
     compile: bool,
 ) -> dict[str, Any]:
-    """Train on the mesh beside one device, which plays the lines of ``data`` in turn. A collective.
+    """Train on the mesh and on one device, which plays the rows of axis ``data`` in turn, and
+    compare. A collective.
 
-    Every step's output, gradients and updated parameters are compared with one device's. ``build``
-    makes the model, equal every time; ``apply`` puts it on the mesh, whose axis ``data`` has the
-    samples, and compiles it as well where it is called with ``compile=True``: that version is
-    compared with the eager one, too.
+    Every step's output, gradients and updated parameters are compared. ``build`` makes the model,
+    equal every time; ``apply`` puts it on the mesh, whose axis ``data`` divides the samples. Called
+    with ``compile=True`` it compiles the model too; that version is compared with the eager one.
 
     Returns:
-        What ``Here.verdict`` takes: how many tensors were compared and the largest relative error
-        against one device; with ``compile`` also the largest error against eager, and how many
-        graphs and how many backward passes were compiled. Graphs must be some; backward passes,
-        too, of a ``PlainParameters``, whose gradients DDP averages.
+        The arguments of ``Session.finish_check``: the number of tensors compared and the largest
+        relative error against one device; with ``compile`` also the largest error against eager,
+        and how many graphs and backward passes were compiled. Both must be above 0; backward passes
+        only for ``PlainParameters``, whose gradients DDP averages.
     """
     line, found, between = mesh["data"].get_local_rank(), Parity(), Parity()
 
@@ -114,7 +114,7 @@ def compare_mesh_training(
 
 
 def compare_quietly(found: Parity, prefix: str, actual: NamedShards, expected: NamedShards) -> None:
-    """Add tensors to a comparison, without torch's warning that gathering along two axes is slow. A
+    """Compare tensors without torch's warning that gathering along two axes is slow. A
     collective.
     """
     logger = logging.getLogger("torch.distributed.tensor")
@@ -127,7 +127,7 @@ def compare_quietly(found: Parity, prefix: str, actual: NamedShards, expected: N
 
 
 def gradients_and_parameters(model: nn.Module) -> NamedShards:
-    """Copies of a model's gradients and parameters.
+    """Return copies of a model's gradients and parameters.
 
     Raises:
         ValueError: a parameter has no gradient.

@@ -1,1 +1,3 @@
-"""Inside a rank: the session, and what it measures. Rank programs import it as labkit.rank."""
+"""What runs inside a rank: the session and its measurements. Rank programs import it as
+labkit.rank.
+"""

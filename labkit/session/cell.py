@@ -1,7 +1,8 @@
-"""The rank program of ``%%torchrun``: runs a notebook's cell on this rank, as a script of its own.
+"""The rank program behind ``%%torchrun``: runs a notebook cell on this rank, as a script of its
+own.
 
-The notebook's side is launcher/magic.py. It gives the cell's text and the names that go with it;
-back comes the text of the cell's last expression, kept with the run as ``value``.
+The notebook's side is launcher/magic.py. It sends the cell's text and the names listed after --use.
+The value of the cell's last expression is kept with the run, as text named ``value``.
 """
 
 import ast
@@ -31,7 +32,7 @@ MAX_LINE_LENGTH = 110
 
 
 def main() -> None:
-    """Run the cell, and keep what its last expression gives."""
+    """Run the cell, and keep the value of its last expression."""
     # Copies, because the cell may change these names.
     folder, rank = (
         RunFolder(Path(os.environ[ENV_RUN_FOLDER])),
@@ -63,8 +64,9 @@ def main() -> None:
 
 
 def execute_cell(text: str, names: dict[str, Any]) -> Any:
-    """Execute code; the value of its last statement if that is an expression without a semicolon,
-    else None.
+    """Execute code, and return the value of its last statement.
+
+    Returns None if that statement is no expression, or ends in a semicolon.
     """
     tree = ast.parse(text, CELL_NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -76,7 +78,7 @@ def execute_cell(text: str, names: dict[str, Any]) -> Any:
 
 
 def ends_in_semicolon(text: str) -> bool:
-    """Whether the last thing before comments is a semicolon."""
+    """Tell whether the code ends in a semicolon; comments after it do not count."""
     empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
     tokens = [
         token

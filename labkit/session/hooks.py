@@ -1,11 +1,12 @@
-"""What a session leaves to whatever runs its rank: another package may put its own in their place.
+"""The parts of a session that another package can replace.
 
     from labkit.session.hooks import hooks
 
     hooks.make_meter = MyMeter
 
-A module that runs rank programs does so before the program starts. It is a rank's program itself,
-and gets the program's name and command line: ``python -m MODULE PROGRAM ARGUMENTS``.
+A module that runs rank programs sets these before the program starts. torchrun starts that module
+instead of the program, and gives it the program's name and command line: ``python -m MODULE PROGRAM
+ARGUMENTS``.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,12 @@ def device_kind_and_name(device: torch.device) -> tuple[str, str]:
 
 @dataclass
 class SessionHooks:
-    """What of a session can be replaced.
+    """The replaceable parts of a session.
 
     Attributes:
-        make_meter: gives each session its Meter, which runs its steps, and times and traces them.
-        device_kind_and_name: what session.json says of the device.
-        pins_cores: whether a rank on the CPU keeps to its own share of the cores.
+        make_meter: returns the Meter of a session, which runs, times and traces its steps.
+        device_kind_and_name: returns what session.json says about the device.
+        pins_cores: whether a rank on the CPU stays on its own share of the cores.
     """
 
     make_meter: Callable[[RecordWriter, torch.device], Meter] = Meter

@@ -1,6 +1,4 @@
-"""A limit on what a rank may allocate: what does not fit under it fails, as it would on a smaller
-device.
-"""
+"""Limit the memory of a rank, so that allocations fail as they would on a smaller device."""
 
 import contextlib
 import resource
@@ -21,14 +19,15 @@ ALLOCATION_ERROR_TEXTS = (
 
 @contextlib.contextmanager
 def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
-    """In here, this process may hold ``mib`` MiB more than it does now; None caps nothing.
+    """Let this process allocate at most ``mib`` MiB more than it holds now; None sets no limit.
 
-    On a GPU it is torch's allocator that refuses. On a CPU it is Linux (RLIMIT_DATA), which counts
-    everything that the process may write: tensors, but also the stacks of threads, 8 MiB each.
+    On a GPU, torch's allocator enforces the limit. On a CPU, Linux does (RLIMIT_DATA), and counts
+    all writable memory: tensors, but also the stacks of threads, 8 MiB each.
 
     Raises:
-        MemoryCapExceeded: more was asked for; says how much, as far as torch does.
-        ValueError: a CPU under another system than Linux.
+        MemoryCapExceeded: an allocation went beyond the limit. The message says how much was asked
+            for, if torch says so.
+        ValueError: the device is a CPU, and the system is not Linux.
     """
     if mib is None:
         yield
@@ -75,7 +74,7 @@ def _cap_cpu_memory(mib: int) -> Iterator[None]:
 
 
 def _writable_bytes() -> int:
-    """What counts against RLIMIT_DATA so far."""
+    """Return the bytes that count towards RLIMIT_DATA now."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (kib,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
     return int(kib) * 1024

@@ -1,7 +1,7 @@
 """Measure a training step from inside a rank, and write what was measured as records.
 
-Timed steps carry no tracing. What tracing alone can see, memory by category and communication, is
-recorded in one more step that is not timed. The clock is CUDA's event timer on a GPU,
+Timed steps are not traced. Memory by category and communication need tracing, so they are recorded
+in one more step, which is not timed. The clock is a CUDA event timer on a GPU, and
 ``time.perf_counter`` on a CPU.
 """
 
@@ -31,12 +31,11 @@ CATEGORY_NAMES = {
 
 
 class Step:
-    """One training step. ``index`` is -1 in warm-up, counts from 0 while timed; the last one is
-    traced, not timed.
+    """One training step.
 
     Attributes:
-        index: see above.
-        timed: whether spans of this step are recorded.
+        index: -1 in warm-up; timed steps count from 0; the last step is traced, not timed.
+        timed: whether the spans of this step are recorded.
     """
 
     def __init__(self, index: int, timed: bool, meter: Meter):
@@ -46,7 +45,7 @@ class Step:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time what happens inside, as a record of kind span with this name."""
+        """Time the code inside the block, as a record of kind span with this name."""
         start = self._meter.mark_time()
         yield
         self._spans.append((name, start, self._meter.mark_time()))
@@ -54,14 +53,14 @@ class Step:
     def record_scalar(
         self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0
     ) -> None:
-        """Record one number, such as the loss. A tensor is read only once the step is over.
+        """Record one number, such as the loss. A tensor is read only after the step.
 
         Args:
-            name: of the number.
+            name: the name of the number.
             value: the number.
             unit: its unit.
-            before: how many steps an earlier run had trained, from which this one goes on: the
-                record's step counts on.
+            before: the number of steps that an earlier run had trained. This run continues it, and
+                the record's step counts on from there.
         """
         self._scalars.append(
             (
@@ -84,11 +83,12 @@ class Step:
 
 
 class Meter:
-    """Times and traces one rank's steps and writes them with ``writer``. ``device`` decides on the
-    clock.
+    """Times and traces the steps of one rank, and writes the records with ``writer``.
+
+    The clock depends on ``device``.
 
     Attributes:
-        tensors_have_values: whether a tensor can be asked for its numbers.
+        tensors_have_values: whether the numbers in a tensor can be read.
     """
 
     tensors_have_values: ClassVar[bool] = True
@@ -98,11 +98,11 @@ class Meter:
         self._origin = self.mark_time()
 
     def can_read(self, value: Tensor | float) -> bool:
-        """Whether this number is there to be recorded."""
+        """Tell whether this value can be read now, and recorded."""
         return self.tensors_have_values or not isinstance(value, Tensor)
 
     def mark_time(self) -> Any:
-        """A moment: a CUDA event on a GPU, seconds on a CPU."""
+        """Return the present time: a CUDA event on a GPU, seconds on a CPU."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -110,15 +110,15 @@ class Meter:
         return event
 
     def start_and_duration_us(self, start: Any, end: Any) -> tuple[float, float]:
-        """Start since the meter was made, and duration, of two moments. The device must have
-        reached both.
+        """Return when the first of two times was, from the meter's creation, and how long after it
+        the second. The device must have reached both.
         """
         if self.device.type == "cuda":
             return self._origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3
         return (start - self._origin) * 1e6, (end - start) * 1e6
 
     def synchronize(self) -> None:
-        """Wait until the GPU has done all that was asked of it."""
+        """Wait until the GPU has finished all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -132,23 +132,22 @@ class Meter:
         mesh: DeviceMesh | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> Iterator[Step]:
-        """Run a loop body as measured training steps: ``warmup`` unrecorded, ``count`` timed, then
-        traced ones.
+        """Run a loop body as measured training steps: ``warmup`` unrecorded steps, ``count`` timed
+        ones, then traced ones.
 
-        The first traced step, where ``units`` are given, is profiled: its time line goes into the
-        records and its raw trace into the folder of the run. The last one records communication
-        and, for the models and optimizers in ``track``, memory by category. The loop body runs
-        ``warmup + count + 1`` times, or once more.
+        With ``units``, the first traced step is profiled: its timeline becomes records, and its raw
+        trace goes into the run's folder. The last step records communication and, for the models
+        and optimizers in ``track``, memory by category. So the loop body runs ``warmup + count +
+        1`` times, or once more.
 
         Args:
-            count: timed steps.
-            warmup: steps before them.
-            track: models and optimizers whose memory is followed.
-            units: modules by the name that they shall have in the time line.
-            mesh: what runs along one of its axes is counted for this axis as well, as
+            count: the number of timed steps.
+            warmup: the number of steps before them.
+            track: the models and optimizers whose memory is followed.
+            units: modules, by the names that the timeline shows for them.
+            mesh: a collective along one of its axes is also counted for this axis, as
                 ``tp/all_reduce``.
-            after: is called after each step, once its records are written, outside of what is
-                measured.
+            after: called after each step, once its records are written; it is not measured.
         """
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
@@ -171,8 +170,9 @@ class Meter:
         after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
-        """Steps that are not measured, for a check, ``most`` at most; takes the arguments of
-        ``steps`` as well.
+        """Run a loop body without measuring, for a check: at most ``most`` steps.
+
+        Takes the arguments of ``steps``, so that a program can use one loop for both.
         """
         return (Step(-1, False, self) for _ in range(count if most is None else min(count, most)))
 
@@ -191,7 +191,7 @@ class Meter:
     def step_with_counts(
         self, index: int, track: Sequence[Any], mesh: DeviceMesh | None
     ) -> Iterator[Step]:
-        """One step in which communication is counted and, for what is in ``track``, memory."""
+        """Run one step that counts communication and, for the models in ``track``, memory."""
         step = Step(index, False, self)
         tracker = make_memory_tracker(track) if track else None
         with tracker or contextlib.nullcontext(), self.count_traffic(index, track, tracker, mesh):
@@ -211,12 +211,12 @@ class Meter:
     def count_traffic(
         self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
     ) -> Iterator[None]:
-        """Count the communication of the step inside, and write it down at its end.
+        """Count the communication of the step inside the block, and record it at the end.
 
         Args:
             index: of the step.
-            track: models and optimizers whose memory is followed.
-            tracker: torch's, which follows it from before on; None where nothing is to be tracked.
+            track: the models and optimizers whose memory is followed.
+            tracker: torch's memory tracker, already active; None to track no memory.
             mesh: as for ``steps``.
         """
         with let_gloo_free_tensors(), CommunicationCounter(mesh) as counter:
@@ -236,7 +236,7 @@ class Meter:
 
 
 def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: int) -> None:
-    """Write what was counted in a step."""
+    """Write the counts of a step as records."""
     for axis, sent in counter.along.items():
         for (name, size, hosts), count in sorted(sent.calls.items()):
             group = {"axis": axis, "group_size": size, "hosts": hosts}
@@ -247,11 +247,10 @@ def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: in
 
 @contextlib.contextmanager
 def let_gloo_free_tensors() -> Iterator[None]:
-    """In here, a rank that has waited for a collective gives gloo's thread a moment to drop the
-    tensors of it.
+    """Pause for a moment after each wait, so that gloo's thread can release the tensors it sent.
 
-    That thread holds them until it runs once more. Where ranks outnumber cores, that may be much
-    later in the step, and the peak of memory would depend on it.
+    That thread holds them until it runs again. Where ranks outnumber cores, this may be much later
+    in the step, and the memory peak would depend on it.
     """
     # The type of a result that DTensor has not waited for yet.
     from labkit.torch_private import AsyncCollectiveTensor as InFlight
@@ -269,7 +268,7 @@ def let_gloo_free_tensors() -> Iterator[None]:
 
 
 def add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which takes 2 ms longer."""
+    """Return the same function, which then takes 2 ms longer."""
 
     def wait_and_pause(*args: Any, **kwargs: Any) -> Any:
         result = wait(*args, **kwargs)
@@ -281,7 +280,7 @@ def add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def patch_attribute(owner: type, name: str, wrapper: Callable[[Any], Any]) -> Iterator[None]:
-    """In here, a method of a class is what ``wrapper`` makes of it."""
+    """Replace a method of a class by ``wrapper(method)`` inside the block."""
     original = getattr(owner, name)
     setattr(owner, name, wrapper(original))
     try:
@@ -291,8 +290,9 @@ def patch_attribute(owner: type, name: str, wrapper: Callable[[Any], Any]) -> It
 
 
 def make_memory_tracker(track: Sequence[Any]) -> Any:
-    """A context that follows every tensor of these models and optimizers: FSDP2 has categories of
-    its own.
+    """Return a context that follows every tensor of these models and optimizers.
+
+    FSDP2 has memory categories of its own, so it gets torch's FSDP tracker.
     """
     # A program that has not imported FSDP has no tensors sharded by it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -324,17 +324,16 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
 def allow_second_forward(
     tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None
 ) -> Callable[..., Any]:
-    """A tracker's hook before a module's forward pass, for steps of several batches: the model runs
-    once for each.
+    """Return a tracker's hook before a module's forward pass that allows several batches in a step.
 
-    torch's trackers keep an account of each module as well, of one step with one batch, and refuse
-    a second forward pass (a reviewer's question in pytorch/pytorch#125323). Nobody reads these
-    accounts here: before the model runs again, they are dropped.
+    torch's trackers also keep statistics for each module, assume one batch in a step, and refuse a
+    second forward pass (a reviewer asks about it in pytorch/pytorch#125323). Nothing here reads
+    these statistics, so they are dropped before the model runs again.
 
     Args:
-        tracker: torch's.
-        hook: of its own.
-        module: which module it is for, or None where the hook is told it first.
+        tracker: torch's tracker.
+        hook: the tracker's own hook.
+        module: the module that the hook is for; None if the hook's first argument is the module.
     """
 
     def reset_and_run(*args: Any, **kwargs: Any) -> Any:
@@ -348,12 +347,12 @@ def allow_second_forward(
 
 
 def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
-    """Bytes of each category at a moment, and their sum as ``total``.
+    """Return the bytes of each category at a moment, and their sum as ``total``.
 
     Args:
-        tracker: from ``tracker_of``.
+        tracker: from ``make_memory_tracker``.
         moment: "peak", when the sum was largest, or "current".
-        device: whose memory.
+        device: the device whose memory counts.
     """
     snapshots = tracker.get_tracker_snapshot(moment)
     snapshot: dict[Any, int] = next(
@@ -363,13 +362,13 @@ def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[s
 
 
 def category_name(reftype: Any) -> str:
-    """Our name for one of a tracker's categories."""
+    """Return labkit's name for one of the tracker's categories."""
     name = str(getattr(reftype, "value", reftype)).lower()
     return CATEGORY_NAMES.get(name, name.replace(" ", "_"))
 
 
 def resident_peak_bytes() -> int:
-    """The most memory that this process has held in RAM so far."""
+    """Return the most RAM that this process has held so far, in bytes."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,15 +1,15 @@
-"""Read what the notebook sent to this run, and send values back to it.
+"""Read what the notebook sent to this run, and send values back.
 
-Parameters are values in run.json, from which ``load_config`` builds the program's Config.
-A program marks functions that a run may replace:
+Parameters are values in run.json, from which ``load_config`` builds the program's Config. A program
+marks functions that a run may replace:
 
     @rank.replaceable
     def exchange_halo(strip: Tensor, halo: int, rank: int, ranks: int) -> Tensor:
         '''A strip [N, C, H, W] with ``halo`` columns of each neighbour at its ends.'''
         ...
 
-Under ``labkit.run(..., use={"exchange_halo": mine})`` the program calls the notebook's function
-instead. It arrives in one file of the run's folder, packed by launcher/payload_pickling.py.
+With ``labkit.run(..., use={"exchange_halo": mine})`` the program calls the notebook's function
+instead. launcher/payload_pickling.py packs it into one file of the run's folder.
 """
 
 import functools
@@ -38,7 +38,7 @@ _replacements_not_called: set[str] = set()
 def load_config(config_class: type[ConfigType]) -> ConfigType:
     """Build this program's Config from run.json, or from the command line.
 
-    A command line that is not empty wins: a rank may start another program.
+    A command line that is not empty wins, because a rank may start another program.
 
     Raises:
         ParameterError: ``Config.__post_init__`` refuses the values.

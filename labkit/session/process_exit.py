@@ -1,9 +1,9 @@
-"""How a rank's process ends: as Python ends a process, except that nothing is taken apart.
+"""End a rank's process as Python does, but without tearing down the interpreter.
 
-gloo's threads can crash or deadlock while the interpreter is taken down around them, so a rank
-leaves with os._exit. Before that comes what a program may count on at its end: its threads are
-awaited, then come the functions that it gave to atexit (multiprocessing's own joins its children),
-and what it wrote is written out, also into files left open.
+gloo's threads can crash or deadlock while the interpreter is torn down around them, so a rank
+leaves with os._exit. Before that, everything happens that a program may rely on at exit: its
+threads are joined, atexit functions run (multiprocessing's own joins its children), and open files
+are flushed.
 """
 
 import atexit
@@ -25,7 +25,9 @@ IO_BASE_TYPE: Any = io.IOBase.__mro__[1]
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process with this exit status, after whatever the program has left for its end."""
+    """End this process with this exit status, after its threads, atexit functions and open
+    files.
+    """
     try:
         for last in (threading._shutdown, atexit._run_exitfuncs, flush_open_files):  # type: ignore[attr-defined]
             try:
@@ -39,14 +41,14 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_status(error: BaseException) -> int:
-    """The exit status that Python gives a process which this ended."""
+    """Return the exit status that Python gives a process that ended with this exception."""
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return (error.code or 0) & 0xFF
     return 1
 
 
 def print_error_and_status(error: BaseException) -> int:
-    """The same, once stderr has what Python would say of it."""
+    """Print this exception to stderr as Python does, and return the exit status."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
     elif not isinstance(error.code, int | None):
@@ -55,7 +57,7 @@ def print_error_and_status(error: BaseException) -> int:
 
 
 def flush_open_files() -> None:
-    """Write out what every open file of this process still holds back."""
+    """Write out the buffers of all open files of this process."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if IO_BASE_TYPE in kind.__mro__}
     files = [each for each in objects if type(each) in kinds]
@@ -73,9 +75,7 @@ def flush_open_files() -> None:
 
 
 def reset_exit_handlers() -> None:
-    """Let a forked process end as a new one would: what its parent left for its end is not for this
-    one to do.
-    """
+    """Drop the exit handlers that a forked process inherited: they belong to its parent."""
     # hide the parent's objects, open files among them, from gc.get_objects
     gc.freeze()
     atexit._clear()
@@ -96,7 +96,7 @@ def _is_compressed(file: Any) -> bool:
 
 
 def _flush_order(file: Any) -> int:
-    """0 for text, 1 for a compressed file, which may lie under text, 2 for what may lie under
-    both.
+    """Return 0 for text, 1 for a compressed file, which may lie under text, and 2 for a file that
+    may lie under either.
     """
     return 0 if isinstance(file, io.TextIOBase) else 1 if _is_compressed(file) else 2

@@ -1,4 +1,4 @@
-"""Inside a rank: join the process group, choose the device, measure, and always leave in order.
+"""Inside a rank: join the process group, choose the device, measure, and leave cleanly.
 
     with rank.session() as here:
         mesh = here.mesh(space=here.world_size)
@@ -6,9 +6,9 @@
             with step.span("forward"):
                 ...
 
-A program that uses this runs under labkit.run, under bare torchrun, and alone as one rank. Under
-labkit.run its records go into the folder of the run; otherwise they stay in memory, and at the end
-rank 0 prints a table of each rank's.
+Such a program runs under labkit.run, under bare torchrun, and alone as one rank. Under labkit.run
+its records go into the run's folder. Otherwise they stay in memory, and at the end rank 0 prints a
+table for each rank.
 """
 
 import contextlib
@@ -59,16 +59,16 @@ waiting: the rank never ends (seen in 14 of 60 runs). The same kind of deadlock:
 
 
 class Session:
-    """This rank, for as long as its session lasts.
+    """This rank, while its session lasts.
 
     Attributes:
         rank: 0 to world_size - 1.
-        world_size: number of ranks.
-        device: where this rank's tensors live.
-        note: why it is not the device one would expect, or "".
-        tensors_have_values: whether a tensor can be asked for its numbers.
-        steps: measured training steps, see ``meter.Meter.steps``.
-        plain_steps: the same without measurement, for a check, see ``meter.Meter.plain_steps``.
+        world_size: the number of ranks.
+        device: the device of this rank's tensors.
+        note: why it is not the device that one would expect, or "".
+        tensors_have_values: whether the numbers in a tensor can be read.
+        steps: runs measured training steps, see ``meter.Meter.steps``.
+        plain_steps: runs steps without measuring, for a check, see ``meter.Meter.plain_steps``.
     """
 
     def __init__(
@@ -81,10 +81,11 @@ class Session:
         self.steps, self.plain_steps = meter.steps, meter.plain_steps
 
     def mesh(self, **axes: int) -> DeviceMesh:
-        """A device mesh over all ranks, one named axis a keyword: ``mesh(data=2, space=2)``.
+        """Return a device mesh over all ranks, with one named axis for each keyword: ``mesh(data=2,
+        space=2)``.
 
         Raises:
-            ValueError: the sizes do not multiply to the number of ranks.
+            ValueError: the product of the sizes is not the number of ranks.
         """
         size = math.prod(axes.values())
         if size != self.world_size:
@@ -96,49 +97,50 @@ class Session:
             )
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
-        """In here, this rank may hold so many MiB more than it does now; see
+        """Let this rank allocate at most ``mib`` MiB more than it holds now; see
         ``memory_cap.cap_memory``.
         """
         return cap_memory(mib, self.device)
 
     def record_scalar(self, name: str, value: torch.Tensor | float, unit: str = "") -> None:
-        """Record one number about the whole run; not one in a tensor that has no values."""
+        """Record one number for the whole run, unless it is in a tensor that has no values."""
         if self._meter.can_read(value):
             self._writer.write("scalar", name, -1, value=float(value), unit=unit)
 
     def record_bucket(self, index: int, gradients: Mapping[str, int]) -> None:
-        """Record what one bucket carries: bytes of gradients by parameter, in the order in which
-        they lie in it.
+        """Record the contents of one bucket: the gradient bytes of each parameter, in their order
+        in the bucket.
         """
         for parameter, size in gradients.items():
             self._writer.write("bucket", parameter, -1, index=index, bytes=size)
 
     def save_artifact(self, name: str, text: str) -> None:
-        """Keep a text of this rank in the run's folder, if there is one, for
-        ``result.ranks[0].kept(name)``.
+        """Save a text of this rank in the run's folder, for ``result.ranks[0].artifact(name)``.
+
+        Without such a folder it does nothing.
 
         Raises:
-            ParameterError: the name has other signs than letters, digits, - and _.
+            ParameterError: the name has characters other than letters, digits, - and _.
         """
         path = RunFolder(self._writer.folder or Path()).artifact(self.rank, name)
         if self._writer.folder:
             write_text(path, text)
 
     def print_on_rank_0(self, text: str) -> None:
-        """Print on rank 0 alone."""
+        """Print on rank 0 only."""
         if self.rank == 0:
             print(text, flush=True)
 
     def finish_check(self, **result: Any) -> None:
-        """End a check: record its verdict, print it as one JSON line on rank 0, and leave if a rank
-        is not ok.
+        """End a check: record its verdict, print it on rank 0 as a line of JSON, and exit if any
+        rank is not ok.
 
-        Under labkit.run the rank then leaves with status 0, since a difference is the result of the
-        run and not its failure; otherwise with status 1.
+        Under labkit.run the exit status is then 0, because a difference is a result of the run and
+        not a failure; otherwise it is 1.
 
         Args:
-            **result: ``ok``, and ``compared``, how many values were compared; a rank that has
-                compared nothing is not ok, whatever it says. Other numbers as the check likes.
+            **result: ``ok``, and ``compared``, the number of values that were compared. A rank that
+                compared nothing is not ok. A check can add other numbers.
         """
         missing = sorted({"ok", "compared"} - result.keys())
         if missing:
@@ -162,14 +164,14 @@ class Session:
 
 @contextlib.contextmanager
 def session() -> Iterator[Session]:
-    """Join the process group that torchrun's environment describes (one rank without it); always
-    leave it.
+    """Join the process group that torchrun's environment describes, or make one of a single rank.
 
-    NCCL where every rank has a GPU of its own, else gloo on CPU. LABKIT_DEVICE, which
-    ``labkit.run(device=...)`` sets, can ask for ``cpu`` or ``cuda``.
+    The group is always left at the end. The backend is NCCL if every rank has a GPU of its own, and
+    gloo on the CPU otherwise. LABKIT_DEVICE, which ``labkit.run(device=...)`` sets, can demand
+    ``cpu`` or ``cuda``.
 
     Raises:
-        ParameterError: ``cuda`` is asked for and there are fewer GPUs than ranks.
+        ParameterError: ``cuda`` was demanded, and there are fewer GPUs than ranks.
     """
     one_rank = {
         "RANK": "0",
@@ -211,7 +213,7 @@ def session() -> Iterator[Session]:
 
 
 def choose_device() -> tuple[torch.device, str]:
-    """This rank's device, and a note where GPUs were there but not used."""
+    """Return this rank's device, and a note if GPUs are there but not used."""
     wish = os.environ.get(ENV_DEVICE, "auto")
     ranks, index = local_world_size_and_rank()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -228,16 +230,16 @@ def choose_device() -> tuple[torch.device, str]:
 
 
 def local_world_size_and_rank() -> tuple[int, int]:
-    """How many ranks run here, and which of them this one is."""
+    """Return how many ranks run on this host, and this one's index among them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["LOCAL_RANK"])
 
 
 def pin_to_own_cores(cores: list[int]) -> None:
-    """Keep this rank's threads, and those of gloo, on its share of the cores, where there is a core
-    for each rank.
+    """Keep this rank's threads, gloo's too, on its share of the cores, if there is a core for each
+    rank.
 
-    Otherwise the scheduler puts one rank's communication on another's core, where it waits for that
-    one's arithmetic.
+    Otherwise the scheduler may put one rank's communication on another's core, where it waits for
+    that rank's computation.
     """
     ranks, index = local_world_size_and_rank()
     share = len(cores) // ranks
@@ -247,14 +249,13 @@ def pin_to_own_cores(cores: list[int]) -> None:
 
 @contextlib.contextmanager
 def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
-    """Make process groups in here, on CPU: gloo's threads will run while the rank waits, not
-    interrupt its arithmetic.
+    """Create process groups on the CPU whose gloo threads do not interrupt the rank's computation.
 
     A gloo thread that wakes for a message polls the lock of the connection (``Pair::handleEvents``
-    in pytorch/gloo). If it takes the core just while the rank holds that lock, to post a message of
-    its own, it polls until its time slice ends, some 5 ms later: measured, four ranks on two cores
-    took 1.5 to 2.3 times as long. A thread inherits its starter's policy, and under Linux's
-    SCHED_BATCH one that wakes does not interrupt another.
+    in pytorch/gloo). If it takes the core while the rank holds that lock to post a message, it
+    polls until its time slice ends, some 5 ms later: measured, four ranks on two cores took 1.5 to
+    2.3 times as long. A thread inherits its creator's policy, and under Linux's SCHED_BATCH a
+    thread that wakes does not interrupt another.
     """
     if device.type != "cpu" or not hasattr(os, "SCHED_BATCH"):
         yield
@@ -271,7 +272,9 @@ def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
 
 
 def session_info(here: Session, cores: int) -> dict[str, Any]:
-    """What a reader of this run must know of the machine; rank 0 leaves it in session.json."""
+    """Return what a reader of this run needs to know about the machine; rank 0 writes it to
+    session.json.
+    """
     kind, name = hooks.device_kind_and_name(here.device)
     return {
         "device": kind,
@@ -286,8 +289,8 @@ def session_info(here: Session, cores: int) -> dict[str, Any]:
 
 
 def records_text(writer: RecordWriter) -> str:
-    """This rank's records as text: spans averaged over timed steps in ms, memory, communication in
-    one step.
+    """Return this rank's records as text: mean spans of the timed steps in ms, memory, and the
+    communication of one step.
     """
     rows = []
     spans = [line for line in writer.lines if line["kind"] == "span"]
@@ -312,8 +315,7 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
     """Run a rank program's ``main`` with its Config, checked for this number of ranks.
 
     A refused value ends all ranks with status 2 and one line from rank 0, before any communication.
-    Under a bare torchrun, too, no rank takes the interpreter apart, however it ends: see
-    ``ending.py``.
+    All ranks leave through ``process_exit``, under a bare torchrun too.
     """
     try:
         config = payload.load_config(config_class)
@@ -332,8 +334,8 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
 
 
 def exit_with_reason(reason: str) -> NoReturn:
-    """Leave with status 2. Rank 0 says why; the others wait, since torchrun stops all with the
-    first.
+    """Exit with status 2. Rank 0 prints the reason; the others wait, since torchrun stops all ranks
+    as soon as one ends.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         print(reason, file=sys.stderr, flush=True)

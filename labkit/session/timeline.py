@@ -1,9 +1,10 @@
-"""Where does a step's communication hide? One step under torch.profiler, turned into bars named by
+"""Show where a step's communication is hidden: profile one step, and turn it into bars named by
 module.
 
-A rank has two lanes. *Communication* is what gloo's threads or NCCL's kernels do. *Compute* is, on
-a GPU, every other kernel; on a CPU, all that the profiler sees this rank do except to ask and to
-wait for a collective. *Exposed* is the communication that no compute of the same rank covers:
+A rank has two lanes. *Communication* is the work of gloo's threads or of NCCL's kernels. *Compute*
+is every other kernel on a GPU; on a CPU, it is everything the profiler sees this rank do, except
+requesting a collective and waiting for it. *Exposed* is the communication during which the same
+rank computes nothing:
 
     compute        [forward 1]          [forward 2]
     communication             [gather 2]              exposed: the rank waits for what it needs next
@@ -19,9 +20,9 @@ In the trace, communication runs on gloo's threads or NCCL's streams and names n
 
     {"name": "aten::addmm", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}  # µs
 
-Where it is asked for it does: FSDP2 asks inside of ranges such as ``FSDP::all_gather (layers.2)``,
-and ``name_units`` leaves marks for other techniques. So each collective is led back to the moment
-when this rank asked for it.
+The request for it does name one: FSDP2 requests inside ranges such as ``FSDP::all_gather
+(layers.2)``, and ``name_units`` marks the units of other techniques. So each collective is assigned
+to the unit that was running when this rank requested it.
 """
 
 import contextlib
@@ -90,7 +91,7 @@ _GPU_CATEGORIES = _GPU_WORK_CATEGORIES | {"gpu_user_annotation"}
 
 @dataclass(frozen=True)
 class LaneBar:
-    """One stretch of a lane, in microseconds from the start of the step."""
+    """One bar of a lane, in microseconds from the start of the step."""
 
     lane: str
     """``compute``, ``communication`` or ``exposed``."""
@@ -112,25 +113,26 @@ class LaneBar:
 
 @dataclass
 class StepProfile:
-    """One profiled step of this rank; empty until the step is over."""
+    """The profile of one step of this rank; empty until the step ends."""
 
     bars: list[LaneBar] = field(default_factory=list)
     step_us: float = 0.0
 
     @property
     def communication_us(self) -> float:
-        """How long any communication was under way."""
+        """The microseconds during which any communication was running."""
         return exposed_us(bar for bar in self.bars if bar.lane == "communication")
 
     @property
     def exposed_us(self) -> float:
-        """How long communication was under way while this rank computed nothing."""
+        """The microseconds of communication during which this rank computed nothing."""
         return exposed_us(self.bars)
 
 
 def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
-    """The stretches of communication that no compute covers, each once, named by the collective
-    that started first.
+    """Return the parts of communication that no compute covers.
+
+    Where collectives overlap, a part counts once and has the name of the one that started first.
     """
     bars = sorted(bars, key=lambda bar: bar.start_us)
     covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
@@ -143,8 +145,8 @@ def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
 
 
 def exposed_us(bars: Iterable[LaneBar]) -> float:
-    """Microseconds of communication that no compute covers; collectives at the same time count
-    once.
+    """Return the microseconds of communication that no compute covers; simultaneous collectives
+    count once.
     """
     return sum(bar.dur_us for bar in exposed_bars(bars))
 
@@ -156,15 +158,15 @@ def profile_step(
     units: Mapping[str, Sequence[nn.Module]] | None = None,
     device: str = "cpu",
 ) -> Iterator[StepProfile]:
-    """Profile the step inside; the recording is filled when it ends. A collective: the ranks start
-    together.
+    """Profile the step inside the block; the yielded StepProfile is filled at its end. A
+    collective: all ranks start together.
 
     Args:
-        path: where the raw trace goes, for Perfetto (ui.perfetto.dev); gzipped if it ends in
-            ``.gz``. None keeps none.
-        units: modules by the name that their bars shall have. What torch names itself (FSDP2's
-            units) needs none, but for a forward pass that sleeps, which is no operator. In a
-            compiled pass no unit is told apart.
+        path: file for the raw trace, which Perfetto opens (ui.perfetto.dev); gzipped if it ends in
+            ``.gz``; None saves none.
+        units: modules, by the names of their bars. FSDP2's units are named by torch already, except
+            for a forward pass that sleeps, which is no operator. In a compiled pass, units cannot
+            be told apart.
         device: ``cuda`` records kernels as well.
     """
     recording = StepProfile()
@@ -194,8 +196,8 @@ def profile_step(
 
 
 def write_profile(recording: StepProfile, writer: RecordWriter, step: int) -> None:
-    """Write a recording as records: its bars, the exposed stretches as bars of a lane of their own,
-    and the sums.
+    """Write a profile as records: its bars, the exposed parts as a lane of their own, and the
+    sums.
     """
     for bar in [*recording.bars, *exposed_bars(recording.bars)]:
         writer.write("bar", step=step, **asdict(bar))
@@ -210,8 +212,8 @@ def write_profile(recording: StepProfile, writer: RecordWriter, step: int) -> No
 
 @contextlib.contextmanager
 def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
-    """In here, the profiler sees when a unit's forward pass runs, and between which moments its
-    backward pass lies.
+    """Mark in the profile when each unit's forward pass runs, and where its backward pass begins
+    and ends.
     """
     handles = []
     for name, modules in units.items():
@@ -243,10 +245,10 @@ def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
 
 
 def _mark_gradients(tensors: Any, label: str) -> None:
-    """Leave a mark in the trace at the moment when the gradient of these tensors is known.
+    """Mark the moment in the trace at which the gradient of these tensors is known.
 
-    Not in a compiled backward pass: hooks are part of its graph, which would be compiled anew
-    within the profiled step.
+    Does nothing in a compiled backward pass: hooks are part of its graph, which would be compiled
+    again within the profiled step.
     """
     compiled_autograd = sys.modules.get(COMPILED_AUTOGRAD_MODULE)
     if getattr(compiled_autograd, "compiled_autograd_enabled", False):
@@ -262,7 +264,7 @@ def _mark_gradients(tensors: Any, label: str) -> None:
 
 
 def _add_wait_range(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose calls the profiler sees as a wait for a collective."""
+    """Return the same function, whose calls the profiler records as a wait for a collective."""
 
     def wait_in_range(*args: Any, **kwargs: Any) -> Any:
         with record_function(WAIT_MARK):
@@ -273,8 +275,9 @@ def _add_wait_range(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Drop what is written to file descriptor 2 in here: kineto reports each start and stop, at any
-    log level.
+    """Drop what is written to file descriptor 2 inside the block.
+
+    kineto prints each start and stop, at any log level.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -288,13 +291,13 @@ def _silence_stderr() -> Iterator[None]:
 
 
 def read_trace(path: Path) -> list[TraceEvent]:
-    """The complete events of a chrome trace, plain or gzipped."""
+    """Return the complete events of a Chrome trace, plain or gzipped."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
 def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]]:
-    """The length of the step in microseconds, and its bars, by start.
+    """Return the length of the step in microseconds, and its bars, sorted by start.
 
     Raises:
         ValueError: there is no step in the trace.
@@ -329,7 +332,7 @@ def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]
 
 
 class _ThreadInterval(NamedTuple):
-    """A stretch of one thread in which the innermost recorded range is the same."""
+    """An interval of one thread in which the innermost recorded range stays the same."""
 
     start: float
     end: float
@@ -338,7 +341,7 @@ class _ThreadInterval(NamedTuple):
 
 
 class _HostActivity:
-    """What this rank's own threads did, and when: phases, units, launches of kernels, calls for
+    """What this rank's own threads did, and when: phases, units, kernel launches, and requests for
     collectives.
     """
 
@@ -367,35 +370,40 @@ class _HostActivity:
         )
 
     def launch_call(self, event: TraceEvent) -> TraceEvent | None:
-        """The call that put an event onto the GPU; None where it was made before the step."""
+        """Return the call that launched an event on the GPU; None if it was launched before the
+        step.
+        """
         return self._launches.get(event["args"].get("correlation"))
 
     def phase_for_event(self, event: TraceEvent) -> str:
-        """The phase in which an event of these threads started."""
+        """Return the phase in which an event of these threads started."""
         stretches = self.stretches[event["tid"]]
         return (_last_before(stretches, event["ts"]) or stretches[0]).what
 
     def unit_at(self, moment: float) -> str:
-        """Whose forward or backward pass ran at this moment."""
+        """Return the unit whose forward or backward pass ran at this time."""
         found = _last_before(self._units, moment)
         return found[1] if found else ROOT_UNIT
 
     def fsdp_unit_at(self, moment: float) -> str | None:
-        """The unit for which FSDP2 asked for communication at this moment, if it did."""
+        """Return the unit for which FSDP2 requested communication at this time, or "" for none."""
         found = _last_before(self._fsdp, moment)
         return found[2] if found and moment <= found[1] else None
 
 
 def _last_before(found: Sequence[Any], moment: float) -> Any:
-    """Of tuples that are in order of their first value, a time, the last one by this moment; None
-    for none.
+    """Return the last tuple whose time, its first value, is not after this one; None for none.
+
+    The tuples are sorted by time.
     """
     index = bisect_right(found, moment, key=itemgetter(0)) - 1
     return found[index] if index >= 0 else None
 
 
 def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]:
-    """Cut one thread's time where a recorded range begins or ends; time in no range is left out."""
+    """Cut one thread's time wherever a recorded range begins or ends; time outside ranges is left
+    out.
+    """
     # When each call ends, whether it computes, and its phase.
     stack: list[tuple[float, bool, str]] = []
     now, phase = 0.0, "forward"
@@ -434,7 +442,7 @@ def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]
 
 
 def _unit_moments(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int, str]]:
-    """When a unit begins (1) or ends (0) its forward or backward pass."""
+    """Return when each unit begins (1) or ends (0) its forward or backward pass."""
     for event in events:
         start, end = event["ts"], event["ts"] + event["dur"]
         label, _, name = event["name"].partition(" ")
@@ -451,12 +459,12 @@ def _unit_moments(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int, st
 
 
 def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
-    """The unit at work from each of these moments on; what ends gives way to the unit that it lies
-    in.
+    """Return which unit runs from each of these times on; after a nested unit, the outer one runs
+    again.
 
-    One tensor can be the output of a unit, of the unit around it, and the input of the next: in the
-    backward pass their marks come together, in this order. So the beginning of a unit around the
-    present one changes nothing, nor does the end of any other.
+    One tensor can be the output of a unit, the output of the unit around it, and the input of the
+    next: in the backward pass their marks come together, in this order. So the beginning of a unit
+    around the current one changes nothing, nor does the end of any other.
     """
     names, current = {name for _, _, name in moments}, ROOT_UNIT
     for _, begins, name in moments:
@@ -469,8 +477,8 @@ def _current_units(moments: Sequence[tuple[float, int, str]]) -> Iterator[str]:
 
 
 def unit_name(qualified_name: str | None) -> str:
-    """The unit's name: without checkpointing's wrappers, the first module's where several make one
-    unit.
+    """Return the unit's name without checkpointing's wrappers; the first module's name where
+    several form one unit.
     """
     first = (qualified_name or "").split(", ")[0].replace("_checkpoint_wrapped_module", "")
     return first.replace("..", ".").strip(".") or ROOT_UNIT
@@ -500,8 +508,8 @@ def _gpu_compute_bars(events: Iterable[TraceEvent], asked: _HostActivity) -> lis
 
 
 def _merge_bars(bars: Iterable[LaneBar], waits: Sequence[float], gap_us: float) -> list[LaneBar]:
-    """One bar for each run of compute of the same unit and phase; ``waits`` begin at these
-    moments.
+    """Merge consecutive compute of the same unit and phase into one bar; ``waits`` begin at these
+    times.
     """
     runs: list[LaneBar] = []
     for bar in sorted(bars, key=lambda bar: bar.start_us):
@@ -521,7 +529,7 @@ def _is_nccl(event: TraceEvent) -> bool:
 
 
 def _collective_name(name: str) -> str:
-    """``all_gather`` for c10d::_allgather_base_, gloo:all_gather and
+    """Return ``all_gather`` for c10d::_allgather_base_, gloo:all_gather and
     ncclDevKernel_AllGather_RING_LL alike.
     """
     plain = re.sub("[^a-z]", "", name.lower())
@@ -531,9 +539,10 @@ def _collective_name(name: str) -> str:
 def _gloo_collectives(
     events: Iterable[TraceEvent], asked: _HostActivity
 ) -> Iterator[CollectiveSpan]:
-    """The stretches of gloo's threads with the calls that asked for them: first come, first served.
+    """Return the collectives on gloo's threads with the calls that requested them, in
+    first-in-first-out order.
 
-    gloo carries a reduce-scatter out as an all-reduce, so both stand in one line.
+    gloo runs a reduce-scatter as an all-reduce, so both share a queue.
     """
     lines: dict[bool, deque[TraceEvent]] = {True: deque(), False: deque()}
     for call in asked.calls:
@@ -547,11 +556,10 @@ def _gloo_collectives(
 def _communication_bars(
     collectives: Iterable[CollectiveSpan], asked: _HostActivity
 ) -> Iterator[LaneBar]:
-    """Communication's bars, named by FSDP2 where it asked for them.
+    """Return the bars of communication, named by unit where FSDP2 requested it.
 
-    FSDP1 names nothing; in the backward pass it gathers its units in the reverse of the forward
-    pass's order, ahead of time. All-reduces of a backward pass are numbered: they are DDP's
-    buckets.
+    FSDP1 names nothing; its backward pass gathers units in the reverse order of the forward pass,
+    ahead of time. All-reduces in a backward pass are numbered: they are DDP's buckets.
     """
     gathered: list[str] = []
     buckets = 0

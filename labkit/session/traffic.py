@@ -1,11 +1,9 @@
-"""What a rank sends: count every collective and message, and see which gradients travel together.
+"""Count what a rank sends, and find out which gradients share a bucket.
 
-``Wire`` watches a backward pass from below, where every all-reduce passes, fused or not. A bucket
-is a flat tensor, or a list of tensors, without names. But what comes back in it is, number for
-number, what the backward pass leaves in the
-gradients: so each gradient is found in the bucket that brought it. Gradients that are equal, such
-    as zeros of one size,
-cannot be told apart: they may get each other's names.
+``BucketRecorder`` watches a backward pass at the level of operators, where every all-reduce passes,
+fused or not. A bucket is a flat tensor, or a list of tensors, without names. But its numbers come
+back as the gradients that the backward pass leaves: so each gradient is found in its bucket by
+value. Equal gradients, such as zeros of the same size, cannot be told apart, and may be swapped.
 """
 
 import os
@@ -43,9 +41,7 @@ _IN_PLACE_COLLECTIVES = {"all_reduce", "broadcast", "reduce", "send", "recv"}
 
 
 def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tuple[str, Any]]:
-    """What an operation of torch's communication namespaces moves: a label and the tensors that
-    this rank hands in.
-    """
+    """Return the label of a communication operator, and the tensors that this rank passes to it."""
     if name == "batch_p2p_ops":
         kinds, _, _, tensors = args[:4]
         return [
@@ -59,12 +55,11 @@ def collective_inputs(namespace: str, name: str, args: Sequence[Any]) -> list[tu
 
 
 def group_name_and_ranks(args: Sequence[Any]) -> tuple[str, list[int]]:
-    """Name of the process group that an operation of torch's communication namespaces runs on, and
-    its ranks.
+    """Return the name and the ranks of the process group of a communication operator.
 
     Args:
-        args: of the operation, its process group (c10d) or the group's name (functional
-            collectives) among them.
+        args: the operator's arguments; one is its process group (c10d) or the group's name
+            (functional collectives).
     """
     groups = {str(name): group for group, name in torch_private.world.pg_names.items()}
     for each in args:
@@ -76,18 +71,18 @@ def group_name_and_ranks(args: Sequence[Any]) -> tuple[str, list[int]]:
 
 
 def count_hosts(ranks: Iterable[int]) -> int:
-    """On how many hosts these ranks of the world are; torchrun starts as many on each."""
+    """Return on how many hosts these ranks are; torchrun starts equally many ranks on each."""
     on_each = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or distributed_c10d.get_world_size()
     return len({rank // on_each for rank in ranks})
 
 
 @dataclass
 class TrafficCounts:
-    """Calls of each collective or message, and the bytes that this rank handed to them.
+    """The calls of each collective or message, and the bytes that this rank passed to them.
 
     Attributes:
-        calls: by name, size of the group and number of hosts that it spans.
-        handed: bytes, likewise.
+        calls: by name, size of the group, and number of hosts that it spans.
+        input_bytes: likewise.
     """
 
     calls: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -95,12 +90,12 @@ class TrafficCounts:
 
     @property
     def counts(self) -> Counter[str]:
-        """Calls by name."""
+        """The calls by name."""
         return _sum_by_name(self.calls)
 
     @property
     def bytes(self) -> Counter[str]:
-        """Bytes handed to the calls, by name."""
+        """The bytes passed to the calls, by name."""
         return _sum_by_name(self.input_bytes)
 
 
@@ -112,16 +107,15 @@ def _sum_by_name(amounts: Counter[tuple[str, int, int]]) -> Counter[str]:
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Counts calls and bytes of every collective and point-to-point message that this rank takes
-    part in.
+    """Counts calls and bytes of every collective and point-to-point message of this rank.
 
     ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...).
-    Bytes are those of the tensor that this rank hands to the call (for ``recv``, that it receives).
-    How many leave the rank depends on the algorithm and the size of the group: see
+    Bytes are those of the tensor that this rank passes to the call (for ``recv``, that it
+    receives). How many bytes leave the rank depends on the algorithm and the group's size: see
     ``theory.collectives.wire_bytes``.
 
     Args:
-        mesh: what runs along one of its axes is counted for this axis as well, in ``along["tp"]``
+        mesh: a collective along one of its axes is also counted for this axis, in ``along["tp"]``
             for an axis ``tp``. ``along[""]`` is the total, the same as ``counts`` and ``bytes``.
     """
 
@@ -133,29 +127,29 @@ class CommunicationCounter(TorchDispatchMode):
             self.add_mesh(mesh)
 
     def add_mesh(self, mesh: DeviceMesh) -> None:
-        """Count what runs along the axes of this mesh for these as well, from now on."""
+        """Count collectives along the axes of this mesh for these axes too, from now on."""
         for axis in mesh.mesh_dim_names or ():
             self._axes[str(mesh.get_group(axis).group_name)] = axis
             self.along.setdefault(axis, TrafficCounts())
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Set all counts to zero."""
         self.along = {axis: TrafficCounts() for axis in self.along}
 
     @property
     def counts(self) -> Counter[str]:
-        """Calls by name."""
+        """The calls by name."""
         return self.along[""].counts
 
     @property
     def bytes(self) -> Counter[str]:
-        """Bytes handed to the calls, by name."""
+        """The bytes passed to the calls, by name."""
         return self.along[""].bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as compiled code in here, and count what it sends; else torch would
-        run it eagerly.
+        """Let compiled code stay compiled inside this mode, and count what it sends; torch would
+        otherwise run it eagerly.
         """
         return True
 
@@ -183,7 +177,9 @@ class CommunicationCounter(TorchDispatchMode):
 
 
 class BucketRecorder(CommunicationCounter):
-    """Counts like its parent, and keeps the all-reduces of the backward pass that runs in here."""
+    """A CommunicationCounter that also keeps the all-reduced tensors of the backward pass inside
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,14 +208,14 @@ class BucketRecorder(CommunicationCounter):
     def gradients_by_bucket(
         self, parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, int]]:
-        """The buckets in the order in which they were sent: the bytes of each gradient, by name, as
-        they lie in it.
+        """Return the buckets in the order in which they were sent: gradient bytes by parameter
+        name, in their order in the bucket.
 
         Args:
             parameters: by name, with the gradients that the backward pass left.
 
         Raises:
-            ValueError: a bucket brought something that is in no gradient.
+            ValueError: a bucket holds something that is in no gradient.
         """
         left = {
             name: parameter.grad for name, parameter in parameters if parameter.grad is not None
@@ -231,7 +227,7 @@ class BucketRecorder(CommunicationCounter):
 
 
 def match_gradients(bucket: Iterable[Tensor], left: dict[str, Tensor], what: str) -> dict[str, int]:
-    """Bytes of the gradients in a bucket, by name; they are taken out of ``left``."""
+    """Return the bytes of the gradients in a bucket, by name, and remove these from ``left``."""
     found: dict[str, int] = {}
     for tensor in bucket:
         flat = tensor.reshape(-1)
