@@ -86,7 +86,7 @@ PROGRAM_CASES: tuple[tuple[str, list[int], str], ...] = (
 
 @exercise
 def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
-    """Exercise 1: (alpha, beta) from (rounds, total_bytes): seconds of each round by number of
+    """Exercise 1: (alpha, beta) from (rounds, total_bytes); each round has its seconds by number of
     messages.
     """
     for network, total, counts in (
@@ -123,7 +123,7 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
 def _fit_mistake(
     alpha: float, beta: float, right: tuple[float, float], times: dict[int, float], total: int
 ) -> tuple[str, str]:
-    """What a wrong fit seems to have done, in words that go before its numbers, and a hint."""
+    """Return what a wrong fit seems to have done, in words that precede its numbers, and a hint."""
     few, many = min(times), max(times)
     if _is_fit_close((beta, alpha), right):
         return "beta first, then alpha: ", "Return alpha, then beta."
@@ -157,7 +157,7 @@ def _is_fit_close(found: Sequence[float], right: Sequence[float]) -> bool:
 
 @exercise
 def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 2: positions of the gradients in each bucket, from (sizes, bucket_mb, first_mb);
+    """Exercise 2: the positions of the gradients in each bucket, from (sizes, bucket_mb, first_mb);
     sizes in bytes.
     """
     first = "The first bucket closes once it holds first_mb MiB, the others at bucket_mb."
@@ -187,7 +187,9 @@ def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
 
 
 def _judge_bucket_form(found: object, asked: str, sizes: Sequence[int]) -> None:
-    """Raise Wrong for what is no list of lists that holds each position once, in order."""
+    """Raise WrongAnswer for anything but a list of lists that holds each position once, in
+    order.
+    """
 
     def bucket_error(why: str, hint: str) -> WrongAnswer:
         return WrongAnswer(f"{asked} gave {value_text(found)}: {why}", hint=hint)
@@ -217,11 +219,11 @@ def _judge_bucket_form(found: object, asked: str, sizes: Sequence[int]) -> None:
 
 @exercise
 def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 8: the fewest buckets of at most so many bytes, from (sizes, limit); each a list of
-    positions.
+    """Exercise 8: the fewest buckets of at most ``limit`` bytes, from (sizes, limit); each a list
+    of positions.
 
-    Positions count from 0 and keep their order. A gradient that is larger than the limit has a
-    bucket of its own.
+    Positions count from 0 and stay in order. A gradient larger than the limit has a bucket of its
+    own.
     """
     cases: list[tuple[list[int], int, int]] = [
         ([4], 10, 1),
@@ -338,7 +340,7 @@ def small_ddp(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 def _judge_all_reduces(
     which: str, asked: Sequence[int], sizes: Sequence[int], buckets: Sequence[int]
 ) -> None:
-    """Whether all-reduces carried these buckets."""
+    """Judge whether these buckets were all-reduced."""
     if list(asked) == list(buckets):
         return
     expected = f"expected {len(buckets)} all-reduces, of {', '.join(map(str, buckets))} bytes"
@@ -378,7 +380,7 @@ def _judge_gradients(
     hints: Mapping[str, str],
     **close: float,
 ) -> None:
-    """Whether each gradient is the right one; else what it seems to be."""
+    """Judge whether each gradient is right; if not, say what it seems to be."""
     tolerance = close or TOLERANCES
     for place, (gradient, expected) in enumerate(zip(got, right, strict=True)):
         if is_tensor_close(gradient, expected, **tolerance):
@@ -409,7 +411,7 @@ def _judge_gradients(
 
 
 def _gradients_on_one_device(batches: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Of the mean loss of some batches, each by its rank and step."""
+    """Return the gradients of the mean loss over some batches, each given by its rank and step."""
     model = make_linear_model()
     torch.stack(
         [mean_squared_error(model, *step_batch(*each)) for each in batches]
@@ -509,10 +511,10 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def handed_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 6: bytes that a rank hands to all-reduces before a step of the optimizer.
+    """Exercise 6: the bytes that a rank passes to all-reduces before an optimizer step.
 
-    From (parameters, micro_batches, no_sync, bf16): ``no_sync`` sends after the last micro-batch
-        only.
+    The answer's arguments are (parameters, micro_batches, no_sync, bf16): with ``no_sync`` only the
+    last micro-batch sends.
     """
     every = "Without no_sync every backward pass sends all gradients."
     once = "With no_sync the gradients add up on the rank, and one message holds their sum."
@@ -583,10 +585,11 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def early_uses(answer: Callable[..., list[int]]) -> Verdict:
-    """Exercise 9: numbers of the lines that use a buffer between its collective and its wait, from
-    (lines).
+    """Exercise 9: the numbers of the lines that use a buffer between its collective and its wait,
+    from (lines).
 
-    Each line is an ``inductor.Line``, of which ``number``, ``kind`` and ``buffers`` are needed.
+    Each line is an ``inductor.ProgramLine``, of which ``number``, ``kind`` and ``buffers`` are
+    needed.
     """
     for program, expected, hint in PROGRAM_CASES:
         lines = []
@@ -605,7 +608,9 @@ def early_uses(answer: Callable[..., list[int]]) -> Verdict:
 
 @exercise
 def smallest_bucket(answer: Callable[..., float]) -> Verdict:
-    """Exercise 10: bytes of a bucket, from (total_bytes, backward_s, alpha_s, beta_s_per_byte)."""
+    """Exercise 10: the bytes of a bucket, from (total_bytes, backward_s, alpha_s,
+    beta_s_per_byte).
+    """
     cases = [
         (
             (10**6, 2.0, 0.01, 1e-6),

@@ -75,7 +75,7 @@ CODEC_WEIGHT_TEXT = {
 
 @exercise
 def gather_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 1: bytes that one rank hands to one all-gather, from (rows, columns, ranks,
+    """Exercise 1: the bytes that one rank passes to one all-gather, from (rows, columns, ranks,
     bytes_per_number).
     """
 
@@ -90,7 +90,7 @@ def gather_bytes(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def new_two(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 2: ``__new__`` of a tensor that holds two, from (cls, a, b)."""
+    """Exercise 2: ``__new__`` of a tensor that holds two tensors, from (cls, a, b)."""
     kind = type("Two", (Tensor,), {"__torch_dispatch__": TwoTensor.__dict__["__torch_dispatch__"]})
     plain = torch.arange(6.0).view(2, 3)
     for a, what in (
@@ -128,7 +128,7 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
 
 
 def _judge_half(said: str, held: Any, given: Tensor, other: Tensor) -> None:
-    """Whether a tensor that was made of two holds one of them as it should."""
+    """Judge whether a tensor that was made of two holds one of them correctly."""
     if not isinstance(held, Tensor):
         raise WrongAnswer(
             f"{said} is {value_text(held)}",
@@ -240,7 +240,7 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
 
 
 def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: str) -> None:
-    """Whether an operation on a wrapper gave what it gives for both halves."""
+    """Judge whether an operation on a wrapper gave its result for both halves."""
     if isinstance(a, list | tuple):
         if not isinstance(found, list | tuple) or len(found) != len(a):
             raise WrongAnswer(
@@ -346,8 +346,8 @@ def cast_all_gather(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def mended(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 7: a post-all-gather hook for int8 numbers and a scale for each row, which leaks
-    nothing.
+    """Exercise 7: a post-all-gather hook for int8 numbers with a scale for each row, without a
+    leak.
     """
     _judge_hook(answer, "int8")
     return passing_verdict(
@@ -431,8 +431,8 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def held_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 10: bytes held of a parameter while it computes, from (numbers, sent_bytes,
-    compute_bytes).
+    """Exercise 10: the bytes that one parameter occupies during the computation, from (numbers,
+    sent_bytes, compute_bytes).
     """
     whole = "All that was gathered is held, and from all ranks: numbers * sent_bytes."
     both = "What was gathered stays until the parameter is freed: both are held."
@@ -450,7 +450,9 @@ def held_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def pays_below(answer: Callable[..., float]) -> Verdict:
-    """Exercise 11: the bandwidth below which a gather pays, from (bytes_saved, coding_s, ranks)."""
+    """Exercise 11: the bandwidth below which a compressed gather is faster, from (bytes_saved,
+    coding_s, ranks).
+    """
     cases = [
         (
             (1000, 1.0, 2),
@@ -478,7 +480,7 @@ def pays_below(answer: Callable[..., float]) -> Verdict:
 
 
 def _is_number_close(found: Real, expected: float) -> bool:
-    """Whether a number is another but for rounding; one that is too large for a float is not."""
+    """Tell whether two numbers agree up to rounding; a number too large for a float does not."""
     try:
         return abs(float(found) - expected) <= 1e-4 * abs(expected)
     except OverflowError:
@@ -486,7 +488,7 @@ def _is_number_close(found: Real, expected: float) -> bool:
 
 
 def _number_text(found: Real) -> str:
-    """A number with four digits, or however it can be shown."""
+    """Format a number with four digits, if it can be."""
     try:
         return f"{float(found):.4g}"
     except OverflowError:
@@ -494,8 +496,8 @@ def _number_text(found: Real) -> str:
 
 
 def _judge_hook(hook: Callable[..., Any], what: str) -> None:
-    """Train with the hook on ranks, and on one device with what it should gather; raises Wrong
-    where they differ.
+    """Train with the hook on ranks and with its expected result on one device; raise WrongAnswer if
+    they differ.
     """
     right = {dtype: _one_device_losses(what, dtype) for dtype in HOOK_DTYPES[what]}
 
@@ -516,7 +518,7 @@ def _judge_hook(hook: Callable[..., Any], what: str) -> None:
 
 
 def _one_device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
-    """One device's losses by half and step. Of two halves, both are updated with the first one's
+    """Return one device's losses by half and step. Both halves are updated with the first one's
     gradient.
     """
     models = [make_linear_stack(HOOK_WIDTHS) for _ in range(1 if what == "int8" else 2)]
@@ -547,7 +549,7 @@ def _one_device_losses(what: str, dtype: torch.dtype) -> list[list[Tensor]]:
 def _judge_losses(
     got: list[list[Tensor]], expected: list[list[Tensor]], dtype: torch.dtype, where: str
 ) -> None:
-    """Raise Wrong, naming the step, where losses differ by more than rounding."""
+    """Raise WrongAnswer, naming the step, if losses differ by more than rounding."""
     rtol = 1e-5 if dtype == torch.float32 else 2e-3
     for step, mine in enumerate(got):
         for half, (loss, right) in enumerate(
@@ -568,7 +570,7 @@ def _judge_losses(
 
 @dataclass
 class _RankRows:
-    """Rows of one rank that a gather brought, beside the exact ones."""
+    """The rows that one rank gathered, beside the exact ones."""
 
     name: str
     rank: int
@@ -576,7 +578,7 @@ class _RankRows:
     exact: Tensor
 
     def judge_error(self, largest: Tensor, most_error: float) -> float:
-        """The largest error, over the largest weight of the parameter; raises Wrong where that is
+        """Return the largest error over the parameter's largest weight; raise WrongAnswer if it is
         too large.
         """
         # NaN where one is
@@ -604,8 +606,8 @@ class _RankRows:
 
 
 def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits: str) -> Verdict:
-    """Hold the weights that ranks gathered against the exact ones, and the bytes against
-    float32's.
+    """Compare the weights that ranks gathered with the exact ones, and the bytes with those of
+    float32.
     """
     most_bytes, most_error = GATHER_LIMITS[limits]
     exact = {name: each.detach() for name, each in make_codec_model().named_parameters()}

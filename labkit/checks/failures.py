@@ -88,7 +88,7 @@ def _rank_exit(rank: int, status: int, time: float, error: str = "") -> dict[str
 
 
 def _excuse_text(end: dict[str, Any]) -> str:
-    """Why a rank is not to blame."""
+    """Return why a rank is not to blame."""
     if end["error"] == CONNECTION_ERROR:
         return "which only lost a connection"
     if end["status"] == -15:
@@ -98,7 +98,7 @@ def _excuse_text(end: dict[str, Any]) -> str:
 
 @exercise
 def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 2: how many steps every rank can take, from this rank's number of batches, on 4 real
+    """Exercise 2: how many steps all ranks can take, from this rank's number of batches, on 4 real
     ranks.
     """
     found: dict[int, Any] = {}
@@ -151,8 +151,8 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
 
 @exercise
 def where_they_part(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 3: the first call in which ranks differ, and the few that do, from each rank's calls
-    in order.
+    """Exercise 3: the first call in which ranks differ, and the ranks in the minority, from each
+    rank's calls in order.
     """
     cases: dict[str, list[list[Any]]] = {
         "four equal logs": [[SUM_CALL, MAX_CALL]] * 4,
@@ -205,7 +205,7 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
 
 @exercise
 def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 4: a collective that leaves a trace in a log, on 2 real ranks."""
+    """Exercise 4: a collective that is logged before and after, on 2 real ranks."""
 
     def judge_rank(index: int, sent: dict[str, Any]) -> None:
         two = [{"call": "all_reduce", "shape": shape, "done": True} for shape in ([3], [2, 2])]
@@ -270,8 +270,8 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
 
 @exercise
 def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
-    """Exercise 5: which samples each rank takes, from (lengths, ranks), so that all have about as
-    much to do.
+    """Exercise 5: which samples each rank takes, from (lengths, ranks), so that all ranks have
+    about the same work.
     """
     draw = random.Random(7)
     cases = [([8, 1, 1, 1] * 4, 4), ([9, 7, 6, 5, 5, 4, 2, 2], 2), ([10] + [1] * 10, 2)]
@@ -321,8 +321,8 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
 
 @exercise
 def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
-    """Exercise 6: the gradient of a batch's mean squared error, from pieces of the batch one after
-    another.
+    """Exercise 6: the gradient of a batch's mean squared error, computed from the batch's pieces in
+    turn.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -356,8 +356,9 @@ def backward_in_pieces(answer: Callable[..., Any]) -> Verdict:
 
 
 class ActivationCounter:
-    """How many numbers autograd holds for backward passes of a model, its parameters left out, and
-    the most so far.
+    """Counts the numbers that autograd keeps for a model's backward passes, now and at most.
+
+    Parameters do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -365,17 +366,17 @@ class ActivationCounter:
         self._parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
 
     def pack_tensor(self, tensor: Tensor) -> Any:
-        """Called with each tensor that autograd keeps."""
+        """Count a tensor that autograd keeps."""
         is_parameter = tensor.untyped_storage().data_ptr() in self._parameters
         return _TensorHandle(tensor, self, 0 if is_parameter else tensor.numel())
 
     def unpack_tensor(self, kept: Any) -> Tensor:
-        """Called when a backward pass wants it."""
+        """Return a kept tensor when a backward pass needs it."""
         return kept.tensor
 
 
 class _TensorHandle:
-    """One tensor, as long as autograd keeps it."""
+    """One tensor, for as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor, all_of_them: ActivationCounter, size: int):
         self.tensor, self._all, self._size = tensor, all_of_them, size
@@ -394,7 +395,9 @@ def _judge_gradients(
     model: nn.Module,
     pieces: int,
 ) -> None:
-    """Raise Wrong, with the likely reason, unless these are the gradients of the whole batch."""
+    """Raise WrongAnswer, with the likely reason, unless these are the gradients of the whole
+    batch.
+    """
     if any(each is None for each in found):
         raise WrongAnswer(
             "a parameter has no gradient", hint="Call backward() on the loss of each piece."
@@ -444,7 +447,7 @@ def _is_equal_gradients(left: Iterable[Tensor | None], right: Iterable[Tensor | 
 
 @exercise
 def mended(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 7: a training loop without its three faults, on 2 real ranks, held against one
+    """Exercise 7: a training loop without its three bugs, on 2 real ranks, compared with one
     device.
     """
     found: dict[int, list[Tensor]] = {}
@@ -535,7 +538,7 @@ def rounding_alone(answer: Callable[..., Any]) -> Verdict:
 @exercise
 def my_indices(answer: Callable[..., Any]) -> Verdict:
     """Exercise 9: the samples of a rank in an epoch, from (count, seed, epoch, rank, ranks):
-    shuffled, yet certain.
+    shuffled, but reproducible.
     """
     count, ranks = 24, 3
 

@@ -90,8 +90,8 @@ ALL_MODULES_HINT = (
 
 @exercise
 def zero_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 1: bytes that a rank holds between steps, from (parameters, ranks, stage); float32
-    with Adam.
+    """Exercise 1: the bytes that a rank holds between steps, from (parameters, ranks, stage);
+    float32 with Adam.
     """
     hints = [
         (
@@ -117,7 +117,8 @@ def zero_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def all_gathers(answer: Callable[..., int]) -> Verdict:
-    """Exercise 2: all-gathers of a step, from (units, reshard_after_forward, root_has_parameters).
+    """Exercise 2: the number of all-gathers in a step, from (units, reshard_after_forward,
+    root_has_parameters).
 
     ``units`` counts the root if it holds parameters.
     """
@@ -140,8 +141,8 @@ def all_gathers(answer: Callable[..., int]) -> Verdict:
 
 @exercise
 def wire_bytes(answer: Callable[..., float]) -> Verdict:
-    """Exercise 3: bytes that a rank sends over the wire in a step, from (parameter_bytes, ranks,
-    technique).
+    """Exercise 3: the bytes that a rank sends over the wire in a step, from (parameter_bytes,
+    ranks, technique).
     """
     ddp = "DDP's all-reduce is a reduce-scatter and an all-gather: two passes."
     fsdp = (
@@ -174,7 +175,7 @@ def wire_bytes(answer: Callable[..., float]) -> Verdict:
 
 @exercise
 def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Verdict:
-    """Exercise 4: shard a unit, on 2 real ranks, which train two steps and are held against one
+    """Exercise 4: shard a unit on 2 real ranks, which train for two steps and are compared with one
     device.
     """
     model, plain = nn.Sequential(*two_units()), [nn.Sequential(*two_units()) for _ in range(RANKS)]
@@ -269,7 +270,7 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
 
 
 def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
-    """Whether what the answer gave for a unit is this rank's share of it."""
+    """Judge whether the answer gave a unit this rank's share of it."""
     parts, unit = whole.chunk(RANKS), f"on rank {index}, what you return for unit {place}"
     if not isinstance(shard, Tensor):
         raise WrongAnswer(
@@ -298,7 +299,7 @@ def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
 
 
 def _judge_freed_memory(held: Sequence[int], moment: str, size: int) -> None:
-    """Whether no unit's whole parameters are in memory."""
+    """Judge whether the memory of every unit's whole parameters was freed."""
     for place, amount in enumerate(held):
         if amount:
             said = f"{moment}, unit {place} still holds {amount} bytes of whole parameters"
@@ -312,7 +313,7 @@ def _judge_freed_memory(held: Sequence[int], moment: str, size: int) -> None:
 def _judge_gradient(
     index: int, place: int, got: Tensor | None, mean: Tensor, own: Sequence[Tensor]
 ) -> None:
-    """Whether a shard's gradient is its part of the mean over the ranks."""
+    """Judge whether a shard's gradient is its part of the mean over the ranks."""
     shard = f"on rank {index}, the gradient of unit {place}'s shard"
     if got is None:
         raise WrongAnswer(
@@ -444,10 +445,10 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
 
 @exercise
 def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
-    """Exercise 9: tokens from which on communication hides, from (flops_per_s, wire_bytes_per_s,
-    ranks, number_bytes).
+    """Exercise 9: the number of tokens from which on communication is hidden, from (flops_per_s,
+    wire_bytes_per_s, ranks, number_bytes).
 
-    Right to 1 part in a million: the order of the operations is free.
+    The answer may differ by 1 part in a million, so that the order of operations is free.
     """
     cases = [
         (
@@ -478,11 +479,11 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
 def replace_source_line(
     function: Callable[..., Any], line: str, instead: str = "pass"
 ) -> Callable[..., Any]:
-    """The same function with one line of its text replaced: a mutant, which a good test should
-    catch.
+    """Return the same function with one line of its source replaced: a mutant, which a good test
+    should catch.
 
     Raises:
-        ValueError: the line stands there not at all, or more than once.
+        ValueError: the line is missing, or occurs more than once.
     """
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     places = [number for number, each in enumerate(lines) if each.strip() == line.strip()]
@@ -506,18 +507,17 @@ def replace_source_line(
 def memory_plan(
     answer: Callable[[], dict[str, Any]], bound_bytes: int, gathers: int, **setup: Any
 ) -> Verdict:
-    """Exercise 7: choose among ``wrap``, ``checkpointing`` and ``reshard_after_forward`` to stay
-    within two limits.
+    """Exercise 7: choose ``wrap``, ``checkpointing`` and ``reshard_after_forward`` to stay within
+    two limits.
 
-    The plan is launched for real. What a run says of itself moves by some kB from time to time, so
-    the verdict names no bytes, and the bound should leave 1 %.
+    The plan is launched on real ranks. What a run measures differs by some kB from time to time, so
+    the verdict names no bytes, and the limit should leave 1 %.
 
     Args:
-        answer: gives the plan, parameters of fsdp_wrap by name; what it leaves out is at its
-            default.
-        bound_bytes: the largest peak that is allowed, of all categories together, on the fullest
-            rank.
-        gathers: how many all-gathers a step may take.
+        answer: returns the plan, parameters of fsdp_wrap by name; the others keep their defaults.
+        bound_bytes: the largest peak allowed, of all categories together, on the rank that holds
+            most.
+        gathers: the largest number of all-gathers in a step.
         **setup: the other parameters of the run, such as ``model="mlp_stack"``; 2 ranks by default.
     """
     plan = call_answer(answer)
@@ -564,8 +564,8 @@ def memory_plan(
 
 @exercise
 def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
-    """Exercise 8: the index of the block that a run, started with ``forget`` or ``skip``, did not
-    wrap.
+    """Exercise 8: the index of the block that a run did not wrap, because of ``forget`` or
+    ``skip``.
 
     Raises:
         ValueError: the run skipped no block, or several.
@@ -599,15 +599,15 @@ def missing_block(answer: Callable[[], Any], result: labkit.RunResult) -> Verdic
 
 @exercise
 def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
-    """Whether a run of fsdp_wrap made each of its blocks a unit, judged by counting collectives.
+    """Tell whether a run of fsdp_wrap made each of its blocks a unit, by counting its collectives.
 
     Each unit's gradients are reduce-scattered once. Its parameters are gathered once for the
     forward pass, and again for the backward pass unless it is the root. So the two counts differ by
-    the units beside the root.
+    the number of units other than the root.
 
     Args:
         result: of a run with fully_shard that reshards after the forward pass.
-        blocks: how many blocks the model has.
+        blocks: the number of blocks in the model.
 
     Raises:
         ValueError: the run keeps parameters after the forward pass, so that the root does not
@@ -641,7 +641,7 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
 def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
     """Exercise 10: the modules that must share a unit with a block, from (model, block).
 
-    They are the block, and the modules outside of it that hold one of its parameters themselves.
+    They are the block, and the modules outside it that directly hold one of its parameters.
     """
     cases = tying_cases()
     for case in cases:
@@ -671,8 +671,8 @@ def tied_unit(answer: Callable[..., list[nn.Module]]) -> Verdict:
 
 @exercise
 def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verdict:
-    """Exercise 11: over 2 real ranks, average shared gradients, divide the experts', from (model,
-    experts, ranks).
+    """Exercise 11: on 2 real ranks, average the shared gradients and divide the experts', from
+    (model, experts, ranks).
 
     Args:
         answer: changes gradients in place.
@@ -729,7 +729,7 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
 
 
 def _plan_error(plan: object) -> str:
-    """Why a plan cannot be launched; "" if it can."""
+    """Return why a plan cannot be launched; "" if it can."""
     if not isinstance(plan, dict):
         return f"the plan is {value_text(plan)}, not a dict such as {{'wrap': 'root'}}"
     for name, value in plan.items():
@@ -746,14 +746,14 @@ def _plan_error(plan: object) -> str:
 
 
 def _collective_count(result: labkit.RunResult, collective: str) -> int:
-    """How often a rank called a collective in one step; 0 where it never did."""
+    """Return how often a rank called a collective in one step."""
     counts = result.summary().get(f"{collective}_count")
     return 0 if counts is None else int(counts.max())
 
 
 @dataclass(frozen=True)
 class TyingCase:
-    """A question to the learner, and its answer."""
+    """A question to the learner, with its answer."""
 
     model: nn.Module
     block: nn.Module
@@ -764,7 +764,9 @@ class TyingCase:
     """Which parameters are tied, for a message that starts with "where"."""
 
     def hint_for(self, missing: set[nn.Module], extra: set[nn.Module]) -> str:
-        """For an answer that left out some modules, or took in some that do not belong there."""
+        """Return the hint for an answer that leaves out some modules, or has some that do not
+        belong there.
+        """
         if missing:
             return ALL_MODULES_HINT
         if extra & set(self.block.modules()):
@@ -775,7 +777,7 @@ class TyingCase:
 
 
 def tying_cases() -> list[TyingCase]:
-    """From nothing tied to a tie of three, with pitfalls between."""
+    """Return the cases, from nothing tied to a tie of three, with pitfalls between."""
     copied = make_tying_case("the output layer's weight is a copy of the embedding's", "embedding")
     embedding, output = (copied.model.get_submodule(name) for name in ("embedding", "output"))
     # Two separate parameters with equal values, instead of a shared one.
@@ -803,7 +805,7 @@ def tying_cases() -> list[TyingCase]:
 
 
 def make_tying_case(where: str, block: str, *holders: str, name: str = "weight") -> TyingCase:
-    """A case in which some modules hold the first one's parameter of this name."""
+    """Make a case in which some modules hold the first one's parameter of this name."""
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)]
     parts = {
         "embedding": nn.Embedding(6, 4),

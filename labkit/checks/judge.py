@@ -1,12 +1,11 @@
-"""How a check asks: it calls the learner's function, whatever that is and does, and ends in a
-verdict.
+"""What all checks share: they call the learner's function, whatever it does, and return a verdict.
 
 @exercise
 def double(answer: Callable[..., int]) -> Verdict:
-    found = call(answer, 3)
+    found = call_answer(answer, 3)
     if found != 6:
-        raise Wrong(f"double(3) gave {shown(found)}, expected 6")
-    return passed("one case agrees")
+        raise WrongAnswer(f"double(3) gave {value_text(found)}, expected 6")
+    return passing_verdict("one case agrees")
 """
 
 import dis
@@ -51,11 +50,10 @@ Parameters = ParamSpec("Parameters")
 class Verdict:
     """The outcome of a check.
 
-    A notebook shows what was seen, and opens the hint and what was expected on request; as text it
-    is all there.
+    In a notebook, the hint and the expected value open on request; as text, everything is shown.
 
     Attributes:
-        state: "passed", "wrong", "not attempted", or "not judged" where the machine was too busy to
+        state: "passed", "wrong", "not attempted", or "not judged" if the machine was too busy to
             tell.
         detail: what was seen.
         expected: what should have been seen instead, such as "expected 4".
@@ -92,7 +90,7 @@ class Verdict:
 
 
 class WrongAnswer(Exception):
-    """The answer is wrong; the message, for the learner, is what was seen. See Verdict for the
+    """The answer is wrong; the message tells the learner what was seen. See Verdict for the
     rest.
     """
 
@@ -106,27 +104,27 @@ class NotAttempted(Exception):
 
 
 class NotJudged(Exception):
-    """Nobody knows whether the answer is right; the message says why, and what to do."""
+    """The check could not decide; the message says why, and what to do."""
 
 
 class NotPassed(Exception):
-    """Raised where nbgrader grades, which counts a cell as right unless it raises; the message is
-    the verdict.
+    """Raised under nbgrader, which counts a cell as right unless it raises; the message is the
+    verdict.
     """
 
 
 def passing_verdict(detail: str) -> Verdict:
-    """A right answer, with what was seen."""
+    """Return the verdict on a right answer, with what was seen."""
     return Verdict("passed", detail)
 
 
 def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdict]:
-    """A check whose ``Wrong``, ``NotAttempted`` and ``NotJudged`` become verdicts, which are kept
-    for the learner.
+    """Turn a check's ``WrongAnswer``, ``NotAttempted`` and ``NotJudged`` into verdicts, and record
+    these.
 
-    Kept are those of answers whose name is an exercise's of the lab: a notebook also hands broken
-    functions to a check, to show what it says. The lab is named as its module, or as the module's
-    LAB where the module stands elsewhere.
+    Only answers with the name of one of the lab's exercises are recorded: a notebook also gives
+    broken functions to a check, to show its message. The lab's name is the module's, or the
+    module's LAB.
     """
     lab = check.__globals__.get("LAB", check.__module__.rpartition(".")[2])
 
@@ -150,7 +148,7 @@ def exercise(check: Callable[Parameters, Verdict]) -> Callable[Parameters, Verdi
 
 
 class _NbgraderVerdict(Verdict):
-    """A pass that is printed: nbgrader reads points out of a value that a cell shows."""
+    """A verdict that is printed, because nbgrader would read points from a cell's value."""
 
     def _ipython_display_(self) -> None:
         print(self)
@@ -163,7 +161,7 @@ def _nbgrader_verdict(verdict: Verdict) -> Verdict:
 
 
 def _safe_answer_name(answer: object) -> str:
-    """An answer's name, whatever the answer is; "" for none."""
+    """Return an answer's name, whatever the answer is; "" for none."""
     try:
         name = answer_name(answer)
     except Exception:
@@ -172,8 +170,8 @@ def _safe_answer_name(answer: object) -> str:
 
 
 def raise_if_not_attempted(answer: object) -> None:
-    """Raise NotAttempted for a function with nothing in it, Wrong for what cannot be called and
-    give a value.
+    """Raise NotAttempted for an empty function, WrongAnswer for anything that cannot return a
+    value.
     """
     if not callable(answer):
         raise WrongAnswer(
@@ -200,18 +198,18 @@ def _is_empty_instruction(instruction: dis.Instruction) -> bool:
 def call_answer(
     answer: Callable[..., Any], *args: Any, in_words: str = "", hint: str = "", **kwargs: Any
 ) -> Any:
-    """What an answer gives for these arguments.
+    """Call the answer with these arguments, and return its result.
 
     Args:
         answer: the learner's function.
         *args: its arguments.
         in_words: the call as a learner reads it; by default, with all arguments.
-        hint: for an answer that raises a RuntimeError.
+        hint: shown if the answer raises a RuntimeError.
         **kwargs: more arguments.
 
     Raises:
         NotAttempted: the answer is empty.
-        Wrong: it is no function, or raised something.
+        WrongAnswer: it is no function, or it raised an exception.
     """
     raise_if_not_attempted(answer)
     try:
@@ -227,9 +225,7 @@ def call_answer(
 
 
 def _prevent_kernel_exit() -> AbstractContextManager[Any]:
-    """Lets exit() of a notebook, which would ask its kernel to stop and return, raise SystemExit as
-    elsewhere.
-    """
+    """Make exit() raise SystemExit; in a notebook it would stop the kernel instead."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return mock.patch.object(shell, "ask_exit", side_effect=SystemExit) if shell else nullcontext()
 
@@ -240,18 +236,18 @@ def judge_values(
     cases: Sequence[tuple[Any, ...]],
     hints: str | Sequence[str],
 ) -> Verdict:
-    """Call the answer with each case's arguments, by name, and hold its number against the right
+    """Call the answer with each case's arguments, by name, and compare its number with the right
     one.
 
     Args:
         answer: the learner's function.
-        right: gives the right number for the same arguments, and their names.
+        right: returns the right number for the same arguments, and names them.
         cases: arguments.
-        hints: for who gets a case wrong; one for each case, or one for all.
+        hints: one for each case, or one for all.
 
     Raises:
         NotAttempted: the answer is empty.
-        Wrong: at the first case that does not agree.
+        WrongAnswer: at the first case that differs.
     """
     names = inspect.signature(right).parameters
     each_hint = [hints] * len(cases) if isinstance(hints, str) else hints
@@ -271,18 +267,18 @@ def judge_values(
 
 
 def answer_name(answer: object) -> str:
-    """What to call an answer: a function's name, or the type of another object."""
+    """Return a function's name, or the type of another object."""
     return getattr(answer, "__name__", type(answer).__name__)
 
 
 def call_text(answer: object, *args: Any, **kwargs: Any) -> str:
-    """A call as its learner would write it."""
+    """Return a call as a learner would write it."""
     given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
     return f"{answer_name(answer)}({', '.join(given)})"
 
 
 def error_text(error: BaseException) -> str:
-    """An exception's type and message."""
+    """Return an exception's type and message."""
     try:
         message = str(error)
     except Exception:
@@ -291,9 +287,7 @@ def error_text(error: BaseException) -> str:
 
 
 def value_text(value: object) -> str:
-    """Any value in words: numbers with commas, nothing longer than a few lines, and never an
-    error.
-    """
+    """Format any value: numbers with commas, at most a few lines; it never raises."""
     try:
         if isinstance(value, Integral) and abs(int(value)) >= 10**30:
             return f"a number of {math.floor(math.log10(abs(int(value)))) + 1:,} digits"
@@ -309,9 +303,7 @@ def value_text(value: object) -> str:
 def is_tensor_close(
     got: Tensor | None, expected: Tensor, *, rtol: float = 1e-5, atol: float = 1e-8
 ) -> bool:
-    """Whether there is a tensor that agrees with another in shape and, but for rounding, in its
-    numbers.
-    """
+    """Tell whether a value is a tensor of another's shape and, up to rounding, with its numbers."""
     if got is None:
         return False
     return got.shape == expected.shape and allclose(

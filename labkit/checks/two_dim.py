@@ -69,10 +69,11 @@ FUNCTION_ERROR_HINTS = {
 
 @exercise
 def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
-    """Exercise 1: what each rank contributes to a pair's result, from (x, first, second, ranks).
+    """Exercise 1: what each rank contributes to the result of two layers, from (x, first, second,
+    ranks).
 
     ``first`` [inner, D] and ``second`` [D, inner] are the weights of two linear layers without
-    bias, ReLU in between.
+    bias, with ReLU between them.
     """
     for ranks, inner in ((2, 8), (4, 8), (1, 6)):
         draw = torch.Generator().manual_seed(ranks)
@@ -98,7 +99,7 @@ def parts(answer: Callable[..., list[Tensor]]) -> Verdict:
 def _judge_parts(
     found: Any, x: Tensor, first: Tensor, second: Tensor, ranks: int, asked: str
 ) -> None:
-    """Raise Wrong unless these are the parts of a pair's result."""
+    """Raise WrongAnswer unless these parts add up to the layers' result."""
     if not isinstance(found, list | tuple) or not all(isinstance(each, Tensor) for each in found):
         raise WrongAnswer(
             f"{asked} gave {type(found).__name__}, not a list of tensors",
@@ -148,7 +149,7 @@ def _judge_parts(
 
 @exercise
 def tp_bytes(answer: Callable[..., int]) -> Verdict:
-    """Exercise 2: bytes that a rank hands to all-reduces along tp in a training step, from (tokens,
+    """Exercise 2: the bytes that a rank passes to all-reduces along tp in a step, from (tokens,
     dim, mlps).
     """
     once = "One all-reduce sums a tensor of tokens x dim numbers, 4 bytes each."
@@ -183,7 +184,7 @@ def _check_function_class(answer: Any) -> None:
 
 @exercise
 def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 3: x as it is, and backward the sum over a group, on 2 x 2 real ranks; from (x,
+    """Exercise 3: forward x unchanged, backward the sum over a group, on 2 x 2 real ranks; from (x,
     group).
     """
     _check_function_class(answer)
@@ -213,8 +214,8 @@ def copy_to_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
 
 @exercise
 def sum_over_ranks(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 4: the sum over a group, and backward the gradient as it is, on 2 x 2 real ranks;
-    from (part, group).
+    """Exercise 4: forward the sum over a group, backward the gradient unchanged, on 2 x 2 real
+    ranks; from (part, group).
     """
     _check_function_class(answer)
 
@@ -271,8 +272,8 @@ def _check_tensor(got: Tensor | str, index: int) -> Tensor:
 
 
 def _judge_sum(got: Tensor | None, index: int, which: int, said: str) -> None:
-    """Whether a rank has the sum over its group of what each was given (``which`` 0) or what came
-    back (1).
+    """Judge whether a rank has the sum over its group, of the inputs (``which`` 0) or of the
+    gradients (1).
     """
     if got is None:
         raise WrongAnswer(
@@ -288,13 +289,13 @@ def _judge_sum(got: Tensor | None, index: int, which: int, said: str) -> None:
 
 
 def _group_sum(index: int, which: int) -> Tensor:
-    """Over the ranks of a line of tp."""
+    """Return the sum over the ranks of one tp group."""
     mates = [index - index % TP + place for place in range(TP)]
     return torch.stack([rank_tensors(mate)[which] for mate in mates]).sum(0)
 
 
 def _likely_tensor(got: Tensor, index: int, own: int) -> str:
-    """A tensor in words: what it most likely is."""
+    """Say what a tensor most likely is."""
     every = torch.stack([rank_tensors(rank)[own] for rank in range(RANKS)]).sum(0)
     known = {
         "its own tensor": rank_tensors(index)[own],
@@ -310,7 +311,7 @@ def _likely_tensor(got: Tensor, index: int, own: int) -> str:
 
 @exercise
 def column_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 5: a rank's share of a pair's first layer, from (layer, group), on 2 x 2 real
+    """Exercise 5: a rank's share of the first of two layers, from (layer, group), on 2 x 2 real
     ranks.
     """
     return _judge_layer(answer, "column", timeout_s)
@@ -318,14 +319,14 @@ def column_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
 
 @exercise
 def row_parallel(answer: Any, timeout_s: float = 30) -> Verdict:
-    """Exercise 6: a rank's share of a pair's second layer, from (layer, group), on 2 x 2 real
+    """Exercise 6: a rank's share of the second of two layers, from (layer, group), on 2 x 2 real
     ranks.
     """
     return _judge_layer(answer, "row", timeout_s)
 
 
 def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
-    """Hold every rank's share against the whole layer: parameters, output, gradients, and what it
+    """Compare every rank's share with the whole layer: parameters, output, gradients, and what it
     sends.
     """
     if isinstance(answer, type) and not {"__init__", "forward"} & vars(answer).keys():
@@ -394,8 +395,9 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
 def _judge_parameters(
     held: Mapping[str, Tensor] | str, layer: nn.Linear, which: str, index: int
 ) -> None:
-    """Whether a rank holds its share of the weight and of the bias, and nothing else; text is a
-    type's name.
+    """Judge whether a rank holds its share of the weight and of the bias, and nothing else.
+
+    Text is the name of a type, for a parameter that is no tensor.
     """
     if isinstance(held, str):
         raise WrongAnswer(
@@ -448,7 +450,7 @@ def _judge_output(
     which: str,
     index: int,
 ) -> None:
-    """Whether a layer's output on a rank is right, and if not, what it most likely is."""
+    """Judge a layer's output on a rank; if it is wrong, say what it most likely is."""
     right, bias = shares[index % TP], layer.bias.detach()
     if isinstance(got, str):
         raise WrongAnswer(
@@ -545,7 +547,7 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
         result: a run of two_dim, whose measured counts are the truth.
 
     Raises:
-        ValueError: the run counted nothing by axis.
+        ValueError: the run has no counts by axis.
     """
     ending = "_count"
     measured = {
@@ -592,9 +594,9 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
 
 @exercise
 def message_share(answer: Callable[..., float]) -> Verdict:
-    """Exercise 8: time of tp's messages as a part of computing.
+    """Exercise 8: the time of tp's messages divided by the time of the computation.
 
-    From (inner, tp, flops_per_s, wire_bytes_per_s, number_bytes).
+    The answer's arguments are (inner, tp, flops_per_s, wire_bytes_per_s, number_bytes).
     """
     return judge_values(
         answer,
@@ -639,8 +641,8 @@ def words_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
 
 @exercise
 def stack_plan(answer: Callable[[], Any], timeout_s: float = 60) -> Verdict:
-    """Exercise 11: a plan for ``MLPStack`` on 2 x 2 real ranks, with the sequence cut between the
-    MLPs.
+    """Exercise 11: a plan for ``MLPStack`` on 2 x 2 real ranks, with the sequence sharded between
+    the MLPs.
     """
     detail = (
         "equal to one device on 2 x 2 ranks, output and gradients, every matrix and the sequence"
@@ -656,9 +658,7 @@ def _judge_plan(
     detail: str,
     most_sent: int | None = None,
 ) -> Verdict:
-    """Train with the plan on ranks and on one device, and hold one against the other, the output
-    first.
-    """
+    """Train with the plan on ranks and on one device, and compare: the output first."""
     reference = make_exercise_model(model)
     lines = [reference.get_input(CPU, seed) for seed in range(DATA)]
     outputs = [reference(*line) for line in lines]
@@ -725,7 +725,7 @@ def _judge_plan(
 
 
 def _stop_place(sent: Mapping[str, Any]) -> str:
-    """Where a model stopped, in the words of its layers."""
+    """Say in which layer a model stopped."""
     if not sent["entered"]:
         return "before any linear layer"
     name, got, whole = sent["entered"]
@@ -744,7 +744,7 @@ def _stop_place(sent: Mapping[str, Any]) -> str:
 def _judge_gradients(
     gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> None:
-    """Raise Wrong, naming the parameters, where gradients differ from one device's."""
+    """Raise WrongAnswer, naming the parameters, if gradients differ from one device's."""
     problems = {
         name: _gradient_difference(gradients[name], right)
         for name, right in expected.items()
@@ -759,7 +759,7 @@ def _judge_gradients(
 
 
 def _gradient_difference(got: Tensor | None, expected: Tensor) -> str:
-    """What a wrong gradient looks like."""
+    """Say what a wrong gradient looks like."""
     if got is None:
         return "is missing"
     if got.shape != expected.shape:

@@ -1,5 +1,5 @@
-"""The models of the FSDP lab by name. Importing this module does not import torch: it is read
-before a launch.
+"""The models of the FSDP lab, by name. This module does not import torch, because it is read before
+a launch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ModelName = Literal[
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """Where a model is and what is in it."""
+    """Where a model is defined, and what it contains."""
 
     module: str
     """Dotted name of the module that defines it."""
@@ -58,8 +58,8 @@ class ModelEntry:
 
     @cached_property
     def class_counts(self) -> dict[str, int]:
-        """How many modules of each class are inside, by class name, sorted; the model itself is not
-        among them.
+        """Return the number of modules of each class inside, by class name, sorted; the model
+        itself does not count.
         """
         return {name: int(count) for name, count in map(str.split, self.counts.split(", "))}
 
@@ -165,16 +165,16 @@ def check_model(
     sizes: Mapping[str, int] | None = None,
     **counted: Sequence[int],
 ) -> ModelEntry:
-    """The model's entry, if it can be built here and has these blocks and sizes.
+    """Return the model's entry, if the model can be built here with these blocks and sizes.
 
     Args:
         model: a key of ``MODELS``.
         block_types: class names of the blocks, instead of the model's own.
-        sizes: those of ``Entry.sizes`` that shall differ.
-        **counted: places of blocks, from 0, by what is done to them: ``skip=(0, 2)``.
+        sizes: the sizes that differ from ``ModelEntry.sizes``.
+        **counted: indices of blocks, by what is done to them: ``skip=(0, 2)``.
 
     Raises:
-        ValueError: it cannot, or has not; in one line.
+        ValueError: it cannot be built so; the message is one line.
     """
     if model not in MODELS:
         raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")
@@ -218,16 +218,16 @@ def check_model(
 def create_model(
     model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int
 ) -> LabModel:
-    """A model by name, with random weights from the global RNG.
+    """Build a model by name, with random weights from the global RNG.
 
     Args:
         model: a key of ``MODELS``.
-        seed: of the global RNG, set first; by default it goes on from where it is.
-        expert_seed: seed of the part that differs from rank to rank; only ``moe`` has one.
-        sizes: those of ``Entry.sizes`` that shall differ.
+        seed: of the global RNG, set first; by default its present state is used.
+        expert_seed: seed of the part that differs between ranks; only ``moe`` has one.
+        sizes: the sizes that differ from ``ModelEntry.sizes``.
 
     Raises:
-        ValueError: see ``check``.
+        ValueError: see ``check_model``.
     """
     check_model(model, sizes=sizes)
     entry = MODELS[model]

@@ -1,5 +1,5 @@
-"""Linear layers in a row. Four wide ones are the least model whose gradients fill several buckets;
-a hundred narrow ones are the least whose messages cost more than their bytes.
+"""Linear layers in a row. Four wide ones suffice to fill several buckets with gradients; with a
+hundred narrow ones, messages cost more than their bytes.
 
 Shapes: N samples, D width.
 """
@@ -11,15 +11,16 @@ from labkit.models.protocol import FloatInputModel
 
 
 class LinearChain(FloatInputModel):
-    """fc1 to fc4, or as many as you say, each D -> D with a bias. At D = 2000 a weight has 16 MB
-    and a bias 8 kB.
+    """The layers fc1 to fc4, or as many as you ask for, each D -> D with a bias.
+
+    At D = 2000 a weight has 16 MB, and a bias 8 kB.
 
     Args:
         dim: D.
-        checkpoint: go through fc1 once more in the backward pass instead of keeping what it needs
+        checkpoint: recompute fc1 in the backward pass instead of keeping its activations
             (non-reentrant).
         batch: N, samples in a step.
-        layers: how many.
+        layers: the number of layers.
     """
 
     block_types = ("Linear",)

@@ -1,9 +1,8 @@
-"""ConvNeXt, an image classifier made of convolutions alone, as plain single-device code.
+"""ConvNeXt, an image classifier made of convolutions, as plain single-device code.
 
 Shapes: N images (batch), C channels, H height, W width. Feature maps are [N, C, H, W]; the stem
-    divides H and W by 4,
-every later downsampling by 2. Source: Liu et al., "A ConvNet for the 2020s", 2022
-(arXiv:2201.03545).
+divides H and W by 4, every later downsampling by 2. Source: Liu et al., "A ConvNet for the 2020s",
+2022 (arXiv:2201.03545).
 """
 
 from collections.abc import Sequence
@@ -42,11 +41,11 @@ class ChannelLayerNorm(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drop a residual branch for a random part of the samples, and scale the others up
-    to keep the mean.
+    """In training, drop a residual branch for a random part of the samples, and scale the others to
+    keep the mean.
 
     The decision is one number for each sample of the whole batch. A rank that holds only some
-    samples or only a part of each image must decide as all others do: it draws for all ``shards``
+    samples, or only a part of each image, must decide like all others: it draws for all ``shards``
     times N samples from a generator that every rank seeds alike, and uses its own N. Source: Huang
     et al., 2016 (arXiv:1603.09382).
 
@@ -150,10 +149,10 @@ class ConvNeXt(nn.Module):
         dims: channels in each stage.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         layer_scale_init_value: see ConvNeXtBlock.
-        head_init_scale: the head's first weight and bias are multiplied by this.
-        init: ``"trunc_normal"`` (standard deviation 0.2), or ``"ones"``, which makes all channels
-            equal: the norm then returns 0 and the loss is ln(num_classes) whatever else is right or
-                wrong.
+        head_init_scale: the initial weight and bias of the head are multiplied by this.
+        init: ``"trunc_normal"`` (standard deviation 0.2), or ``"ones"``. The latter makes all
+            channels equal: then the norm returns 0 and the loss is ln(num_classes), whatever else
+            is right or wrong.
     """
 
     def __init__(

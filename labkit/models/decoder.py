@@ -1,11 +1,10 @@
-"""A decoder as Llama's: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, an output layer
-of its own weights.
+"""A decoder like Llama's: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, and an output
+layer that shares no weight with the embedding.
 
 Shapes: N samples, S tokens, D width, H heads, K heads of keys and values, E width of a head, F
-    inner width of the
-feedforward part, V words. Sources: Touvron et al., "LLaMA", 2023 (arXiv:2302.13971) and "Llama 2"
-(arXiv:2307.09288); Su et al., "RoFormer", 2021 (arXiv:2104.09864); Ainslie et al., "GQA", 2023
-(arXiv:2305.13245).
+inner width of the feedforward part, V vocabulary. Sources: Touvron et al., "LLaMA", 2023
+(arXiv:2302.13971) and "Llama 2" (arXiv:2307.09288); Su et al., "RoFormer", 2021 (arXiv:2104.09864);
+Ainslie et al., "GQA", 2023 (arXiv:2305.13245).
 """
 
 import torch
@@ -20,9 +19,10 @@ ROTATION_BASE = 500_000.0
 
 
 class Attention(nn.Module):
-    """Every token attends to itself and those before it; groups of heads share keys and values.
+    """Attention in which each token sees itself and those before it; groups of heads share keys and
+    values.
 
-    How many heads there are is read from the shapes, so that ranks can share them.
+    The number of heads is read from the shapes, so that ranks can divide them.
 
     Args:
         width: D.
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
 
 class Feedforward(nn.Module):
-    """SwiGLU: one layer's result, through SiLU, scales another's.
+    """SwiGLU: the result of one layer, after SiLU, scales that of another.
 
     Args:
         width: D.
@@ -74,8 +74,8 @@ class Feedforward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then the feedforward part; each adds to what it was given, which it sees
-    normalised.
+    """Attention, then the feedforward part. Each reads its input normalised, and adds its result to
+    it.
 
     The arguments are those of ``Attention`` and ``Feedforward``.
     """
@@ -94,12 +94,13 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderModel(LabModel):
-    """Embedding, blocks, norm, output layer. Sizes have the names of
-    ``labkit_simulate.theory.transformer.Decoder``.
+    """Embedding, blocks, norm, output layer.
+
+    Sizes have the names of ``labkit_simulate.theory.transformer.DecoderShape``.
 
     Args:
         width: D.
-        layers: how many blocks.
+        layers: the number of blocks.
         heads: H, which divides D.
         kv_heads: K, which divides H.
         feedforward: F.
@@ -149,8 +150,8 @@ class DecoderModel(LabModel):
         return (random_tokens(*self.input_shape, below=self.vocab, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Mean cross-entropy of the logits with the tokens that come next; after a sample's last
-        comes its first.
+        """Return the mean cross-entropy of the logits with the next tokens; after a sample's last
+        token comes its first.
         """
         following = inputs[0].roll(-1, dims=1)
         return functional.cross_entropy(
@@ -159,8 +160,8 @@ class DecoderModel(LabModel):
 
 
 def rotary_cos_sin(sequence: int, head_width: int) -> Tensor:
-    """By how much each pair of a head's numbers is turned at each place: cosine and sine, [S, E /
-    2, 2].
+    """Return the rotation of each pair of a head's numbers at each position: cosine and sine, [S, E
+    / 2, 2].
     """
     speeds = ROTATION_BASE ** (-torch.arange(0, head_width, 2) / head_width)
     angles = torch.outer(torch.arange(sequence), speeds)
@@ -168,7 +169,7 @@ def rotary_cos_sin(sequence: int, head_width: int) -> Tensor:
 
 
 def apply_rotary(x: Tensor, rotations: Tensor) -> Tensor:
-    """Turn each pair of numbers of each head: [N, S, H, E] by complex numbers [S, E / 2], in
+    """Rotate each pair of numbers of each head: [N, S, H, E] by complex numbers [S, E / 2], in
     float32.
     """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))

@@ -1,8 +1,8 @@
-"""Delays at chosen moments of a training step: they make overlap visible, and a missing
-synchronisation fail.
+"""Delays at chosen moments of a training step: they make overlap visible, and expose a missing
+synchronisation.
 
-On a GPU a delay occupies the current stream and returns at once, as a long kernel would; on a CPU
-the thread sleeps, without Python's lock, so that communication goes on.
+On a GPU a delay occupies the current stream and returns at once, like a long kernel. On a CPU the
+thread sleeps and releases the GIL, so that communication continues.
 """
 
 import time
@@ -22,7 +22,7 @@ _CALIBRATION_CYCLES = 20_000_000
 
 @cache
 def _cycles_per_ms(device: torch.device) -> float:
-    """Clock cycles of a GPU in a millisecond, measured with its own events."""
+    """Return a GPU's clock cycles per millisecond, measured with its own events."""
     with torch.cuda.device(device):
         # This wakes the device up, and raises its clock rate.
         torch_private.sleep(_CALIBRATION_CYCLES)
@@ -35,7 +35,9 @@ def _cycles_per_ms(device: torch.device) -> float:
 
 
 def pause_device(ms: float, device: torch.device) -> None:
-    """Do nothing for ``ms`` milliseconds: on the current stream of a GPU, else in this thread."""
+    """Do nothing for ``ms`` milliseconds: on the current stream of a GPU, otherwise in this
+    thread.
+    """
     if ms <= 0:
         return
     if device.type == "cuda":
@@ -46,7 +48,7 @@ def pause_device(ms: float, device: torch.device) -> None:
 
 
 class _PauseBackward(torch.autograd.Function):
-    """The identity, with a pause when the gradient passes."""
+    """The identity, with a pause in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
@@ -61,8 +63,8 @@ class _PauseBackward(torch.autograd.Function):
 
 
 def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
-    """``values`` with a pause in the backward of its first tensor that needs a gradient, and
-    whether there was one.
+    """Return ``values`` with a pause in the backward pass of the first tensor that requires a
+    gradient, and whether there was one.
     """
     found = False
 
@@ -78,7 +80,7 @@ def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
 
 
 def _output_device(values: Any, module: nn.Module) -> torch.device:
-    """Where a module's output is."""
+    """Return the device of a module's output."""
     tensors = [
         value for value in [*tree_leaves(values), *module.parameters()] if isinstance(value, Tensor)
     ]
@@ -86,11 +88,10 @@ def _output_device(values: Any, module: nn.Module) -> torch.device:
 
 
 def delay_compute(block: nn.Module, ms: float) -> None:
-    """Make the forward and the backward of a block ``ms`` milliseconds longer each, as if it
-    computed more.
+    """Make the forward and the backward pass of a block ``ms`` milliseconds longer each.
 
     Call it before the block is wrapped, so that the delay lies between the gathering of its
-    parameters and their release. In the backward the delay comes first.
+    parameters and their release. In the backward pass the delay comes first.
 
     Args:
         block: changed in place.
@@ -107,11 +108,10 @@ def delay_compute(block: nn.Module, ms: float) -> None:
 
 
 def delay_reduction(block: nn.Module, ms: float) -> None:
-    """Wait ``ms`` milliseconds once the backward has produced a block's gradients, before a wrapper
-    reduces them.
+    """Wait ``ms`` milliseconds between the gradients of a block and their reduction by a wrapper.
 
-    The delay is tied to the gradient of the block's input, which is the last that the block's
-    backward computes. Where no input needs one, as in a model's first block, it is tied to the
+    The delay is attached to the gradient of the block's input, which the block's backward pass
+    computes last. If no input requires one, as in a model's first block, it is attached to the
     output, and comes before the block's gradients. Call it before the block is wrapped.
     """
     if ms <= 0:
@@ -131,13 +131,13 @@ def delay_reduction(block: nn.Module, ms: float) -> None:
 
 
 class ModuleWithDelay(LabModel):
-    """A model whose step is held up after the loss, before the gradients are reduced, or both.
+    """A model whose step pauses after the loss, before the gradients are reduced, or both.
 
     Args:
         module: any model; its blocks are changed in place.
-        delay_after_loss_ms: pause between the loss and the backward.
-        delay_before_reduction_ms: pause in the backward of every block of ``module.block_types``:
-            see delay_reduction.
+        delay_after_loss_ms: pause between the loss and the backward pass.
+        delay_before_reduction_ms: pause in the backward pass of every block of
+            ``module.block_types``: see delay_reduction.
     """
 
     def __init__(

@@ -13,14 +13,12 @@ BATCH, TOKENS = 2, 8
 
 
 class _TokenModel(LabModel):
-    """What both have in common: token ids in, logits out, cross-entropy with the ids that went
-    in.
-    """
+    """Parts that both share: token ids in, logits out, cross-entropy with the input's token ids."""
 
     vocab: int
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """Token ids [2, 8]; 0 is left out, it fills gaps and starts the decoder."""
+        """Return token ids [2, 8]; 0 does not occur, because it pads and starts the decoder."""
         return (1 + random_tokens(BATCH, TOKENS, below=self.vocab - 1, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -31,7 +29,7 @@ class _TokenModel(LabModel):
 
 
 class Bert(_TokenModel):
-    """BertForMaskedLM without dropout, nor the bias of the keys, which has no effect.
+    """BertForMaskedLM without dropout, and without the bias of the keys, which has no effect.
 
     Its prediction head shares a weight with the word embeddings.
 
@@ -100,8 +98,8 @@ class T5(_TokenModel):
         return self.model(input_ids=ids, decoder_input_ids=decoder_ids).logits
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """The encoder's token ids [2, 8], and the decoder's: the same, one place later, after the
-        start token 0.
+        """Return the encoder's token ids [2, 8], and the decoder's: the same, shifted by one after
+        the start token 0.
         """
         (ids,) = super().get_input(device, seed)
         return ids, functional.pad(ids[:, :-1], (1, 0))

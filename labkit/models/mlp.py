@@ -1,6 +1,6 @@
 """Multilayer perceptrons, alone and in a row.
 
-Shapes: N samples, S places of a sequence, D width.
+Shapes: N samples, S positions of a sequence, D width.
 """
 
 from itertools import cycle, islice
@@ -50,14 +50,13 @@ class MLP(nn.Module):
 
 
 class MLPStack(FloatInputModel):
-    """MLPs whose inner widths are 3, 4 and 3 times D, and again from the start where there are more
-    than three.
+    """MLPs whose inner widths are 3, 4 and 3 times D, repeated if there are more than three.
 
     Args:
         dim: D.
         with_layer_norm: normalise the result; without a bias.
-        batch: samples in a step, each of 8 places.
-        layers: how many MLPs.
+        batch: samples in a step, each of 8 positions.
+        layers: the number of MLPs.
     """
 
     block_types = ("MLP",)
@@ -116,7 +115,7 @@ class DoubleLinear(FloatInputModel):
 
 
 class UnusedLinear(DoubleLinear):
-    """The same with its second layer left out."""
+    """DoubleLinear whose second layer is not used."""
 
     def __init__(self, dim: int = 16):
         super().__init__(dim, use_second_linear=False)

@@ -1,5 +1,5 @@
-"""A mixture of experts at its barest: every rank has an expert of its own beside parts that all
-ranks share.
+"""A minimal mixture of experts: every rank has an expert of its own beside the parts that all ranks
+share.
 
 Shapes: N samples.
 """
@@ -22,7 +22,7 @@ class Shared(nn.Linear):
 
 
 class Expert(nn.Linear):
-    """A linear layer whose first weight and bias come from a seed of its own, not from the global
+    """A linear layer whose initial weight and bias come from a seed of its own, not from the global
     RNG.
     """
 
@@ -36,15 +36,16 @@ class Expert(nn.Linear):
 
 
 class MixtureOfExperts(FloatInputModel):
-    """Widths 8, 12, 23, 12, 8: the step to 23 is the shared part, the step back the expert.
+    """Widths 8, 12, 23, 12, 8: the layer from 12 to 23 is shared, the one from 23 to 12 is the
+    expert.
 
-    All but the expert is drawn from the global RNG: ranks that seed it alike agree on it.
+    All but the expert is drawn from the global RNG: ranks that seed it alike have equal values.
 
     Args:
-        expert_seed: gives the expert's first values; one for each rank.
-        delay_before_free_ms: pause after the forward of the shared part and of the expert, before a
-            wrapper frees their gathered parameters: a free that does not wait for the computation
-            shows.
+        expert_seed: seed of the expert's initial values; another one on each rank.
+        delay_before_free_ms: pause after the forward pass of the shared part and of the expert,
+            before a wrapper frees their gathered parameters. It exposes a free that does not wait
+            for the computation.
     """
 
     block_types = ("Shared",)
@@ -75,5 +76,5 @@ class MixtureOfExperts(FloatInputModel):
         return self.net(x)
 
     def local_modules(self) -> list[nn.Module]:
-        """The expert."""
+        """Return the expert."""
         return [module for module in self.modules() if isinstance(module, Expert)]

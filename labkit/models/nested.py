@@ -1,4 +1,4 @@
-"""Linear layers in blocks that lie inside blocks, for wrappers that work from the inside out.
+"""Linear layers in nested blocks, for wrappers that work from the inside out.
 
 Shapes: N samples.
 """
@@ -9,7 +9,7 @@ from labkit.models.protocol import FloatInputModel
 
 
 class NestedBlock(nn.Sequential):
-    """A part that is wrapped by itself; a class of its own so that a rule can name it."""
+    """A part that is wrapped by itself; a class of its own, so that a rule can name it."""
 
 
 class NestedWrappedModule(FloatInputModel):
@@ -35,12 +35,11 @@ class NestedWrappedModule(FloatInputModel):
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """The same widths, of which only the last layer, 4 to 8, needs gradients; it is in one block
-    with the one before.
+    """The same widths, where only the last layer, 4 to 8, requires gradients; one block holds it
+    and the one before.
 
-    FSDP1 cuts a block as one flat tensor, 108 numbers here, of which the last 40 are trained: on
-    two ranks the first holds none of these. Whether a step is skipped must still be decided by both
-    alike.
+    FSDP1 shards a block as one flat tensor, here of 108 numbers, of which the last 40 are trained:
+    on two ranks the first holds none of these. Both must still agree on whether a step is skipped.
     """
 
     def __init__(self) -> None:

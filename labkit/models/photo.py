@@ -1,8 +1,8 @@
-"""Images to train on without a download: random ones, or tiles of the portrait of Grace Hopper that
-matplotlib ships.
+"""Images to train on without a download: random ones, or tiles of the portrait of Grace Hopper in
+matplotlib.
 
-The task with the photo: from a tile, say which of ten regions it was cut from. Tiles start at
-random places, so no two are alike, and a network has to look at what they show.
+The task on the photo: given a tile, say which of ten regions it was cut from. Tiles start at random
+places, so no two are alike, and a network has to look at their content.
 """
 
 import functools
@@ -20,7 +20,7 @@ REGION_ROWS, REGION_COLUMNS = 5, 2
 
 @functools.cache
 def load_photo() -> numpy.ndarray:
-    """The photo, [height, width, 3] = [600, 512, 3], bytes, read-only."""
+    """Return the photo, [height, width, 3] = [600, 512, 3], bytes, read-only."""
     # Locate the file without importing its package, which would take each rank 0.5 s.
     matplotlib = importlib.util.find_spec("matplotlib")
     assert matplotlib and matplotlib.origin
@@ -31,10 +31,10 @@ def load_photo() -> numpy.ndarray:
 
 
 def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
-    """One of ``terms`` pictures that add up to this one exactly: what it has between two
-    brightnesses, from 0 up.
+    """Return one of ``terms`` pictures that add up to this one exactly: its part between two
+    brightnesses.
 
-    Values are 0 to 255, bytes or floats; a term has them from 0 to 256 / terms.
+    Values are 0 to 255, bytes or floats; those of a term lie between 0 and 256 / terms.
     """
     low, high = 256 * index // terms, 256 * (index + 1) // terms
     return picture.clip(low, high) - numpy.asarray(low, picture.dtype)
@@ -43,16 +43,16 @@ def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.nda
 def image_batch(
     kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Random numbers, or tiles of the photo, as N = ``count`` images, and labels below ``classes``.
+    """Return ``count`` images, random or tiles of the photo, with labels below ``classes``.
 
-    Equal seeds give equal ones. Height and width are in pixels. The photo's labels are its 10
+    Equal seeds give equal images. Height and width are in pixels. The photo's labels are its 10
     regions.
 
     Returns:
         Images [N, 3, height, width], float32 in channels-last format, and labels [N], int64.
 
     Raises:
-        ValueError: the photo with fewer classes than it has regions.
+        ValueError: there are fewer classes than the photo has regions.
     """
     regions = REGION_ROWS * REGION_COLUMNS
     if kind == "photo" and classes < regions:
@@ -73,9 +73,10 @@ def image_batch(
 def photo_tiles(
     random: numpy.random.Generator, count: int, height: int, width: int
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Random tiles of the photo, from -1 to 1, and the region in which each starts, from 0 to 9.
+    """Return random tiles of the photo, from -1 to 1, and the region in which each starts, from 0
+    to 9.
 
-    The photo goes on mirrored beyond its border, so any size works.
+    Beyond its border the photo is mirrored, so any size works.
     """
     picture = load_photo()
     rows, columns = picture.shape[:2]

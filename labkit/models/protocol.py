@@ -1,6 +1,6 @@
-"""What every model of the FSDP lab offers, so that one training loop serves them all.
+"""The interface of every model of the FSDP lab, so that one training loop works for all of them.
 
-A model says what it eats (``get_input``), what it minimises (``get_loss``) and which of its blocks
+A model provides its input (``get_input``), its loss (``get_loss``) and the classes of blocks that
 are worth wrapping (``block_types``). It knows no ranks: what differs between ranks, a seed for the
 samples or for an expert, comes from the caller.
 """
@@ -34,7 +34,7 @@ class CUDAInitMode(Enum):
 
 
 class LabModel(nn.Module, ABC):
-    """A model that brings its own input and its own objective.
+    """A model with an input and a loss of its own.
 
     Attributes:
         block_types: class names of the blocks that are usually wrapped or checkpointed, each by
@@ -45,42 +45,40 @@ class LabModel(nn.Module, ABC):
 
     @classmethod
     def build(cls, **sizes: int) -> Self:
-        """A model with these sizes; its constructor says which there are, and what they are by
-        default.
-        """
+        """Build the model with these sizes; its constructor documents them and their defaults."""
         return cls(**sizes)
 
     @abstractmethod
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """The arguments of ``forward``. Equal seeds give equal values on every device; the global
-        RNG is not used.
+        """Return the arguments of ``forward``. Equal seeds give equal values on every device; the
+        global RNG is not used.
         """
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
-        """The mean squared distance of the output to 1, a scalar.
+        """Return the mean squared distance of the output to 1, a scalar.
 
-        It keeps pulling where a sum of ReLU outputs, minimised, reaches 0 within a few steps and
-        has no gradient from there on, so that a comparison of gradients would compare zeros.
+        A sum of ReLU outputs, minimised, would reach 0 within a few steps and have no gradient from
+        there on: a comparison of gradients would then compare zeros.
         """
         return (upcast_to_float32(output) - 1).square().mean()
 
     def run_backward(self, loss: Tensor) -> None:
-        """Fill the gradients."""
+        """Compute the gradients."""
         loss.backward()
 
     def local_modules(self) -> list[nn.Module]:
-        """Submodules that are meant to differ from rank to rank: their gradients must not be
+        """Return submodules that are meant to differ between ranks: their gradients must not be
         averaged.
         """
         return []
 
     def unused_modules(self) -> list[nn.Module]:
-        """Submodules that the forward pass leaves out on purpose, so that they get no gradient."""
+        """Return submodules that the forward pass does not use, so that they have no gradient."""
         return []
 
 
 class FloatInputModel(LabModel):
-    """A LabModel whose one input is a tensor of normal numbers.
+    """A LabModel whose input is one tensor of normally distributed numbers.
 
     Attributes:
         input_shape: of that tensor.
@@ -93,21 +91,19 @@ class FloatInputModel(LabModel):
 
 
 def upcast_to_float32(x: Tensor) -> Tensor:
-    """The same numbers, in float32 where they are in a shorter type: a loss should not be rounded
-    to 8 bits.
-    """
+    """Cast shorter floating-point types to float32: a loss should not be rounded to 8 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def random_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
-    """Standard normal numbers, drawn on the CPU so that every device gets the same."""
+    """Return standard normal numbers, drawn on the CPU so that every device gets the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(
         device
     )
 
 
 def random_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
-    """Whole numbers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the
+    """Return integers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the
     same.
     """
     return torch.randint(

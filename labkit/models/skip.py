@@ -1,4 +1,4 @@
-"""A model of which a wrapper takes some modules and leaves others: for tests of wrapping.
+"""A model of which a wrapper wraps some modules and skips others, for tests of wrapping.
 
 Shapes: N samples, D width.
 """
@@ -9,7 +9,7 @@ from labkit.models.protocol import FloatInputModel
 
 
 class SkipModule(nn.Module):
-    """A linear layer that the wrapper passes over, so that it belongs to what surrounds it."""
+    """A linear layer that the wrapper skips, so that it belongs to the unit around it."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -25,7 +25,7 @@ class NestedLinear(nn.Module):
 
     Args:
         dim: D.
-        double_nest: put the layer into a second NestedLinear, so that two wrappers lie around it.
+        double_nest: put the layer into a second NestedLinear, so that two wrappers enclose it.
     """
 
     def __init__(self, dim: int, double_nest: bool = False):

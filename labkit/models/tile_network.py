@@ -1,5 +1,5 @@
-"""The network of lab 3: it says from which of ten regions of the photo a tile was cut. Plain, on
-one device.
+"""The network of lab 3, which says from which of ten regions of the photo a tile was cut. It runs
+on one device.
 
 Shapes: N tiles, D width; a tile is [3, 16, 16].
 """
@@ -19,8 +19,8 @@ BATCH = 64
 
 
 def tile_network(dim: int) -> nn.Sequential:
-    """A linear layer, two multilayer perceptrons, and a linear layer: [N, 3, 16, 16] to [N, 10],
-    all without bias.
+    """Build a linear layer, two multilayer perceptrons and a linear layer: [N, 3, 16, 16] to [N,
+    10], without bias.
     """
     first, last = (
         nn.Linear(3 * TILE_PIXELS * TILE_PIXELS, dim, bias=False),
@@ -30,17 +30,17 @@ def tile_network(dim: int) -> nn.Sequential:
 
 
 def tile_batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tiles [N, 3, 16, 16] of the photo, and the regions [N] that they were cut from."""
+    """Return tiles [N, 3, 16, 16] of the photo, and the regions [N] that they were cut from."""
     return photo.image_batch("photo", count, TILE_PIXELS, TILE_PIXELS, CLASSES, seed)
 
 
 @cache
 def tile_network_weights(dim: int, steps: int) -> dict[str, Tensor]:
-    """The network's weights after so many steps of Adam from seed 0, by name. The global RNG is
-    left as it was.
+    """Return the network's weights after ``steps`` steps of Adam from seed 0, by name. The global
+    RNG is unchanged.
 
-    A second call gives the same tensors, so do not change them. One thread trains: so the number of
-    cores changes nothing, and for matrices as small as these a second thread is only waited for.
+    The tensors are cached, so do not change them. It trains on one thread, so that the number of
+    cores changes nothing; for matrices this small, a second thread would only cost time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

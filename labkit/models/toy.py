@@ -1,5 +1,4 @@
-"""A long chain of linear layers, made to be wrapped: most of its parameters are in a few wide
-blocks.
+"""A long chain of linear layers, made to be wrapped: a few wide blocks hold most of its parameters.
 
 Shapes: N samples (batch).
 """
@@ -13,7 +12,7 @@ from labkit.models.protocol import FloatInputModel
 
 
 class CustomLinear(nn.Module):
-    """A linear layer without bias that is no ``nn.Linear``: a rule that goes by class does not find
+    """A linear layer without bias that is no ``nn.Linear``, so that a rule by class does not find
     it.
 
     Args:
@@ -46,15 +45,15 @@ class ToyModel(FloatInputModel):
     """Linear layers with ReLU between: inputs, hidden, hidden, two blocks down to narrow, a tail of
     blocks, outputs.
 
-    At the default sizes it holds 217 million parameters, 869 MB in fp32, of which three layers hold
-    97 %.
+    At the default sizes it has 217 million parameters, 869 MB in fp32; three layers hold 97 % of
+    them.
 
     Args:
         hidden: width of the wide part.
         narrow: width of the tail.
         inputs: width of a sample.
         outputs: width of the result.
-        tail: blocks of ``narrow`` to ``narrow``.
+        tail: the number of blocks from ``narrow`` to ``narrow``.
         batch: samples in a step.
     """
 

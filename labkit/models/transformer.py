@@ -1,5 +1,5 @@
-"""An encoder and decoder whose output layer shares its weight with the embedding: the case that
-splits wrappers.
+"""An encoder and decoder whose output layer shares its weight with the embedding: hard to split
+into units.
 
 Shapes: N samples, S source tokens, T target tokens, D model width, V vocabulary.
 """
