@@ -27,7 +27,7 @@ import labkit
 from labkit import requirements
 from labkit.environment import ENV_PROGRESS, ENV_QUEUE, ENV_RUNS_FOLDER
 from labkit.models import catalog
-from labkit_simulate.operators import OperatorCounter
+from labkit_simulate.flop_counter import OperatorCounter
 from labkit_simulate.theory.calibration import (
     CalibrationRun,
     CollectiveCalls,

@@ -40,7 +40,7 @@ import tyro
 
 import labkit
 from labkit import config, doctor
-from labkit.command_line import cli_dataclass, cli_list_dataclass
+from labkit.config_options import cli_dataclass, cli_list_dataclass
 from labkit.course.commands import COMMANDS
 from labkit.launcher.progress import redirect_to_devnull
 from labkit.launcher.run import find_program

@@ -41,7 +41,7 @@ from labkit.session.traffic import (
 )
 from labkit.torch_private import FakeWork, current_graph_task_id, tree_leaves
 from labkit_simulate.artifacts import ARTIFACT_EVENTS
-from labkit_simulate.operators import NON_COMPUTE_NAMESPACES, make_operator, operator_model_flops
+from labkit_simulate.flop_counter import NON_COMPUTE_NAMESPACES, make_operator, operator_model_flops
 
 FSDP_RANGES = ("FSDP::", "FullyShardedDataParallel._")
 GRADIENT_SUM_RANGES = ("FSDP::post_backward", "FullyShardedDataParallel._post_backward")

@@ -18,7 +18,7 @@ from labkit import plots
 from labkit.errors import RankFailed, RunTimedOut
 from labkit.launcher.magic import CELL_NAME, PROGRAM
 from labkit.launcher.run import run_with_payload
-from labkit.parallel import failure_answers
+from labkit.parallel import failures
 from labkit.theory import failures as theory
 from notebooks.tools.build import FOLDER
 from notebooks.tools.source import find_labs, solved_notebook
@@ -52,7 +52,7 @@ def ran(name):
     """What the cell of this name came to: a result, or the error that ended it."""
     cells, names = notebook()
     nproc, timeout_s, text = cells[name]
-    given = {"os": os, "time": time, "nn": nn, "recorder": failure_answers.recorded, "SLOW_STEPS": 3}
+    given = {"os": os, "time": time, "nn": nn, "recorder": failures.recorded, "SLOW_STEPS": 3}
     given |= {"work_ms": [5, 10, 15, 40], **{each: names[each] for each in ("deep", "ROWS", "CAP_MIB")}}
     try:
         return run_with_payload(PROGRAM, {CELL_NAME: text, **given}, nproc=nproc, timeout_s=timeout_s, device="cpu")

@@ -37,7 +37,7 @@ from labkit import doctor, plots
 from labkit.checks import failures as checks
 from labkit.checks.commit import claim, commit
 from labkit.config import require
-from labkit.parallel import failure_answers
+from labkit.parallel import failures
 from labkit.theory import failures as theory
 
 doctor.show()
@@ -618,7 +618,7 @@ verdict
 # exercise 4 is open, labkit's own stands in for it.
 
 # %%
-recorder = recorded if verdict.ok else failure_answers.recorded
+recorder = recorded if verdict.ok else failures.recorded
 parts = where_they_part if parted.ok else theory.first_diverging_call
 
 # %% tags=["nbval-ignore-output"]
@@ -1027,7 +1027,7 @@ verdict = checks.backward_in_pieces(backward_in_pieces)
 verdict
 
 # %%
-in_pieces = backward_in_pieces if verdict.ok else failure_answers.backward_in_pieces
+in_pieces = backward_in_pieces if verdict.ok else failures.backward_in_pieces
 
 # %% tags=["nbval-ignore-output"]
 # %%torchrun -n 2 --fails --use deep,ROWS,CAP_MIB,in_pieces --name fitted
@@ -1690,7 +1690,7 @@ claim("each failure was found by the tool that the text names", all(held for _, 
 #   <https://docs.pytorch.org/docs/stable/elastic/errors.html>, reproducibility
 #   <https://docs.pytorch.org/docs/stable/notes/randomness.html>
 #
-# **Read in labkit**: `labkit/launcher/failure.py` finds the first failure of a run; `labkit/parallel/failure_answers.py` is
+# **Read in labkit**: `labkit/launcher/failure.py` finds the first failure of a run; `labkit/parallel/failures.py` is
 # what you wrote; `labkit/theory/failures.py` holds the small rules of this lab.
 #
 # **Next**: take a script of your own, add the five lines of section 2, and break it once on purpose.

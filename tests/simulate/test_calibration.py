@@ -1,5 +1,5 @@
 """labkit_simulate.theory.calibration on machines made up, with noise;
-labkit_simulate.operators against torch's own counters.
+labkit_simulate.flop_counter against torch's own counters.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.theory.collectives import AlphaBeta
-from labkit_simulate.operators import OperatorCounter
+from labkit_simulate.flop_counter import OperatorCounter
 from labkit_simulate.theory.calibration import (
     CalibrationRun,
     CollectiveCalls,

@@ -15,7 +15,7 @@ from labkit.launcher.run import find_program
 from labkit.models.decoder import DecoderModel, apply_rotary, rotary_cos_sin
 from labkit.parallel.checkpointing import SelectiveCheckpointPolicy, apply_activation_checkpointing
 from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
-from labkit_simulate.operators import OperatorCounter
+from labkit_simulate.flop_counter import OperatorCounter
 from labkit_simulate.theory import transformer as theory
 from launch import decoder
 

@@ -15,9 +15,9 @@ from labkit.__main__ import main
 from labkit_simulate import plots as simulate_plots
 from labkit_simulate.block_memory import block_memory_table, peak_phase_and_block, read_memory_curve
 from labkit_simulate.estimate import compute_event_s, estimate_rank_step, read_events
+from labkit_simulate.flop_counter import OperatorCounter
 from labkit_simulate.link_traffic import link_traffic_table
 from labkit_simulate.memory_fit import memory_fit
-from labkit_simulate.operators import OperatorCounter
 from labkit_simulate.run_simulation import make_simulation_request
 from labkit_simulate.theory.hardware import get_hardware
 from labkit_simulate.theory.step_time import COMPUTE_STREAM, Group, collective_s

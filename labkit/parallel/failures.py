@@ -1,4 +1,4 @@
-"""Reference answers of lab 7: a collective that logs its calls, and a batch processed in pieces."""
+"""Lab 7: a collective that logs its calls, and a batch processed in pieces (gradient accumulation)."""
 
 from collections.abc import Callable
 from typing import Any
