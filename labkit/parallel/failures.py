@@ -1,4 +1,4 @@
-"""Lab 7: a collective that logs its calls, and a batch processed in pieces (gradient accumulation)."""
+"""Lab 7: a collective that logs its calls, and a batch processed in pieces."""
 
 from collections.abc import Callable
 from typing import Any
