@@ -96,6 +96,8 @@ def set_world_size() -> int:
     on_each = min(world["ranks_per_host"], world["world_size"])
     numbers = {"LOCAL_RANK": rank % on_each, "GROUP_RANK": rank // on_each}
     numbers |= {"WORLD_SIZE": world["world_size"], "LOCAL_WORLD_SIZE": on_each}
+    # Most ranks do not exist, so a barrier would wait for them.
+    numbers |= {"TORCH_DIST_INIT_BARRIER": 0}
     os.environ |= {name: str(number) for name, number in numbers.items()}
     return int(world["world_size"])
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import labkit
 from labkit import rank
 from labkit.errors import ParameterError
 from labkit.runs import records
@@ -296,3 +297,17 @@ def test_the_lab_program_runs_alone(repository):
     shown = {line.split()[0] for line in answer.stdout.splitlines()}
     assert shown >= {"rank", "forward", "backward", "optimizer", "step", "resident", "peak_activation"}
     assert "mean of 2 steps" in answer.stdout
+
+
+def test_a_rank_may_leave_as_soon_as_it_has_joined(tmp_path):
+    """Without a barrier gloo's other ranks may still be connecting, and fail: pytorch/pytorch#53270."""
+    program = tmp_path / "leaves_at_once.py"
+    program.write_text("from labkit import rank\nwith rank.session():\n    pass\n")
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for _ in range(25):
+            labkit.run(program, nproc=2, warm=True)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -180,7 +180,8 @@ def session() -> Iterator[Session]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    os.environ.update(one_rank | os.environ)
+    # The launcher sets this barrier too, and says why; a bare torchrun does not.
+    os.environ.update(one_rank | {"TORCH_DIST_INIT_BARRIER": "1"} | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()
     cores = requirements.usable_cores()
