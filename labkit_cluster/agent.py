@@ -1,10 +1,9 @@
-"""One host's part of a submitted job: meet the others, run torchrun to its end, tell each other how
-it went.
+"""One host's part of a submitted job: find the other hosts, run torchrun, and report how it ended.
 
-    python -P -m labkit_cluster.agent FOLDER  # what the job's template starts, once on every host
+    python -P -m labkit_cluster.agent FOLDER  # the job's template starts it once on every host
 
-FOLDER is the run's, on a disk that all hosts see; its job.json says what to do. Host 0 completes
-run.json, so that the result is whole although no notebook may be watching any more.
+FOLDER is the run's, on a disk that all hosts share; its job.json says what to do. Host 0 completes
+run.json, so that the record is complete even if no notebook is watching any more.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ ATTEMPT_FILE_PATTERNS = (
 
 
 def main() -> NoReturn:
-    """Be the agent of this host; leaves with status 0 where all went well."""
+    """Run the agent of this host; exit with status 0 if all went well."""
     folder = RunFolder(Path(sys.argv[1]))
     if not folder.job_json.is_file():
         fix = (
@@ -81,7 +80,7 @@ class JobAgent:
         self._board = FolderMailbox(self._place)
 
     def run_follower(self) -> int:
-        """Take part as any host but the first; returns this process's exit status."""
+        """Take part as any host but the first; return this process's exit status."""
         # By then host 0 has put aside the files of an earlier attempt.
         self._wait_for_message("begun", JOIN_TIMEOUT_S)
         try:
@@ -94,7 +93,7 @@ class JobAgent:
             self._wait_for_message("over", HOST_EXIT_TIMEOUT_S + STACKS_GRACE_S)
 
     def run_leader(self) -> int:
-        """Take part as host 0, and write into run.json how it ended for all; returns this process's
+        """Take part as host 0, and write into run.json how the job ended on all hosts; return the
         exit status.
         """
         info = self._begin_attempt()
@@ -122,7 +121,7 @@ class JobAgent:
         return status
 
     def _begin_attempt(self) -> dict[str, Any]:
-        """Put aside what an earlier attempt has left, and say in run.json that this one runs."""
+        """Put aside the files of an earlier attempt, and write into run.json that this one runs."""
         kept = archive_attempt(self._folder, self._place)
         info = read_json(self._folder.run_json) | {
             "exit": "running",
@@ -135,7 +134,9 @@ class JobAgent:
         return info
 
     def _run_this_host(self) -> int:
-        """Meet the others, run torchrun, tell how it ended; returns its status, or OUT_OF_TIME."""
+        """Find the others, run torchrun, and report how it ended; return its status, or
+        EXIT_TIMED_OUT.
+        """
         self._refuse_missing_program()
         running, company = start_and_rendezvous(self._folder, self._job, self.guest, self._board)
         try:
@@ -150,7 +151,7 @@ class JobAgent:
         return status
 
     def _refuse_missing_program(self) -> None:
-        """Let nobody start unless all see the program."""
+        """Raise NotAllHosts unless all hosts see the program, before any rank starts."""
         program = self._job["target"]
         if program.endswith(".py") and not Path(program).is_file():
             missing = (
@@ -161,7 +162,9 @@ class JobAgent:
             raise NotAllHosts(missing)
 
     def _watch_torchrun(self, running: process.TorchrunProcess, company: Heartbeats) -> int:
-        """Wait for torchrun's end, the limit, or a failure elsewhere that it does not notice."""
+        """Wait for torchrun's end, the time limit, or a failure elsewhere that torchrun does not
+        notice.
+        """
         look_at = 0.0
 
         def has_failed() -> bool:
@@ -212,7 +215,7 @@ class JobAgent:
             raise failure.first_failure(self._folder, next(end for end in ends.values() if end))
 
     def _wait_for_message(self, name: str, within_s: float) -> dict[str, Any]:
-        """A word on the board, {} where nobody leaves it in time."""
+        """Return a message from the mailbox, {} if none is left in time."""
         give_up = time.monotonic() + within_s
         while not (found := self._board.get(name)) and time.monotonic() < give_up:
             time.sleep(POLL_PERIOD_S)
@@ -220,10 +223,10 @@ class JobAgent:
 
 
 def archive_attempt(folder: RunFolder, current: Path) -> int:
-    """Move what an earlier attempt has left into attempt_0, the next one's into attempt_1; returns
+    """Move the files of an earlier attempt into attempt_0, the next one's into attempt_1; return
     how many there are.
 
-    Each is a run's folder of its own, which ``labkit.load`` reads.
+    Each is a run folder of its own, which ``labkit.load`` reads.
     """
     kept = len(list(folder.path.glob("attempt_*")))
     left = [
@@ -251,16 +254,16 @@ def archive_attempt(folder: RunFolder, current: Path) -> int:
 
 
 def attempt_id() -> str:
-    """What tells this attempt from earlier ones in the same folder."""
+    """Return an id that distinguishes this attempt from earlier ones in the same folder."""
     job, restarts = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return f"{job}_{os.environ.get('JOBSET_RESTART_ATTEMPT', restarts)}"
 
 
 def this_host_index() -> int:
-    """Which of a job's hosts this is, from 0, as its cluster says.
+    """Return which of a job's hosts this is, from 0, as its cluster says.
 
     Raises:
-        NotAllHosts: it says nothing that is known here.
+        NotAllHosts: the environment has none of the known variables.
     """
     for variable in ("SLURM_NODEID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"):
         if variable in os.environ:
@@ -271,7 +274,7 @@ def this_host_index() -> int:
 
 
 def this_host_name() -> str:
-    """What the cluster calls this host, else its own name."""
+    """Return the cluster's name for this host, or the host's own name."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 

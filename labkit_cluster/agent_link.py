@@ -1,5 +1,5 @@
-"""The notebook's connection to the agent of one host (node.py): what it is told, what it has said,
-and its files.
+"""The notebook's connection to the agent of one host (host_agent.py): messages in both directions,
+and files.
 """
 
 import contextlib
@@ -23,23 +23,24 @@ Message = Mapping[str, Any]
 
 
 class AgentLink:
-    """One host's agent, over the stdin and stdout of the command that starts it there.
+    """The connection to one host's agent, over the stdin and stdout of the command that starts it
+    there.
 
     Attributes:
-        status: of its torchrun, negative for a signal that ended it; None before its end.
-        failed: why its ranks were not started, "" for no reason.
-        lost: the hosts that it no longer hears.
-        problem: what else went wrong, "" for nothing.
-        stacks: of its ranks, if they were asked for.
-        gone: whether it has hung up.
-        there: whether it has said anything at all.
+        status: of its torchrun, negative for a signal that ended it; None while it runs.
+        start_failure: why its ranks were not started; "" if they were.
+        unreachable_peers: the hosts whose heartbeats it misses.
+        problem: what else went wrong; "" for nothing.
+        stacks: of its ranks, if they were requested.
+        is_closed: whether it has closed the connection.
+        has_answered: whether it has sent anything at all.
 
     Args:
-        command: starts it, and ends with it.
-        folder: of the run, here.
+        command: starts the agent, and ends with it.
+        folder: of the run, on this machine.
         index: of the host.
-        change: is told of all that changes here.
-        pass_on: takes what it leaves for all hosts.
+        change: notified of every change here.
+        pass_on: takes the messages for all hosts.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class AgentLink:
         self._to_say: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Start it, tell it what there is to tell, and listen to it. Raises HostLost where there is
-        no such command.
+        """Start the agent, send it its messages, and receive its own. Raises HostLost if the
+        command does not exist.
         """
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
@@ -85,13 +86,11 @@ class AgentLink:
             threading.Thread(target=work, args=[pipe], daemon=True).start()
 
     def send_message(self, word: Message) -> None:
-        """Say something to it, once it has taken what was said before."""
+        """Queue a message to the agent."""
         self._to_say.put(word)
 
     def _send_messages(self, pipe: IO[bytes]) -> None:
-        """Say what there is to say, and now and then that somebody is still here, until
-        ``hang_up``.
-        """
+        """Send queued messages, and a heartbeat now and then, until ``close_stdin``."""
         with contextlib.suppress(OSError), pipe:
             while True:
                 word: Message | None = {}
@@ -103,7 +102,7 @@ class AgentLink:
                 pipe.flush()
 
     def _receive_messages(self, pipe: IO[bytes]) -> None:
-        """Take what it says: words for all, its files, its end."""
+        """Receive its messages and files, until it ends."""
         with contextlib.suppress(OSError, ValueError), pipe:
             for line in pipe:
                 said = _parse_message(line)
@@ -141,12 +140,12 @@ class AgentLink:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to come from it."""
+        """Whether nothing more will come from it."""
         return self.is_closed or self.status is not None or not self.has_answered
 
     def exit_status_and_stderr(self) -> tuple[int | None, str]:
-        """Of one that hung up: the exit status of its command, None where that goes on, and what
-        its stderr says.
+        """Return the exit status of a disconnected agent's command, None if it still runs, and its
+        stderr.
         """
         assert self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,12 +153,12 @@ class AgentLink:
         return self._process.returncode, self._log.read_text(errors="replace")
 
     def close_stdin(self) -> None:
-        """Close its stdin, by which it ends."""
+        """Close its stdin, which ends it."""
         self._to_say.put(None)
 
     def close(self) -> None:
-        """Wait for its end after ``hang_up``; a command that does not end is killed, here at
-        least.
+        """Wait for its end after ``close_stdin``; a command that does not end is killed, on this
+        machine at least.
         """
         if not self._process:  # it was not started
             return
@@ -174,7 +173,7 @@ class AgentLink:
 
 
 def _parse_message(line: bytes) -> dict[str, Any]:
-    """What an agent says in this line; {} for what somebody else says there, such as the host's
+    """Return the agent's message in this line; {} for other output, such as that of the host's
     .bashrc.
     """
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""What labkit asks of a cluster, whichever it is, and what that answers."""
+"""What labkit requests from a cluster of any kind, and the answers."""
 
 import shutil
 import subprocess
@@ -18,11 +18,11 @@ end.
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Where a job stands, as its cluster sees it.
+    """The state of a job, as its cluster reports it.
 
     Attributes:
-        state: "pending", "requeued" (pending again), "running", or one of ``OVER``.
-        reason: why, in the cluster's own words; "" where it gives none.
+        state: "pending", "requeued" (pending again), "running", or a final state.
+        reason: why, in the cluster's own words; "" if it gives none.
     """
 
     state: str
@@ -38,15 +38,14 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a cluster is to give to each run of a job.
+    """The resources that a cluster gives to each run of a job.
 
     Attributes:
         program: its name.
-        nodes: how many, with one agent each.
+        nodes: the number of nodes, with one agent each.
         nproc: ranks of a node.
         device: "auto", "cpu" or "cuda".
-        limit_s: seconds after which the cluster is to end it, should labkit's own agents have
-            failed to.
+        limit_s: seconds after which the cluster ends it, if labkit's own agents have failed to.
     """
 
     program: str
@@ -57,16 +56,16 @@ class JobRequest:
 
 
 class ClusterCommandError(LabError):
-    """A cluster does not do what it was asked for; the message is its own."""
+    """A command of the cluster failed; the message is its own."""
 
 
 def run_cluster_command(
     *words: str, given: str = "", environment: Mapping[str, str] | None = None
 ) -> str:
-    """What one of the cluster's own commands prints.
+    """Run one of the cluster's own commands, and return its output.
 
     Raises:
-        Refused: it has failed.
+        ClusterCommandError: the command failed.
         LabError: this machine has no such command, or it does not answer.
     """
     if not shutil.which(words[0]):

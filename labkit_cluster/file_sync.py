@@ -1,8 +1,7 @@
-"""Brings the files of a run home from a host, as they grow: the host's side says what is new, the
-notebook's writes it.
+"""Copy the files of a run from a host to the notebook while they grow.
 
-So progress is seen, and what a host had said before it was lost is there. No folder has to be
-shared.
+The host reads what is new, and the notebook writes it. So progress is seen, and the output of a
+host that is lost later has arrived. No folder has to be shared.
 """
 
 import os
@@ -19,11 +18,11 @@ CHUNK_BYTES = 2**20
 
 
 class FileChanges:
-    """What is new in a folder since it was asked for the last time.
+    """Finds what is new in a folder since the last call.
 
     Args:
         folder: the run's, on a host.
-        without: the names of files that stay.
+        without: names of files that are not copied.
     """
 
     def __init__(self, folder: Path, without: set[str]):
@@ -32,8 +31,8 @@ class FileChanges:
         """By name: which file it was, by its number, and how many bytes of it."""
 
     def read_changes(self, at_end: bool = False) -> Iterator[tuple[str, int, bytes]]:
-        """Names of files, at which place of them there is something new, and what; of all files at
-        the end.
+        """Return names of files, the position of what is new, and the new bytes; at the end, of all
+        files.
         """
         for path in sorted(self._folder.iterdir()):
             goes = (
@@ -65,8 +64,8 @@ class FileChanges:
 
 
 class FileReceiver:
-    """Writes what one host brings into the run's folder. Its files have names of their own; none
-    replaces another's.
+    """Writes the files of one host into the run's folder. Hosts have different file names, so none
+    overwrites another's.
     """
 
     def __init__(self, folder: Path):
@@ -74,7 +73,7 @@ class FileReceiver:
         self._own: set[str] = set()
 
     def write_chunk(self, name: str, place: int, part: bytes) -> None:
-        """Write a part of a file. Raises OSError where that cannot be done."""
+        """Write a part of a file. Raises OSError if that is impossible."""
         path = self._folder / Path(name).name
         if name not in self._own and (path.exists() or path.name.startswith(".")):
             return

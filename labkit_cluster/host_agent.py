@@ -1,9 +1,9 @@
-"""One host's part of a run on several hosts: meet the others, run torchrun, end with whoever asked
-for it.
+"""One host's part of a run on several hosts: find the others, run torchrun, and end with the
+notebook.
 
-    python -m labkit_cluster.host_agent  # told over stdin what to do, by hosts.py, through ssh
+    python -m labkit_cluster.host_agent  # hosts.py starts it through ssh; its task comes on stdin
 
-Over stdin and stdout go lines of JSON, and the files of the run home. When stdin closes, the
+stdin and stdout carry lines of JSON, and the run's files to the notebook. When stdin closes, the
 notebook's process or the connection is gone: then everything that this host runs for it ends, as on
 one host.
 """
@@ -47,7 +47,7 @@ counts as gone.
 
 
 class PeersLost(HostLost):
-    """Hosts that this one no longer hears; on which side the fault is, it cannot know."""
+    """Hosts whose heartbeats this one misses; it cannot know on which side the fault is."""
 
     def __init__(self, hosts: list[str]):
         self.hosts = hosts
@@ -57,7 +57,7 @@ class PeersLost(HostLost):
 
 
 def main() -> None:
-    """Do this host's part."""
+    """Run this host's part."""
     request = json.loads(sys.stdin.buffer.readline() or "{}")
     if request:
         serve_request(request, sys.stdin.buffer, sys.stdout.buffer)
@@ -70,12 +70,12 @@ def run_host(
     board: Mailbox,
     end: threading.Event,
 ) -> int:
-    """Meet the other hosts and run torchrun to its end, or until ``end`` is set; returns its exit
+    """Find the other hosts and run torchrun until it ends, or until ``end`` is set; return its exit
     status.
 
     Raises:
-        NotAllHosts: they did not meet. No rank was started.
-        LinesLost: some that were met do not answer any more.
+        NotAllHosts: the hosts did not find each other. No rank was started.
+        PeersLost: some of them do not answer any more.
     """
     running, company = start_and_rendezvous(folder, request, guest, board)
 
@@ -89,7 +89,7 @@ def run_host(
 
 
 def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -> NoReturn:
-    """This host's part of what a notebook's process asks for. Does not return."""
+    """Serve a request from the notebook's process. Does not return."""
     os.environ.update(request["environment"])
     # Where the folder does not exist, a relative path means nothing anyway.
     with contextlib.suppress(OSError):
@@ -145,9 +145,7 @@ def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -
 
 
 def _refuse_program_mismatch(name: str, request: Mapping[str, Any]) -> None:
-    """Raise NotAllHosts unless a program that is a file lies here as it lies where the notebook
-    is.
-    """
+    """Raise NotAllHosts unless the program's file is the same here as on the notebook's machine."""
     target, theirs = Path(request["target"]), request["sum"]
     if theirs and not target.is_file():
         raise NotAllHosts(
@@ -162,13 +160,13 @@ def _remove_host_folder(folder: RunFolder) -> None:
 
 
 class NotebookLink:
-    """The notebook's process: gives orders, takes files, and is the board on which the hosts leave
-    words.
+    """The connection to the notebook's process: it gives orders, receives files, and relays
+    messages between hosts.
 
     Attributes:
-        end: set when it wants the run to end.
-        wants_stacks: and whether it wants to know first where the ranks are.
-        end_now: set when it wants to know nothing more.
+        end_event: set when the notebook wants the run to end.
+        wants_stacks: whether it first wants the stacks of the ranks.
+        end_now_event: set when it needs nothing more.
     """
 
     def __init__(self, folder: RunFolder, hears: BinaryIO, says: BinaryIO):
@@ -187,7 +185,7 @@ class NotebookLink:
         self._bringing.start()
 
     def put(self, name: str, content: Mapping[str, Any]) -> None:
-        """Leave a word for all hosts: the notebook's process passes it on."""
+        """Send a message to all hosts; the notebook's process relays it."""
         self._words[name] = dict(content)
         self.send_message({"put": name, "content": dict(content)})
 
@@ -195,7 +193,7 @@ class NotebookLink:
         return self._words.get(name, {})
 
     def send_message(self, word: Mapping[str, Any], content: bytes = b"") -> None:
-        """Say a word, with so many bytes behind it."""
+        """Send a message, followed by ``content``."""
         # A host that cannot be reached notices by itself that nobody is there.
         with (
             self._speaking,
@@ -205,7 +203,7 @@ class NotebookLink:
             self._says.flush()
 
     def send_remaining_files(self) -> None:
-        """Bring everything that is in the folder by now."""
+        """Send everything that is in the folder by now."""
         self._brought.set()
         self._bringing.join()
         self._send_file_changes(at_end=True)
@@ -224,8 +222,8 @@ class NotebookLink:
                 self.send_message({"file": name, "place": place, "size": len(part)}, part)
 
     def _receive_messages(self) -> None:
-        """Take words from the other hosts and the order to end; end all when nobody is there any
-        more.
+        """Receive messages from other hosts and the order to end; end everything once the notebook
+        is gone.
         """
         for line in self._hears:
             told = json.loads(line)

@@ -1,11 +1,11 @@
 """How the hosts of a run find each other, while torchrun starts on each of them.
 
-torchrun's own rendezvous takes a name and a port on trust. Where the name is not the first host's
-own, no host takes itself for the store and all wait for a minute; where a host falls back to
-itself, it trains alone (pytorch/pytorch#67547, #73656). Here every host says at which addresses it
-can be found, all knock at all of them, and all then draw the same conclusion: one address of each
-host that every other has reached, in both directions, since ranks connect in both. Who does not
-come, cannot be reached or has another torch is named within seconds.
+torchrun's own rendezvous trusts a name and a port. If the name is not the first host's own, no host
+becomes the store and all wait for a minute; if a host falls back to itself, it trains alone
+(pytorch/pytorch#67547, #73656). Here every host publishes its addresses, all probe all of them, and
+all then come to the same conclusion: one address for each host that every other has reached, in
+both directions, since ranks connect in both. A host that is missing, cannot be reached or has
+another torch is named within seconds.
 """
 
 import hashlib
@@ -41,17 +41,17 @@ LOOPBACK = "127.0.0.1"
 
 
 class Mailbox(Protocol):
-    """Where the hosts of a run leave words for each other."""
+    """Where the hosts of a run leave messages for each other."""
 
     def put(self, name: str, content: Mapping[str, Any]) -> None:
-        """Leave a word that all hosts can read."""
+        """Leave a message that all hosts can read."""
 
     def get(self, name: str) -> dict[str, Any]:
-        """The word of this name, {} where nobody has left it yet."""
+        """Return the message of this name, {} if there is none yet."""
 
 
 class FolderMailbox:
-    """A board in a folder that all hosts see."""
+    """A mailbox in a folder that all hosts share."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -70,15 +70,15 @@ class FolderMailbox:
 
 @dataclass(frozen=True)
 class RendezvousMember:
-    """One host among those that meet.
+    """One host in the rendezvous.
 
     Attributes:
-        index: 0 to hosts - 1; the store of torchrun will be on host 0.
-        hosts: how many there are.
-        name: how it is called in messages and tables.
-        token: a secret of the run, by which hosts know each other.
-        address: by which the others are to reach it; "" for any that works.
-        names: of all hosts, where they are known before.
+        index: 0 to hosts - 1; torchrun's store will be on host 0.
+        hosts: the number of hosts.
+        name: its name in messages and tables.
+        token: a secret of the run, by which hosts recognise each other.
+        address: the one the others must use; "" for any that works.
+        names: of all hosts, if they are known before.
     """
 
     index: int
@@ -91,16 +91,16 @@ class RendezvousMember:
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """What a host knows once all have met.
+    """What a host knows after the rendezvous.
 
     Attributes:
         address: of host 0.
-        port: of the door there.
-        door: the door, on host 0.
-        local: this host's own address, by which the others reach it.
-        company: the lines to the others.
-        ahead_s: by how much host 0's clock is ahead of this one's.
-        cores: of all hosts together; hosts that share a machine share its cores.
+        port: of its listening socket.
+        listener: that socket, on host 0.
+        local_address: this host's own address, at which the others reach it.
+        heartbeats: the connections to the others.
+        clock_ahead_s: how far host 0's clock is ahead of this one's.
+        cores: of all hosts together; hosts on one machine share its cores.
     """
 
     address: str
@@ -113,7 +113,7 @@ class RendezvousResult:
 
     @property
     def interface(self) -> str:
-        """The network interface that holds this host's address."""
+        """The network interface of this host's address."""
         for name, found in psutil.net_if_addrs().items():
             if any(each.address == self.local_address for each in found):
                 return name
@@ -128,7 +128,7 @@ def join_rendezvous(guest: RendezvousMember, board: Mailbox) -> RendezvousResult
     does.
 
     Raises:
-        NotAllHosts: one did not come, cannot reach another, or has other versions of what ranks
+        NotAllHosts: a host is missing, cannot reach another, or has other versions of what ranks
             need.
     """
     try:
@@ -181,7 +181,7 @@ def _exchange_addresses(
 def _wait_for_all(
     guest: RendezvousMember, board: Mailbox, kind: str, give_up: float
 ) -> list[dict[str, Any]]:
-    """The words of this kind from all hosts, once they are there."""
+    """Return the messages of this kind from all hosts, once they are there."""
     return [
         _wait_for_message(board, f"{kind}_{index}", _member_name(guest, index), give_up)
         for index in range(guest.hosts)
@@ -208,7 +208,9 @@ def _wait_for_message(board: Mailbox, name: str, whom: str, give_up: float) -> d
 def _peer_endpoints(
     index: int, cards: Sequence[Mapping[str, Any]]
 ) -> Iterable[tuple[Endpoint, int]]:
-    """Where to knock, and at which port. Loopback leads to nobody but those who share it."""
+    """Return which addresses and ports to probe. Loopback reaches only hosts on the same
+    machine.
+    """
     for other, card in enumerate(cards):
         shared = card["network"] == cards[index]["network"]
         for address, port in card["doors"].items():
@@ -217,8 +219,8 @@ def _peer_endpoints(
 
 
 def _probe_summary(knocks: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
-    """What one host tells of its knocks: by host and address, its own address on the way there, or
-    the problem.
+    """Summarise one host's probes: by host and address, its own address on that route, or the
+    problem.
     """
     told: dict[str, dict[str, dict[str, str]]] = {"reached": {}, "problems": {}}
     for (host, address), knock in knocks.items():
@@ -232,12 +234,13 @@ def _probe_summary(knocks: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
 def choose_addresses(
     names: Sequence[str], cards: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """One address of each host, which every other one has reached: all hosts come to the same.
+    """Choose one address of each host, which every other host has reached: all hosts choose the
+    same.
 
     Args:
         names: of the hosts.
-        cards: what each said first; ``doors`` has its addresses, the one to take first at first.
-        reports: of each, as ``_report`` makes them.
+        cards: each host's first message, with its addresses in order of preference.
+        reports: of each host, from ``_probe_summary``.
 
     Raises:
         NotAllHosts: there is none.
@@ -288,8 +291,8 @@ def _unreachable_error(
 
 
 def _usable_addresses(guest: RendezvousMember) -> list[str]:
-    """Where this host opens its doors. Raises NotAllHosts where the address that was given is not
-    one of its own.
+    """Return where this host listens. Raises NotAllHosts if the requested address is not one of its
+    own.
     """
     own = local_addresses()
     if not guest.address:
@@ -323,8 +326,8 @@ def _usable_addresses(guest: RendezvousMember) -> list[str]:
 
 
 def local_addresses() -> list[str]:
-    """This host's addresses, those of its networks first, then loopback, which only hosts on one
-    machine reach.
+    """Return this host's addresses: those of its networks first, then loopback, which only hosts on
+    one machine reach.
     """
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
@@ -343,26 +346,26 @@ def _is_loopback(address: str) -> bool:
 
 
 def _machine_id() -> str:
-    """The same text for hosts that are one machine."""
+    """Return a text that is equal for hosts on one machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
 
 
 def _network_namespace_id() -> str:
-    """The same text for hosts that share a loopback."""
+    """Return a text that is equal for hosts that share a loopback."""
     own = Path("/proc/self/ns/net")
     return f"{_machine_id()} {own.stat().st_ino if own.exists() else ''}"
 
 
 def host_versions() -> dict[str, str]:
-    """What must be equal on all hosts of a run."""
+    """Return the versions that must be equal on all hosts of a run."""
     torch = next((each.version for each in metadata.distributions(name="torch")), "none")
     return {"torch": torch, **labkit_versions()}
 
 
 def labkit_versions() -> dict[str, str]:
-    """What must be equal also in the process that asks for a run: it may do without torch, or have
-    another build.
+    """Return the versions that must be equal in the notebook's process too, which may lack torch or
+    have another build.
     """
     sources = [
         path for folder in ("labkit", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
@@ -375,7 +378,7 @@ def labkit_versions() -> dict[str, str]:
 
 
 def files_digest(*paths: Path) -> str:
-    """The same text for the same files."""
+    """Return a text that is equal for equal files."""
     together = hashlib.sha256()
     for path in paths:
         together.update(path.read_bytes())
@@ -385,7 +388,7 @@ def files_digest(*paths: Path) -> str:
 def refuse_version_mismatch(
     one: str, theirs: Mapping[str, str], other: str, ours: Mapping[str, str]
 ) -> None:
-    """Raise NotAllHosts where two hosts differ in one of these."""
+    """Raise NotAllHosts if two hosts differ in one of these versions."""
     for name, version in theirs.items():
         if ours[name] != version:
             raise NotAllHosts(

@@ -1,4 +1,4 @@
-"""The torchrun of one host of several: started at once, and told later where the hosts have met."""
+"""The torchrun of one host of several: started at once, and told the rendezvous result later."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from labkit_cluster.listeners import Heartbeats
 def start_and_rendezvous(
     folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox
 ) -> tuple[subprocess.Popen[bytes], Heartbeats]:
-    """Start torchrun, meet the other hosts while it imports torch, and return both.
+    """Start torchrun, join the rendezvous while it imports torch, and return both.
 
     Args:
         folder: on this host.
@@ -36,7 +36,7 @@ def start_and_rendezvous(
         board: where the hosts leave messages for each other.
 
     Raises:
-        NotAllHosts: the hosts did not meet.
+        NotAllHosts: the hosts did not find each other.
     """
     sender, receiver = socket.socketpair()
     with sender:
@@ -66,7 +66,9 @@ def _start_torchrun(
 def _send_rendezvous_result(
     sender: socket.socket, guest: RendezvousMember, meeting: RendezvousResult
 ) -> None:
-    """Let this host's torchrun go on; on host 0, hand it the listening socket of its store."""
+    """Send the rendezvous result to this host's torchrun; on host 0, with the listening socket of
+    its store.
+    """
     interface = meeting.interface
     environment = {
         "GLOO_SOCKET_IFNAME": interface,

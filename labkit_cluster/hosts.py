@@ -1,10 +1,10 @@
-"""The notebook's side of a run on several hosts: one agent (node.py) on each, through ssh, and what
-they say.
+"""The notebook's side of a run on several hosts: an agent (host_agent.py) on each, started through
+ssh.
 
     labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])  # two ranks each, through ssh
 
-Nothing listens here. Each agent talks over the stdin and stdout of its ssh, and ends with it. It
-brings the files of its ranks here while they grow: no folder has to be shared.
+Nothing listens here. Each agent uses the stdin and stdout of its ssh, and ends with it. It sends
+the files of its ranks here while they grow: no folder has to be shared.
 """
 
 import math
@@ -43,12 +43,11 @@ class Host:
     """A host for ``labkit.run(hosts=…)``.
 
     Attributes:
-        name: what ssh calls it, and tables.
-        address: its own, by which the other hosts are to reach it; "" for the first that all of
-            them reach.
+        name: its name for ssh, and in tables.
+        address: the one the other hosts must use; "" for the first that all of them reach.
         python: its Python; "" for the same path as here.
-        command: what runs a command there, instead of ssh: such as ``("ip", "netns", "exec",
-            "beta")``; None for ssh.
+        command: runs a command there, instead of ssh: such as ``("ip", "netns", "exec", "beta")``;
+            None for ssh.
     """
 
     name: str
@@ -69,8 +68,8 @@ class Host:
             )
 
     def agent_command(self) -> list[str]:
-        """The command that starts the agent there. ssh hands its words to a shell, so they are
-        quoted for it.
+        """Return the command that starts the agent there, quoted because ssh gives its words to a
+        shell.
         """
         agent = [
             "env",
@@ -92,11 +91,11 @@ class Host:
         return [*_ssh_command(), *options, "--", self.name, shlex.join(agent)]
 
     def loss_reason(self, status: int | None, said: str) -> str:
-        """What happened to its agent, which left without an end, and what to do.
+        """Say what happened to an agent that disappeared, and what to do.
 
         Args:
-            status: of the command that started it; None while that goes on.
-            said: on its stderr.
+            status: of the command that started it; None if it still runs.
+            said: its stderr.
         """
         last = (said.strip().splitlines() or [""])[-1]
         if self.command is None and status == 255:
@@ -139,8 +138,8 @@ def _ssh_command() -> list[str]:
 
 
 def parse_hosts(hosts: Any) -> list[Host]:
-    """The hosts of a run as ``Host``. Raises ParameterError for anything else than names and Hosts,
-    each once.
+    """Return the hosts of a run. Raises ParameterError for anything but names and Hosts, each at
+    most once.
     """
     if isinstance(hosts, str | Host) or not isinstance(hosts, Sequence) or not hosts:
         raise ParameterError(
@@ -157,9 +156,9 @@ class MultiHostBackend:
     """The torchruns of several hosts, as one ``Backend``.
 
     Args:
-        folder: of the run, here.
-        hosts: where each shall run.
-        request: what each is to run, as node.py knows it.
+        folder: of the run, on this machine.
+        hosts: where each torchrun runs.
+        request: what each runs, in the format of host_agent.py.
     """
 
     def __init__(self, folder: RunFolder, hosts: Sequence[Host], request: Mapping[str, Any]):
@@ -211,8 +210,8 @@ class MultiHostBackend:
     def wait(self, timeout_s: float) -> int:
         """Return the exit status once all hosts have ended.
 
-        Where one has failed, the others have a moment to end by themselves: one of them may know
-        the cause.
+        After a failure on one host, the others have a moment to end by themselves: one of them may
+        know the cause.
 
         Raises:
             subprocess.TimeoutExpired: some had not ended after ``timeout_s`` seconds.
@@ -265,7 +264,7 @@ class MultiHostBackend:
         ]
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of these ranks, which stay where they are until ``end_ranks``."""
+        """Return the stacks of these ranks, which continue until ``end_ranks``."""
         agents = self._agents.values()
         self._broadcast_message({"end": "stacks"})
         with self._change:
@@ -276,14 +275,14 @@ class MultiHostBackend:
         return dict.fromkeys(ranks, "(its host does not answer)") | answers
 
     def end_ranks(self) -> None:
-        """Let every host stop its ranks and bring what is left of its files."""
+        """Stop the ranks on every host, and receive the rest of their files."""
         if not self._has_ended:
             self._has_ended = True
             self._broadcast_message({"end": "now"})
 
     def stop(self) -> list[int]:
-        """End all that is left, here and there; a host itself reports a process that does not
-        die.
+        """End everything that is left, here and there; a host itself reports a process that does
+        not die.
         """
         self.end_ranks()
         agents = self._agents.values()
@@ -297,8 +296,8 @@ class MultiHostBackend:
 
 
 def _link_loss_text(lost: Mapping[str, Sequence[str]]) -> str:
-    """What to say of hosts that no longer hear those named here. The first has a line to each, the
-    others one to it.
+    """Describe lost connections: the first host has one to each of the others, they have one
+    to it.
     """
     first, *others = lost
     unheard = lost[first] or [name for name in others if lost[name]]

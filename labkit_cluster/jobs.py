@@ -1,4 +1,4 @@
-"""A run that was handed to a cluster: where it stands, how it goes, and what it gives back."""
+"""A run that was submitted to a cluster: its state, its progress, and its result."""
 
 import time
 from pathlib import Path
@@ -39,11 +39,11 @@ class JobCancelled(LabError):
 
 
 class Job:
-    """A run on a cluster. It goes on whether this process is there or not.
+    """A run on a cluster. It continues without this process.
 
     Attributes:
-        folder: the run's, as that of any other run.
-        id: what the cluster calls it.
+        folder: the run's, like that of any other run.
+        id: the cluster's id of it.
     """
 
     def __init__(self, folder: Path, cluster: Cluster, identity: str):
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """Where it stands.
+        """The state of the job.
 
         One of "pending", "running", "requeued" (it waits for another attempt), "completed",
         "failed", "timed out" and "cancelled".
@@ -65,8 +65,8 @@ class Job:
         return self._query_status().state
 
     def wait(self) -> None:
-        """Show how it goes until it is over. An interrupt ends the waiting, not the job: that does
-        ``cancel``.
+        """Show progress until the job is over. An interrupt ends the waiting; only ``cancel`` ends
+        the job.
         """
         if self._query_status().is_over:
             return
@@ -90,15 +90,15 @@ class Job:
             progress.close(outcome)
 
     def result(self) -> RunResult:
-        """Wait for the end; the result is that of ``labkit.run``, and so are the failures.
+        """Wait for the end; return what ``labkit.run`` returns, and raise what it raises.
 
         Raises:
-            RankFailed: a rank failed; this is the first failure, not its echoes.
-            RunTimedOut: the limit passed; holds every rank's stacks.
+            RankFailed: a rank failed; this is the first failure, not its consequences.
+            RunTimedOut: the time limit passed; holds every rank's stacks.
             NotAllHosts: the nodes did not find each other; no rank was started.
-            HostLost: a node was lost, and another attempt was not made.
+            HostLost: a node was lost, and there was no other attempt.
             JobCancelled: it was cancelled.
-            LabError: the cluster ended it; the message says what is known of why.
+            LabError: the cluster ended it; the message says why, as far as that is known.
         """
         self.wait()
         info = self._read_run_info()
@@ -107,7 +107,7 @@ class Job:
         return load(self.folder)
 
     def cancel(self) -> None:
-        """End it; returns when no process of it is left.
+        """Cancel the job; return once none of its processes is left.
 
         Raises:
             LabError: the cluster refuses, or has not ended it within two minutes.
@@ -150,8 +150,8 @@ class Job:
         return RunMonitor(self._files, info["program"], range(info["nproc"]), display)
 
     def _query_status(self, old_s: float = 0.0) -> JobStatus:
-        """As run.json says once it holds an end, else as the cluster said, at most so many seconds
-        ago.
+        """Return the state from run.json once the job is over, otherwise the cluster's answer,
+        which is cached for a moment.
         """
         if (end := self._read_run_info()["exit"]) in STATE_BY_EXIT:
             return JobStatus(STATE_BY_EXIT[end])
@@ -162,7 +162,7 @@ class Job:
         return self._write_final_state(self._said) if self._said.is_over else self._said
 
     def _last_known_status(self) -> JobStatus:
-        """The last that is known, while the cluster does not answer for a while."""
+        """Return the last known state while the cluster does not answer."""
         try:
             return self._query_status(STATUS_QUERY_PERIOD_S)
         except LabError:
@@ -171,9 +171,7 @@ class Job:
             return self._said
 
     def _write_final_state(self, said: JobStatus) -> JobStatus:
-        """Write into run.json how the job ended, where its agents could not, because they were
-        ended themselves.
-        """
+        """Write into run.json how the job ended, if its agents were ended before they could."""
         # Read it again: the end may have been written since.
         info = self._read_run_info()
         if info["exit"] not in STATE_BY_EXIT:
@@ -184,7 +182,7 @@ class Job:
         return JobStatus(STATE_BY_EXIT[info["exit"]], said.reason)
 
     def _end_reason(self, said: JobStatus) -> str:
-        """What is known of a job that its cluster has ended."""
+        """Return what is known about a job that its cluster ended."""
         log = failure.read_tail(self._files.cluster_log)
         where = (
             f"its log ends:\n{log}"
@@ -194,7 +192,7 @@ class Job:
         return f"{self._cluster.name} ended job {self.id}: {said}; {where}"
 
     def _failure_error(self, info: dict[str, Any]) -> LabError:
-        """The exception that tells how the job ended."""
+        """Return the exception that says how the job ended."""
         kind, _, message = str(info.get("error", "")).partition(": ")
         if info["exit"] == "cancelled":
             return JobCancelled(
@@ -211,10 +209,10 @@ class Job:
 
 
 def load_job(folder: str | Path) -> Job:
-    """The handle of a job that was submitted from here or anywhere else, by its run's folder.
+    """Load a job by its run's folder, whether it was submitted from here or elsewhere.
 
     Raises:
-        Missing: the folder is not that of a submitted run. It is a FileNotFoundError.
+        RunFileNotFound: the folder is not that of a submitted run. It is a FileNotFoundError.
     """
     files = RunFolder(Path(folder).resolve())
     if not files.submitted_json.exists():

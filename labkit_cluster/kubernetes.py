@@ -22,13 +22,13 @@ DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """A Kubernetes cluster with Kubeflow Trainer, which kubectl reaches by your own settings.
+    """A Kubernetes cluster with Kubeflow Trainer, which kubectl reaches with your settings.
 
     Attributes:
         image: with Python, the same labkit and the same torch as here.
-        claim: name of the PersistentVolumeClaim that is mounted here as the runs folder; pods get
-            it at the same place.
-        namespace: where the job is to run; "" for that of your settings.
+        claim: name of the PersistentVolumeClaim that is mounted here as the runs folder; pods mount
+            it at the same path.
+        namespace: of the job; "" for that of your settings.
         runtime: name of the ClusterTrainingRuntime for PyTorch.
         python: the image's Python.
     """
@@ -51,11 +51,11 @@ class Kubernetes:
             raise ParameterError(f"namespace = {self.namespace!r} is no name that Kubernetes takes")
 
     def check_available(self) -> None:
-        """Whether Kubeflow Trainer is there, and this user may hand jobs to it."""
+        """Raise LabError unless Kubeflow Trainer is installed, and this user may submit jobs."""
         self._run_kubectl("auth", "can-i", "create", TRAINJOB_KIND)
 
     def submit(self, request: JobRequest, folders: Sequence[RunFolder]) -> list[str]:
-        """One TrainJob for each folder."""
+        """Submit a TrainJob for each folder."""
         handed_over: list[str] = []
         try:
             for folder in folders:
@@ -70,8 +70,8 @@ class Kubernetes:
         return handed_over
 
     def fill_manifest(self, request: JobRequest, folder: RunFolder) -> str:
-        """The filled template. Every value is written as JSON, which YAML reads: none can mean
-        anything else.
+        """Fill in the template. Values are written as JSON, which YAML reads without another
+        meaning.
         """
         resources: dict[str, Any] = {"requests": {"cpu": str(request.nproc)}}
         if request.device == "cuda":
@@ -91,7 +91,7 @@ class Kubernetes:
         return Template(MANIFEST.read_text()).substitute(written)
 
     def query_status(self, identity: str) -> JobStatus:
-        """As the conditions of the TrainJob tell it."""
+        """Return the state from the conditions of the TrainJob."""
         answer = self._run_kubectl(
             "get", TRAINJOB_KIND, identity, "--output=json", "--ignore-not-found"
         )
@@ -110,7 +110,7 @@ class Kubernetes:
 
 
 def train_job_status(status: Mapping[str, Any]) -> JobStatus:
-    """Where a TrainJob stands: by its conditions, else by whether its pods are ready."""
+    """Return a TrainJob's state: from its conditions, otherwise from whether its pods are ready."""
     holds = {
         each["type"]: each for each in status.get("conditions", []) if each["status"] == "True"
     }
@@ -125,6 +125,8 @@ def train_job_status(status: Mapping[str, Any]) -> JobStatus:
 
 
 def train_job_name(folder: RunFolder) -> str:
-    """What Kubernetes calls the run of a folder: short, since the names of its pods begin so."""
+    """Return the TrainJob's name for a run's folder; short, because the names of its pods begin
+    with it.
+    """
     day, second, *_, last = folder.path.name.split("-")
     return f"labkit-{day}-{second}-{last}".replace("_", "-")

@@ -1,10 +1,10 @@
-"""How the hosts of a run reach each other: doors that answer whoever knows the run's token, and
-lines that stay open.
+"""How the hosts of a run reach each other: sockets that answer whoever knows the run's token, and
+open connections.
 
-A host opens a door at each of its addresses, so nothing listens where it need not, and knocks at
-those of the others. The door at the address that all have reached later becomes the store of
-torchrun, without a moment in which another process could take its port. The connection to it stays
-open: on it each host hears whether the other is still there.
+A host listens at each of its addresses, and nowhere else, and probes those of the others. The
+socket at the address that all have reached later becomes that of torchrun's store, without a moment
+in which another process could take its port. The connection to it stays open, and carries
+heartbeats between the hosts.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ Endpoint = tuple[int, str]
 
 class Listeners:
     """One host's listening sockets, one at each address, answering in the background until they are
-    shut.
+    closed.
 
     Attributes:
         ports: by address.
-        lines: the connections of those who were answered, by their index and the address.
+        lines: the accepted connections, by the other host's index and the address.
     """
 
     def __init__(self, token: str, addresses: Iterable[str]):
@@ -59,7 +59,7 @@ class Listeners:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Shut all doors and hang up all lines that were not taken."""
+        """Close all sockets, and all connections that were not taken."""
         self._stop_serving()
         self._stop_serving()
         for each in (
@@ -71,8 +71,8 @@ class Listeners:
             each.close()
 
     def take_listener(self, address: str) -> tuple[socket.socket, dict[int, socket.socket]]:
-        """No door answers any more. The one at this address, still listening, and the lines through
-        it by index.
+        """Stop answering; return the socket at this address, still listening, and its connections
+        by index.
         """
         self._stop_serving()
         lines = {
@@ -113,9 +113,7 @@ class Listeners:
 
 
 def _create_listener(address: str) -> socket.socket | None:
-    """A socket at this address and a port that the system chose; None where the address cannot be
-    used just now.
-    """
+    """Return a socket at this address and a free port; None if the address cannot be used now."""
     try:
         door = socket.create_server(
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -129,13 +127,13 @@ def _create_listener(address: str) -> socket.socket | None:
 
 @dataclass
 class ProbeResult:
-    """What came of knocking at a door.
+    """The outcome of a probe.
 
     Attributes:
-        problem: why it was not opened, "" where it was.
-        line: the connection.
-        local: this host's own address on it.
-        ahead_s: by how much the clock there is ahead of the one here.
+        problem: why it failed; "" if it succeeded.
+        link: the connection to the listener.
+        local_address: this host's own address on the connection.
+        clock_ahead_s: how far the clock there is ahead of the one here.
     """
 
     problem: str = ""
@@ -147,7 +145,7 @@ class ProbeResult:
 def probe_listeners(
     places: Mapping[Endpoint, int], token: str, index: int
 ) -> dict[Endpoint, ProbeResult]:
-    """Knock at all these doors at once; ports are given by place. ``index`` says who knocks."""
+    """Probe all these addresses at once. ``index`` is this host's."""
     threads = ThreadPoolExecutor(max_workers=max(1, len(places)))
     tries = {
         place: threads.submit(_probe_listener, place[1], port, token, index)
@@ -192,13 +190,13 @@ def _probe_listener(address: str, port: int, token: str, index: int) -> ProbeRes
 
 
 def _hmac_proof(token: str, speaker: bytes, word: bytes) -> bytes:
-    """Shows that who says this word knows the token, without telling it."""
+    """Return a proof of knowing the token, without revealing it."""
     return hmac.new(token.encode(), speaker + b" " + word, hashlib.sha256).hexdigest().encode()
 
 
 def _receive_line(line: socket.socket) -> bytes:
-    """What the other side says, up to the end of the line. Raises ValueError where it hangs up or
-    goes on and on.
+    """Return one line from the other side. Raises ValueError if it disconnects or sends too
+    much.
     """
     word = b""
     while not word.endswith(b"\n"):
@@ -210,8 +208,8 @@ def _receive_line(line: socket.socket) -> bytes:
 
 
 class Heartbeats:
-    """The lines to other hosts, on which each hears that the other is still there. Host 0 has one
-    to each of them.
+    """Connections to other hosts that show whether these are still there. Host 0 has one to each of
+    them.
     """
 
     def __init__(self, lines: Mapping[str, socket.socket]):
@@ -222,7 +220,7 @@ class Heartbeats:
             line.setblocking(False)
 
     def unreachable_peers(self) -> list[str]:
-        """Those that hung up without a farewell or are silent; [] for none. To be asked several
+        """Return those that disconnected without a shutdown message or are silent. Call it several
         times a second.
         """
         if time.monotonic() - self._beaten > HEARTBEAT_PERIOD_S:
@@ -237,7 +235,9 @@ class Heartbeats:
         )
 
     def _receive_heartbeat(self, name: str) -> bool:
-        """Take what there is to hear. Whether the other is still there, or has taken its leave."""
+        """Receive what has arrived; tell whether the other host is still there, or has shut down
+        properly.
+        """
         try:
             heard = self._lines[name].recv(4096)
         except ConnectionError:
@@ -253,7 +253,7 @@ class Heartbeats:
         return bool(heard)
 
     def close(self) -> None:
-        """Say farewell: who goes after this has done its part."""
+        """Send a shutdown message: this host's part is done."""
         self._send_to_all(SHUTDOWN_BYTE)
         for line in self._lines.values():
             line.close()

@@ -1,13 +1,13 @@
-"""Several hosts on one machine, to try out and to test what happens among hosts.
+"""Several hosts on one machine, to try out and to test runs on several hosts.
 
-    with hosts_on_this_machine(2) as hosts:
+    with start_local_hosts(2) as hosts:
         print(hosts.kind)
         result = labkit.run("fsdp_wrap", nproc=2, hosts=hosts)
 
-As root on Linux each is a network namespace: it has a network interface and a loopback of its own,
-joined to the others by a cable (veth) to a switch (a bridge), which lies in a namespace, too. So
-the machine's own network is not touched, and a cable can be pulled. Elsewhere they are processes
-that meet on loopback.
+For root on Linux each is a network namespace: it has a network interface and a loopback of its own,
+joined to the others by a cable (veth) to a switch (a bridge), which is in a namespace too. So the
+machine's own network is not touched, and a cable can be pulled. Otherwise they are processes that
+meet on loopback.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class LocalHosts(Sequence[Host]):
     """Hosts on this machine, for ``labkit.run(hosts=…)``.
 
     Attributes:
-        kind: what they are, in words.
+        kind: a description of them.
     """
 
     def __init__(self, hosts: Sequence[Host], kind: str):
@@ -71,11 +71,11 @@ class LocalHosts(Sequence[Host]):
         return _host_address(HOST_NAMES.index(name)) if self.kind == NAMESPACE_KIND else LOOPBACK
 
     def kill_host(self, name: str) -> None:
-        """End everything that runs on a host at once, as a power cut would."""
+        """Kill everything that runs on a host at once, as a power cut would."""
         _kill_by_tag(_host_tag(name))
 
     def disconnect_host(self, name: str) -> None:
-        """Pull the network cable of a host: what runs there goes on, and nothing comes in or out.
+        """Pull the network cable of a host: its processes go on, and nothing comes in or out.
 
         Raises:
             LabError: these hosts have no cables.
@@ -97,11 +97,11 @@ class LocalHosts(Sequence[Host]):
 
 @contextlib.contextmanager
 def start_local_hosts(count: int = 2) -> Iterator[LocalHosts]:
-    """Hosts called alpha, beta, gamma and so on, which end with the block, and all that runs on
-    them with them.
+    """Start hosts called alpha, beta, gamma and so on; they end with the block, and so do their
+    processes.
 
     Args:
-        count: how many, at most eight.
+        count: the number of hosts, at most eight.
     """
     if not 1 <= count <= len(HOST_NAMES):
         raise ParameterError(f"count = {count} hosts are not between 1 and {len(HOST_NAMES)}")
@@ -131,7 +131,7 @@ def _host_in_namespace(host: Host) -> Host:
 
 
 def can_make_namespaces() -> bool:
-    """Whether this process may make network namespaces."""
+    """Tell whether this process may create network namespaces."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return False
     trial = _namespace_name("trial")
@@ -149,7 +149,7 @@ def can_make_namespaces() -> bool:
 
 
 def _create_namespaces(names: Sequence[str]) -> None:
-    """Make a namespace for each host, and one for the switch into which all are plugged."""
+    """Create a namespace for each host, and one for the switch that connects them."""
     switch = _namespace_name(SWITCH_NAME)
     _run_ip_command("netns", "add", switch)
     _run_ip_command("-n", switch, "link", "add", "name", SWITCH_NAME, "type", "bridge")
@@ -200,7 +200,7 @@ def _host_tag(name: str) -> str:
 
 
 def _kill_by_tag(mark: str) -> None:
-    """End the processes with this mark, until there are none."""
+    """Kill the processes with this tag until there are none."""
     while found := [each for each in psutil.process_iter() if _has_tag(each, mark)]:
         for each in found:
             with contextlib.suppress(psutil.Error):
@@ -215,7 +215,7 @@ def _has_tag(each: psutil.Process, mark: str) -> bool:
 
 
 def _remove_stale_namespaces() -> None:
-    """Remove the hosts of processes that are gone."""
+    """Remove the hosts of processes that have ended."""
     for name in _run_ip_command("netns", "list").split():
         owner = name.removeprefix(NAMESPACE_PREFIX).partition("-")[0]
         if (
@@ -227,7 +227,7 @@ def _remove_stale_namespaces() -> None:
 
 
 def _remove_namespaces(owner: int) -> None:
-    """Remove the namespaces that this process made, and end what still runs in them."""
+    """Remove the namespaces of this process, and kill what still runs in them."""
     for name in _run_ip_command("netns", "list").split():
         if name.startswith(_namespace_name("", owner)):
             for pid in _run_ip_command("netns", "pids", name).split():

@@ -42,9 +42,9 @@ class Slurm:
     """A Slurm cluster, whose commands this machine has.
 
     Attributes:
-        partition: where the job is to run; "" for the default.
-        options: more words for sbatch, such as ``("--account=physics", "--gpus-per-node=4")``; they
-            override labkit's.
+        partition: of the job; "" for the default.
+        options: more options for sbatch, such as ``("--account=physics", "--gpus-per-node=4")``;
+            they override labkit's.
     """
 
     name: ClassVar[str] = "slurm"
@@ -62,7 +62,7 @@ class Slurm:
             )
 
     def check_available(self) -> None:
-        """Whether Slurm is there, and knows the partition."""
+        """Raise LabError unless Slurm is installed, and knows the partition."""
         known = _run_slurm_command("sinfo", "--all", "--noheader", "--format=%R").split()
         if self.partition and self.partition not in known:
             raise ParameterError(
@@ -70,8 +70,8 @@ class Slurm:
             )
 
     def submit(self, request: JobRequest, folders: Sequence[RunFolder]) -> list[str]:
-        """Several runs are one array of jobs; the names of their folders differ in their last
-        number, from 0.
+        """Submit several runs as one job array; the names of their folders end in numbers from
+        0.
         """
         first = str(folders[0].path)
         array = [f"--array=0-{len(folders) - 1}"] if len(folders) > 1 else []
@@ -95,7 +95,7 @@ class Slurm:
         return [*([f"--partition={self.partition}"] if self.partition else []), *self.options]
 
     def query_status(self, identity: str) -> JobStatus:
-        """As squeue tells it, which forgets a job some minutes after its end."""
+        """Return the state from squeue, which forgets a job some minutes after its end."""
         form = "--Format=State:.30,RestartCnt:.12,Reason:.200"
         try:
             answer = _run_slurm_command(
@@ -122,8 +122,8 @@ def _is_option(word: Any) -> bool:
 
 
 def _sbatch_options(request: JobRequest) -> list[str]:
-    """What each job is to be given. The limit of time is the last resort: the agents have a clock
-    of their own.
+    """Return the resources of each job. Its time limit is a last resort: the agents enforce their
+    own.
     """
     minutes = math.ceil(request.limit_s / 60)
     options = [
@@ -136,9 +136,7 @@ def _sbatch_options(request: JobRequest) -> list[str]:
 
 
 def _escape_output_path(path: str) -> str:
-    """A path in the words of --output, which replaces %j and the like; after a backslash nothing,
-    so none is taken.
-    """
+    """Escape a path for --output, which replaces patterns such as %j."""
     if "\\" in path:
         raise ParameterError(
             f"Slurm takes no backslash in the path {path}: set LABKIT_RUNS to a folder without one"
@@ -151,8 +149,8 @@ def _run_slurm_command(*words: str) -> str:
 
 
 def _slurm_environment() -> Mapping[str, str]:
-    """That of this process, with labkit's place, and without what belongs to a job in which this
-    process may run.
+    """Return this process's environment with labkit's path, without the variables of an enclosing
+    job.
     """
     own = {
         name: text

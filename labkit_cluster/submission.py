@@ -1,4 +1,4 @@
-"""Hands a run, or one for each of several values, to a cluster."""
+"""Submit a run, or one for each of several values, to a cluster."""
 
 import math
 import secrets
@@ -71,28 +71,28 @@ def submit(
     over: Mapping[str, Iterable[Any]] | None = None,
     **params: Any,
 ) -> Job | list[Job]:
-    """Hand a rank program to a cluster, ``nproc`` ranks on each of its ``nodes``; returns at once.
+    """Submit a rank program to a cluster, ``nproc`` ranks on each of its ``nodes``; return at once.
 
     Args:
         program: a name in launch/, or the path of a .py file that all nodes see.
         cluster: "slurm"; or ``Slurm`` or ``Kubernetes`` with settings of your own.
-        nodes: how many.
-        nproc: number of ranks on each.
-        timeout_s: each run is stopped so many seconds after its start; the time in the queue does
-            not count.
-        device: "auto" takes GPUs where a node shows one for each of its ranks, else the CPU; "cuda"
-            asks the cluster for them; or "cpu".
-        over: for some parameters, the values to take: one run for every combination, the last one
-            varies fastest. To Slurm they are one array of jobs.
-        **params: parameters of the program, checked against its Config before anything is handed
-            over.
+        nodes: the number of nodes.
+        nproc: the number of ranks on each.
+        timeout_s: each run is stopped this many seconds after its start; time in the queue does not
+            count.
+        device: "auto" uses GPUs if a node has one for each of its ranks, otherwise the CPU; "cuda"
+            requests them from the cluster; or "cpu".
+        over: for some parameters, several values: one run for every combination, of which the last
+            parameter varies fastest. On Slurm they are one job array.
+        **params: parameters of the program, checked against its Config before anything is
+            submitted.
 
     Returns:
-        The job, with ``state``, ``wait()``, ``cancel()`` and ``result()``, a RunResult as
-        ``labkit.run`` gives it; with ``over`` a list of jobs in the order of the values.
+        The job, with ``state``, ``wait()``, ``cancel()`` and ``result()``, a RunResult like that of
+        ``labkit.run``; with ``over`` a list of jobs in the order of the values.
 
     Raises:
-        ParameterError: a bad argument; nothing was handed over.
+        ParameterError: a bad argument; nothing was submitted.
         LabError: this machine has no such cluster, the cluster refuses, or the run's folder cannot
             be written.
     """
@@ -119,7 +119,7 @@ def submit(
 
 
 def resolve_cluster(cluster: Any) -> Cluster:
-    """The cluster that is meant. Raises ParameterError for none that there is."""
+    """Return the cluster of this name. Raises ParameterError for an unknown one."""
     if isinstance(cluster, Slurm | Kubernetes):
         return cluster
     if cluster == Slurm.name:
@@ -133,7 +133,7 @@ def resolve_cluster(cluster: Any) -> Cluster:
 
 
 def submit_requests(cluster: Cluster, plans: list[RunRequest]) -> list[Job]:
-    """Make a folder for each run, and submit them together. Where the cluster refuses, no folder is
+    """Make a folder for each run, and submit them together. If the cluster refuses, no folder is
     left.
     """
     name = make_run_name(plans[0].program)
@@ -163,8 +163,8 @@ def submit_requests(cluster: Cluster, plans: list[RunRequest]) -> list[Job]:
 
 
 def _make_job_folder(plan: RunRequest, name: str, revision: str | None) -> RunFolder:
-    """The run's folder with all that the agents need. It is its owner's alone: job.json holds the
-    run's secret.
+    """Make the run's folder with all that the agents need. It is private, because job.json holds
+    the run's secret.
     """
     info = initial_run_info(plan) | {"exit": "submitted", "hosts": [], "git_revision": revision}
     folder = make_run_folder(info, b"", name)

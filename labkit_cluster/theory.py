@@ -4,26 +4,26 @@ import math
 
 
 def host_and_local_rank(rank: int, nproc: int) -> tuple[int, int]:
-    """The index of a rank's host and its local rank there, where torchrun starts ``nproc`` ranks on
-    each host.
+    """Return the index of a rank's host and its local rank there, if torchrun starts ``nproc``
+    ranks on each host.
     """
     return divmod(rank, nproc)
 
 
 def host_egress_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid: bool) -> float:
-    """Bytes on the wire that leave one host in a training step under FSDP, with each unit gathered
-    twice.
+    """Return the bytes on the wire that leave one host in a training step under FSDP, with each
+    unit gathered twice.
 
-    Rings go through the ranks in their order, so each of them leaves a host once. Sharded over all
-    ranks, one ring does two all-gathers and a reduce-scatter of all parameters. Under HSDP they
-    stay inside the hosts, and ``nproc`` rings, one for each local rank, do an all-reduce of a
-    shard. Source: ``collectives.collective_wire_bytes``.
+    Rings follow the order of the ranks, so each of them leaves a host once. Sharded over all ranks,
+    one ring does two all-gathers and a reduce-scatter of all parameters. Under HSDP they stay
+    inside the hosts, and ``nproc`` rings, one for each local rank, do an all-reduce of a shard.
+    Source: ``collectives.collective_wire_bytes``.
 
     Args:
-        parameter_bytes: of the model, and as many of its gradients.
-        hosts: how many.
+        parameter_bytes: of the model; its gradients have as many.
+        hosts: the number of hosts.
         nproc: ranks of each.
-        hybrid: whether parameters are sharded inside a host, and replicated from host to host.
+        hybrid: whether parameters are sharded inside a host, and replicated across hosts.
     """
     if hybrid:
         return 2 * (hosts - 1) / hosts * parameter_bytes
@@ -32,8 +32,8 @@ def host_egress_bytes(parameter_bytes: float, hosts: int, nproc: int, *, hybrid:
 
 
 def checkpoint_interval_s(save_s: float, between_failures_s: float) -> float:
-    """How long to train between two saves so that least time is lost, for saves that are short
-    against failures.
+    """Return how long to train between two saves so that the least time is lost, for saves that are
+    short compared with the time between failures.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval", 1974.
 
@@ -45,7 +45,7 @@ def checkpoint_interval_s(save_s: float, between_failures_s: float) -> float:
 
 
 def checkpoint_overhead_share(interval_s: float, save_s: float, between_failures_s: float) -> float:
-    """The part of the time that saves and repeated steps take: one save an interval, half an
-    interval a failure.
+    """Return the share of time lost to saves and repeated steps: one save per interval, half an
+    interval per failure.
     """
     return save_s / interval_s + interval_s / 2 / between_failures_s

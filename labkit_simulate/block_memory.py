@@ -25,8 +25,8 @@ class MemoryCurve:
     """Memory of a simulated rank over its step.
 
     Attributes:
-        held_bytes: bytes after each change.
-        marks: where in ``held_bytes`` each phase and block began.
+        bytes_by_change: bytes after each change.
+        marks: where in ``bytes_by_change`` each phase and block began.
         peak: index of the largest value.
         at_peak: bytes at the peak by block and category.
     """

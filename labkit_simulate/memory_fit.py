@@ -16,11 +16,10 @@ class MemoryFit:
     """The decision; true if the rank fits.
 
     Attributes:
-        reserved: largest number of bytes that the allocator reserves.
-        outside: bytes taken outside the allocator.
-        budget: bytes of the GPU.
-        gathered_ahead: bytes of the largest FSDP unit at the forward peak. A GPU may prefetch it
-            during
+        allocator_bytes: the most that the allocator reserves.
+        overhead_bytes: memory outside the allocator.
+        budget_bytes: memory of the GPU.
+        prefetch_bytes: of the largest FSDP unit at the forward peak. A GPU may prefetch it during
             the unit before, which a simulation on the CPU does not show.
     """
 

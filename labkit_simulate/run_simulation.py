@@ -57,12 +57,11 @@ def simulate(
         world_size: how many ranks the program finds itself among.
         rank: the one that is simulated, or several: each is a process. "different" takes those that
             differ from each
-            other: which, says ``Config.different_ranks(world_size)`` of the program, else the
-                first, the one in the
-            middle and the last. "all" takes all of up to 64.
+            other, which are the program's ``Config.different_ranks(world_size)``, or else the first,
+            the middle and the last. "all" takes all of up to 64.
         hardware: kind of host by its name in ``labkit_simulate.theory.hardware``, such as
             "h100-8x", or a ``Hardware``: then ``reckoned_step_s`` and others are values of the
-            result, and its time line is that of the step there. ``labkit_simulate.estimate.reckon``
+            result, and its time line is that of the step there. ``estimate.estimate_rank_step``
             does it for other hardware, without simulating again.
         ranks_per_host: GPUs of a host: what crosses from host to host is counted as of a run on
             several hosts. By default those of the hardware, or 8.

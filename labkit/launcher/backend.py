@@ -101,9 +101,9 @@ class LocalBackend:
 
 
 def load_cluster() -> Any:
-    """Return the module for several hosts, with ``parse_hosts`` and ``MultiHostBackend``.
+    """Return the package for several hosts, with ``parse_hosts`` and ``MultiHostBackend``.
 
-    It is imported by name: the core does not depend on it.
+    It is imported by name, because the core does not depend on it.
     """
     return importlib.import_module(CLUSTER_MODULE)
 
@@ -117,15 +117,15 @@ def watch_ranks(
     timeout_s: float = math.inf,
     on_timeout: Callable[[], int] = lambda: EXIT_FAILED,
 ) -> int:
-    """Wait for torchrun's end; return its exit status.
+    """Wait for torchrun's end or the time limit; return torchrun's exit status.
 
     Args:
-        wait: returns the exit status, or raises subprocess.TimeoutExpired after so many seconds.
-        has_failed: whether the run has failed; asked after each of these waits.
-        poll_period_s: how long each of them is.
+        wait: returns the exit status, or raises subprocess.TimeoutExpired after this many seconds.
+        has_failed: whether the run has failed; called after each wait.
+        poll_period_s: the length of each wait.
         grace_s: how long after a failure torchrun may take to end; then EXIT_FAILED is returned.
-        timeout_s: how long the run may take.
-        on_timeout: called after that; returns the exit status instead.
+        timeout_s: the time limit of the run.
+        on_timeout: called at the time limit; returns the exit status instead.
     """
     limit, failed_at = time.monotonic() + timeout_s, math.inf
     while True:

@@ -1,11 +1,11 @@
-"""Finds the first failure of a run among what its ranks and torchrun left behind.
+"""Find the first failure of a run in what its ranks and torchrun left behind.
 
 One rank fails, and within milliseconds the others fail too, because it no longer answers. The
 learner needs the first:
 
 1. the earliest exception that does not look like the consequence of another rank's end;
 2. a rank that ended without an exception: by a signal, or with an exit status of its own;
-3. torchrun, where a signal ended it;
+3. torchrun, if a signal ended it;
 4. the earliest exception that does look like a consequence;
 5. torchrun itself, with the end of its log.
 """
@@ -29,13 +29,13 @@ SIGNAL_MEANINGS = {
 
 
 def read_rank_errors(folder: RunFolder) -> list[dict[str, Any]]:
-    """The exceptions that ended ranks, the earliest first."""
+    """Return the exceptions that ended ranks, the earliest first."""
     found = [read_json(path) for path in folder.path.glob("rank_*.error.json")]
     return sorted((error for error in found if error), key=lambda error: error["time"])
 
 
 def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
-    """The failure to report for a run whose torchrun ended with this status (negative: the signal
+    """Return the failure to report for a run, given torchrun's exit status (negative: the signal
     that ended it).
     """
     errors = read_rank_errors(folder)
@@ -51,8 +51,8 @@ def first_failure(folder: RunFolder, torchrun_status: int) -> RankFailed:
 
 
 def timeout_failure(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimedOut:
-    """The failure of a run that was stopped at its limit, after its ranks were asked for their
-    stacks.
+    """Return the failure of a run that was stopped at its time limit, after its ranks' stacks were
+    requested.
     """
     stacks = {rank: read_stack(folder, rank) or "(no answer)" for rank in range(ranks)}
     outputs = {rank: read_tail(folder.log(rank), lines=100_000) for rank in range(ranks)}
@@ -60,7 +60,7 @@ def timeout_failure(folder: RunFolder, timeout_s: float, ranks: int) -> RunTimed
 
 
 def _read_rank_exits(folder: RunFolder) -> list[dict[str, Any]]:
-    """How ranks ended, as each host's torchrun saw it; those of the host that wrote first come
+    """Return how ranks ended, as each host's torchrun reported; the host that wrote first comes
     first.
     """
     paths = sorted(folder.path.glob("exit*.json"), key=lambda path: path.stat().st_mtime)
@@ -68,7 +68,7 @@ def _read_rank_exits(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def read_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a text file, "" where there is none."""
+    """Return the last lines of a text file, "" if there is none."""
     if not path.exists():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
@@ -82,7 +82,7 @@ def _exception_failure(folder: RunFolder, error: dict[str, Any], remark: str = "
 
 
 def _torchrun_error_log(folder: RunFolder) -> Path:
-    """The log of the torchrun that failed: of several, the first in which there is an exception."""
+    """Return the log of the torchrun that failed: of several, the first with an exception."""
     logs = sorted(folder.path.glob("torchrun*.log"))
     return next(
         (log for log in logs if "Traceback" in log.read_text(errors="replace")), folder.torchrun_log
@@ -90,7 +90,9 @@ def _torchrun_error_log(folder: RunFolder) -> Path:
 
 
 def _early_exit_remark(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
-    """A remark about ranks that ended well while others still waited for them; "" for none."""
+    """Return a remark about ranks that ended well while others still waited for them; "" for
+    none.
+    """
     ends = _read_rank_exits(folder)
     # torchrun was stopped before it could report.
     if not ends:
@@ -106,7 +108,9 @@ def _early_exit_remark(folder: RunFolder, errors: list[dict[str, Any]]) -> str:
 
 
 def _first_silent_exit(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
-    """The first rank that ended without an exception and not by torchrun's SIGTERM; {} for none."""
+    """Return the first rank that ended without an exception and not by torchrun's SIGTERM; {} for
+    none.
+    """
     ends = _read_rank_exits(folder)
     silent = [end for end in ends if end["rank"] not in raised]
     by_itself = [end for end in silent if end["signal"] != "SIGTERM"]
@@ -115,7 +119,7 @@ def _first_silent_exit(folder: RunFolder, raised: set[int]) -> dict[str, Any]:
 
 
 def _exit_status_failure(folder: RunFolder, rank: int, status: int) -> RankFailed:
-    """The failure of a rank, or of torchrun (-1), that ended with this status and without an
+    """Return the failure of a rank, or of torchrun (-1), that ended with this status and without an
     exception.
     """
     log, stack, silent = (

@@ -1,4 +1,4 @@
-"""``%%torchrun``: a cell's code on real ranks.
+"""``%%torchrun``: run a cell's code on real ranks.
 
     %%torchrun -n 4
     dist.init_process_group()
@@ -6,8 +6,8 @@
     dist.all_reduce(x)
     x
 
-Every rank runs the cell as a script of its own, in a new process: plain PyTorch is enough. What the
-ranks print appears while they run, and at the end once more, sorted by rank; so does the value of
+Every rank runs the cell as a script of its own, in a new process: plain PyTorch is enough. The
+ranks' output appears while they run, and at the end once more, sorted by rank; so does the value of
 the last line.
 """
 
@@ -39,7 +39,7 @@ CONTEXT_LINES = 2
 
 @magics_class
 class TorchrunMagics(Magics):
-    """Holds the magic."""
+    """Holds the cell magic."""
 
     @magic_arguments()
     @argument("-n", "--nproc", type=int, default=2, help="number of ranks; 2 by default")
@@ -101,8 +101,8 @@ class TorchrunMagics(Magics):
             known[options.name] = result
 
     def show_failure(self, name: str, error: LabError, said: str) -> None:
-        """Show in red how a cell failed that was meant to, and keep the error under its name, if it
-        has one.
+        """Show in red how a cell failed that was meant to fail, and keep the error under its name,
+        if it has one.
         """
         print(said, file=sys.stderr)
         if name and self.shell:
@@ -110,8 +110,8 @@ class TorchrunMagics(Magics):
 
 
 def parse_cell(text: str) -> ast.Module:
-    """The code of a cell. Raises ParameterError for what is no Python, which IPython shows without
-    labkit's frames.
+    """Return the code of a cell. Raises ParameterError for invalid Python, which IPython shows
+    without labkit's frames.
     """
     try:
         tree = ast.parse(text, CELL_NAME)
@@ -125,7 +125,7 @@ def parse_cell(text: str) -> ast.Module:
 
 
 def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.ModuleType]:
-    """The modules of the notebook that code refers to, by the notebook's names for them."""
+    """Return the notebook's modules that the code uses, by the notebook's names for them."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return {
         name: known[name] for name in sorted(used) if isinstance(known.get(name), types.ModuleType)
@@ -133,7 +133,7 @@ def find_modules(tree: ast.AST, known: Mapping[str, Any]) -> dict[str, types.Mod
 
 
 def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the names that --use lists."""
+    """Return the values of the names after --use."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in known]:
         raise UsageError(
@@ -144,7 +144,7 @@ def lookup_names(names: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_output(logs: Mapping[int, str]) -> None:
-    """Print what ranks have printed: once where several have printed the same."""
+    """Print the ranks' output, once where several ranks have printed the same."""
     for who, log in group_by_text(logs):
         for line in log.splitlines():
             print(f"[{who}] {line}")
@@ -162,7 +162,9 @@ def show_values(result: RunResult) -> None:
 
 
 def group_by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Each different text with who has it, such as ("ranks 0–3", "…"); empty ones are left out."""
+    """Return each different text with its ranks, such as ("ranks 0–3", "…"); empty texts are left
+    out.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         if text:
@@ -171,7 +173,7 @@ def group_by_text(texts: Mapping[int, str]) -> list[tuple[str, str]]:
 
 
 def rank_list_text(ranks: list[int]) -> str:
-    """Ranks as a person lists them: "rank 2", "ranks 0–3", "ranks 0, 2–3"."""
+    """Return ranks as text: "rank 2", "ranks 0–3", "ranks 0, 2–3"."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:
@@ -183,9 +185,7 @@ def rank_list_text(ranks: list[int]) -> str:
 
 
 def output_before_failure(failure: RankFailed) -> dict[int, str]:
-    """The output of a failed run's ranks, without the traceback that the failing one printed at its
-    end.
-    """
+    """Return the output of a failed run's ranks, without the failing one's traceback at the end."""
     folder = RunFolder(failure.log.parent)
     paths = {int(path.stem.removeprefix("rank_")): path for path in folder.path.glob("rank_*.log")}
     logs = {rank: path.read_text(errors="replace") for rank, path in paths.items()}
@@ -193,7 +193,7 @@ def output_before_failure(failure: RankFailed) -> dict[int, str]:
 
 
 def strip_traceback(log: str, error: Path) -> str:
-    """A rank's output without the tracebacks, one or a chain, of the error that ended it."""
+    """Remove the tracebacks of the error that ended a rank from its output."""
     chain = read_json(error).get("traceback", "").count(TRACEBACK_HEADER)
     parts = log.split(TRACEBACK_HEADER)
     return re.sub(
@@ -204,7 +204,7 @@ def strip_traceback(log: str, error: Path) -> str:
 
 
 def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> str:
-    """What happened, on which rank, and the lines of the cell around it, marked."""
+    """Describe what happened, on which rank, with the lines of the cell around it, marked."""
     lines = [f"rank {failure.rank} failed: {failure.exc_type}: {failure.message}".rstrip(": ")]
     numbers = [int(number) for number in CELL_FRAME_PATTERN.findall(failure.traceback)]
     lines += [mark_line(text, numbers[-1])] if numbers else []
@@ -217,7 +217,7 @@ def failure_text(failure: RankFailed, text: str, known: Mapping[str, Any]) -> st
 
 
 def timeout_text(late: RunTimedOut, text: str) -> str:
-    """The line of the cell in which every rank was when the time was over."""
+    """Return the line of the cell in which every rank was at the time limit."""
     lines = [f"no end after {late.timeout_s:g} s (--timeout allows more). Where each rank was:"]
     places = {rank: main_thread_line(stack) for rank, stack in sorted(late.stacks.items())}
     said = {
@@ -232,13 +232,13 @@ def timeout_text(late: RunTimedOut, text: str) -> str:
 
 
 def main_thread_line(stack: str) -> str | None:
-    """The innermost line of the cell in the oldest thread that is in it."""
+    """Return the innermost line of the cell in the oldest thread that runs it."""
     threads = [CELL_FRAME_PATTERN.findall(thread) for thread in stack.split("\n\n")]
     return next((lines[0] for lines in reversed(threads) if lines), None)
 
 
 def mark_line(text: str, number: int) -> str:
-    """Some lines of a cell with their numbers, and an arrow at one."""
+    """Return some lines of a cell with their numbers, and an arrow at one."""
     numbered = list(enumerate(text.rstrip().split("\n"), start=1))[1:]
     near = [(each, line) for each, line in numbered if abs(each - number) <= CONTEXT_LINES]
     return "\n".join(
@@ -247,7 +247,7 @@ def mark_line(text: str, number: int) -> str:
 
 
 def replace_traceback(error: LabError, text: str) -> LabError:
-    """The same error, which IPython will show as this text and not as labkit's own frames."""
+    """Return the same error, which IPython then shows as this text instead of labkit's frames."""
     error.args = (text,)
     error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
     return error

@@ -1,10 +1,9 @@
-"""A network of its own for each run, for machines that others use as well: set LABKIT_NETWORK=own.
+"""A network of its own for each run, for shared machines: set LABKIT_NETWORK=own.
 
-Whoever is logged in shares the machine's loopback, and neither torch's store nor gloo asks who
-connects to it. In a network namespace of its own a run has a loopback that no other process can
-reach, and nothing else: its ranks cannot download anything either, which is why nobody gets it
-unasked. Linux alone has it. Root may make one; other users may where the system gives them user
-namespaces.
+All users share the machine's loopback, and neither torch's store nor gloo authenticates those who
+connect. In a network namespace a run has a loopback that no other process can reach, and nothing
+else: its ranks cannot download anything either, so it is not the default. Only Linux has network
+namespaces. Root may create one; other users may if the system allows user namespaces.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ INTERFACE_FLAGS = struct.Struct("16sh22x")
 
 
 def is_namespace_requested() -> bool:
-    """Whether runs are to have networks of their own.
+    """Tell whether runs should have networks of their own.
 
     Raises:
         ParameterError: LABKIT_NETWORK is something else than "own", or this is not Linux.
@@ -44,8 +43,8 @@ def is_namespace_requested() -> bool:
 
 
 def enter_namespace() -> None:
-    """Give this process, which must have one thread, and all that it will start, a network with a
-    loopback alone.
+    """Give this process, which must have one thread, and all its children a network with a loopback
+    only.
 
     Raises:
         LabError: the system does not allow it.
@@ -64,8 +63,8 @@ def enter_namespace() -> None:
 
 
 def _enter_as_unprivileged_user() -> None:
-    """The same within a user namespace, in which this user has the right to it, and is still the
-    same user.
+    """Enter it inside a user namespace, where this user has the right to do so and keeps the same
+    user id.
     """
     user, group = os.geteuid(), os.getegid()
     if not _call_unshare(CLONE_NEWUSER | CLONE_NEWNET):

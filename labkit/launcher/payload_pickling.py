@@ -1,6 +1,6 @@
-"""Packs what a notebook gives to its ranks: by value, with whatever it uses of other cells.
+"""Pack what a notebook sends to its ranks: by value, with everything it uses from other cells.
 
-The counterpart on the ranks' side is session/payload.py.
+session/payload.py unpacks it in the ranks.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from labkit.errors import ParameterError, shorten
 
 
 class PayloadError(ParameterError):
-    """Something that was to be given to the ranks cannot leave this process."""
+    """Something that should be sent to the ranks cannot be pickled."""
 
 
 def pack_payload(given: Mapping[str, Any]) -> bytes:
-    """Values and functions as ``payload.unpack_payload`` reads them.
+    """Pack values and functions for ``payload.unpack_payload``.
 
-    Functions, classes and modules of the notebook travel by value, since a rank may not find their
-    file, or run too much of it; those of installed packages by name.
+    Functions, classes and modules of the notebook are pickled by value, since a rank may not find
+    their file, or would run too much of it; those of installed packages by name.
 
     Raises:
-        Unsendable: one of them uses something that cannot leave this process.
+        PayloadError: one of them uses something that cannot be pickled.
     """
     file = io.BytesIO()
     here = os.getcwd()
@@ -62,15 +62,13 @@ def _is_picklable(value: Any) -> bool:
 
 
 def _cell_sources() -> dict[str, list[str]]:
-    """The lines of cells, which lie in no file, by the name that their code goes by."""
+    """Return the source lines of cells, which are in no file, by the file name of their code."""
     cached = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) > 2}
     return {name: lines for name, lines in cached.items() if lines and not os.path.exists(name)}
 
 
 def function_source(function: Callable[..., Any]) -> str:
-    """What a run's folder tells of a function that it was given: its source, where that can be
-    had.
-    """
+    """Return the source of a function for the run's folder, if it can be found."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -80,8 +78,8 @@ def function_source(function: Callable[..., Any]) -> str:
 def validate_replacements(
     given: Mapping[str, Any], wanted: Mapping[str, inspect.Signature], program: str
 ) -> None:
-    """Raise ParameterError unless each is a function that a program can call in place of its own of
-    that name.
+    """Raise ParameterError unless each is a function that the program can call instead of its own
+    of that name.
     """
     if not isinstance(given, Mapping):
         raise ParameterError(
@@ -106,7 +104,7 @@ def validate_replacements(
 
 
 def _accepts_signature(function: Callable[..., Any], wanted: inspect.Signature) -> bool:
-    """Whether a function can be called with the arguments of a signature."""
+    """Tell whether a function can be called with the arguments of a signature."""
     by_name = {
         name
         for name, each in wanted.parameters.items()

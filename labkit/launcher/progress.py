@@ -1,10 +1,10 @@
-"""Shows how a run goes: ranks started, step k of n, elapsed time, and what the ranks print.
+"""Show the progress of a run: ranks started, step k of n, elapsed time, and what the ranks print.
 
-In a notebook this is one block that is redrawn in place and emptied at the end, so that nothing of
-it (times, which differ from run to run) stays in the saved notebook; the output stays in
-``result.ranks[i].log()``. It is drawn as HTML rather than as a widget, because the state of a
-widget does stay. Elsewhere it is text on stderr. The environment variable LABKIT_PROGRESS chooses:
-``off``, ``text`` or ``notebook``.
+In a notebook this is one block that is redrawn in place and emptied at the end, so that times,
+which differ from run to run, do not stay in the saved notebook; the output stays in
+``result.ranks[i].log()``. It is HTML and not a widget, because the state of a widget would stay.
+Elsewhere it is text on stderr. The environment variable LABKIT_PROGRESS chooses: ``off``, ``text``
+or ``notebook``.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class TailReader:
         self.path, self._position, self._rest = path, 0, b""
 
     def read_lines(self) -> list[str]:
-        """The lines that were completed since the last call."""
+        """Return the lines that were completed since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._position)
@@ -54,14 +54,14 @@ class TailReader:
         return [line.decode(errors="replace") for line in lines]
 
     def read_remainder(self) -> list[str]:
-        """What follows the last complete line, once the file no longer grows."""
+        """Return what follows the last complete line, once the file no longer grows."""
         unfinished, self._rest = self._rest, b""
         return [unfinished.decode(errors="replace")] if unfinished else []
 
 
 @dataclass
 class ProgressState:
-    """How far a run has come."""
+    """The progress of a run."""
 
     program: str
     nproc: int
@@ -72,7 +72,7 @@ class ProgressState:
 
     @property
     def fraction(self) -> float:
-        """Part of the planned steps that are done, 0 to 1."""
+        """The share of the planned steps that are done, 0 to 1."""
         return min(1.0, self.done_steps / self.planned_steps) if self.planned_steps else 0.0
 
     def __str__(self) -> str:
@@ -85,13 +85,15 @@ class Display:
     """Where progress is shown; this one shows nothing."""
 
     def show_wait_reason(self, text: str) -> None:
-        """Show why the run has not begun yet."""
+        """Show why the run has not started yet."""
 
     def show(self, state: ProgressState, lines: list[str]) -> None:
         """Show the state, and lines that ranks have printed since the last call."""
 
     def close(self, state: ProgressState, outcome: str) -> None:
-        """The run has ended: "ok", "differs" (its check), "failed", "timed out", "interrupted"."""
+        """Show how the run ended: "ok", "differs" (its check), "failed", "timed out",
+        "interrupted".
+        """
 
 
 class TextDisplay(Display):
@@ -121,10 +123,10 @@ class TextDisplay(Display):
         self._print_lines(f"{state}: {outcome}", whoever_reads=True)
 
     def _print_lines(self, *lines: str, whoever_reads: bool = False) -> None:
-        """Print what is still unsaid and these lines, as far as somebody reads, or all of it.
+        """Print what is waiting and these lines, as far as the pipe takes them, or all of it.
 
-        Who reads a pipe slowly must hold up neither the run nor its time limit, and who has gone
-        must not end it.
+        A slow reader of a pipe must not delay the run or its time limit, and one that has gone must
+        not end it.
         """
         self._unsaid.extend(lines)
         try:
@@ -145,8 +147,8 @@ class TextDisplay(Display):
 
 
 def can_write_line(file: Any) -> bool:
-    """Whether a line goes into this file at once, and not only when somebody has read from the pipe
-    that it is.
+    """Tell whether a line can be written to this file now, without waiting for the reader of a
+    pipe.
     """
     try:
         number = file.fileno()
@@ -159,8 +161,8 @@ def can_write_line(file: Any) -> bool:
 
 
 def redirect_to_devnull(file: Any) -> None:
-    """Let what is written to this pipe, whose reader has gone, vanish. Otherwise Python fails at
-    its end once more.
+    """Redirect a pipe whose reader has gone to /dev/null. Otherwise Python would fail again at
+    exit.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file.fileno())
@@ -202,7 +204,7 @@ class NotebookDisplay(Display):
 
 
 class RunMonitor:
-    """Follows the files of one run and feeds a display."""
+    """Follows the files of one run and updates a display."""
 
     def __init__(self, folder: RunFolder, program: str, ranks: Sequence[int], display: Display):
         self.state = ProgressState(program, len(ranks))
@@ -212,7 +214,7 @@ class RunMonitor:
         self._display = display
 
     def update(self) -> None:
-        """Read what is new and show it."""
+        """Read what is new, and show it."""
         for record in self._records.read_lines():
             # load_result reports a broken record, with its file.
             with contextlib.suppress(*PARSE_ERRORS):
@@ -244,7 +246,7 @@ class RunMonitor:
 
 
 def _clip_line(line: str, log: Path) -> str:
-    """A line that is short enough to be shown."""
+    """Shorten a line so that it can be shown."""
     if len(line) <= MAX_DISPLAY_CHARACTERS:
         return line
     return f"{line[:MAX_DISPLAY_CHARACTERS]} ... ({len(line):,} characters; all are in {log})"
@@ -255,8 +257,8 @@ _display_override: ContextVar[Display | None] = ContextVar("_given", default=Non
 
 @contextlib.contextmanager
 def use_display(display: Display) -> Iterator[None]:
-    """Runs of this thread show their progress on this display. One that raises KeyboardInterrupt
-    ends its run.
+    """Show the progress of this thread's runs on this display. A KeyboardInterrupt from it ends the
+    run.
     """
     token = _display_override.set(display)
     try:
@@ -266,11 +268,11 @@ def use_display(display: Display) -> Iterator[None]:
 
 
 def choose_display() -> Display:
-    """The display for where this runs: the one of ``shown_on``, else by LABKIT_PROGRESS and the
-    place.
+    """Return the display: that of ``use_display``, otherwise by LABKIT_PROGRESS and where this
+    process runs.
 
     Raises:
-        ParameterError: LABKIT_PROGRESS asks for one that there is not.
+        ParameterError: LABKIT_PROGRESS has an unknown value.
     """
     if given := _display_override.get():
         return given
@@ -290,7 +292,7 @@ def choose_display() -> Display:
 
 
 def in_kernel() -> bool:
-    """Whether this is a Jupyter kernel, told without importing IPython."""
+    """Tell whether this is a Jupyter kernel, without importing IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return hasattr(shell, "kernel")

@@ -1,14 +1,13 @@
-"""How the torchruns of a run meet: at once.
+"""Immediate rendezvous for the torchruns of a run.
 
 torch's own rendezvous is made for hosts that come and go, which poll a store until enough have
-come; on one host that was four fifths of a short run. torch takes handlers of one's own:
-``--rdzv-backend`` names one that was registered. One host has nobody to wait for. Several have met
-already, while torchrun was importing torch (meeting.py).
+come; on one host that was four fifths of a short run. torch accepts other handlers:
+``--rdzv-backend`` names a registered one. A single host waits for nobody. Several have found each
+other already, while torchrun was importing torch (labkit_cluster/host_rendezvous.py).
 
-The store that is made here serves the ranks' process group; of several hosts the torchruns use it,
-too. It listens at one address, 127.0.0.1 or the one at which the hosts have met, and at a port that
-the system has given to it and to no other run; torch's own listens on every interface. It asks
-nobody for a login.
+The store that is made here serves the ranks' process group, and the torchruns of several hosts. It
+listens at one address, 127.0.0.1 or the one that the hosts agreed on, and at a port that the system
+gave to no other run; torch's own listens on every interface. It does not authenticate.
 """
 
 import contextlib
@@ -38,14 +37,14 @@ MAX_MESSAGE_BYTES = 4096
 
 
 class SingleRoundHandler(RendezvousHandler):
-    """A rendezvous of one round: labkit starts no rank a second time."""
+    """A rendezvous with one round: labkit never restarts a rank."""
 
     def __init__(self, run_id: str):
         self._run_id = run_id
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks join the store of this process."""
+        """Let the ranks join the store of this process."""
         return True
 
     def get_run_id(self) -> str:
@@ -65,11 +64,10 @@ class SingleRoundHandler(RendezvousHandler):
 
 
 class SingleHostHandler(SingleRoundHandler):
-    """The rendezvous of a torchrun that is alone.
+    """The rendezvous of a single torchrun.
 
-    A store has a thread, and a fork at a moment at which that thread holds a lock waits for it for
-    ever. So here the store begins when all ranks are forked; until then the system keeps those
-    waiting that connect.
+    A store has a thread, and a fork made while that thread holds a lock waits for it forever. So
+    the store starts after all ranks are forked; until then the system queues those that connect.
     """
 
     def __init__(self, run_id: str):
@@ -96,7 +94,7 @@ class SingleHostHandler(SingleRoundHandler):
 
 
 class MultiHostHandler(SingleRoundHandler):
-    """The rendezvous of a torchrun whose host meets the others. The store is that of host 0."""
+    """The rendezvous of one torchrun among several hosts. The store is that of host 0."""
 
     def __init__(self, run_id: str, told: socket.socket):
         super().__init__(run_id)
@@ -106,7 +104,7 @@ class MultiHostHandler(SingleRoundHandler):
         return SEVERAL_HOSTS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for what labkit_cluster/host_torchrun.py says of the meeting."""
+        """Wait for the result that labkit_cluster/host_torchrun.py sends."""
         with self._told:
             word, doors, *_ = socket.recv_fds(self._told, MAX_MESSAGE_BYTES, 1)
         if not word:
@@ -127,8 +125,8 @@ class MultiHostHandler(SingleRoundHandler):
 
 
 def _make_tcp_store(address: str, port: int, listening: int | None = None) -> Any:
-    """The store at this address: this process's own where it has the listening socket, else
-    another's.
+    """Return the store at this address: of this process if it has the listening socket, otherwise
+    of another.
     """
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -151,7 +149,7 @@ def _call_after_ranks_start(serve: Callable[[], None]) -> None:
 
 
 def _close_listener_in_fork(listening: int, inode: int) -> None:
-    """In a rank, which is a fork: the store is not its own. In a fork of that one the number may be
+    """Close the listener in a rank, which is a fork. In a fork of the rank, the number may be
     another file's.
     """
     with contextlib.suppress(OSError):
@@ -160,7 +158,7 @@ def _close_listener_in_fork(listening: int, inode: int) -> None:
 
 
 def register_handlers() -> None:
-    """Let torchrun find both by their names."""
+    """Register both handlers by their names."""
     rendezvous_handler_registry.register(
         ONE_HOST, lambda parameters: SingleHostHandler(parameters.run_id)
     )

@@ -1,8 +1,8 @@
-"""What a machine has run out of, read from the words of an error, and what to do about it.
+"""Recognise an exhausted resource by the text of an error, and say what to do.
 
-Limits of a system show themselves in many places, in the notebook's process, in torchrun and in
-ranks, and always as somebody else's error: a store that finds no loop, a thread that does not
-start. The words are few.
+A system's limits show up in the notebook's process, in torchrun and in ranks, and always as
+somebody else's error: a store that finds no event loop, a thread that does not start. They share a
+few phrases.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ MEMORY_CAP_WORDS = MemoryCapExceeded.__name__
 
 
 def shortage_fix(text: str) -> str:
-    """What to do about a shortage that this text tells of, as a sentence that begins a line; ""
-    where it tells none.
+    """Return what to do about a shortage that this text mentions, as a sentence on a line of its
+    own; "" for none.
     """
     if any(words in text for words in FILE_LIMIT_WORDS):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -58,7 +58,7 @@ def shortage_fix(text: str) -> str:
 
 @contextlib.contextmanager
 def explain_shortage() -> Iterator[None]:
-    """Turn an error of this process that tells of a shortage into a LabError that says what to
+    """Turn an error of this process that mentions a shortage into a LabError that says what to
     do.
     """
     try:

@@ -1,10 +1,10 @@
-"""Runs of one machine, whoever asks for them, take turns: as many at a time as cores and memory
-allow.
+"""Runs on one machine take turns, whichever process starts them: as many at a time as cores and
+memory allow.
 
-There is no server. Every run holds a ticket, a file that it keeps locked, in a folder that all
-processes of this user share, and that no other user can enter; the lock goes when the process goes,
-however it goes. Tickets are numbered in the order of arrival, and nobody overtakes. One lock on the
-folder makes each look at the tickets a step of its own.
+There is no server. Every run has a ticket, a file that it keeps locked, in a folder that all
+processes of this user share and no other user can enter; the lock ends with the process. Tickets
+are numbered in the order of arrival, and none overtakes another. One lock on the folder makes each
+look at the tickets atomic.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ RANK_BYTES = 400 * 2**20
 
 @dataclass(frozen=True)
 class ResourceNeeds:
-    """What a run needs of the machine.
+    """The resources that a run needs.
 
     Attributes:
         cores: one for each rank, but no more than there are.
-        memory: bytes.
-        gpus: whether it may use GPUs, which it then has to itself.
+        memory_bytes: bytes of memory.
+        uses_gpus: whether it may use GPUs, which it then has to itself.
     """
 
     cores: int
@@ -45,24 +45,24 @@ class ResourceNeeds:
 
     @classmethod
     def for_run(cls, nproc: int, device: str) -> "ResourceNeeds":
-        """That of a run on so many ranks."""
+        """Return the needs of a run on this many ranks."""
         gpus = device != "cpu" and Path("/dev/nvidiactl").exists()
         return cls(min(nproc, len(requirements.usable_cores())), nproc * RANK_BYTES, gpus)
 
 
 @contextlib.contextmanager
 def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[None]:
-    """Wait until the machine has room for a run, and keep others out of that room while it lasts.
+    """Wait until the machine has the resources for a run, and reserve them inside the block.
 
-    A run within a run does not wait: its room was taken by the outer one.
+    A run within a run does not wait: the outer one has reserved them.
 
     Args:
         need: what the run needs.
-        tell: called again and again while this waits, with the number of runs that come before.
+        tell: called again and again during the wait, with the number of runs ahead.
 
     Raises:
         ParameterError: LABKIT_QUEUE is neither 0 nor 1.
-        LabError: no place for the tickets.
+        LabError: there is no place for the tickets.
     """
     switch = os.environ.get(ENV_QUEUE, "1")
     if switch not in ("0", "1"):
@@ -86,7 +86,7 @@ def wait_for_turn(need: ResourceNeeds, tell: Callable[[int], None]) -> Iterator[
 
 
 class Ticket:
-    """A place in the queue. The name of its file: number, cores, gpus, process, and whether it is
+    """A place in the queue. Its file's name holds number, cores, GPUs, process, and whether it is
     running.
     """
 
@@ -103,8 +103,8 @@ class Ticket:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def count_runs_ahead(self) -> int:
-        """How many runs this one has to wait for; 0: it has its turn, and keeps it until
-        ``leave``.
+        """Return how many runs this one must wait for; at 0 it has its turn, and keeps it until
+        ``release``.
         """
         with _lock_queue(self.folder):
             if not self.path.exists():  # someone cleaned up
@@ -139,7 +139,9 @@ class Ticket:
 
 
 def _close_locks_in_fork() -> None:
-    """A fork of this process has the files, too, and would keep them locked."""
+    """Close the inherited files in a fork of this process, which would otherwise keep them
+    locked.
+    """
     for lock in Ticket.lock_files:
         lock.close()
     Ticket.lock_files.clear()
@@ -149,7 +151,9 @@ os.register_at_fork(after_in_child=_close_locks_in_fork)
 
 
 def _is_suspended(path: Path) -> bool:
-    """Whether a ticket's process stands still (Ctrl-Z), so that those behind it need not wait."""
+    """Tell whether a ticket's process is suspended (Ctrl-Z), so that those behind it need not
+    wait.
+    """
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(int(path.name.split("-")[3])).status() == psutil.STATUS_STOPPED)
     return False
@@ -166,7 +170,7 @@ def _create_ticket(need: ResourceNeeds) -> Ticket:
 
 
 def live_tickets(folder: Path) -> list[Path]:
-    """All tickets whose process is alive; those of the dead are removed."""
+    """Return all tickets whose process is alive, and remove the others."""
     alive = []
     for path in sorted(folder.glob(TICKET_PATTERN)):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -181,7 +185,7 @@ def live_tickets(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _lock_queue(folder: Path) -> Iterator[None]:
-    """One process at a time; the folder is made where it is not there, or no longer."""
+    """Let one process in at a time; the folder is created if necessary."""
     with _explain_os_errors():
         private_files.make_own_folder(folder)
         with private_files.lock_file(folder / "lock"):
@@ -190,7 +194,7 @@ def _lock_queue(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_os_errors() -> Iterator[None]:
-    """Turns an OSError into a LabError that names the file and the fix."""
+    """Turn an OSError into a LabError that names the file and the fix."""
     try:
         yield
     except OSError as error:

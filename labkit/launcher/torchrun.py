@@ -1,13 +1,13 @@
-"""torchrun, as one run's process: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``, started
-by process.start.
+"""torchrun as the process of one run: ``python -m labkit.launcher.torchrun FOLDER ARGUMENTS``,
+started by process.start.
 
-torch's own torchrun runs here unchanged. Four things are added: the run ends when the notebook's
-process is gone, however it went (torchrun alone would go on); no process that a rank has started
-outlives it; the way each failed rank ended is written to exit.json; and it meets itself at once
-(rendezvous_handlers.py). Two are shortened: once a rank has failed, the others have two seconds to
-obey SIGTERM, not thirty; and on Linux ranks are forked from here, where torch and what else the
-program takes of it is imported already, instead of each starting Python and importing it again.
-This process in its turn is a fork of the warm parent (parent.py) where there is one.
+torch's own torchrun runs here unchanged, with four additions. The run ends when the notebook's
+process is gone, for whatever reason (torchrun alone would continue); no process that a rank has
+started outlives it; the exit of each failed rank is written to exit.json; and the rendezvous is
+immediate (rendezvous_handlers.py). Two things are faster: once a rank has failed, the others have
+two seconds to obey SIGTERM, not thirty; and on Linux ranks are forked from this process, which has
+imported torch and the program's other modules, instead of each starting Python and importing them
+again. This process is itself a fork of the fork server (fork_server.py), if there is one.
 """
 
 import ast
@@ -45,7 +45,7 @@ WORKER_MODULE = "labkit.launcher.worker"
 
 
 def main() -> None:
-    """Be torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
+    """Run torchrun: sys.argv holds the run's folder and torchrun's arguments. Does not return."""
     folder = RunFolder(Path(sys.argv[1]))
     _adopt_orphans()
     # This must happen before there is a second thread.
@@ -73,8 +73,8 @@ def main() -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of what loses its own in this run, so that it can be found whatever its
-    session is. Linux only.
+    """Become the parent of processes in this run whose own parent ends, so that they can be found
+    in any session. Linux only.
 
     A program that starts a process with an empty environment, in a session of its own, leaves no
     other trace of it.
@@ -84,8 +84,8 @@ def _adopt_orphans() -> None:
 
 
 def _has_children() -> bool:
-    """Whether a child lives, after the ranks have ended: an orphan. Those that have ended are
-    collected.
+    """Tell whether a child process is left after the ranks have ended, and collect those that have
+    ended.
     """
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -95,11 +95,12 @@ def _has_children() -> bool:
 
 
 def can_fork() -> bool:
-    """Whether ranks can be forked from this process. Otherwise each starts a Python of its own.
+    """Tell whether ranks can be forked from this process. Otherwise each starts a Python of its
+    own.
 
-    CUDA does not survive a fork: it is untouched as long as this process holds no file of the
-    driver open. Outside Linux the systems' own libraries do not survive it: forking after they were
-    loaded can crash (Python's own default there is spawn).
+    CUDA does not survive a fork; it is unused as long as this process has no file of the driver
+    open. Outside Linux the systems' own libraries do not survive a fork, which can then crash
+    (Python's own default there is spawn).
     """
     return sys.platform == "linux" and not any(
         name.startswith("/dev/nvidia") for name in _list_open_files()
@@ -114,7 +115,7 @@ def _list_open_files() -> Iterator[str]:
 
 
 def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
-    """Run torchrun to its end; returns its exit status."""
+    """Run torchrun until it ends; return its exit status."""
     # Importing takes a second, so the watch begins first.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -140,8 +141,8 @@ def _run_torchrun(folder: RunFolder, arguments: list[str]) -> int:
 
 
 def _import_for_ranks(arguments: list[str]) -> None:
-    """Import what the program imports of torch and labkit: once for all ranks of this host, rather
-    than in each.
+    """Import the program's modules of torch and labkit, once for all ranks of this host instead of
+    in each.
     """
     # torchrun and the ranks report what is wrong.
     with contextlib.suppress(Exception):
@@ -154,11 +155,11 @@ def _import_for_ranks(arguments: list[str]) -> None:
 
 
 def list_imports(program: Path) -> list[str]:
-    """List the modules of torch and labkit that a program imports at its top, and what may be
-    modules of them.
+    """List the modules of torch and labkit that a program imports at its top level, and names that
+    may be modules.
 
-    A program that hands ``track=`` to ``session.steps`` has its memory followed, so its list holds
-    the tracker, too.
+    A program that passes ``track=`` to ``session.steps`` has its memory followed, so its list
+    includes the tracker.
 
     Raises:
         OSError, SyntaxError: the program cannot be read.
@@ -179,7 +180,9 @@ def list_imports(program: Path) -> list[str]:
 
 
 def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
-    """One failed rank as torchrun saw it; ``signal`` is "" for a rank that left by itself."""
+    """Return torchrun's report of one failed rank; ``signal`` is "" for a rank that exited by
+    itself.
+    """
     name = signal.Signals(-failed.exitcode).name if failed.exitcode < 0 else ""
     return {
         "rank": rank_of_process(rank),
@@ -191,8 +194,8 @@ def _failure_entry(rank: int, failed: Any) -> dict[str, Any]:
 
 
 def _limit_shutdown_time() -> None:
-    """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not reach the end
-    after a failure.
+    """Give ranks two seconds to obey SIGTERM. torchrun's --shutdown-timeout does not apply after a
+    failure.
     """
     close = torch_private.get("PContext.close")
 
@@ -205,13 +208,12 @@ def _limit_shutdown_time() -> None:
 
 
 def _fork_ranks() -> None:
-    """Let torchrun fork this process for each rank. Importing torch is most of what a rank does
-    before it runs.
+    """Let torchrun fork this process for each rank. Importing torch takes most of the time before a
+    rank runs.
 
     torch has a public start_method="fork" (elastic_launch with a function), but its agent waits for
-    every rank's return
-    value: a rank that leaves with os._exit(0) hangs the run, and of several failures it reports
-        one.
+    every rank's return value: a rank that leaves with os._exit(0) hangs the run, and of several
+    failures it reports one.
     """
     start_anew = torch_private.get("SubprocessHandler._popen")
 
@@ -224,11 +226,11 @@ def _fork_ranks() -> None:
 
 
 class RankProcess:
-    """A rank that was forked, with what torchrun uses of subprocess.Popen: ``pid``, ``returncode``,
+    """A forked rank, with the part of subprocess.Popen that torchrun uses: ``pid``, ``returncode``,
     poll and wait.
 
-    torchrun polls its ranks in turn, again and again. Here that is a wait until any rank ends, so
-    that torchrun learns of it at once and does not take time from the ranks meanwhile.
+    torchrun polls its ranks in turn, again and again. Here a poll waits until any rank ends, so
+    that torchrun notices at once, and takes no time from the ranks until then.
     """
 
     pidfds: ClassVar[dict[int, int]] = {}
@@ -244,7 +246,7 @@ class RankProcess:
         RankProcess.pidfds[self.pid] = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
         if self.returncode is None:
             select.select(
                 [*RankProcess.pidfds.values()], [], [], POLL_PERIOD_S / len(RankProcess.pidfds)
@@ -265,7 +267,7 @@ class RankProcess:
 
 
 def _run_as_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
-    """What Popen and a new Python would have done, then the worker. Does not return."""
+    """Do what Popen and a new Python would have done, then run the worker. Does not return."""
     try:
         os.setsid()
         for descriptor in RankProcess.pidfds.values():
@@ -290,7 +292,9 @@ def _run_as_rank(arguments: tuple[str, ...], env: dict[str, str]) -> NoReturn:
 
 
 def _reseed_generators() -> None:
-    """As new Pythons have them: other ones in every rank and every run."""
+    """Seed the random generators, which a new Python would seed differently in every rank and
+    run.
+    """
     random.seed()
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].default_generator.seed()
@@ -306,7 +310,7 @@ def _watch_notebook(folder: RunFolder) -> None:
 
 
 def _is_notebook_gone() -> bool:
-    """Whether this process has another parent than the one that started it."""
+    """Tell whether the process that started this one has ended: the parent is then another."""
     return os.getppid() != int(os.environ[ENV_NOTEBOOK_PID])
 
 

@@ -1,9 +1,9 @@
-"""The notebook's side of warm launching: keeps a warm parent (parent.py) at hand, which forks
+"""The notebook's side of warm starts: keeps a fork server (fork_server.py) ready, which forks
 torchrun for a run.
 
-The parent imports for some seconds, in the background and never beside a run that is measured: a
-run that comes first is a cold one, during which the parent stands still; a later run waits for it.
-Who sets LABKIT_WARM=1 always waits.
+The server imports for some seconds, in the background and never beside a measured run: a first run
+is a cold one, and the server pauses during it; a later run waits for the server. LABKIT_WARM=1
+always waits.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ arrive anyway.
 
 
 class ForkServerGone(Exception):
-    """The warm parent has ended, or may not fork any more."""
+    """The fork server has ended, or may not fork any more."""
 
 
 class WarmTorchrun:
-    """A torchrun that the warm parent forked, with what labkit uses of subprocess.Popen: ``pid``
-    and ``wait``.
+    """A torchrun that the fork server forked, with the part of subprocess.Popen that labkit uses:
+    ``pid`` and ``wait``.
     """
 
     def __init__(self, answers: socket.socket, pid: int):
@@ -56,7 +56,7 @@ class WarmTorchrun:
         self._status: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, negative for a signal. Raises subprocess.TimeoutExpired after
+        """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired after
         ``timeout`` seconds.
         """
         if self._status is None:
@@ -72,7 +72,7 @@ class WarmTorchrun:
 
 
 class ForkServer:
-    """One warm parent, from its start to its end."""
+    """One fork server, from its start to its end."""
 
     def __init__(self) -> None:
         self.state = process_state()
@@ -103,8 +103,8 @@ class ForkServer:
             )
 
     def wait_until_ready(self, within_s: float) -> bool:
-        """Whether it has imported everything, or does so within this time. Raises Gone if it has
-        ended.
+        """Return whether it has imported everything by this time limit. Raises ForkServerGone if it
+        has ended.
         """
         if self.process.poll() is not None:
             raise ForkServerGone
@@ -121,7 +121,7 @@ class ForkServer:
         return True
 
     def send_command(self, word: bytes, files: Sequence[int] = ()) -> None:
-        """Tell it something. Raises Gone if it has ended."""
+        """Send it a command. Raises ForkServerGone if it has ended."""
         self._control.settimeout(None)
         try:
             socket.send_fds(self._control, [word], files)
@@ -129,7 +129,7 @@ class ForkServer:
             raise ForkServerGone from None
 
     def fork(self, request: dict[str, Any]) -> WarmTorchrun:
-        """Have it fork torchrun. Raises Gone if it cannot."""
+        """Let it fork torchrun. Raises ForkServerGone if it cannot."""
         ours, theirs = socket.socketpair()
         pid = 0
         with contextlib.ExitStack() as on_error:
@@ -152,13 +152,13 @@ class ForkServer:
         return WarmTorchrun(ours, pid)
 
     def close(self) -> None:
-        """Let it end when its runs have ended."""
+        """Let it end once its runs have ended."""
         self._control.close()
 
 
 class ForkServerManager:
-    """Has a warm parent at hand for this process: starts it, renews it, and keeps it still beside a
-    cold run.
+    """Keeps a fork server for this process: starts it, replaces it, and pauses it beside a cold
+    run.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,9 @@ class ForkServerManager:
 
     @contextlib.contextmanager
     def server_for_run(self, wish: bool | None) -> Iterator[ForkServer | None]:
-        """The parent for one run, or None if that is to be cold. ``wish`` as for ``decide``."""
+        """Return the server for one run, or None for a cold start. ``wish`` as for
+        ``choose_warm_start``.
+        """
         choice = choose_warm_start(wish)
         with self._lock:
             parent = self._server_if_ready(choice)
@@ -190,8 +192,8 @@ class ForkServerManager:
                         self.start_in_background()
 
     def start_in_background(self) -> None:
-        """Start a parent in the background, unless one is there that stands for this process as it
-        is now.
+        """Start a server in the background, unless one is there that matches the present state of
+        this process.
         """
         with self._lock:
             if sys.platform != "linux" or os.environ.get(ENV_WARM) == "0":
@@ -201,7 +203,7 @@ class ForkServerManager:
                 self._parent = ForkServer()
 
     def forget_server(self) -> None:
-        """In a fork of this process: the parent is not its own."""
+        """Forget the server in a fork of this process: it belongs to the parent."""
         if self._parent:
             self._parent.close()
         self.__init__()  # type: ignore[misc]
@@ -224,7 +226,7 @@ class ForkServerManager:
             return None
 
     def _send_command(self, word: bytes) -> None:
-        """Tell the parent to stand still, or to go on, with what it does beside the runs."""
+        """Tell the server to pause, or to continue, what it does beside the runs."""
         try:
             if self._parent:
                 self._parent.send_command(word)
@@ -244,11 +246,11 @@ class ForkServerManager:
 
 
 def choose_warm_start(wish: bool | None) -> bool | None:
-    """Whether to launch warm: True, False, or None for "yes, once a parent is ready".
+    """Return whether to start warm: True, False, or None for "yes, once a server is ready".
 
     Args:
-        wish: what the caller asked for; None leaves it to LABKIT_WARM (0 or 1), and without that
-            only a kernel is warm.
+        wish: the caller's; None leaves it to LABKIT_WARM (0 or 1), and without that only a Jupyter
+            kernel starts warm.
 
     Raises:
         ParameterError: LABKIT_WARM is something else.
@@ -270,8 +272,8 @@ def choose_warm_start(wish: bool | None) -> bool | None:
 
 
 def process_state() -> tuple[Any, ...]:
-    """What a new Python would find that began now. A parent that began with another state must not
-    stand for it.
+    """Return what a Python started now would inherit. A server that started with another state must
+    not be used.
     """
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(ENV_PREFIXES_AT_IMPORT)
@@ -300,7 +302,9 @@ def _source_mtimes() -> dict[str, int]:
 
 
 def _read_umask() -> str:
-    """As the system tells it: asking by os.umask would set it for a moment, for all threads."""
+    """Return the umask as the system reports it: os.umask would change it for a moment, for all
+    threads.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((line for line in lines if line.startswith("Umask")), "")
 

@@ -27,7 +27,7 @@ def memory_comparison(
     """Draw stacked bars of memory by category, predicted beside measured.
 
     Args:
-        predicted: bytes by category, by label, such as ``theory.fsdp.step_peak`` gives them.
+        predicted: bytes by category, by label, such as ``theory.fsdp.fsdp_step_peak`` gives them.
         measured: runs by label, whose peak is drawn.
         bound: bytes at which to draw a dotted line.
         unit: of the axis, MB or GB.

@@ -1,8 +1,7 @@
-"""Files and folders that are their owner's alone, also on a machine that others use.
+"""Files and folders that only their owner can open, on shared machines too.
 
-What others may do is settled where a file or folder is made, so that there is no moment in which it
-is open to them; a umask can only take more away. Nothing here follows a link in the place of what
-it makes or opens.
+Permissions are set when a file or folder is created, so that it is never open to others; a umask
+can only restrict them further. Nothing here follows a link.
 """
 
 import contextlib
@@ -23,8 +22,8 @@ LOCK_POLL_PERIOD_S = 0.002
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """``open``. A new file is as open as its folder, so that in a private one it is private,
-    whatever the umask.
+    """Open a file like ``open``. A new file has its folder's permissions, whatever the umask, so it
+    is private in a private folder.
     """
     return open(path, mode, opener=_open_with_folder_mode, **options)
 
@@ -35,12 +34,12 @@ def _open_with_folder_mode(path: str, flags: int) -> int:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make this folder, if it is not there, with mode 700; those above it as usual."""
+    """Create this folder, if it does not exist, with mode 700, and its parents as usual."""
     path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether this is a folder of this user, and no link to one."""
+    """Tell whether this is a folder of this user, and not a link to one."""
     try:
         found = path.lstat()
     except OSError:
@@ -49,7 +48,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def make_own_folder(path: Path) -> None:
-    """``make_folder``. Raises PermissionError where something else is in its place, such as another
+    """Create a private folder. Raises PermissionError if something else is there, such as another
     user's folder.
     """
     with contextlib.suppress(FileExistsError):
@@ -59,15 +58,15 @@ def make_own_folder(path: Path) -> None:
 
 
 def per_user_folder(name: str, *places: str) -> Path:
-    """A private folder for what all processes of this user on this machine share; made where it is
-    not there.
+    """Return a private folder that all processes of this user on this machine share, created if
+    necessary.
 
-    It lies in the first place where nobody else is in the way: those given, the folder for
-    temporary files, where another user may have made one of this name before, or the home folder,
-    which this machine may share with others.
+    It is in the first usable place: those given, the folder for temporary files, where another user
+    may have created one of this name before, or the home folder, which this machine may share with
+    others.
 
     Raises:
-        PermissionError: there is none; it says of each place why not.
+        PermissionError: there is none; the message says why, for each place.
     """
     home = Path(os.path.realpath(os.path.expanduser("~")), f".{name}-{platform.node()}")
     problems = []
@@ -85,8 +84,8 @@ def per_user_folder(name: str, *places: str) -> Path:
 
 
 def _is_safe_parent(place: Path) -> bool:
-    """Whether it is a folder in which nobody but this user and root can remove or rename what this
-    user makes.
+    """Tell whether only this user and root can remove or rename what this user creates in this
+    folder.
     """
     found = place.lstat()
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0)
@@ -97,10 +96,10 @@ def _is_safe_parent(place: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """One process at a time in here.
+    """Let one process in at a time.
 
     Raises:
-        TimeoutError: another process has kept it for ten seconds.
+        TimeoutError: another process has held the lock for ten seconds.
     """
     # what another user may have put in its place is neither followed nor waited for
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)

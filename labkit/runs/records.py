@@ -56,7 +56,7 @@ MAX_INT64 = 2**63 - 1
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """The record file of one rank."""
+    """Return the record file of one rank."""
     return folder / f"rank_{rank:05d}.jsonl"
 
 
@@ -65,8 +65,8 @@ class RecordWriter:
     ``lines``.
 
     Raises:
-        RecordError: another process is writing there. The sums of two runs in one folder would be
-            those of neither.
+        RecordError: another process is writing there. Sums over two runs in one folder would be
+            right for neither.
     """
 
     def __init__(self, folder: Path | None, rank: int):
@@ -79,8 +79,8 @@ class RecordWriter:
             _lock_record_file(self._file)
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
-        """Write one record. Raises RecordError for a field that its kind does not have, or a number
-        that is not one.
+        """Write one record. Raises RecordError for a field that its kind does not have, or for text
+        instead of a number.
         """
         line = {
             "v": FORMAT_VERSION,
@@ -103,9 +103,7 @@ class RecordWriter:
 
 
 def _lock_record_file(file: IO[str]) -> None:
-    """Lock a rank's file for this process: the lock goes with it, and its children do not have
-    it.
-    """
+    """Lock a rank's file for this process, not for its children; the lock ends with the process."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -121,14 +119,14 @@ def _lock_record_file(file: IO[str]) -> None:
 
 
 def collective_label(axis: str, name: str) -> str:
-    """What a collective is called among the values of a run: ``tp/all_reduce`` along an axis,
-    ``all_reduce`` in all.
+    """Return a collective's name among the values of a run: ``tp/all_reduce`` along an axis,
+    ``all_reduce`` in total.
     """
     return f"{axis}/{name}" if axis else name
 
 
 def record_problem(line: Any) -> str:
-    """What is wrong with a decoded line of the present version, or "" where nothing is."""
+    """Return what is wrong with a decoded line of the present version, or "" for nothing."""
     if not isinstance(line, dict):
         return "not a JSON object"
     if line.get("v") != FORMAT_VERSION:
@@ -150,11 +148,11 @@ def record_problem(line: Any) -> str:
 
 
 def upgrade_from_version_1(line: Any) -> Any:
-    """A decoded line as version 2 has it. What cannot be taken apart stays as it is, for
-    ``problem_with`` to judge.
+    """Convert a decoded line to version 2. What cannot be converted stays as it is, for
+    ``record_problem``.
 
     Where version 2 has fields, version 1 had names: a span ``compute/forward/layers.0`` was a bar,
-    a comm record ``bucket/0/fc4.weight`` what a bucket carries, ``tp/all_reduce`` the part of a
+    a comm record ``bucket/0/fc4.weight`` the content of a bucket, ``tp/all_reduce`` the part of a
     collective along one axis.
     """
     if not isinstance(line, dict) or line.get("v") != 1:
@@ -173,7 +171,7 @@ def upgrade_from_version_1(line: Any) -> Any:
 
 @dataclass
 class Records:
-    """All records of a run, and the files whose last line was cut off (a rank killed while it
+    """All records of a run, and the files whose last line is cut off (a rank was killed while it
     wrote).
     """
 

@@ -1,4 +1,4 @@
-"""What a run gives back: its records as one table, numbers by name, each rank's output."""
+"""The result of a run: its records as one table, numbers by name, each rank's output."""
 
 from __future__ import annotations
 
@@ -35,33 +35,31 @@ SESSION_TYPES = {"device": str, "device_name": str, "cores": int, "torch": str}
 
 
 class UnknownValue(LabError, KeyError):
-    """A result holds no value of this name. The message lists those that it holds."""
+    """A result has no value of this name. The message lists those it has."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class RunFileNotFound(LabError, FileNotFoundError):
-    """The folder holds no run, or a rank kept no text of this name."""
+    """The folder is not that of a run, or a rank saved no text of this name."""
 
 
 @dataclass(frozen=True)
 class RankOutput:
-    """What one rank left beside its records."""
+    """The output of one rank beside its records."""
 
     rank: int
     folder: RunFolder
 
     def log(self) -> str:
-        """All that this rank printed; "" where it never started."""
+        """Everything this rank printed; "" if it never started."""
         path = self.folder.log(self.rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
     @cached_property
     def reported(self) -> dict[str, Any]:
-        """What this rank's program gave to the notebook, by name, with ``labkit.rank.give``; {} for
-        nothing.
-        """
+        """What this rank's program sent with ``labkit.rank.report``, by name; {} for nothing."""
         import torch
 
         path = self.folder.report(self.rank)
@@ -69,10 +67,11 @@ class RankOutput:
         return content
 
     def artifact(self, name: str) -> str:
-        """The text that this rank's program kept under this name, with ``here.keep``.
+        """Return the text that this rank's program saved under this name, with
+        ``here.save_artifact``.
 
         Raises:
-            Missing: there is none; the message lists those that there are. It is a
+            RunFileNotFound: there is none; the message lists those there are. It is a
                 FileNotFoundError.
         """
         path = self.folder.artifact(self.rank, name)
@@ -90,11 +89,12 @@ class RunResult:
     """One finished run, read from its folder.
 
     Attributes:
-        folder: where all of it lies.
+        folder: the run's folder.
         info: the content of run.json: program, params, versions, git revision, device, start,
             duration, exit.
-        truncated: record files whose last line was cut off, by a rank that was killed while it
-            wrote.
+        lines: the records, in the order in which they were written.
+        incomplete_files: record files whose last line was cut off, because a rank was killed while
+            it wrote.
     """
 
     folder: Path
@@ -109,16 +109,16 @@ class RunResult:
 
     @property
     def verdict(self) -> dict[str, Any]:
-        """What the program's check found, as rank 0 printed it: ok, compared, and more; {} where
+        """The result of the program's check, as rank 0 printed it: ok, compared, and more; {} if
         there was none.
         """
         return dict(self.info.get("verdict", {}))
 
     @property
     def verdict_text(self) -> str:
-        """What the check compared and whether it agrees, in words; "" where there was none.
+        """What the check compared, and whether it agrees, in words; "" if there was none.
 
-        Errors are named by their order of magnitude, so that the text is the same on every machine.
+        Errors are given by order of magnitude, so that the text is the same on every machine.
         """
         return describe_verdict(self.verdict)
 
@@ -135,13 +135,13 @@ class RunResult:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return int(self.info["nproc"])
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its ranks were simulated: it has sizes and counts of some, no values, and
-        reckoned times.
+        """Whether its ranks were simulated: it has sizes and counts of some ranks, no values, and
+        estimated times.
         """
         return bool(self.info.get("simulated", False))
 
@@ -157,7 +157,7 @@ class RunResult:
 
     @property
     def session(self) -> dict[str, Any]:
-        """What the ranks ran on, as rank 0 saw it: device, device_name, backend, cores, threads,
+        """What the ranks ran on, as rank 0 reported: device, device_name, backend, cores, threads,
         torch, note.
         """
         return dict(self.info["session"])
@@ -176,7 +176,7 @@ class RunResult:
 
     @cached_property
     def hosts(self) -> tuple[str, ...]:
-        """The name of each rank's host, by rank; () where all were on one. "" for a rank that never
+        """The name of each rank's host, by rank; () if all were on one. "" for a rank that never
         started.
         """
         if self.is_simulated:
@@ -200,24 +200,24 @@ class RunResult:
 
     @property
     def stamp(self) -> str:
-        """Where the numbers come from, in one line: device, ranks, cores, torch version."""
+        """The origin of the numbers in one line: device, ranks, cores, torch version."""
         return stamp_text([self])
 
     def value(self, name: str) -> float:
-        """One number of the run.
+        """Return one number of the run.
 
         Args:
             name: the name of a scalar (its last step, mean over ranks); ``<span>_ms`` (mean over
                 the timed steps, of the slowest rank); ``<memory>_bytes`` (the largest of all ranks
-                and steps); ``<collective>_count``, ``<collective>_bytes``, those that a rank handed
-                to its calls, or ``<collective>_wire_bytes``, those that leave a rank for it in a
-                ring, computed from the former as ``theory.collectives.wire_bytes`` does (each in
-                one step, the largest of all ranks). Of a run on several hosts there are also
+                and steps); ``<collective>_count``; ``<collective>_bytes``, those that a rank passed
+                to its calls; or ``<collective>_wire_bytes``, those that leave a rank in a ring,
+                computed from the former as in ``theory.collectives.wire_bytes`` (each in one step,
+                the largest of all ranks). A run on several hosts also has
                 ``<collective>_between_hosts_count`` and ``<collective>_between_hosts_bytes``: the
-                part of its calls in which ranks of more than one host took part.
+                calls in which ranks of more than one host took part.
 
         Raises:
-            UnknownValue: the run recorded no such thing; the message lists what there is.
+            UnknownValue: the run recorded no such value; the message lists what there is.
         """
         values = self._value_by_name
         if name not in values:
@@ -226,8 +226,8 @@ class RunResult:
         return values[name]
 
     def summary(self) -> pandas.DataFrame:
-        """One row a rank: its host where there are several, and the names that ``value`` takes, for
-        this rank alone.
+        """Return one row for each rank: its host if there are several, and the names that ``value``
+        takes, for this rank alone.
         """
         import pandas
 
@@ -242,9 +242,7 @@ class RunResult:
 
     @cached_property
     def _value_by_name(self) -> dict[str, float]:
-        """All that ``value`` knows; worked out once: an explorer asks for many while a control is
-        moved.
-        """
+        """All values by name, cached: an explorer reads many while a control is moved."""
         by_rank = [_rank_values(rows, bool(self.hosts)) for _, rows in self.frame.groupby("rank")]
         scalars = set(self.frame.loc[self.frame["kind"] == "scalar", "name"])
         combined = {}
@@ -274,7 +272,7 @@ class RunResult:
 
 
 def stamp_text(results: Iterable[RunResult]) -> str:
-    """Where the numbers of several runs come from: a line for each machine and torch, with all
+    """Return the origin of several runs' numbers: a line for each machine and torch, with all
     numbers of ranks.
     """
     ranks: dict[tuple[str, str, str, str, int], set[int]] = {}
@@ -313,7 +311,7 @@ def load(folder: str | Path) -> RunResult:
     """Read the result of an earlier run from its folder, whether it ended well or not.
 
     Raises:
-        Missing: the folder is not that of a run. It is a FileNotFoundError.
+        RunFileNotFound: the folder is not that of a run. It is a FileNotFoundError.
         RecordError: a malformed record, run.json or session.json.
     """
     path = Path(folder).resolve()
@@ -327,7 +325,7 @@ def load(folder: str | Path) -> RunResult:
 
 
 def _read_run_info(folder: RunFolder) -> dict[str, Any]:
-    """The content of run.json, with that of session.json where the run did not come to its end."""
+    """Return the content of run.json, with that of session.json if the run did not end properly."""
     path = folder.run_json
     info = read_json(path)
     if info.get("version", 1) not in records.READABLE_VERSIONS:
@@ -359,7 +357,7 @@ def _count_text(number: int, thing: str) -> str:
 
 
 def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[str, float]:
-    """The values of one rank by name, from its rows."""
+    """Return the values of one rank by name, from its rows."""
     spans, memory, comm, scalars = (
         rows[rows["kind"] == kind] for kind in ("span", "memory", "comm", "scalar")
     )
@@ -388,8 +386,8 @@ def _rank_values(rows: pandas.DataFrame, several_hosts: bool = False) -> dict[st
 
 
 def _add_between_hosts_rows(comm: pandas.DataFrame) -> pandas.DataFrame:
-    """Rows of collectives, and each once more under a name of its own: empty where all its ranks
-    are on one host.
+    """Return rows of collectives, and each once more under another name for calls across hosts:
+    with no calls if all its ranks are on one host.
     """
     import pandas
 
@@ -404,13 +402,13 @@ def _add_between_hosts_rows(comm: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _as_int_if_whole(value: float) -> float:
-    """The same number, as an int where it is whole."""
+    """Return the same number, as an int if it is whole."""
     return int(value) if int(value) == value else float(value)
 
 
 def _collective_wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
-    """What the collectives of each row put on the wire; None where the record does not say among
-    how many ranks.
+    """Return the bytes that the collectives of each row put on the wire; None if the record lacks
+    the number of ranks.
     """
     known = comm["group_size"].gt(0).fillna(False) & comm["name"].isin(WIRE_FRACTIONS)
     given = zip(known, comm["name"], comm["bytes"], comm["group_size"], strict=True)
@@ -421,6 +419,6 @@ def _collective_wire_bytes(comm: pandas.DataFrame) -> list[float | None]:
 
 
 def _drop_warmup(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Rows without the warm-up of names that have more than a warm-up."""
+    """Drop the warm-up rows of names that have other rows too."""
     settled = rows["step"] >= 0
     return rows[settled | ~rows["name"].isin(rows.loc[settled, "name"])]

@@ -1,8 +1,8 @@
 """Small rules of lab 6: how many hosts a model needs, which groups cross hosts, a ring, two
 streams, how a run scales.
 
-Numbers in, numbers out. The whole models are ``theory.steptime`` and ``theory.transformer``; a test
-holds these rules against them.
+Numbers in, numbers out. The whole models are ``theory.step_time`` and ``theory.transformer``; a
+test holds these rules against them.
 """
 
 import math
