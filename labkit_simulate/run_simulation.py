@@ -56,9 +56,8 @@ def simulate(
         program: a name in launch/, such as ``"fsdp_wrap"``, or the path of a .py file.
         world_size: how many ranks the program finds itself among.
         rank: the one that is simulated, or several: each is a process. "different" takes those that
-            differ from each
-            other, which are the program's ``Config.different_ranks(world_size)``, or else the first,
-            the middle and the last. "all" takes all of up to 64.
+            differ from each other, which are the program's ``Config.different_ranks(world_size)``,
+            or else the first, the middle and the last. "all" takes all of up to 64.
         hardware: kind of host by its name in ``labkit_simulate.theory.hardware``, such as
             "h100-8x", or a ``Hardware``: then ``reckoned_step_s`` and others are values of the
             result, and its time line is that of the step there. ``estimate.estimate_rank_step``

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = [
-    file for folder in ("labkit", "labkit_simulate", "labkit_cluster", "launch") for file in (ROOT / folder).rglob("*.py")
+    file
+    for folder in ("labkit", "labkit_simulate", "labkit_cluster", "launch")
+    for file in (ROOT / folder).rglob("*.py")
 ]
 
 
@@ -40,4 +42,5 @@ def test_every_explained_parameter_and_attribute_exists():
 
 @pytest.mark.parametrize("section", ["Args", "Attributes"])
 def test_entries_are_found(section):
-    assert entries(f"Do it.\n\n{section}:\n    size: of it,\n        in bytes: 8.\n    **more: rest.\n", section) == {"size", "more"}
+    text = f"Do it.\n\n{section}:\n    size: of it,\n        in bytes: 8.\n    **more: rest.\n"
+    assert entries(text, section) == {"size", "more"}

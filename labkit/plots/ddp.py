@@ -36,8 +36,8 @@ MAX_LETTERS_BELOW = 60
 def bucket_schedule(drawn: RunResult | Sequence[Bucket], *, ax: Axes | None = None) -> Axes:
     """Draw one row per bucket: its gradients, by bytes, and when it is requested and waited for.
 
-    The scale on the right counts lines of the generated program, like
-    ``inductor.ProgramListing``. A dot is a kernel or a GEMM between the request and the first wait, which hides communication.
+    The scale on the right counts lines of the generated program, like ``inductor.ProgramListing``.
+    A dot is a kernel or a GEMM between the request and the first wait, which hides communication.
 
     Args:
         drawn: a run that kept its generated program as ``code`` and recorded its buckets, or the

@@ -10,8 +10,9 @@ of it where a token sees only what comes before it, 2.5 times as many in the bac
 "FlashAttention-2", 2023, arXiv:2307.08691, section 3.1).
 
 What multiplies no matrices moves bytes. They are counted operator by operator for a block as it is
-commonly written, numbers of 2 bytes with norms and rotations in float32; ``COMPILER_BLOCK_BYTES`` are those
-that remain if a compiler fuses neighbouring operators. B is bytes for each number of that width.
+commonly written, numbers of 2 bytes with norms and rotations in float32; ``COMPILER_BLOCK_BYTES``
+are those that remain if a compiler fuses neighbouring operators. B is bytes for each number of that
+width.
 
 Letters: d width, k width of keys and values, f of the feedforward part.
 """
