@@ -87,12 +87,10 @@ def block_memory_table(result: RunResult, rank: int | None = None) -> pandas.Dat
     """Return a table of a model's blocks at the memory peak; arguments as ``read_memory_curve``.
 
     A column per category, such as ``activation`` or ``optstate``, counts bytes that belong to the
-    block:
-    tensors made while it ran, and its parameters with their optimizer state. Memory of no block is
-    in
-    row "", the model outside of blocks is "root". ``forward_kept`` is the growth over the block's
-    forward
-    pass; ``forward_peak`` and ``backward_peak`` are the rank's maxima while the block ran.
+    block: tensors made while it ran, and its parameters with their optimizer state. Memory of no
+    block is in row "", the model outside of blocks is "root". ``forward_kept`` is the growth over
+    the block's forward pass; ``forward_peak`` and ``backward_peak`` are the rank's maxima while the
+    block ran.
     """
     import pandas
 

@@ -3,8 +3,7 @@
     estimate_rank_step(result, "h100-8x").time.step_s
 
 The recorded events (event_recorder.py) do not depend on hardware, so one simulation serves many
-kinds
-of hosts.
+kinds of hosts.
 """
 
 import json

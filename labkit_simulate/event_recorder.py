@@ -11,10 +11,10 @@ Work is a run of operators between two other events: name, FLOPs, bytes moved, d
 names the index of its call.
 
 The recording is made on the CPU, where FSDP waits for each collective at once. On a GPU it waits
-where
-it needs the result, and marks that place for the profiler: all-gathers at ``all_gather_copy_out``,
-reduce-scatters at the next ``post_backward_rs_wait``, all of them at the end of the backward pass.
-The waits are recorded there. All-gathers are ``early``: their parameters exist long before.
+where it needs the result, and marks that place for the profiler: all-gathers at
+``all_gather_copy_out``, reduce-scatters at the next ``post_backward_rs_wait``, all of them at the
+end of the backward pass. The waits are recorded there. All-gathers are ``early``: their parameters
+exist long before.
 """
 
 import contextlib

@@ -1,11 +1,10 @@
 """Record memory and communication of a program that does not use labkit.
 
 Such a program does not mark its steps, so a step lasts from the end of one ``optimizer.step()`` to
-the
-end of the next. What precedes the first end is the start, where models are built and broadcast: its
-memory peak is ``start_peak_total_bytes``, its communication counts as warm-up. ``peak_..._bytes``
-cover everything after it. Communication after the last step is a step of its own. A program
-without a whole step is recorded as one.
+the end of the next. What precedes the first end is the start, where models are built and broadcast:
+its memory peak is ``start_peak_total_bytes``, its communication counts as warm-up.
+``peak_..._bytes`` cover everything after it. Communication after the last step is a step of its
+own. A program without a whole step is recorded as one.
 """
 
 import ast

@@ -75,8 +75,7 @@ def make_operator(
     """Return the FLOPs and bytes of an operator call.
 
     Bytes are those of all tensors read or written, without caches; a view moves none. Causal
-    attention
-    computes half.
+    attention computes half.
     """
     given = bind_arguments(func, args, kwargs)
     flops = operator_flops(func, args, kwargs, result)

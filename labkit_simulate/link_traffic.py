@@ -22,11 +22,9 @@ def link_traffic_table(
     """Return a table of a simulated rank's step: a row per kind of collective and mesh axis.
 
     ``link`` is the slowest link crossed, "inside a host" or "between hosts". ``handed_bytes`` are
-    bytes of
-    the tensors passed in, ``wire_bytes`` those that leave a rank in a ring algorithm, and
+    bytes of the tensors passed in, ``wire_bytes`` those that leave a rank in a ring algorithm, and
     ``between_hosts_bytes`` the part that leaves the host, averaged over ranks: in each step of a
-    ring
-    over h hosts, h of the n messages leave a host.
+    ring over h hosts, h of the n messages leave a host.
 
     Args:
         result: of ``labkit.simulate``.

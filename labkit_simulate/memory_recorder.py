@@ -1,8 +1,7 @@
 """Record a simulated rank's memory over its step: a curve, its owners, and an allocator's reserve.
 
 Memory belongs to the block that ran when it was allocated; parameters and optimizer state belong to
-the
-block of the parameters.
+the block of the parameters.
 """
 
 import json

@@ -122,14 +122,13 @@ class SearchResult:
         others.
 
         Columns: ``candidate`` (its number), ``hardware``, ``world_size``, what varies, ``batch``;
-            ``fits``,
-        ``needed_bytes`` of a device and ``margin_bytes`` that it has left, ``reserved_bytes``,
-        ``peak_bytes``; ``step_s``, ``compute_s``, ``exposed_s``
-        (communication that nothing hides), ``mfu``, ``samples``, ``tokens_per_s`` (of all ranks);
-        ``device_s`` (a step's, of all devices), ``dollars_per_step``,
-        ``dollars_per_million_tokens``; ``whole``, False where numbers are continued and
-        ``reserved_bytes`` is estimated, and a ``note`` on that; ``reason``, for those that do not
-        fit. A column is left out where nothing is known of it.
+        ``fits``, ``needed_bytes`` of a device and ``margin_bytes`` that it has left,
+        ``reserved_bytes``, ``peak_bytes``; ``step_s``, ``compute_s``, ``exposed_s`` (communication
+        that nothing hides), ``mfu``, ``samples``, ``tokens_per_s`` (of all ranks); ``device_s`` (a
+        step's, of all devices), ``dollars_per_step``, ``dollars_per_million_tokens``; ``whole``,
+        False where numbers are continued and ``reserved_bytes`` is estimated, and a ``note`` on
+        that; ``reason``, for those that do not fit. A column is left out where nothing is known of
+        it.
         """
         import pandas
 

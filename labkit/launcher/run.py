@@ -71,8 +71,7 @@ def run(
         timeout_s: stop the run after this many seconds.
         warm: fork the ranks from a process that has already imported torch (Linux only). By default
             notebooks do so as soon as that process is ready; LABKIT_WARM=0 or 1 changes the
-            default.
-            ``result.info["warm"]`` says which way was taken.
+            default. ``result.info["warm"]`` says which way was taken.
         use: functions that replace those of the same name that the program marks ``replaceable``.
             They are sent together with everything they use from other cells.
         hosts: machines to run on instead of this one: ssh names that need no password, or ``Host``

@@ -203,8 +203,7 @@ def workspace_folder() -> Path:
     """Return the folder that holds runs/ and my/.
 
     That is the checkout. For an installed labkit it is the folder of the learner's copies around
-    the
-    current folder, or else the current folder.
+    the current folder, or else the current folder.
     """
     if IN_CHECKOUT:
         return ROOT

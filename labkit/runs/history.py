@@ -8,9 +8,8 @@ Listing reads only the run.json of each run, so that ten thousand take less than
 
 Only finished runs are removed: folders of the runs folder that still have the name that labkit gave
 them, and a valid run.json. Links are not followed, and renamed runs stay. A run without an end
-counts
-as broken off once no process of this machine belongs to it and its time limit passed an hour ago,
-since another machine may share the folder.
+counts as broken off once no process of this machine belongs to it and its time limit passed an hour
+ago, since another machine may share the folder.
 """
 
 import json

@@ -97,18 +97,14 @@ def collective_s(
     """Time of one collective or message.
 
     ``ring``: a rank passes parts on to its neighbour, n - 1 times, an all-reduce twice as often.
-        The rings together use
-    every network card that belongs to the group's ranks, and each part leaves a host once.
-    ``tree``, for an all-reduce
-    alone: the ranks of a host in a chain, the hosts in two binary trees, up and down again; fewer
-        steps, and twice the
-    tensor's bytes. ``best`` is the faster. An all-to-all sends each part on its own way: most of
-    them leave the host.
+    The rings together use every network card that belongs to the group's ranks, and each part
+    leaves a host once. ``tree``, for an all-reduce alone: the ranks of a host in a chain, the hosts
+    in two binary trees, up and down again; fewer steps, and twice the tensor's bytes. ``best`` is
+    the faster. An all-to-all sends each part on its own way: most of them leave the host.
 
     Sources: Patarasuk and Yuan, 2009 (ring); Sanders, Speck and Träff, "Two-tree algorithms for
-        full bandwidth
-    broadcast, reduction and scan", 2009; what counts as a step inside and between hosts:
-    ``ncclTopoTuneModel`` in NCCL's src/graph/tuning.cc.
+    full bandwidth broadcast, reduction and scan", 2009; what counts as a step inside and between
+    hosts: ``ncclTopoTuneModel`` in NCCL's src/graph/tuning.cc.
 
     Args:
         name: such as "all_reduce", see ``collectives.WIRE_FRACTIONS``.
