@@ -1373,7 +1373,7 @@ dist.destroy_process_group()
 # - One rank has nothing to gather. The program wants at least two.
 # - `torch.compile` takes a `TwoTensor` apart and builds it again, since the type says how (`__tensor_flatten__`). Compile
 #   each layer by itself, so that FSDP2's hooks stay outside: `compile=True` does that in this lab's program.
-# - A model that is built without memory gets its hooks after `to_empty`, by `tensors.extend_all`.
+# - A model that is built without memory gets its hooks after `to_empty`, by `tensors.extend_model`.
 #
 # ### What to expect on GPUs (2 minutes)
 #
