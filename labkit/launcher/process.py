@@ -120,9 +120,6 @@ def rank_environment(folder: RunFolder, nproc: int, device: str, hosts: int = 1)
         ENV_PAYLOAD_SHA256: folder.payload_sha256,
         "OMP_NUM_THREADS": str(max(1, len(requirements.usable_cores()) // nproc)),
         ENV_EXPECTED_WORLD_SIZE: str(hosts * nproc),
-        # A rank that leaves soon after joining a group must not break connections that others are
-        # still making: "Connection closed by peer" (pytorch/pytorch#53270).
-        "TORCH_DIST_INIT_BARRIER": inherited.get("TORCH_DIST_INIT_BARRIER", "1"),
         # several hosts replace these two after their rendezvous
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
