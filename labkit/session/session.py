@@ -180,8 +180,8 @@ def session() -> Iterator[Session]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    # Without this barrier, a rank that leaves soon after joining could break connections that others
-    # are still making: "Connection closed by peer" (pytorch/pytorch#53270).
+    # Without this barrier, a rank that leaves soon after joining could break connections that
+    # others are still making: "Connection closed by peer" (pytorch/pytorch#53270).
     os.environ.update(one_rank | {"TORCH_DIST_INIT_BARRIER": "1"} | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()
