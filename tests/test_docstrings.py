@@ -1,6 +1,7 @@
-"""Docstrings name what is there: a renamed parameter or attribute takes its entry along."""
+"""Docstrings and documentation name what is there, after renames too."""
 
 import ast
+import pkgutil
 import re
 from pathlib import Path
 
@@ -44,3 +45,23 @@ def test_every_explained_parameter_and_attribute_exists():
 def test_entries_are_found(section):
     text = f"Do it.\n\n{section}:\n    size: of it,\n        in bytes: 8.\n    **more: rest.\n"
     assert entries(text, section) == {"size", "more"}
+
+
+TEXTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "notebooks" / "src").glob("*.py"),
+]
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.name)
+def test_every_dotted_name_of_labkit_exists(file):
+    names = set(re.findall(r"`(labkit\w*(?:\.\w+)+)(?=[`(])", file.read_text()))
+    unknown = []
+    for name in sorted(names):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            unknown.append(name)
+    assert not unknown

@@ -709,7 +709,7 @@ print(labkit.check("fsdp_wrap", use={"small_fsdp": broken}, **PARITY).verdict_te
 # - *Temporary* is what lives for a moment: gradients of activations, gradients of whole parameters before they are
 #   reduced, and, with checkpointing, activations that are computed again.
 #
-# `theory.step_peak` is a ledger like yours, for `fully_shard`. It knows the buffers and the activations, too.
+# `theory.fsdp_step_peak` is a ledger like yours, for `fully_shard`. It knows the buffers and the activations, too.
 #
 # Before you look: what is the peak of `block`, in bytes? It lies in the backward pass of block 1, at its inner ReLU.
 # One *row* below is an activation of the network's width, `4 * TOKENS * DIM` bytes.
