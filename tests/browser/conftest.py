@@ -86,7 +86,9 @@ def open_page(browser: Any) -> Callable[..., Any]:
     def open_it(width: int = 1280, height: int = 900) -> Any:
         page = browser.new_page(viewport={"width": width, "height": height})
         asked = page.locator(".jp-Dialog", has_text="Select kernel for:")
-        page.add_locator_handler(asked, lambda: asked.locator(".jp-mod-accept").click())
+        # Each cell may ask by itself, so the next question can stand there as soon as one is answered.
+        answer = asked.locator(".jp-mod-accept").first
+        page.add_locator_handler(asked.first, answer.click, no_wait_after=True)
         return page
 
     return open_it
