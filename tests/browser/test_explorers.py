@@ -93,7 +93,7 @@ def test_a_moved_control_redraws_the_figure_at_once(page, explorer, request):
     spent = page.evaluate("window.spent")
     print(request.node.name, f"{len(spent)} figures, median {statistics.median(spent):.0f} ms, worst {max(spent):.0f}")
     assert len(spent) >= MOVES / 2, "or most moves changed nothing"
-    assert statistics.median(spent) <= 300, "200 ms are the aim; the rest is for a machine that does something else, too"
+    assert statistics.median(spent) <= 300, "200 ms are the aim; the rest is for a busy machine"
     explorer.get_by_role("button", name="reset").click()
     page.wait_for_timeout(500)
 
