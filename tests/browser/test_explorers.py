@@ -35,6 +35,19 @@ output => {
     }).observe(output, {subtree: true, childList: true, attributes: true});
 }
 """
+# Cancels within the page, once progress is shown: a warm run of 0.2 s can be over before a click from outside.
+RUN_AND_CANCEL = """
+output => new Promise(done => {
+    const button = name => [...output.querySelectorAll("button")].find(each => each.innerText.trim() === name);
+    new MutationObserver((changes, observer) => {
+        if (!output.querySelector("progress")) return;
+        observer.disconnect();
+        button("cancel").click();
+        done();
+    }).observe(output, {subtree: true, childList: true});
+    button("run it").click();
+})
+"""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +94,7 @@ def move(control, number):
 @pytest.mark.parametrize(
     "explorer", long_but(["GatherExplorer", "SpatialExplorer", "WrappingExplorer"], widgets.__all__), indirect=True
 )
-def test_a_moved_control_redraws_the_figure_at_once(page, explorer, request):
+def test_a_moved_control_redraws_the_figure_within_200_ms(page, explorer, request):
     handle = explorer.element_handle()
     page.evaluate(WATCH, handle)
     controls = controls_of(explorer)
@@ -93,7 +106,7 @@ def test_a_moved_control_redraws_the_figure_at_once(page, explorer, request):
     spent = page.evaluate("window.spent")
     print(request.node.name, f"{len(spent)} figures, median {statistics.median(spent):.0f} ms, worst {max(spent):.0f}")
     assert len(spent) >= MOVES / 2, "or most moves changed nothing"
-    assert statistics.median(spent) <= 300, "200 ms are the aim; the rest is for a busy machine"
+    assert statistics.median(spent) <= 200
     explorer.get_by_role("button", name="reset").click()
     page.wait_for_timeout(500)
 
@@ -119,13 +132,9 @@ def test_run_it_lays_the_measurement_over_the_prediction(explorer, screenshots, 
     explorer.screenshot(path=screenshots / f"{re.sub(r'[^a-z0-9]+', '_', request.node.name)}.png")
 
 
-# PlacementExplorer's warm run of 0.2 s is often over before the click.
-@pytest.mark.parametrize("explorer", [name for name in widgets.__all__ if name != "PlacementExplorer"], indirect=True)
 def test_cancel_ends_the_run_and_leaves_no_process(explorer, lab):
     before = set(lab.runs.glob("*"))
-    explorer.get_by_role("button", name="run it").click()
-    explorer.locator("progress").wait_for(timeout=LONG_MS)
-    explorer.get_by_role("button", name="cancel").click()
+    explorer.evaluate(RUN_AND_CANCEL)
     explorer.get_by_text("cancelled: no process of the run is left").wait_for(timeout=LONG_MS)
     ids = [path for folder in set(lab.runs.glob("*")) - before for path in folder.glob("rank_*.pid")]
     ranks = [int(path.read_text().split()[0]) for path in ids]
