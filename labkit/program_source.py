@@ -31,8 +31,6 @@ CONFIG_IMPORT_RULE = (
 )
 _module_numbers = itertools.count()
 _parse_lock = threading.Lock()
-"""Held while a program is parsed: up to Python 3.11 two threads share one counter of the parser's
-depth, and the later one fails with a SystemError (python/cpython#106905)."""
 
 
 def compile_class(program: Path, name: str) -> type[Any] | None:
@@ -103,7 +101,7 @@ def _read_own_field_docs(config_class: Any) -> dict[str, str]:
         config_class.field_docs = {}
         with contextlib.suppress(OSError, TypeError, SyntaxError):
             source = textwrap.dedent(inspect.getsource(config_class))
-            config_class.field_docs = _docs_below_fields(ast.parse(source).body[0])
+            config_class.field_docs = _docs_below_fields(_parse_source(source).body[0])
     return dict(config_class.field_docs)
 
 
@@ -140,11 +138,17 @@ def _argument_signature(arguments: ast.arguments) -> inspect.Signature:
     return inspect.Signature(found)
 
 
+def _parse_source(source: str | bytes, name: str = "<unknown>") -> ast.Module:
+    # Up to Python 3.11 threads share one counter of the parser's depth, and one that parses while
+    # another does can fail with a SystemError (python/cpython#106905).
+    with _parse_lock:
+        return ast.parse(source, name)
+
+
 def parse_program(program: Path) -> ast.Module:
     """Parse a program's file. Raises ParameterError where it is not Python."""
     try:
-        with _parse_lock:
-            return ast.parse(program.read_bytes(), str(program))
+        return _parse_source(program.read_bytes(), str(program))
     except OSError as error:
         fix = "give a file of Python"
         raise ParameterError(f"{program}: cannot be read ({error.strerror}): {fix}") from None

@@ -46,7 +46,7 @@ from labkit.session.process_exit import exit_process, print_error_and_status
 from labkit.theory.sizes import readable_bytes
 
 ConfigType = TypeVar("ConfigType")
-# Here.steps or Here.plain_steps
+# Session.steps or Session.plain_steps
 StepLoop = Callable[..., Iterator[Step]]
 _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 """Keeps every process group, the meshes' too, until the process ends.
@@ -173,16 +173,17 @@ def session() -> Iterator[Session]:
     Raises:
         ParameterError: ``cuda`` was demanded, and there are fewer GPUs than ranks.
     """
-    one_rank = {
+    defaults = {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
+        # Without this barrier, a rank that leaves soon after joining could break connections that
+        # others are still making: "Connection closed by peer" (pytorch/pytorch#53270).
+        "TORCH_DIST_INIT_BARRIER": "1",
     }
-    # Without this barrier, a rank that leaves soon after joining could break connections that
-    # others are still making: "Connection closed by peer" (pytorch/pytorch#53270).
-    os.environ.update(one_rank | {"TORCH_DIST_INIT_BARRIER": "1"} | os.environ)
+    os.environ.update(defaults | os.environ)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, note = choose_device()
     cores = requirements.usable_cores()
