@@ -259,7 +259,7 @@ def show_run(run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RU
     """Show one run: its folder, how it ended, its values by rank.
 
     Args:
-        run: The name of its folder, the last letters of that name, or a path.
+        run: The name of its folder, the end of that name, or a path.
     """
     result = labkit.load(history.find_run_folder(run))
     print(f"{result.folder}\n{result}")
@@ -272,7 +272,7 @@ def compare_runs(
     """Show the parameters in which runs differ, and their values, side by side.
 
     Args:
-        runs: Two or more, each by its folder's name, the last letters of that name, or a path.
+        runs: Two or more, each by its folder's name, the end of that name, or a path.
     """
     compared = history.compare(labkit.load(history.find_run_folder(run)) for run in runs)
     print(
@@ -289,7 +289,7 @@ def prune_runs(
     program: str | None = None,
     yes: bool = False,
 ) -> int:
-    """Remove old runs, after asking. Folders of other programs and running runs stay.
+    """Remove old runs, after asking. Other folders, and runs that may still go on, stay.
 
     Args:
         keep: Keep this many of the newest.

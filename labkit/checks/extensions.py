@@ -581,7 +581,7 @@ class _RankRows:
         """Return the largest error over the parameter's largest weight; raise WrongAnswer if it is
         too large.
         """
-        # NaN where one is
+        # NaN where a weight is NaN.
         error = float((self.found - self.exact).abs().max() / largest)
         if error <= most_error:
             return error

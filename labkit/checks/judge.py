@@ -1,11 +1,13 @@
 """What all checks share: they call the learner's function, whatever it does, and return a verdict.
 
-@exercise
-def double(answer: Callable[..., int]) -> Verdict:
-    found = call_answer(answer, 3)
-    if found != 6:
-        raise WrongAnswer(f"double(3) gave {value_text(found)}, expected 6")
-    return passing_verdict("one case agrees")
+A check is a function such as this:
+
+    @exercise
+    def double(answer: Callable[..., int]) -> Verdict:
+        found = call_answer(answer, 3)
+        if found != 6:
+            raise WrongAnswer(f"double(3) gave {value_text(found)}, expected 6")
+        return passing_verdict("one case agrees")
 """
 
 import dis

@@ -31,8 +31,9 @@ def find_huge_page_addresses() -> list[int]:
 
 
 def collapse_pages(address: int) -> None:
-    """Move memory from small pages into huge ones for 5 ms. If the system cannot, nothing
-    changes.
+    """Move this memory from small pages into a huge one, which takes 5 ms.
+
+    If the system cannot, nothing changes.
     """
     ctypes.CDLL(None).madvise(
         ctypes.c_void_p(address), ctypes.c_size_t(HUGE_PAGE_BYTES), MADV_COLLAPSE

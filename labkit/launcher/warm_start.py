@@ -84,7 +84,7 @@ class ForkServer:
         # numpy makes as many threads as this says when it is imported; the ranks set their own
         # number later
         ours |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        # It must come last, see parent.Mark.
+        # It must come last, see fork_server.ProcessTag.
         room = {ENV_RUN_FOLDER: "." * MAX_PATH_BYTES}
         inherited = {
             name: value
@@ -261,7 +261,7 @@ def choose_warm_start(wish: bool | None) -> bool | None:
             f"{ENV_WARM}={said!r} is neither 0 (never) nor 1 (always); unset it to have labkit"
             " choose"
         )
-    # Elsewhere no fork is safe, see torchrun.may_fork.
+    # Elsewhere no fork is safe, see torchrun.can_fork.
     if sys.platform != "linux":
         return False
     if wish is not None:

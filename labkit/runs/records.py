@@ -79,8 +79,8 @@ class RecordWriter:
             _lock_record_file(self._file)
 
     def write(self, kind: str, name: str, step: int, **fields: Any) -> None:
-        """Write one record. Raises RecordError for a field that its kind does not have, or for text
-        instead of a number.
+        """Write one record. Raises RecordError for a field that its kind does not have, or a value
+        of the wrong type.
         """
         line = {
             "v": FORMAT_VERSION,
