@@ -15,6 +15,7 @@ import pytest
 from fixture_server import stop, wait_for_info
 
 BROWSER_OPTIONS = ["--no-sandbox", "--disable-background-networking", "--disable-gpu", "--disable-dev-shm-usage"]
+LONG_MS = 60_000
 
 
 @dataclass
@@ -80,15 +81,15 @@ def browser() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def open_page(browser: Any) -> Callable[..., Any]:
-    """Opens a page, which answers what JupyterLab asks when a cell is executed before the kernel is connected."""
+def open_notebook(browser: Any, lab: Lab) -> Callable[..., Any]:
+    """Opens a notebook of the folder and waits until its kernel is known and idle."""
 
-    def open_it(width: int = 1280, height: int = 900) -> Any:
+    def open_it(name: str, *, width: int = 1280, height: int = 900) -> Any:
         page = browser.new_page(viewport={"width": width, "height": height})
-        asked = page.locator(".jp-Dialog", has_text="Select kernel for:")
-        # Each cell may ask by itself, so the next question can stand there as soon as one is answered.
-        answer = asked.locator(".jp-mod-accept").first
-        page.add_locator_handler(asked.first, answer.click, no_wait_after=True)
+        page.goto(lab.page_of(name), timeout=LONG_MS)
+        # The indicator is idle before there is a kernel; a cell executed then asks which kernel to take.
+        page.locator(".jp-Toolbar-kernelName", has_text="Python 3").wait_for(timeout=LONG_MS)
+        page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
         return page
 
     return open_it

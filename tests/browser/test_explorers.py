@@ -38,11 +38,12 @@ output => {
 # Cancels within the page, once progress is shown: a warm run of 0.2 s can be over before a click from outside.
 RUN_AND_CANCEL = """
 output => new Promise(done => {
-    const button = name => [...output.querySelectorAll("button")].find(each => each.innerText.trim() === name);
+    const button = name => [...output.querySelectorAll("button")].find(each => each.textContent.trim() === name);
     new MutationObserver((changes, observer) => {
-        if (!output.querySelector("progress")) return;
+        const cancel = button("cancel");
+        if (!output.querySelector("progress") || !cancel) return;
         observer.disconnect();
-        button("cancel").click();
+        cancel.click();
         done();
     }).observe(output, {subtree: true, childList: true});
     button("run it").click();
@@ -51,15 +52,13 @@ output => new Promise(done => {
 
 
 @pytest.fixture(scope="module")
-def page(lab, open_page, run_all):
+def page(lab, open_notebook, run_all):
     """A notebook with a cell for each explorer, all executed."""
     sources = ["from labkit import widgets", *(f"widgets.{name}()" for name in widgets.__all__)]
     contents = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in sources])
     contents.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(contents, lab.folder / "explorers.ipynb")
-    page = open_page(height=1000)
-    page.goto(lab.page_of("explorers.ipynb"), timeout=LONG_MS)
-    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
+    page = open_notebook("explorers.ipynb", height=1000)
     run_all(page)
     page.locator(".jp-OutputArea-output .widget-html img").nth(len(widgets.__all__) - 1).wait_for(timeout=LONG_MS)
     yield page

@@ -31,7 +31,7 @@ SHORT_MS, LONG_MS = 20_000, 30_000
 
 
 @pytest.fixture
-def notebook(lab, open_page, screenshots, request):
+def notebook(lab, open_notebook, screenshots, request):
     """A page with a notebook of three cells: import, run on two ranks, something small."""
     name = f"{re.sub(r'[^a-z_]', '_', request.node.name)}.ipynb"
     program = lab.folder / "steps.py"
@@ -45,10 +45,8 @@ def notebook(lab, open_page, screenshots, request):
     contents.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(contents, lab.folder / name)
     (lab.folder / "go_on").unlink(missing_ok=True)
-    page = open_page()
-    page.goto(lab.page_of(name), timeout=LONG_MS)
+    page = open_notebook(name)
     page.locator(".jp-Notebook .jp-CodeCell").nth(2).wait_for(timeout=LONG_MS)
-    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
     yield page
     page.screenshot(path=screenshots / f"end_of_{name.removesuffix('.ipynb')}.png")
     page.close()

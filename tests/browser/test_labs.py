@@ -20,7 +20,7 @@ LONG_MS = 60_000
 
 
 @pytest.fixture
-def opened(request, lab, open_page, screenshots):
+def opened(request, lab, open_notebook, screenshots):
     """A learner's notebook in a page of its own, and its file."""
     learner = LABS[request.param].learner
     path = lab.folder / learner.name
@@ -29,9 +29,7 @@ def opened(request, lab, open_page, screenshots):
     if path.stem in RUN:
         cell.source += "".join(f"\n{name} = {value}" for name, value in read_small_values(path.stem).items())
     nbformat.write(notebook, path)
-    page = open_page(height=1000)
-    page.goto(lab.page_of(path.name), timeout=LONG_MS)
-    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
+    page = open_notebook(path.name, height=1000)
     yield page, path
     page.screenshot(path=screenshots / f"lab_{path.stem}.png")
     page.close()

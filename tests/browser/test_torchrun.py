@@ -34,14 +34,12 @@ dist.barrier()""",
 
 
 @pytest.fixture
-def notebook(lab, open_page, screenshots):
+def notebook(lab, open_notebook, screenshots):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, lab.folder / "rank_code.ipynb")
-    page = open_page(height=1900)
-    page.goto(lab.page_of("rank_code.ipynb"), timeout=LONG_MS)
+    page = open_notebook("rank_code.ipynb", height=1900)
     page.locator(".jp-Notebook .jp-CodeCell").nth(len(CELLS) - 1).wait_for(timeout=LONG_MS)
-    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for(timeout=LONG_MS)
     yield page
     page.close()
 
