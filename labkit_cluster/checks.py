@@ -32,12 +32,12 @@ def place_of(answer: Callable[..., Any]) -> Verdict:
             if isinstance(found, list | tuple) and tuple(found) == right[::-1]:
                 raise WrongAnswer(
                     f"{said}: the local rank first",
-                    expected=f"expected {right}",
+                    expected=f"{right}",
                     hint="The host comes first.",
                 )
             raise WrongAnswer(
                 said,
-                expected=f"expected {right}",
+                expected=f"{right}",
                 hint="Ranks 0 to nproc - 1 are on host 0. Count on.",
             )
     return passing_verdict("6 ranks placed")
@@ -58,9 +58,7 @@ def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({size:g}, hosts={hosts}, nproc={nproc}, hybrid={hybrid})"
         found = call_answer(answer, size, hosts, nproc, hybrid, in_words=asked)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected="expected a number of bytes"
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="a number of bytes")
         if abs(found - right) <= TOLERANCE * right:
             continue
         ranks = hosts * nproc
@@ -86,9 +84,7 @@ def leaves_a_host(answer: Callable[..., Any]) -> Verdict:
             (text for value, text in likely.items() if abs(found - value) <= TOLERANCE * value), ""
         )
         way = "HSDP" if hybrid else "FSDP over all ranks"
-        raise WrongAnswer(
-            f"with {way}, {asked} gave {found:g}", expected=f"expected {right:g}", hint=hint
-        )
+        raise WrongAnswer(f"with {way}, {asked} gave {found:g}", expected=f"{right:g}", hint=hint)
     return passing_verdict("4 cases agree")
 
 
@@ -104,7 +100,7 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
         ) is not None:
             raise WrongAnswer(
                 f"of an empty folder it gave {value_text(found)}",
-                expected="expected None: begin anew",
+                expected="None: begin anew",
             )
         for step in (9, 10, 11):
             (folder / f"step_{step}").mkdir()
@@ -118,23 +114,19 @@ def newest_complete(answer: Callable[..., Any]) -> Verdict:
             return passing_verdict("the newest of two complete ones, beside one that was cut off")
         if name == "step_11":
             hint = "A save writes .metadata last. Without it the save was cut off."
-            raise WrongAnswer(
-                "it gave step_11, which was cut off", expected="expected step_10", hint=hint
-            )
+            raise WrongAnswer("it gave step_11, which was cut off", expected="step_10", hint=hint)
         if name == "step_9":
             hint = (
                 "As text, 'step_9' comes after 'step_10'. Compare numbers:"
                 " int(path.name.split('_')[1])."
             )
-            raise WrongAnswer(
-                "it gave step_9, and step_10 is newer", expected="expected step_10", hint=hint
-            )
+            raise WrongAnswer("it gave step_9, and step_10 is newer", expected="step_10", hint=hint)
         if name == "step_10" or name == ".metadata":
             raise WrongAnswer(
                 f"it gave {value_text(found)}",
-                expected="expected the path of the folder step_10, inside folder",
+                expected="the path of the folder step_10, inside folder",
             )
-        raise WrongAnswer(f"it gave {value_text(found)}", expected="expected the folder step_10")
+        raise WrongAnswer(f"it gave {value_text(found)}", expected="the folder step_10")
 
 
 @exercise
@@ -147,9 +139,7 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({save_s:g}, {between_s:g})"
         found = call_answer(answer, save_s, between_s, in_words=asked)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected="expected a number of seconds"
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="a number of seconds")
         if abs(found - right) <= TOLERANCE * right:
             continue
         least, lost = (
@@ -171,6 +161,6 @@ def interval_s(answer: Callable[..., Any]) -> Verdict:
         cost = f": that loses {lost:.1%} of the time" if found > 0 else ""
         best = f", which loses {least:.1%}" if found > 0 else ""
         raise WrongAnswer(
-            f"{asked} gave {found:g} s{cost}", expected=f"expected {right:g} s{best}", hint=hint
+            f"{asked} gave {found:g} s{cost}", expected=f"{right:g} s{best}", hint=hint
         )
     return passing_verdict("3 cases agree")

@@ -57,14 +57,12 @@ def fewest_hosts(answer: Callable[..., Any]) -> Verdict:
         said = f"{asked} gave {value_text(found)}"
         if right is None:
             hint = "The own bytes alone fill the budget. More ranks do not make them fewer."
-            raise WrongAnswer(
-                said, expected="expected None: no number of hosts is enough", hint=hint
-            )
+            raise WrongAnswer(said, expected="None: no number of hosts is enough", hint=hint)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(said, expected=f"expected {right}", hint="Give a number of hosts.")
+            raise WrongAnswer(said, expected=f"{right}", hint="Give a number of hosts.")
         raise WrongAnswer(
             said,
-            expected=f"expected {right}",
+            expected=f"{right}",
             hint=_fewest_hosts_hint(found, right, shared, own, budget),
         )
     return passing_verdict("4 cases agree, one of them without an answer")
@@ -100,9 +98,7 @@ def ring_s(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({shard:g}, hosts={hosts}, nproc={nproc}, inside, between)"
         found = call_answer(answer, shard, hosts, nproc, inside, between, in_words=asked)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected="expected a number of seconds"
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="a number of seconds")
         if abs(found - right) <= TOLERANCE * right:
             continue
         hops, crossing = hosts * nproc - 1, hosts - 1
@@ -131,7 +127,7 @@ def ring_s(answer: Callable[..., Any]) -> Verdict:
         )
         links = "inside 2 s and 0.5 s a byte, between 10 s and 6 s a byte of one card"
         raise WrongAnswer(
-            f"{asked} gave {found:g} s", expected=f"expected {right:g} s, with {links}", hint=hint
+            f"{asked} gave {found:g} s", expected=f"{right:g} s, with {links}", hint=hint
         )
     return passing_verdict("4 cases agree, on one host and on several")
 
@@ -153,14 +149,10 @@ def forward_s(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({gathers}, {computes})"
         found = call_answer(answer, list(gathers), list(computes), in_words=asked)
         if not isinstance(found, int | float) or isinstance(found, bool):
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected="expected a number of seconds"
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="a number of seconds")
         if abs(found - right) > TOLERANCE:
             hint = _forward_hint(found, gathers, computes)
-            raise WrongAnswer(
-                f"{asked} gave {found:g} s", expected=f"expected {right:g} s", hint=hint
-            )
+            raise WrongAnswer(f"{asked} gave {found:g} s", expected=f"{right:g} s", hint=hint)
     return passing_verdict(f"{len(cases)} passes end when they should")
 
 
@@ -203,9 +195,7 @@ def hosts_spanned(answer: Callable[..., Any]) -> Verdict:
         hint = (
             f"The group is ranks {few}, and each host has {nproc}: on which host is each of them?"
         )
-        raise WrongAnswer(
-            f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint
-        )
+        raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"{right}", hint=hint)
     return passing_verdict("6 groups placed")
 
 
@@ -221,9 +211,7 @@ def efficiencies(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({ranks}, {total})"
         found = call_answer(answer, list(ranks), list(total), in_words=asked)
         if not isinstance(found, list | tuple) or len(found) != len(ranks):
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected=f"expected {len(ranks)} numbers"
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"{len(ranks)} numbers")
         if all(
             abs(mine - expected) <= TOLERANCE for mine, expected in zip(found, right, strict=True)
         ):
@@ -245,7 +233,7 @@ def efficiencies(answer: Callable[..., Any]) -> Verdict:
         said = ", ".join(f"{value:g}" for value in found)
         raise WrongAnswer(
             f"{asked} gave {said}",
-            expected=f"expected {', '.join(f'{each:g}' for each in right)}",
+            expected=f"{', '.join(f'{each:g}' for each in right)}",
             hint=hint,
         )
     return passing_verdict("3 series agree")
@@ -264,5 +252,5 @@ def can_know(answer: Callable[..., Any]) -> Verdict:
         found = call_answer(answer, question, in_words=f"{answer_name(answer)}({question!r})")
         if found is not right:
             said = f"{answer_name(answer)}({question!r}) gave {value_text(found)}"
-            raise WrongAnswer(said, expected=f"expected {right}", hint=why)
+            raise WrongAnswer(said, expected=f"{right}", hint=why)
     return passing_verdict(f"{len(QUESTIONS)} questions sorted")

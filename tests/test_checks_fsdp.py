@@ -184,7 +184,7 @@ def test_a_plan_over_its_limits_is_told_by_how_much(answer, planned, monkeypatch
     assert said[0].startswith(begins)
     assert said[0].removeprefix(begins).split()[0] in ("activations.", "temporary,")  # equal but for 500 bytes
     assert said[1].startswith("wrong: the peak is less than 1 % above the bound. ")
-    assert said[2].startswith("wrong: 6 all-gathers a step are too many, at most 3. Large units, and units that stay")
+    assert said[2].startswith("wrong: 6 all-gathers a step are too many, expected at most 3. Large units, and units that stay")
     assert said[3].startswith("wrong: the peak is 200 % above the bound. ")
     choice = {"checkpointing": False, "reshard_after_forward": True}
     assert asked == [(("fsdp_wrap",), {"nproc": 2, **SMALL, **choice})] * 4
@@ -259,8 +259,8 @@ def test_counting_collectives_shows_a_block_that_was_not_wrapped(planned, forget
         checks.every_block_wrapped(keeping, 3)
 
 
-OWN = "it must be this rank's own, divided by the ranks"
-MEAN = "it must be the mean over the ranks"
+OWN = "expected this rank's own, divided by the ranks"
+MEAN = "expected the mean over the ranks"
 
 # Answers on two ranks, and a part of what their learner is told.
 ANSWERS = {

@@ -178,7 +178,7 @@ def test_a_body_with_anything_in_it_is_not_empty(body, answer_to):
 
 def test_verdicts_show_themselves():
     assert repr(judge.passing_verdict("4 cases agree")) == "passed: 4 cases agree"
-    verdict = judge.Verdict("wrong", "f(1) gave <1>", "expected 4", "Count again.")
+    verdict = judge.Verdict("wrong", "f(1) gave <1>", "4", "Count again.")
     assert repr(verdict) == "wrong: f(1) gave <1>, expected 4. Count again."
     assert repr(judge.Verdict("wrong", "f(1) gave 1")) == "wrong: f(1) gave 1"
     colours = {judge.Verdict(state)._repr_html_().split("color:")[1][:7] for state in judge.COLOURS}

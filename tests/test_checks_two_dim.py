@@ -41,7 +41,7 @@ def test_what_a_run_counted_is_the_truth(measured):
     for said in (14, [right], None):
         assert checks.collectives(lambda said=said: said, measured).state in ("wrong", "not attempted")
     verdict = checks.collectives(lambda: right | {"tp/reduce_scatter": 3}, measured)
-    assert verdict.detail == "tp/reduce_scatter: you say 3" and verdict.expected == "the ranks counted 0"
+    assert verdict.detail == "tp/reduce_scatter: you say 3" and verdict.expected == "0, which the ranks counted"
     assert "Along tp activations are added up" in verdict.hint
 
 

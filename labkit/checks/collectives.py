@@ -48,7 +48,7 @@ def shift(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
                 if is_tensor_close(got, given[rank]):
                     whose = "its own vector" if rank == index else f"rank {rank}'s vector"
             hint = "Rank r sends to (r + 1) % ranks and receives from (r - 1) % ranks."
-            said, right = f"rank {index} returned {whose}", f"expected rank {left}'s"
+            said, right = f"rank {index} returned {whose}", f"rank {left}'s"
             raise WrongAnswer(said, expected=right, hint=hint)
         _judge_sent_bytes(given[index].nbytes, sent, index, "one vector is")
 
@@ -98,7 +98,7 @@ def after_reduce_scatter(answer: Callable[..., list[float]]) -> Verdict:
                 said, hint = f"{reading}: ", its_hint
                 break
         said = f"{asked} gave {said}{value_text(found)}"
-        raise WrongAnswer(said, expected=f"expected {sums[own]}", hint=hint)
+        raise WrongAnswer(said, expected=f"{sums[own]}", hint=hint)
     return passing_verdict("3 cases agree")
 
 
@@ -113,7 +113,7 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
         if used != {"reduce_scatter", "all_gather"}:
             named = ", ".join(sorted(used)) or "no collective"
             said = f"the sums are right, but rank {index} used {named}"
-            right = "expected reduce_scatter and all_gather"
+            right = "reduce_scatter and all_gather"
             raise WrongAnswer(said, expected=right, hint="One of each.")
         handed = sum(sent["handed"].values())
         # The whole vector for the reduce-scatter, then one part for the all-gather.
@@ -121,7 +121,7 @@ def all_reduce_in_two(answer: Callable[..., Any], timeout_s: float = 30) -> Verd
         if handed > least:
             said = f"the sums are right, but rank {index} handed over {handed} bytes"
             hint = "The all-gather needs one part of each rank."
-            raise WrongAnswer(said, expected=f"expected {least}", hint=hint)
+            raise WrongAnswer(said, expected=f"{least}", hint=hint)
 
     _judge_on_four(answer, judge=judge_rank, timeout_s=timeout_s, what="in_two")
     return passing_verdict(f"equal to gloo's all-reduce on {RANKS} ranks")
@@ -168,7 +168,7 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
             mistake = _fit_mistake(alpha, beta, right, rounds)
             raise WrongAnswer(
                 f"{asked} gave {mistake}({alpha:.3g}, {beta:.3g})",
-                expected=f"expected ({right[0]:.3g}, {right[1]:.3g})",
+                expected=f"({right[0]:.3g}, {right[1]:.3g})",
                 hint="Take the fastest round of each size. "
                 "Beta is what additional bytes cost; alpha is what is left.",
             )
@@ -226,7 +226,7 @@ def _check_vector(got: Tensor | str, index: int, length: int) -> Tensor:
         raise WrongAnswer(said, hint="Does every path return?")
     if got.shape != (length,):
         said = f"on rank {index} the shape is {tuple(got.shape)}"
-        raise WrongAnswer(said, expected=f"expected ({length},)")
+        raise WrongAnswer(said, expected=f"({length},)")
     return got
 
 
@@ -263,7 +263,7 @@ def _judge_sum(got: Tensor | str, gloo: Tensor, length: int, index: int) -> None
     )
     raise WrongAnswer(
         f"on rank {index}, part {wrong} of {length} numbers begins {seen}",
-        expected=f"expected {wanted}",
+        expected=f"{wanted}",
         hint="Which part does this rank send in a step, which one arrives, "
         "and is it added or put in place?",
     )
@@ -278,7 +278,7 @@ def _judge_sent_bytes(limit: int, sent: Mapping[str, Any], index: int, whose: st
     out = sum(size for name, size in sent["handed"].items() if name != "recv")
     if out > limit:
         said = f"the numbers are right, but rank {index} sent {out:,} bytes"
-        right, hint = f"expected at most {limit:,}", f"Here {whose} {limit:,} bytes."
+        right, hint = f"at most {limit:,}", f"Here {whose} {limit:,} bytes."
         raise WrongAnswer(said, expected=right, hint=hint)
 
 
@@ -329,7 +329,7 @@ def train(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             if _is_equal_weights(got, ranks[index]):
                 said, hint = mistake, its_hint
                 break
-        expected = "expected the weights of one device with all samples"
+        expected = "the weights of one device with all samples"
         raise WrongAnswer(f"rank {index} {said}", expected=expected, hint=hint)
 
     _judge_on_four(answer, judge=judge_rank, timeout_s=timeout_s, what="train")
@@ -371,7 +371,7 @@ def tokens_that_pay(answer: Callable[..., float]) -> Verdict:
         matching = [name for name, value in likely.items() if isclose(tokens, value, rel_tol=1e-3)]
         raise WrongAnswer(
             f"{asked} gave {matching[0] if matching else ''}{tokens:,.4g}",
-            expected=f"expected {right:,.4g}",
+            expected=f"{right:,.4g}",
             hint="6 FLOP a parameter and token; "
             "2 (ranks - 1) / ranks x gradient_bytes a parameter on the wire.",
         )

@@ -114,7 +114,7 @@ def fitted(answer: Callable[..., tuple[float, float]]) -> Verdict:
             said, hint = _fit_mistake(alpha, beta, right, times, total)
             raise WrongAnswer(
                 f"{asked} gave {said}({alpha:.3g}, {beta:.3g})",
-                expected=f"expected ({right[0]:.3g}, {right[1]:.3g})",
+                expected=f"({right[0]:.3g}, {right[1]:.3g})",
                 hint=hint,
             )
     return passing_verdict("2 networks agree, though some rounds were disturbed")
@@ -180,9 +180,7 @@ def bucket_plan(answer: Callable[..., list[list[int]]]) -> Verdict:
         right = theory.bucket_plan(sizes, bucket_mb, first_mb)
         _judge_bucket_form(found, asked, sizes)
         if found != right:
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"{right}", hint=hint)
     return passing_verdict(f"{len(cases)} lists of gradients agree")
 
 
@@ -251,9 +249,7 @@ def bounded_buckets(answer: Callable[..., list[list[int]]]) -> Verdict:
                 )
         if len(found) > fewest:
             hint = "A bucket that holds exactly the limit keeps it; put in as much as fits."
-            raise WrongAnswer(
-                f"{asked} gave {len(found)} buckets", expected=f"expected {fewest}", hint=hint
-            )
+            raise WrongAnswer(f"{asked} gave {len(found)} buckets", expected=f"{fewest}", hint=hint)
     return passing_verdict(
         f"{len(cases)} lists of gradients: order kept, bound met, no bucket too many"
     )
@@ -343,7 +339,7 @@ def _judge_all_reduces(
     """Judge whether these buckets were all-reduced."""
     if list(asked) == list(buckets):
         return
-    expected = f"expected {len(buckets)} all-reduces, of {', '.join(map(str, buckets))} bytes"
+    expected = f"{len(buckets)} all-reduces, of {', '.join(map(str, buckets))} bytes"
     if not asked:
         hint = "Register a hook with every parameter: register_post_accumulate_grad_hook."
         raise WrongAnswer(f"{which} no all-reduce was asked for", expected=expected, hint=hint)
@@ -392,7 +388,7 @@ def _judge_gradients(
             said = f"{which} {name} has shape {tuple(gradient.shape)}"
             raise WrongAnswer(
                 said,
-                expected=f"expected {tuple(expected.shape)}",
+                expected=f"{tuple(expected.shape)}",
                 hint="Give each piece its own shape back.",
             )
         seen = next(
@@ -453,9 +449,7 @@ def arrivals(answer: Callable[..., list[float]]) -> Verdict:
                 hint="One number a bucket.",
             ) from None
         if given != right:
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected=f"expected {right}", hint=hint
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected=f"{right}", hint=hint)
     return passing_verdict(f"{len(cases)} backward passes agree")
 
 
@@ -478,7 +472,7 @@ def accumulate(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
                 "Forward and backward pass of all micro-batches but the last stand in `with"
                 " model.no_sync():`."
             )
-            raise WrongAnswer(f"{which} {said}", expected="expected 1 all-reduce", hint=hint)
+            raise WrongAnswer(f"{which} {said}", expected="1 all-reduce", hint=hint)
         likely = {
             f"{MICRO_BATCHES} times too large": [MICRO_BATCHES * each for each in right],
             "that of the last micro-batch alone": last,
@@ -566,7 +560,7 @@ def half_hook(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
         if sent["handed"] != whole // 2:
             hint = "Round before the all-reduce: bucket.buffer().to(torch.bfloat16)."
             said = f"{which} the gradients are right, and {sent['handed']:,} bytes were handed over"
-            raise WrongAnswer(said, expected=f"expected {whole // 2:,}", hint=hint)
+            raise WrongAnswer(said, expected=f"{whole // 2:,}", hint=hint)
 
     judge_on_ranks(
         "ddp",
@@ -601,7 +595,7 @@ def early_uses(answer: Callable[..., list[int]]) -> Verdict:
         found = call_answer(answer, lines, in_words=asked)
         if not isinstance(found, list) or found != expected:
             raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected=f"expected {expected}", hint=hint
+                f"{asked} gave {value_text(found)}", expected=f"{expected}", hint=hint
             )
     return passing_verdict(f"{len(PROGRAM_CASES)} programs agree")
 
@@ -646,7 +640,5 @@ def smallest_bucket(answer: Callable[..., float]) -> Verdict:
                 f"{asked} gave {value_text(found)}, not a number", hint="Does every path return?"
             ) from None
         if not isclose(given, right, rel_tol=1e-6):
-            raise WrongAnswer(
-                f"{asked} gave {given:,.6g}", expected=f"expected {right:,.6g}", hint=hint
-            )
+            raise WrongAnswer(f"{asked} gave {given:,.6g}", expected=f"{right:,.6g}", hint=hint)
     return passing_verdict(f"{len(cases)} cases agree")

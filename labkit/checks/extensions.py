@@ -117,9 +117,7 @@ def new_two(answer: Callable[..., Any]) -> Verdict:
                     "_make_wrapper_subclass takes the shape, and strides=, dtype= and device= as"
                     " well."
                 )
-                raise WrongAnswer(
-                    f"{said} gave {name} {seen}", expected=f"expected {right}", hint=hint
-                )
+                raise WrongAnswer(f"{said} gave {name} {seen}", expected=f"{right}", hint=hint)
         for name, given, other in (("a", a, b), ("b", b, a)):
             _judge_half(
                 f"{said} gave a tensor whose .{name}", getattr(two, name, None), given, other
@@ -233,7 +231,7 @@ def dispatch(answer: Callable[..., Any]) -> Verdict:
         hint += " Call func with b first, then with a."
         raise WrongAnswer(
             f"{text} leaves half b's result in the plain tensor",
-            expected="expected half a's",
+            expected="half a's",
             hint=hint,
         )
     return passing_verdict(f"{len(cases) + 1} kinds of operations are done twice")
@@ -251,9 +249,7 @@ def _judge_operation(text: str, found: Any, a: Any, b: Any, kind: type, hint: st
         return
     if not isinstance(a, Tensor):
         if found is not a:
-            raise WrongAnswer(
-                f"{text} gave {value_text(found)}", expected=f"expected {a}", hint=hint
-            )
+            raise WrongAnswer(f"{text} gave {value_text(found)}", expected=f"{a}", hint=hint)
         return
     if type(found) is not kind:
         raise WrongAnswer(f"{text} gave a {type(found).__name__}, not a cls", hint=hint)
@@ -304,7 +300,7 @@ def pre_all_gather(answer: Callable[..., Any]) -> Verdict:
                     "Every rank sends as many rows as the one with most of them: rows / ranks,"
                     " rounded up."
                 )
-                expected = f"expected {(most, 2)}"
+                expected = f"{(most, 2)}"
                 raise WrongAnswer(
                     f"{said} sends a {name} tensor of shape {tuple(each.shape)}",
                     expected=expected,
@@ -425,7 +421,7 @@ def rms_error(answer: Callable[..., Any]) -> Verdict:
                 "Square each error, take the mean, then the root; do the same with the exact"
                 " weights; divide."
             )
-            raise WrongAnswer(said, expected=f"expected {right:.4g}", hint=hint)
+            raise WrongAnswer(said, expected=f"{right:.4g}", hint=hint)
     return passing_verdict("2 cases agree")
 
 
@@ -475,7 +471,7 @@ def pays_below(answer: Callable[..., float]) -> Verdict:
         if not isinstance(found, Real):
             raise WrongAnswer(f"{said}, not a number: does every path return?")
         if not _is_number_close(found, expected):
-            raise WrongAnswer(said, expected=f"expected {expected:,.6g}", hint=hint)
+            raise WrongAnswer(said, expected=f"{expected:,.6g}", hint=hint)
     return passing_verdict(f"{len(cases)} cases agree")
 
 
@@ -512,7 +508,7 @@ def _judge_hook(hook: Callable[..., Any], what: str) -> None:
                     " reshard"
                 )
                 hint = "Which memory did the hook make, and who was told to free it?"
-                raise WrongAnswer(said, expected="expected 0", hint=hint)
+                raise WrongAnswer(said, expected="0", hint=hint)
 
     judge_on_ranks("extensions", hook, judge=judge_rank, what=what, **LAUNCH_OPTIONS)
 
@@ -602,7 +598,7 @@ class _RankRows:
                 f"{whose} came back {value_text(round(factor, 1))} times as large", hint=hint
             )
         said = f"{whose} are off by {error:.2g} of the parameter's largest weight"
-        raise WrongAnswer(said, expected=f"expected at most {most_error:.2g}")
+        raise WrongAnswer(said, expected=f"at most {most_error:.2g}")
 
 
 def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits: str) -> Verdict:
@@ -633,7 +629,7 @@ def _judge_codec(encode: Callable[..., Any], decode: Callable[..., Any], limits:
             said = f"it sends {ratio:.3f} of the bytes of float32"
             raise WrongAnswer(
                 said,
-                expected=f"expected at most {most_bytes:g}",
+                expected=f"at most {most_bytes:g}",
                 hint="Count all tensors that encode returns.",
             )
 

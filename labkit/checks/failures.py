@@ -79,7 +79,7 @@ def culprit(answer: Callable[..., int]) -> Verdict:
             if end
             else f"{value_text(found)} is no rank"
         )
-        raise WrongAnswer(said, expected=f"expected rank {right}", hint=hint)
+        raise WrongAnswer(said, expected=f"rank {right}", hint=hint)
     return passing_verdict("3 runs agree")
 
 
@@ -107,7 +107,7 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
         if sent["kind"] != "int":
             raise WrongAnswer(
                 f"rank {index} got a {sent['kind']}",
-                expected="expected an int",
+                expected="an int",
                 hint="tensor.item()",
             )
         found[index] = sent["got"]
@@ -142,7 +142,7 @@ def steps_in_common(answer: Callable[..., Any], timeout_s: float = 30) -> Verdic
         )
     if got != [min(BATCH_COUNTS)] * RANKS:
         raise WrongAnswer(
-            f"{had} {got} steps", expected=f"expected {min(BATCH_COUNTS)}", hint="ReduceOp.MIN"
+            f"{had} {got} steps", expected=f"{min(BATCH_COUNTS)}", hint="ReduceOp.MIN"
         )
     return passing_verdict(
         f"of {list(BATCH_COUNTS)} batches, all {RANKS} ranks take {min(BATCH_COUNTS)} steps"
@@ -197,7 +197,7 @@ def where_they_part(answer: Callable[..., Any]) -> Verdict:
         if (tuple(found) if isinstance(found, list) else found) != right:
             raise WrongAnswer(
                 f"of {name} it gave {value_text(found)}",
-                expected=f"expected {right}",
+                expected=f"{right}",
                 hint=hints[name],
             )
     return passing_verdict(f"{len(cases)} sets of logs agree")
@@ -242,7 +242,7 @@ def recorded(answer: Callable[..., Any], timeout_s: float = 30) -> Verdict:
             )
         if sent["log"] != two:
             first = next(pair for pair in zip(sent["log"], two, strict=True) if pair[0] != pair[1])
-            raise WrongAnswer(f"rank {index} logged {first[0]}", expected=f"expected {first[1]}")
+            raise WrongAnswer(f"rank {index} logged {first[0]}", expected=f"{first[1]}")
         if sent["swallowed"]:
             raise WrongAnswer(
                 f"on rank {index} an error of the collective did not come out",
@@ -287,10 +287,10 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
         except Exception:
             raise WrongAnswer(
                 f"{asked} gave {value_text(found)}",
-                expected="expected a list of indices for each rank",
+                expected="a list of indices for each rank",
             ) from None
         if len(dealt) != ranks:
-            raise WrongAnswer(f"{asked} gave {len(dealt)} lists", expected=f"expected {ranks}")
+            raise WrongAnswer(f"{asked} gave {len(dealt)} lists", expected=f"{ranks}")
         taken = Counter(index for each in dealt for index in each)
         if lost := [index for index in range(len(lengths)) if index not in taken]:
             raise WrongAnswer(
@@ -313,7 +313,7 @@ def deal(answer: Callable[..., list[list[int]]]) -> Verdict:
                 " to do"
             )
             hint = "The longest first, each to the rank that has least so far."
-            raise WrongAnswer(said, expected=f"expected at most {best}", hint=hint)
+            raise WrongAnswer(said, expected=f"at most {best}", hint=hint)
     return passing_verdict(
         f"{len(cases)} batches dealt, and no rank has much more to do than it must"
     )
@@ -527,11 +527,9 @@ def rounding_alone(answer: Callable[..., Any]) -> Verdict:
         asked = f"{answer_name(answer)}({single:g}, {double:g})"
         found = call_answer(answer, single, double, in_words=asked)
         if not isinstance(found, bool):
-            raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected="expected True or False"
-            )
+            raise WrongAnswer(f"{asked} gave {value_text(found)}", expected="True or False")
         if found != right:
-            raise WrongAnswer(f"{asked} gave {found}", expected=f"expected {right}", hint=hint)
+            raise WrongAnswer(f"{asked} gave {found}", expected=f"{right}", hint=hint)
     return passing_verdict(f"{len(cases)} differences told apart")
 
 
@@ -552,7 +550,7 @@ def my_indices(answer: Callable[..., Any]) -> Verdict:
             return [int(index) for index in found]
         except Exception:
             raise WrongAnswer(
-                f"{asked} gave {value_text(found)}", expected="expected a list of indices"
+                f"{asked} gave {value_text(found)}", expected="a list of indices"
             ) from None
 
     with torch.random.fork_rng(devices=[]):

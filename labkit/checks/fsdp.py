@@ -223,7 +223,7 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
                 )
                 raise WrongAnswer(
                     said,
-                    expected="expected 0",
+                    expected="0",
                     hint="Set .grad of the unit's own parameters to None.",
                 )
         _judge_freed_memory(held["after"], "after the backward pass", size)
@@ -251,7 +251,7 @@ def small_fsdp(answer: Callable[[nn.Module], Any], timeout_s: float = 30) -> Ver
                     "A unit is gathered twice, for its forward and its backward pass, and reduced"
                     " once."
                 )
-                raise WrongAnswer(said, expected=f"expected {count}", hint=hint)
+                raise WrongAnswer(said, expected=f"{count}", hint=hint)
 
     judge_on_ranks(
         "fsdp",
@@ -284,7 +284,7 @@ def _judge_share(index: int, place: int, shard: Any, whole: Tensor) -> None:
         )
         raise WrongAnswer(
             f"{unit} has shape {tuple(shard.shape)}",
-            expected=f"expected {tuple(parts[0].shape)}",
+            expected=f"{tuple(parts[0].shape)}",
             hint=hint,
         )
     if not is_tensor_close(shard, parts[index], **TOLERANCES):
@@ -305,7 +305,7 @@ def _judge_freed_memory(held: Sequence[int], moment: str, size: int) -> None:
             said = f"{moment}, unit {place} still holds {amount} bytes of whole parameters"
             raise WrongAnswer(
                 said,
-                expected="expected 0",
+                expected="0",
                 hint=f"Resize the buffer's storage of {size} bytes to 0.",
             )
 
@@ -437,7 +437,7 @@ def gradients_agree(answer: Callable[..., bool]) -> Verdict:
         if found != expected:
             raise WrongAnswer(
                 f"{what[0].upper()}{what[1:]}: your test says {found}",
-                expected=f"expected {expected}",
+                expected=f"{expected}",
                 hint=hint,
             )
     return passing_verdict(f"{len(cases)} cases agree: it can pass, and it can fail")
@@ -472,7 +472,7 @@ def tokens_to_hide(answer: Callable[..., float]) -> Verdict:
         if not isinstance(found, Real):
             raise WrongAnswer(f"{said}, not a number: does every path return?")
         if abs(float(found) - expected) > 1e-6 * expected:
-            raise WrongAnswer(said, expected=f"expected {expected:,.6g}", hint=hint)
+            raise WrongAnswer(said, expected=f"{expected:,.6g}", hint=hint)
     return passing_verdict(f"{len(cases)} cases agree")
 
 
@@ -631,9 +631,7 @@ def every_block_wrapped(result: labkit.RunResult, blocks: int) -> Verdict:
             if units < blocks
             else "more than the blocks was wrapped"
         )
-        raise WrongAnswer(
-            seen, expected=f"expected {blocks}", hint=f"{problem[0].upper()}{problem[1:]}."
-        )
+        raise WrongAnswer(seen, expected=f"{blocks}", hint=f"{problem[0].upper()}{problem[1:]}.")
     return passing_verdict(f"{seen}, one for each block")
 
 
@@ -684,12 +682,12 @@ def expert_gradients(answer: Callable[..., None], timeout_s: float = 30) -> Verd
     def judge_rank(index: int, left: dict[str, Any]) -> None:
         for name, own in before[index].items():
             mean = torch.stack([each[name] for each in before]).mean(dim=0)
-            kind, expected, rule = "shared", mean, "it must be the mean over the ranks"
+            kind, expected, rule = "shared", mean, "the mean over the ranks"
             if name in experts:
                 kind, expected, rule = (
                     "expert's",
                     own / RANKS,
-                    "it must be this rank's own, divided by the ranks",
+                    "this rank's own, divided by the ranks",
                 )
             if left[name] is None:
                 raise WrongAnswer(f"on rank {index}, the {kind} gradient of {name} is gone")

@@ -58,7 +58,7 @@ class Verdict:
         state: "passed", "wrong", "not attempted", or "not judged" if the machine was too busy to
             tell.
         detail: what was seen.
-        expected: what should have been seen instead, such as "expected 4".
+        expected: what should have been seen instead, such as "4 tensors".
         hint: where to look.
     """
 
@@ -73,13 +73,13 @@ class Verdict:
         return self.state == "passed"
 
     def __repr__(self) -> str:
-        seen = ", ".join(filter(None, [self.detail, self.expected]))
+        seen = f"{self.detail}, expected {self.expected}" if self.expected else self.detail
         text = ". ".join(filter(None, [seen.rstrip(".") if self.hint else seen, self.hint]))
         return f"{self.state}: {text}" if text else self.state
 
     def _repr_html_(self) -> str:
         colour = COLOURS[self.state]
-        steps = {"Hint": self.hint, "Expected": self.expected.removeprefix("expected ")}
+        steps = {"Hint": self.hint, "Expected": self.expected}
         opened = [
             f"<details><summary>{name}</summary>{escape(text)}</details>"
             for name, text in steps.items()
@@ -99,6 +99,12 @@ class WrongAnswer(Exception):
     def __init__(self, seen: str, *, expected: str = "", hint: str = ""):
         super().__init__(seen)
         self.expected, self.hint = expected, hint
+
+
+def expect(ok: bool, seen: str, expected: object = "", hint: str = "") -> None:
+    """Raise WrongAnswer unless ``ok``; ``expected`` is shown as text."""
+    if not ok:
+        raise WrongAnswer(seen, expected=str(expected), hint=hint)
 
 
 class NotAttempted(Exception):
@@ -263,7 +269,7 @@ def judge_values(
             )
         if found != expected:
             raise WrongAnswer(
-                f"{in_words} gave {value_text(found)}", expected=f"expected {expected:,}", hint=hint
+                f"{in_words} gave {value_text(found)}", expected=f"{expected:,}", hint=hint
             )
     return passing_verdict(f"{len(cases)} cases agree")
 

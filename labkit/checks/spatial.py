@@ -71,7 +71,7 @@ def local_columns(answer: Callable[..., int]) -> Verdict:
         asked = call_text(answer, **arguments)
         said = f"{asked} gave {value_text(found)}, a {type(found).__name__}"
         hint = "Columns are counted: // divides whole numbers."
-        raise WrongAnswer(said, expected="expected 8", hint=hint)
+        raise WrongAnswer(said, expected="8", hint=hint)
     return verdict
 
 
@@ -84,7 +84,7 @@ def placements(answer: Callable[..., Any]) -> Verdict:
         raise WrongAnswer(f"placements() gave {value_text(found)}", hint=hint)
     for name, (expected, hint) in RIGHT_PLACEMENTS.items():
         placed = found.get(name)
-        right = f"expected [{', '.join(map(_placement_text, expected))}]"
+        right = f"[{', '.join(map(_placement_text, expected))}]"
         if not isinstance(placed, Sequence) or isinstance(placed, str) or len(placed) != 2:
             said = f"{name}: {value_text(placed)} is no list of two placements"
             raise WrongAnswer(said, expected=right, hint=hint)
@@ -251,7 +251,7 @@ def strip_step_s(answer: Callable[..., float]) -> Verdict:
             said = f"{asked} gave {value_text(found)}, not a number"
             raise WrongAnswer(f"{said}: does every path return?")
         if not math.isclose(found, expected, rel_tol=1e-6):
-            said, right = f"{asked} gave {found:.6g}", f"expected {expected:.6g}"
+            said, right = f"{asked} gave {found:.6g}", f"{expected:.6g}"
             raise WrongAnswer(said, expected=right, hint=hint)
     return passing_verdict(f"{len(cases)} cases agree")
 
@@ -281,9 +281,9 @@ def _judge_padding(index: int, got: Tensor | str, what: str = "forward") -> None
         part = got[..., columns]
         if is_tensor_close(part, expected[..., columns], atol=1e-5):
             continue
-        right, hint = "expected zeros, the image's border", ""
+        right, hint = "zeros, the image's border", ""
         if 0 <= owner < RANKS:
-            right = f"expected rank {owner}'s {other} {HALO}"
+            right = f"rank {owner}'s {other} {HALO}"
             hint = "The halo is what lies next to this strip in the whole image."
         # All columns of an image of ones look alike: no origin can be told.
         seen = _column_origin(part) if what == "forward" else _halo_fault(part)
@@ -339,9 +339,9 @@ def _judge_gradient(index: int, got: Tensor | str, what: str = "") -> None:
             if is_tensor_close(part, wrong, atol=1e-5):
                 seen = mistake
                 break
-        right = f"expected this rank's own gradient plus what rank {owner} sends"
+        right = f"this rank's own gradient plus what rank {owner} sends"
         if not 0 <= owner < RANKS:
-            right = "expected this rank's own gradient: nobody is beyond the image's border"
+            right = "this rank's own gradient: nobody is beyond the image's border"
         said = f"on rank {index}, {what}the {side} {HALO} columns are {seen}"
         hint = "A column that two ranks used gets the gradients of both."
         raise WrongAnswer(said, expected=right, hint=hint)
@@ -356,10 +356,10 @@ def _check_form(index: int, got: Tensor | str, expected: Tensor) -> Tensor:
         said = f"on rank {index}, the function returned {got}, not a tensor"
         raise WrongAnswer(said, hint="Does every path return the tensor?")
     if got.shape != expected.shape:
-        said, right = f"the shape is {tuple(got.shape)}", f"expected {tuple(expected.shape)}"
+        said, right = f"the shape is {tuple(got.shape)}", f"{tuple(expected.shape)}"
         hint = f"The strip has {COLUMNS} columns, the halo {HALO}."
         raise WrongAnswer(f"on rank {index}, {said}", expected=right, hint=hint)
     if got.dtype != expected.dtype:
         said = f"on rank {index}, the numbers are {got.dtype}"
-        raise WrongAnswer(said, expected=f"expected {expected.dtype}")
+        raise WrongAnswer(said, expected=f"{expected.dtype}")
     return got

@@ -108,7 +108,7 @@ def _judge_parts(
     if len(found) != ranks:
         raise WrongAnswer(
             f"{asked} gave {len(found)} tensors",
-            expected=f"expected {ranks}",
+            expected=f"{ranks}",
             hint="Every rank has one.",
         )
     shapes = {tuple(each.shape) for each in found} - {tuple(x.shape)}
@@ -119,7 +119,7 @@ def _judge_parts(
         )
         raise WrongAnswer(
             f"{asked} gave a tensor of shape {list(shapes.pop())}",
-            expected=f"expected {[*x.shape]}",
+            expected=f"{[*x.shape]}",
             hint=hint,
         )
     cuts = list(zip(first.chunk(ranks), second.chunk(ranks, dim=1), strict=True))
@@ -369,7 +369,7 @@ def _judge_layer(answer: Any, which: str, timeout_s: float) -> Verdict:
                 )
                 raise WrongAnswer(
                     said,
-                    expected=f"expected {calls}",
+                    expected=f"{calls}",
                     hint="A layer of the pair needs one, in one direction.",
                 )
 
@@ -411,14 +411,14 @@ def _judge_parameters(
         hint = "Set self.weight and self.bias to an nn.Parameter each."
         raise WrongAnswer(
             f"on rank {index}, the parameters are {names}",
-            expected="expected weight, bias",
+            expected="weight, bias",
             hint=hint,
         )
     for name, shares in (("weight", weights), ("bias", biases)):
         got, right = held[name], shares[place]
         if got.shape != right.shape:
             said = f"on rank {index}, the {name} has shape {[*got.shape]}"
-            raise WrongAnswer(said, expected=f"expected {[*right.shape]}", hint=CUT_HINTS[which])
+            raise WrongAnswer(said, expected=f"{[*right.shape]}", hint=CUT_HINTS[which])
         if not is_tensor_close(got, right):
             other = next(
                 (rank for rank, each in enumerate(shares) if is_tensor_close(got, each)), None
@@ -431,7 +431,7 @@ def _judge_parameters(
             hint = "dist.get_rank(group) is this rank's place in the group; take that part."
             raise WrongAnswer(
                 f"on rank {index}, the {name} is {whose}",
-                expected=f"expected place {place}",
+                expected=f"place {place}",
                 hint=hint,
             )
 
@@ -459,7 +459,7 @@ def _judge_output(
     if got.shape != right.shape:
         raise WrongAnswer(
             f"on rank {index}, the output has shape {[*got.shape]}",
-            expected=f"expected {[*right.shape]}",
+            expected=f"{[*right.shape]}",
             hint="Column-parallel: this rank's features. Row-parallel: all of them.",
         )
     if is_tensor_close(got, right, **TOLERANCES):
@@ -584,7 +584,7 @@ def collectives(answer: Callable[[], Any], result: labkit.RunResult) -> Verdict:
             )
             raise WrongAnswer(
                 f"{name}: you say {value_text(mine)}",
-                expected=f"the ranks counted {counted}",
+                expected=f"{counted}, which the ranks counted",
                 hint=hint,
             )
     return passing_verdict(
@@ -674,9 +674,7 @@ def _judge_plan(
                 " shall leave."
             )
             said = f"the output has shape {[*output.shape]}"
-            raise WrongAnswer(
-                said, expected=f"expected {[*right.shape]}, as on one device", hint=hint
-            )
+            raise WrongAnswer(said, expected=f"{[*right.shape]}, as on one device", hint=hint)
         if output is not None and not is_tensor_close(output, right, **TOLERANCES):
             hint = "Is every part added up before it is used as the whole?"
             raise WrongAnswer(
@@ -710,7 +708,7 @@ def _judge_plan(
                 f"all is right, but between the MLPs every rank holds all {TOKENS} tokens: the"
                 " sequence is not cut"
             )
-            raise WrongAnswer(said, expected=f"expected {TOKENS // TP}", hint=hint)
+            raise WrongAnswer(said, expected=f"{TOKENS // TP}", hint=hint)
 
     judge_on_ranks(
         "two_dim",

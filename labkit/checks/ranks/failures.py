@@ -85,7 +85,7 @@ def _plain_entries(entries: Sequence[Any]) -> list[dict[str, Any]]:
     for entry in entries:
         if not isinstance(entry, dict):
             said = f"an entry of the log is a {type(entry).__name__}"
-            raise WrongAnswer(said, expected="expected a dict")
+            raise WrongAnswer(said, expected="a dict")
         shape = entry.get("shape")
         shape = list(shape) if isinstance(shape, tuple | list) else None
         call, done = str(entry.get("call")), entry.get("done")
