@@ -1,21 +1,16 @@
-"""GPUs for a simulated program that was written for them: there are none, and its tensors stay on
-the CPU.
+"""Let a simulated program that was written for GPUs run with all its tensors on the CPU.
 
-A program names GPUs where it makes and moves tensors, and asks ``torch.cuda`` and
-``torch.accelerator`` this and that. Here every tensor that it wants on a GPU is on the CPU, like
-all simulated ones. The questions are answered as on the cluster that is simulated, as far as a
-simulation knows the answer:
+The program's tensors are placed on the CPU, and its questions to ``torch.cuda`` and
+``torch.accelerator`` get the answers of the simulated cluster:
 
-- a host has GPUs, one for each of its ranks, and they can do bfloat16. Most programs take another
-  way without a GPU, or leave; to simulate that way would be to simulate another run. torch itself
-  is told the truth, since it would use them;
-- what is held is what the simulation holds;
-- a time is ``nan``: it goes through a program's arithmetic, and shows in what that prints;
+- a host has a GPU per rank, with bfloat16. Many programs take another path without GPUs, and that
+  would be another run. torch itself gets the true answer, because it would use the GPUs;
+- memory is what the simulation holds;
+- a time is ``nan``, which passes through arithmetic and shows in what the program prints;
 - other questions, such as the size of a GPU's memory, are errors that name the line.
 
-Where a CPU takes another way than a GPU, the simulation takes the CPU's: autocast has another list
-of operations that stay in float32, and what a program keeps in host memory is counted with the
-rest.
+Where CPU and GPU paths differ, the simulation takes the CPU's: autocast keeps other operations in
+float32, and host memory is counted with the rest.
 """
 
 import contextlib
@@ -35,8 +30,8 @@ from labkit.errors import ParameterError
 from labkit.torch_private import DEVICE_FUNCTIONS, DEVICE_QUESTIONS, replace, wrap
 from labkit_simulate.patch_training import drop_arguments
 
-BFLOAT16_CAPABILITY = (8, 0)
-"""The compute capability that is given: of an A100."""
+A100_CAPABILITY = (8, 0)  # the first with bfloat16
+# Words of torch's errors for a missing GPU.
 NO_GPU_ERROR_TEXTS = (
     "not compiled with CUDA",
     "Cannot access accelerator",
@@ -44,11 +39,10 @@ NO_GPU_ERROR_TEXTS = (
     "_cuda_",
     "No CUDA GPUs",
 )
-"""Words of the errors with which torch says that there is no GPU."""
 
 
 class MemoryCounter(Protocol):
-    """What knows how many bytes are held, and how many were at most."""
+    """Current and peak bytes of a simulation."""
 
     most: int
 
@@ -58,77 +52,73 @@ class MemoryCounter(Protocol):
 
 @contextlib.contextmanager
 def simulate_gpus(memory: MemoryCounter) -> Iterator[None]:
-    """In here, a program may use GPUs; torch stays as it is made here for the rest of this
-    process.
-    """
+    """Answer the program's questions about GPUs; torch stays patched for the rest of the process."""
     patch_devices()
     answers = CudaAnswers(memory)
     for module, names in DEVICE_FUNCTIONS.items():
         for name in names:
             if hasattr(getattr(torch, module), name):  # torch 2.11 lacks one
                 replace(f"{module}.{name}", getattr(answers, name, do_nothing))
-    told = {
+    facts = {
         "is_available": True,
         "device_count": gpus_on_this_host(),
         "current_accelerator": torch.device("cuda"),
     }
     for question in DEVICE_QUESTIONS:
-        wrap(
-            question,
-            functools.partial(answer_programs_only, answer=told[question.partition(".")[2]]),
-        )
+        answer = facts[question.partition(".")[2]]
+        wrap(question, functools.partial(answer_programs_only, answer=answer))
     wrap("is_nccl_available", functools.partial(answer_programs_only, answer=True))
     with CPUPlacementMode():
         yield
 
 
 def do_nothing(*unused: Any, **others: Any) -> None:
-    """In place of a function of torch.cuda that a simulation has nothing to do for."""
+    """Replace a function of torch.cuda that has no effect on a simulation."""
 
 
 def gpus_on_this_host() -> int:
-    """One for each of its ranks."""
+    """Return the number of GPUs of a host, one per rank."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def answer_programs_only(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    """The same function for torch itself; all others get this answer."""
+    """Wrap a function: torch itself gets its result, all other callers get this answer."""
 
     @functools.wraps(function)
     def call_or_answer(*args: Any, **kwargs: Any) -> Any:
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        return function(*args, **kwargs) if asks.partition(".")[0] == "torch" else answer
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return function(*args, **kwargs) if caller.partition(".")[0] == "torch" else answer
 
     return call_or_answer
 
 
 class PlaceholderEvent(torch.cpu.Event):
-    """A moment that nobody has measured; takes the arguments of torch.cuda's."""
+    """A CUDA event without a time."""
 
     def __init__(self, *unused: Any, **others: Any):
         super().__init__()
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to another moment: nobody knows."""
+        """Return nan: a simulation has no clock."""
         return math.nan
 
 
 class PlaceholderStream(torch.cpu.Stream):
-    """Work in its order, which is all the order there is; takes the arguments of torch.cuda's."""
+    """A CUDA stream; a simulation does everything in program order."""
 
     def __init__(self, *unused: Any, **others: Any):
         super().__init__()
 
     def synchronize(self) -> None:
-        """All work is done."""
+        """Do nothing: all work is done."""
 
     def record_event(self, event: Any = None) -> Any:
-        """The moment at which the work so far is done."""
+        """Return the event, or a new one."""
         return event or PlaceholderEvent()
 
 
 class CudaAnswers:
-    """Functions of ``torch.cuda`` and ``torch.accelerator``, by their names."""
+    """The replacements of functions of ``torch.cuda`` and ``torch.accelerator``, by name."""
 
     Event, Stream = PlaceholderEvent, PlaceholderStream
 
@@ -183,15 +173,11 @@ class CudaAnswers:
         return "simulated"
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        return BFLOAT16_CAPABILITY
+        return A100_CAPABILITY
 
 
 def gpu_index(device: Any, current: int) -> int:
-    """Which of the host's GPUs a program means.
-
-    Raises:
-        ParameterError: the host has none of this index.
-    """
+    """Return the index of the GPU that a program means; raise ParameterError if there is none."""
     named = torch.device(device) if isinstance(device, str) else device
     index = named.index if isinstance(named, torch.device) else named
     if index is None:
@@ -206,25 +192,22 @@ def gpu_index(device: Any, current: int) -> int:
 
 
 def is_gpu(device: Any) -> bool:
-    """Whether a program means a GPU by it; one of its own host."""
-    named = (
-        torch.device(device)
-        if isinstance(device, str) and device.partition(":")[0] == "cuda"
-        else device
-    )
-    found = isinstance(named, torch.device) and named.type == "cuda"
-    if found:
-        gpu_index(named, 0)
-    return found
+    """Tell whether an argument means a GPU; raise ParameterError if the host lacks it."""
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        device = torch.device(device)
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return False
+    gpu_index(device, 0)
+    return True
 
 
 def cpu_for_gpu(device: Any) -> Any:
-    """The CPU in place of a GPU; all else as it is."""
+    """Return the CPU for a GPU, and any other value unchanged."""
     return torch.device("cpu") if is_gpu(device) else device
 
 
 def cpu_for_gpu_or_index(place: Any) -> Any:
-    """The same of an argument that may be the bare number of a GPU."""
+    """Return the CPU for a GPU or the bare index of one."""
     if isinstance(place, int) and not isinstance(place, bool):
         gpu_index(place, 0)
         return torch.device("cpu")
@@ -232,7 +215,7 @@ def cpu_for_gpu_or_index(place: Any) -> Any:
 
 
 class CPUPlacementMode(TorchFunctionMode):
-    """Every tensor that is made or moved in here is on the CPU."""
+    """Place every tensor that is made or moved on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -252,20 +235,18 @@ class CPUPlacementMode(TorchFunctionMode):
 
 
 def patch_devices() -> None:
-    """Let torch take the CPU where a program names a GPU, and no tensor does; for the rest of this
-    process.
-    """
+    """Let torch's own classes take the CPU for a GPU, for the rest of this process."""
     wrap("parse_to", wrap_parse_to)  # of model.to(...)
-    made_for = {
+    device_arguments = {
         "amp:autocast": "device_type",
         "amp:GradScaler": "device",
         # Used by `with torch.device(...)` and by set_default_device.
         "DeviceContext": "device",
         "DeviceMesh": "device_type",
     }
-    for kind, name in made_for.items():
+    for kind, name in device_arguments.items():
         wrap(f"{kind}.__init__", functools.partial(wrap_init_for_cpu, name=name))
-    # it refuses a list of GPUs for a model that is on none
+    # It refuses a list of GPUs for a model on the CPU.
     wrap(
         "DistributedDataParallel.__init__",
         lambda init: drop_arguments(init, "device_ids", "output_device"),
@@ -273,19 +254,17 @@ def patch_devices() -> None:
 
 
 def wrap_parse_to(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which reads the arguments of ``to``."""
+    """Wrap the parser of the arguments of ``to``."""
 
     def parse_for_cpu(*args: Any, **kwargs: Any) -> Any:
-        return parse(
-            *map(cpu_for_gpu_or_index, args),
-            **{name: cpu_for_gpu_or_index(value) for name, value in kwargs.items()},
-        )
+        on_cpu = {name: cpu_for_gpu_or_index(value) for name, value in kwargs.items()}
+        return parse(*map(cpu_for_gpu_or_index, args), **on_cpu)
 
     return parse_for_cpu
 
 
 def wrap_init_for_cpu(init: Callable[..., None], name: str) -> Callable[..., None]:
-    """The same initialiser, whose argument of this name says for which kind of device."""
+    """Wrap an initialiser whose argument of this name is a device or a kind of device."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)

@@ -1,10 +1,8 @@
-"""DistributedDataParallel's reducer for simulated gradients: torch's own is written in C++ and
-works on memory.
+"""Replace DistributedDataParallel's reducer, which is written in C++ and works on memory.
 
-It sends what that one sends and keeps what that one keeps: flat buckets, filled as gradients arrive
-and sent when they are full; in the first step as the model has its parameters, from the second on
-in the order in which they arrived. Left out are communication hooks, mixed precision and joining of
-uneven inputs.
+The replacement sends and keeps the same: flat buckets, filled as gradients arrive and sent when
+full; in the first step in the order of the parameters, from the second on in the order of arrival.
+It has no communication hooks, mixed precision or joining of uneven inputs.
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from labkit.torch_private import compute_bucket_assignment_by_size, queue_callba
 
 
 def patch_reducer() -> None:
-    """Let DistributedDataParallel use it, for the rest of this process."""
+    """Replace the reducer for the rest of this process."""
     replace("distributed:Reducer", PlaceholderReducer)
     replace("distributed:Logger", NullLogger)
     replace("verify_params_across_processes", lambda *unused: True)
@@ -28,7 +26,7 @@ def patch_reducer() -> None:
 
 
 class NullLogger:
-    """In place of DDP's logger: whatever it is told, it does nothing."""
+    """Replace DDP's logger; every method does nothing."""
 
     def __init__(self, *unused: Any):
         pass
@@ -38,7 +36,7 @@ class NullLogger:
 
 
 class PlaceholderReducer(NullLogger):
-    """Averages gradients over the ranks, a bucket at a time; takes the arguments of torch's."""
+    """Average gradients over the ranks in buckets; takes the arguments of torch's reducer."""
 
     def __init__(
         self,
@@ -55,12 +53,8 @@ class PlaceholderReducer(NullLogger):
         *others: Any,
     ):
         super().__init__()
-        self._parameters, self._group, self._find_unused, self._views = (
-            list(parameters),
-            group,
-            find_unused,
-            views,
-        )
+        self._parameters, self._group = list(parameters), group
+        self._find_unused, self._views = find_unused, views
         self._limits = [first_bucket_bytes, bucket_bytes]
         self._arrived: list[int] = []
         self._rebuilt, self._expects = False, False
@@ -85,9 +79,7 @@ class PlaceholderReducer(NullLogger):
         return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters)).detach()
 
     def _rebuild_buckets(self) -> bool:
-        """Once a backward pass has shown the order, make buckets by it; whether this was done
-        now.
-        """
+        """Make buckets in the order of arrival after the first backward pass; tell if done now."""
         if self._rebuilt or self._find_unused or not self._arrived:
             return False
         arrived: list[Tensor] = [self._parameters[index] for index in self._arrived]
@@ -97,13 +89,13 @@ class PlaceholderReducer(NullLogger):
         return True
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
-        """The next backward pass averages gradients."""
+        """Start a backward pass that averages gradients."""
         self._missing = [set(bucket) for bucket in self._buckets]
         self._works: list[dist.Work] = []
         self._next, self._expects, self._arrived = 0, True, []
 
     def _add_gradient(self, index: int) -> None:
-        """A gradient has arrived: it goes into its bucket, and full buckets go, in order."""
+        """Copy an arrived gradient into its bucket, and send full buckets in order."""
         if not self._expects:
             return
         if not self._arrived:
@@ -126,14 +118,14 @@ class PlaceholderReducer(NullLogger):
             self._next += 1
 
     def _gradient_view(self, index: int) -> Tensor:
-        """Where a gradient lies in its bucket."""
+        """Return the part of its bucket that holds a gradient."""
         number, parameter = self._place[index], self._parameters[index]
         bucket = self._buckets[number]
         start = sum(self._parameters[each].numel() for each in bucket[: bucket.index(index)])
         return self._flat[number].narrow(0, start, parameter.numel()).view_as(parameter)
 
     def _finish_backward(self) -> None:
-        """All have arrived that will: the means go back into the gradients."""
+        """Wait for all buckets, and copy the means back into the gradients."""
         if self._find_unused:
             self._used_anywhere.copy_(self._used)
             dist.all_reduce(self._used_anywhere, group=self._group)
@@ -155,7 +147,7 @@ class PlaceholderReducer(NullLogger):
 
 
 def refuse_hook(*unused: Any) -> None:
-    """What DDP calls to register a communication hook."""
+    """Raise LabError in place of registering a communication hook."""
     raise LabError(
         "communication hooks of DDP cannot be simulated: leave the hook out, or average gradients"
         " yourself"

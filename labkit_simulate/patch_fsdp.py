@@ -1,8 +1,4 @@
-"""What FSDP2 and DTensor do with shards in a simulation.
-
-Replaced is what looks at memory, what takes long on a thousand ranks, and what would be counted as
-a step's though no real rank does it.
-"""
+"""Replace parts of FSDP2 and DTensor that read memory or take long with a thousand ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +9,16 @@ from labkit.torch_private import disable_current_modes, replace, wrap
 
 
 def patch_sharding() -> None:
-    """Replace it for the rest of this process."""
+    """Replace these functions for the rest of this process."""
     replace("chunk_with_empty", LazyChunks)
     wrap("FSDPParam.reset_sharded_param", skip_needless_reset)
     wrap("propagate_tensor_meta_non_cached", hide_from_trackers)
 
 
 class LazyChunks:
-    """A parameter in equal chunks, of which FSDP2 keeps this rank's: only what it asks for is cut.
+    """The equal chunks of a parameter, cut on access.
 
-    Cutting all of them takes most of the time of a simulation of a thousand ranks.
+    FSDP2 keeps one; cutting all would take most of the time of a simulation of a thousand ranks.
     """
 
     def __init__(self, tensor: Tensor, count: int, dim: int):
@@ -38,9 +34,7 @@ class LazyChunks:
 
 
 def skip_needless_reset(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """FSDP2 pads a shard anew if it is not the one that it made, and tells that by its address,
-    which is 0 here.
-    """
+    """Wrap FSDP2's reset of a shard: it compares addresses, which are all 0 in a simulation."""
 
     def reset_if_changed(shard: Any) -> None:
         found = getattr(shard._module_info.module, shard._module_info.param_name)
@@ -53,14 +47,12 @@ def skip_needless_reset(reset: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def has_same_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether two simulated tensors share what would be their memory."""
+    """Tell whether two simulated tensors share a storage."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def hide_from_trackers(shape_of: Callable[..., Any]) -> Callable[..., Any]:
-    """DTensor learns a whole result's shape from simulated tensors: elsewhere no tracker takes
-    those for a step's.
-    """
+    """Wrap DTensor's inference of shapes, so that no tracker counts its temporary tensors."""
 
     def call_without_modes(*args: Any) -> Any:
         with disable_current_modes():

@@ -1,9 +1,7 @@
-"""What programs do around the training itself: they draw samples, scale losses, save, and start
-their own ranks.
+"""Replace what programs do around training: draw samples, scale losses, save, start ranks.
 
-In a simulation samples are drawn with real numbers, in the process of the rank. Every scaled
-gradient is finite. No file is written, since there is nothing to write. Of the ranks that a program
-starts, one is already there.
+In a simulation samples are drawn with real values, in the rank's process. Every scaled gradient is
+finite. No file is written. Of the ranks that a program starts, this process is one.
 """
 
 import functools
@@ -15,6 +13,7 @@ from typing import Any
 from labkit.errors import ParameterError
 from labkit.torch_private import replace, unset_fake_temporarily, wrap
 
+# A DataLoader's arguments for worker processes, to which fake tensors cannot be sent.
 DATALOADER_WORKER_ARGUMENTS = (
     "num_workers",
     "prefetch_factor",
@@ -23,44 +22,49 @@ DATALOADER_WORKER_ARGUMENTS = (
     "timeout",
     "pin_memory",
 )
-"""Arguments of a DataLoader for processes that prepare samples: simulated tensors cannot go from
-one to another.
-"""
+SAMPLERS = (
+    "RandomSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+    "DistributedSampler",
+)
 
 
 def patch_training_functions() -> None:
-    """Replace it for the rest of this process."""
-    for sampler in (
-        "RandomSampler",
-        "SubsetRandomSampler",
-        "WeightedRandomSampler",
-        "DistributedSampler",
-    ):
+    """Replace these functions for the rest of this process."""
+    for sampler in SAMPLERS:
         wrap(f"{sampler}.__iter__", use_real_order)
     wrap("DataLoader.__init__", lambda init: drop_arguments(init, *DATALOADER_WORKER_ARGUMENTS))
     wrap("BaseDataLoaderIter.__init__", use_real_tensors)
     wrap("data:random_split", use_real_tensors)
     wrap("dataset:random_split", use_real_tensors)
-    replace(
-        "maybe_opt_step",
-        lambda scaler, optimizer, unused, *args, **kwargs: optimizer.step(*args, **kwargs),
-    )
-    replace(
-        "GradScaler.get_scale", lambda scaler: scaler._init_scale if scaler.is_enabled() else 1.0
-    )
+    replace("maybe_opt_step", step_without_check)
+    replace("GradScaler.get_scale", initial_scale)
     replace("get_growth_tracker", lambda scaler: scaler._init_growth_tracker)
     replace("amp_update_scale_cpu_", count_finite_step)
     replace("torch:save", skip_save)
     replace("multiprocessing:spawn", run_as_spawned_rank)
 
 
-def count_finite_step(scaler: Any, unused: Any) -> None:
-    """Of ShardedGradScaler, on a CPU: it takes a new tensor to count."""
+def step_without_check(
+    scaler: Any, optimizer: Any, found_inf: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Update parameters without asking whether gradients are finite."""
+    return optimizer.step(*args, **kwargs)
+
+
+def initial_scale(scaler: Any) -> float:
+    """Return the scale that a GradScaler starts with, as it never changes."""
+    return float(scaler._init_scale) if scaler.is_enabled() else 1.0
+
+
+def count_finite_step(scaler: Any, found_inf: Any) -> None:
+    """Count a step in ShardedGradScaler, out of place as fake tensors need it."""
     scaler._growth_tracker = scaler._growth_tracker + 1
 
 
 def use_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, in which tensors have numbers."""
+    """Wrap a function so that its tensors have values."""
 
     @functools.wraps(function)
     def call_with_real_tensors(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +75,7 @@ def use_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def use_real_order(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """A sampler's order, all at once: its indices are numbers in tensors at first."""
+    """Wrap a sampler's iterator: draw the whole order with real tensors."""
 
     def draw_order(sampler: Any) -> Iterator[Any]:
         with unset_fake_temporarily():
@@ -82,7 +86,7 @@ def use_real_order(iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], I
 
 
 def drop_arguments(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """The same function, which is not told the arguments of these names."""
+    """Wrap a function so that it does not receive these arguments."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -96,7 +100,7 @@ def drop_arguments(function: Callable[..., Any], *names: str) -> Callable[..., A
 
 
 def skip_save(obj: Any, f: Any = None, *unused: Any, **others: Any) -> None:
-    """In place of torch.save: a simulation has nothing to save, and overwrites nothing."""
+    """Replace torch.save: a simulation has no values to save, and overwrites nothing."""
     print(f"simulated: nothing is saved in {f}", flush=True)
 
 
@@ -107,11 +111,10 @@ def run_as_spawned_rank(
     *unused: Any,
     **others: Any,
 ) -> None:
-    """In place of torch.multiprocessing.spawn: this process is one of those that the program
-    starts.
+    """Replace torch.multiprocessing.spawn: this process is one of the spawned ranks.
 
     Raises:
-        ParameterError: the program starts as many as are neither on a host nor in the world.
+        ParameterError: ``nprocs`` is neither a host's number of ranks nor the world size.
     """
     world_size, on_host = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if nprocs not in (world_size, on_host):

@@ -1,15 +1,14 @@
-"""Which mesh, wrapping, checkpointing and precision? All that come into question are simulated, and
-ranked.
+"""Search meshes, wrapping, checkpointing and precision: simulate all candidates and rank them.
 
     found = labkit.plan(model="llama_2_7b", sequence=4096, world_size=64, hardware="h100-8x",
-    budget_gib=75) found              # those that fit, the fastest first, and why the others do not
+                        budget_gib=75)
+    found              # those that fit, the fastest first, and why the others do not
     found.best         # the row of the first of them
-    found.frame        # all of them, a row each
+    found.frame        # all candidates, a row each
 
-What a candidate holds is simulated to the byte, and the time of its step is reckoned for a kind of
-host. All train with the same samples in a step, so that their step times compare. Of a deep model
-whose blocks are alike only the best are simulated whole; the others are continued from a few
-blocks, see ``continued``.
+Memory is simulated to the byte, and step time is estimated for a kind of host. All candidates train
+on the same samples per step, so that their step times compare. Of deep models with equal blocks,
+only the best are simulated whole; the others are extrapolated from a few blocks (extrapolate.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +39,6 @@ from labkit_simulate.search_result import Candidate, SearchResult
 from labkit_simulate.simulate_many import SimulationOutcome, simulate_many
 from labkit_simulate.theory.hardware import Hardware
 
-SIZE_VALUE_NAMES = {"peak": "peak_total", "reserved": "gpu_reserved"}
 HardwareChoice = str | Hardware | Sequence[str | Hardware]
 
 
@@ -57,43 +55,37 @@ def plan(
     whole: int | None = 3,
     **params: Any,
 ) -> SearchResult:
-    """Simulate every combination of these values, and rank those that fit by the time of a step.
+    """Simulate every combination of these values, and rank those that fit by step time.
 
     Args:
         program: as for ``simulate``.
-        world_size: how many ranks, or several numbers of them in a list.
-        hardware: the kind of hosts, by name or as ``Hardware``; several in a list are reckoned for
-            the same simulations.
-        budget_gib: what a rank may take of its device, in GiB; by default all that the device has.
-        dollars_per_hour: what a device costs in an hour; None leaves dollars out.
-        samples: of all ranks in a step, shared out as the program's ``batch``; by default one for
-            each of the most ranks. Where ``batch`` is given, that is taken instead, for every
-            candidate.
-        limit: more candidates than that are refused, before anything starts.
+        world_size: number of ranks, or a list of numbers.
+        hardware: kind of hosts by name or as ``Hardware``; several in a list are estimated from the
+            same simulations.
+        budget_gib: memory of a device that a rank may use, in GiB; by default all of it.
+        dollars_per_hour: price of a device; None omits dollars.
+        samples: of all ranks in a step, divided into the program's ``batch``; by default one per
+            rank of the largest world. If ``batch`` is given, every candidate takes that instead.
+        limit: refuse more candidates than this before anything starts.
         timeout_s: of each simulation.
-        whole: how many of the best that fit each kind of hosts are simulated with all their blocks;
-            None simulates all so. The others are continued from a few blocks where there are many
-            and the program says that they are alike, by ``Config.ALIKE``, the parameter that counts
-            them, and ``Config.blocks()``.
-        **params: parameters of the program. A list holds values to try, anything else is one value.
-            For those that are not given, ``Config.CANDIDATES`` of the program may say what to try.
+        whole: how many of the best candidates per kind of hosts are simulated with all blocks; None
+            simulates all. The others are extrapolated from a few blocks, if the program says by
+            ``Config.ALIKE``, the parameter that counts them, and ``Config.blocks()`` that its
+            blocks are equal.
+        **params: parameters of the program; a list holds values to try. ``Config.CANDIDATES`` of
+            the program may list values for parameters that are not given.
 
     Returns:
-        All candidates; where the program refuses one, or it fails, its row says why. It is kept in
-        ``.folder``.
+        All candidates, stored in ``.folder``; the row of one that was refused or failed says why.
 
     Raises:
         ParameterError: an argument is wrong, the program accepts no candidate, or there are too
             many.
-        KeyboardInterrupt: an interrupt; the message says where the results so far are kept.
+        KeyboardInterrupt: an interrupt; the message says where the results so far are stored.
     """
     if whole is not None:
-        whole = require_positive(
-            "whole",
-            whole,
-            int,
-            "not a number of candidates: give an int of at least 1, or None for all",
-        )
+        rule = "not a number of candidates: give an int of at least 1, or None for all"
+        whole = require_positive("whole", whole, int, rule)
     machines = [resolve_hardware(each) for each in as_list(hardware)]
     config_class = config.read_config(find_program(program)[0])
     to_try = getattr(config_class, "CANDIDATES", {}) | {"world_size": world_size} | params
@@ -108,47 +100,83 @@ def plan(
     varied = [name for name, each in values.items() if len(each) > 1 and name != "world_size"]
     candidates = [candidate for candidate, _ in checked]
     found = SearchResult(Path(program).stem, varied, candidates, budget_gib, dollars_per_hour)
-    return run_search(found, [simulation for _, simulation in checked], machines, whole)
+    return run_search(found, [request for _, request in checked], machines, whole)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return the values to try."""
+    return list(value) if isinstance(value, list | range) else [value]
 
 
 def check_candidate_count(values: Mapping[str, Sequence[Any]], count: int, limit: int) -> None:
-    """Raise ParameterError where there are more candidates than the limit, or none."""
+    """Raise ParameterError if there are no candidates, or more than the limit."""
     require_positive("limit", limit, int, "not a number of candidates: give an int of at least 1")
     if not 0 < count <= limit:
-        product = " x ".join(
-            f"{len(each)} {name}" for name, each in values.items() if len(each) != 1
+        factors = [f"{len(each)} {name}" for name, each in values.items() if len(each) != 1]
+        raise ParameterError(
+            f"{' x '.join(factors)} = {count} candidates, but 1 to {limit} are allowed: change the"
+            " lists, or limit"
         )
-        rule = f"{count} candidates, but 1 to {limit} are allowed: change the lists, or limit"
-        raise ParameterError(f"{product} = {rule}")
+
+
+def check_candidate(
+    program: str | Path,
+    values: Mapping[str, Any],
+    samples: int | None,
+    machines: Sequence[Hardware],
+    timeout_s: float,
+) -> tuple[Candidate, SimulationRequest | None]:
+    """Return a candidate, and its request if the program accepts it and its ranks fill hosts."""
+    params = dict(values)
+    world_size = params.pop("world_size")
+    config_class = config.read_config(find_program(program)[0])
+    try:
+        if samples is not None:
+            replicas = world_size // params.get("tp", getattr(config_class, "tp", 1))
+            shares = max(1, replicas * params.get("accumulate", 1))
+            params["batch"] = even_share(samples, shares, "samples =")
+        for machine in machines:
+            ranks_on_each_host(world_size, machine.devices, machine)
+        request = make_simulation_request(
+            program,
+            world_size=world_size,
+            hardware=machines[0],
+            timeout_s=timeout_s,
+            warm=True,
+            **params,
+        )
+    except ValueError as error:
+        return Candidate(world_size, params, samples, reason=str(error)), None
+    made = config.build_config(config_class, params) if config_class else None
+    tokens = made.tokens() if made and hasattr(made, "tokens") else None
+    blocks = made.blocks() if made and hasattr(made, "ALIKE") else 0
+    return Candidate(world_size, params, samples, tokens, blocks=blocks), request
 
 
 def run_search(
     found: SearchResult,
-    simulations: Sequence[SimulationRequest | None],
+    requests: Sequence[SimulationRequest | None],
     machines: Sequence[Hardware],
     whole: int | None,
 ) -> SearchResult:
-    """Simulate what was accepted, and keep what is known in a folder after each of them."""
-    accepted = {place: simulation for place, simulation in enumerate(simulations) if simulation}
+    """Simulate the accepted candidates, and store the results in a folder after each."""
+    accepted = {place: request for place, request in enumerate(requests) if request}
     if not accepted:
         raise ParameterError(
             f"the program accepts no candidate; of the first it says: {found.candidates[0].reason}"
         )
-    found = replace(
-        found, candidates=list(found.candidates), folder=make_search_folder(found.program)
-    )
+    folder = make_search_folder(found.program)
+    found = replace(found, candidates=list(found.candidates), folder=folder)
     deep = [
         place for place in accepted if found.candidates[place].blocks > MAX_BLOCKS_TO_SIMULATE_WHOLE
     ]
-    small = (
-        {place: make_small_requests(accepted[place]) for place in deep}
-        if whole and len(deep) > whole
-        else {}
-    )
+    small = {}
+    if whole and len(deep) > whole:
+        small = {place: make_small_requests(accepted[place]) for place in deep}
     first = [
-        (place, few, one)
+        (place, blocks, request)
         for place in accepted
-        for few, one in (small.get(place) or {0: accepted[place]}).items()
+        for blocks, request in (small.get(place) or {0: accepted[place]}).items()
     ]
     try:
         simulate_candidates(found, first, machines)
@@ -157,7 +185,7 @@ def run_search(
     except KeyboardInterrupt:
         kept = f"labkit.SearchResult.load({str(found.folder)!r})"
         raise KeyboardInterrupt(f"interrupted; what was simulated is kept: {kept}") from None
-    # replace() builds the table again, which is cached.
+    # replace() builds the cached table again.
     return replace(found)
 
 
@@ -166,22 +194,18 @@ def simulate_candidates(
     asked: Sequence[tuple[int, int, SimulationRequest]],
     machines: Sequence[Hardware],
 ) -> None:
-    """Simulate each for the candidate at its place: with a few of its blocks, or with all where
-    that number is 0.
-    """
+    """Run requests (index of the candidate, number of blocks or 0 for all, request)."""
     candidates = found.candidates
     assert isinstance(candidates, list)
     small: dict[int, dict[int, Candidate]] = {}
 
     def update_candidate(index: int, outcome: SimulationOutcome) -> str:
-        place, few, _ = asked[index]
-        before, now = (
-            candidates[place],
-            candidate_with_outcome(candidates[place], outcome, machines),
-        )
-        if few:
+        place, blocks, _ = asked[index]
+        before = candidates[place]
+        now = candidate_with_outcome(before, outcome, machines)
+        if blocks:
             pair = small.setdefault(place, {})
-            pair[few] = now
+            pair[blocks] = now
             now = extrapolate_candidate(pair) if len(pair) == len(SMALL_BLOCK_COUNTS) else before
         elif before.continued_from and not now.reason:
             now = replace(now, note=extrapolation_error_text(before, now))
@@ -189,26 +213,26 @@ def simulate_candidates(
         found.save()
         return replace(found).best_so_far_text()
 
-    simulate_many(
-        [simulation for *_, simulation in asked], f"plan of {found.program}", update_candidate
-    )
+    requests = [request for *_, request in asked]
+    simulate_many(requests, f"plan of {found.program}", update_candidate)
 
 
 def candidate_with_outcome(
     candidate: Candidate, outcome: SimulationOutcome, machines: Sequence[Hardware]
 ) -> Candidate:
-    """The candidate with what its simulation says."""
+    """Return the candidate with the results of its simulation."""
     candidate = replace(candidate, continued_from=[], note="")
     try:
         if not isinstance(outcome, RunResult):
             raise outcome
         sizes = {
-            name: int(outcome.value(f"{value}_bytes")) for name, value in SIZE_VALUE_NAMES.items()
+            "peak": int(outcome.value("peak_total_bytes")),
+            "reserved": int(outcome.value("gpu_reserved_bytes")),
+            "ahead": largest_prefetch_bytes(outcome),
         }
-        sizes["ahead"] = largest_prefetch_bytes(outcome)
         peak_in = " ".join(filter(None, peak_phase_and_block(outcome)))
         times = {machine.name: estimate_times(outcome, machine) for machine in machines}
-    # The simulation failed, reported no memory, or refused these numbers.
+    # The simulation failed, reported no memory, or the hardware has no rate for a dtype.
     except (LabError, ValueError) as error:
         return replace(candidate, reason=str(error).partition("\n")[0])
     return replace(
@@ -217,24 +241,20 @@ def candidate_with_outcome(
 
 
 def estimate_times(result: RunResult, machine: Hardware) -> dict[str, float]:
-    """What is reckoned for a kind of hosts, and the memory that it has."""
+    """Return the estimates of a step on a kind of hosts, and its memory."""
     step = estimate_rank_step(result, machine)
-    times = {
+    return {
         "step_s": step.time.step_s,
         "compute_s": step.time.compute_s,
         "exposed_s": step.time.exposed_s,
+        "mfu": step.model_flops_share,
+        "memory_bytes": step.hardware.memory_bytes,
     }
-    return times | {"mfu": step.model_flops_share, "memory_bytes": step.hardware.memory_bytes}
 
 
-def as_list(value: Any) -> list[Any]:
-    """The values to try."""
-    return list(value) if isinstance(value, list | range) else [value]
-
-
-def make_search_folder(program: str | Path) -> Path:
-    """A new folder for a plan, among the runs. Raises LabError where it cannot be made."""
-    folder = runs_folder() / f"plan-{make_run_name(Path(program).stem)}"
+def make_search_folder(program: str) -> Path:
+    """Create a folder for a search among the runs; raise LabError if that is impossible."""
+    folder = runs_folder() / f"plan-{make_run_name(program)}"
     try:
         private_files.make_private_folder(folder.parent)
         folder.mkdir(mode=private_files.FOLDER_MODE)
@@ -242,42 +262,6 @@ def make_search_folder(program: str | Path) -> Path:
         fix = "set LABKIT_RUNS to a folder that can be written"
         raise LabError(f"cannot write to {folder.parent} ({error.strerror}): {fix}") from error
     return folder
-
-
-def check_candidate(
-    program: str | Path,
-    one: Mapping[str, Any],
-    samples: int | None,
-    machines: Sequence[Hardware],
-    timeout_s: float,
-) -> tuple[Candidate, SimulationRequest | None]:
-    """A candidate, and its simulation where the program accepts it and its ranks fill hosts."""
-    world_size, params = (
-        one["world_size"],
-        {name: value for name, value in one.items() if name != "world_size"},
-    )
-    config_class = config.read_config(find_program(program)[0])
-    try:
-        if samples is not None:
-            lines = world_size // params.get("tp", getattr(config_class, "tp", 1))
-            params["batch"] = even_share(
-                samples, max(1, lines * params.get("accumulate", 1)), "samples ="
-            )
-        for machine in machines:
-            ranks_on_each_host(world_size, machine.devices, machine)
-        how = {
-            "world_size": world_size,
-            "hardware": machines[0],
-            "timeout_s": timeout_s,
-            "warm": True,
-        }
-        simulation = make_simulation_request(program, **how, **params)
-    except ValueError as error:
-        return Candidate(world_size, params, samples, reason=str(error)), None
-    made = config.build_config(config_class, params) if config_class else None
-    tokens = made.tokens() if made and hasattr(made, "tokens") else None
-    blocks = made.blocks() if made and hasattr(made, "ALIKE") else 0
-    return Candidate(world_size, params, samples, tokens, blocks=blocks), simulation
 
 
 def largest_fitting_value(
@@ -291,35 +275,30 @@ def largest_fitting_value(
     step: int = 1,
     **params: Any,
 ) -> int:
-    """The largest value of a parameter with which a rank fits, such as ``batch`` or ``sequence``.
+    """Search the largest value of a parameter, such as ``batch``, with which a rank fits.
 
-    It is doubled until nothing fits, and then the gap is halved: some ten simulations, one after
-    another.
+    The value is doubled until nothing fits, then the gap is halved: about ten simulations.
 
     Args:
         parameter: a parameter of the program with which memory grows.
         program: as for ``simulate``.
-        world_size: how many ranks.
-        hardware: the kind of hosts.
-        budget_gib: what a rank may take of its device, in GiB; by default all that the device has.
-        at_most: larger values are not tried.
-        step: only multiples of this are.
+        world_size: number of ranks.
+        hardware: kind of hosts.
+        budget_gib: memory of a device that a rank may use, in GiB; by default all of it.
+        at_most: the largest value to try.
+        step: try only multiples of this.
         **params: other parameters of the program.
 
     Returns:
-        The value; 0 where not even the smallest fits.
+        The value; 0 if not even the smallest fits.
     """
     machine = resolve_hardware(hardware)
     budget_gib = budget_gib or machine.memory_bytes / GIB
 
     def can_fit(steps: int) -> bool:
-        how: dict[str, Any] = params | {parameter: steps * step}
-        return bool(
-            memory_fit(
-                simulate(program, world_size=world_size, hardware=machine, warm=True, **how),
-                budget_gib,
-            )
-        )
+        chosen: dict[str, Any] = params | {parameter: steps * step}
+        result = simulate(program, world_size=world_size, hardware=machine, warm=True, **chosen)
+        return bool(memory_fit(result, budget_gib))
 
     low, high = 0, 1
     while high * step <= at_most and can_fit(high):

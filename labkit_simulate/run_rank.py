@@ -1,9 +1,8 @@
-"""What a simulated rank finds itself in. The worker starts ``python -m labkit_simulate.run_rank
-PROGRAM``.
+"""Run a program as a simulated rank; the worker starts ``python -m labkit_simulate.run_rank``.
 
-Two things of torch make it: the process group "fake", in which every collective returns at once and
-has moved nothing, and FakeTensorMode, in which tensors have no memory. What else is replaced here
-has to look at numbers where the program does not, and would fail: each replacement says why.
+torch provides two parts: the process group "fake", whose collectives return at once and move
+nothing, and FakeTensorMode, whose tensors have no memory. Everything else that is replaced here
+reads values although the program does not, and would fail; each replacement says why.
 """
 
 import contextlib
@@ -28,17 +27,7 @@ from labkit.errors import LabError, ParameterError
 from labkit.launcher.worker import run_program
 from labkit.runs.folder import ROOT
 from labkit.session.hooks import hooks
-from labkit.torch_private import (
-    MESH_FACTORIES,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeStore,
-    FakeTensor,
-    FakeTensorMode,
-    replace,
-    unset_fake_temporarily,
-    wrap,
-)
+from labkit.torch_private import MESH_FACTORIES, FakeTensor, replace, unset_fake_temporarily, wrap
 from labkit_simulate import patch_cuda, patch_fsdp
 from labkit_simulate.external_program import is_labkit_program, record_external_program
 from labkit_simulate.meter import SimulationMeter
@@ -51,24 +40,23 @@ from labkit_simulate.patch_training import (
 
 # The worker cuts a learner's traceback here, so that it begins with the program's frames.
 __tracebackhide__ = True
-VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-"""What torch raises where a fake tensor is asked for its numbers, or for a shape that depends on
-them.
-"""
+# What torch raises if a fake tensor is asked for a value, or for a shape that depends on one; other
+# ways to ask end in errors with these words.
+VALUE_READ_ERRORS = (
+    torch_private.DataDependentOutputException,
+    torch_private.DynamicOutputShapeException,
+)
 VALUE_READ_TEXTS = ("data pointer", ".numpy() is not supported", "its data is not allocated")
-"""Words of the errors that it raises for some ways to do so."""
 LIBRARY_FOLDERS = (
-    *(
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("stdlib"),
-        str(Path(torch.__file__).parent),
-    ),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("stdlib"),
+    str(Path(torch.__file__).parent),
     *(str(ROOT / folder) for folder in ("labkit/session", "labkit/launcher", "labkit_simulate")),
 )
 
 
 class NoValues(LabError):
-    """A simulated program asked for a number in a tensor. The message names the line."""
+    """A simulated program read a tensor's value; the message names the line."""
 
 
 def main() -> None:
@@ -80,10 +68,13 @@ def main() -> None:
     # Ranks with the same local index on different hosts would share a core.
     hooks.pins_cores = False
     patch_torch(rank, world_size)
-    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as around:
+    with (
+        torch_private.FakeTensorMode(allow_non_fake_inputs=True),
+        contextlib.ExitStack() as recording,
+    ):
         if not is_labkit_program(target):
-            held = around.enter_context(record_external_program(rank, world_size))
-            around.enter_context(patch_cuda.simulate_gpus(held))
+            memory = recording.enter_context(record_external_program(rank, world_size))
+            recording.enter_context(patch_cuda.simulate_gpus(memory))
         try:
             run_program(target, [])
         except Exception as error:
@@ -91,25 +82,27 @@ def main() -> None:
 
 
 def set_world_size() -> int:
-    """Let this rank be one of many, of which torchrun has started a few; return how many."""
+    """Set torchrun's variables to those of the simulated world, and return its size."""
     rank, world = int(os.environ["RANK"]), json.loads(os.environ[ENV_SIMULATION])
-    on_each = min(world["ranks_per_host"], world["world_size"])
-    numbers = {"LOCAL_RANK": rank % on_each, "GROUP_RANK": rank // on_each}
-    numbers |= {"WORLD_SIZE": world["world_size"], "LOCAL_WORLD_SIZE": on_each}
-    # Most ranks do not exist, so a barrier would wait for them.
-    numbers |= {"TORCH_DIST_INIT_BARRIER": 0}
-    os.environ |= {name: str(number) for name, number in numbers.items()}
+    on_host = min(world["ranks_per_host"], world["world_size"])
+    variables = {
+        "LOCAL_RANK": rank % on_host,
+        "GROUP_RANK": rank // on_host,
+        "WORLD_SIZE": world["world_size"],
+        "LOCAL_WORLD_SIZE": on_host,
+        # Most ranks do not exist, so a barrier would wait for them.
+        "TORCH_DIST_INIT_BARRIER": 0,
+    }
+    os.environ |= {name: str(number) for name, number in variables.items()}
     return int(world["world_size"])
 
 
 def patch_torch(rank: int, world_size: int) -> None:
-    """Let torch do in a simulation what it does elsewhere; for the rest of this process."""
+    """Replace functions of torch that would read values, for the rest of this process."""
     # This lets collectives take fake tensors.
     torch_private.get("fake_collectives")
-    join, make = (
-        torch_private.get("distributed:init_process_group"),
-        torch_private.get(MESH_FACTORIES[0]),
-    )
+    join = torch_private.get("distributed:init_process_group")
+    make_mesh = torch_private.get(MESH_FACTORIES[0])
     signature = inspect.signature(join)
 
     def init_fake_process_group(*args: Any, **kwargs: Any) -> None:
@@ -118,19 +111,19 @@ def patch_torch(rank: int, world_size: int) -> None:
             asked.get("rank", -1), asked.get("world_size", -1), rank, world_size
         )
         with unset_fake_temporarily():
-            join("fake", rank=rank, world_size=world_size, store=FakeStore())
+            join("fake", rank=rank, world_size=world_size, store=torch_private.FakeStore())
 
     for module in ("distributed", "distributed_c10d", "device_mesh"):
         replace(f"{module}:init_process_group", init_fake_process_group)
     for module in ("distributed", "distributed_c10d"):
-        # whatever a group's backend, it sends nothing
+        # Whatever a group's backend, it sends nothing.
         wrap(f"{module}:new_group", lambda make: drop_arguments(make, "backend", "device_id"))
-    # a mesh is made of ranks, and these are numbers in tensors
+    # A mesh is made of ranks, which are values in tensors.
     for name in MESH_FACTORIES:
-        replace(name, use_real_tensors(make))
+        replace(name, use_real_tensors(make_mesh))
     wrap("DeviceMesh.__init__", use_real_tensors)
-    # It draws again until all numbers are within bounds, and fake tensors hold none.
-    replace("no_grad_trunc_normal_", skip_initialisation)
+    # It redraws until all values are within bounds, and fake tensors hold none.
+    replace("no_grad_trunc_normal_", lambda tensor, *unused, **others: tensor)
     wrap("swap_tensors", wrap_swap_tensors)
     replace("torch:compile", refuse_to_compile)
     patch_fsdp.patch_sharding()
@@ -139,12 +132,11 @@ def patch_torch(rank: int, world_size: int) -> None:
 
 
 def check_rank_and_world_size(rank: int, world_size: int, own: int, simulated: int) -> None:
-    """What a program says of itself when it joins, if it does, has to be what is simulated."""
+    """Raise ParameterError if the program joins as another rank or into another world size."""
     if world_size not in (-1, simulated):
         raise ParameterError(
             f"the program joins a group of world_size = {world_size}, and {simulated} ranks are"
-            f" simulated: simulate with world_size={world_size}, or take the variable WORLD_SIZE"
-            " for it"
+            f" simulated: simulate with world_size={world_size}, or read WORLD_SIZE for it"
         )
     if rank not in (-1, own):
         raise ParameterError(
@@ -152,24 +144,16 @@ def check_rank_and_world_size(rank: int, world_size: int, own: int, simulated: i
         )
 
 
-def skip_initialisation(tensor: Tensor, *unused: Any, **others: Any) -> Tensor:
-    """An initialiser that has nothing to do."""
-    return tensor
-
-
 def refuse_to_compile(*unused: Any, **others: Any) -> None:
-    """What the compiler makes holds and sends other amounts, and it needs real tensors to make
-    it.
-    """
+    """Raise LabError: the compiler needs real tensors, and compiled code sends other amounts."""
     raise LabError("what torch.compile makes cannot be simulated: simulate the program without it")
 
 
 def wrap_swap_tensors(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """What ``model.to(...)`` does with a parameter: torch refuses it for a fake one, which
-    FakeTensorMode remembers.
-    """
+    """Let ``model.to(...)`` assign a fake parameter's data."""
 
     def swap_or_assign(old: Tensor, new: Tensor) -> None:
+        # torch refuses to swap a fake tensor, because FakeTensorMode holds a reference to it.
         if isinstance(old, FakeTensor):
             old.data = new.data
         else:
@@ -179,45 +163,39 @@ def wrap_swap_tensors(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tenso
 
 
 def explain_error(error: Exception) -> Exception:
-    """The same error; for a question that a simulation cannot answer one that names the line that
-    asks.
+    """Return an error that names the program's line if it asked for what a simulation lacks.
 
-    NoValues for a simulated tensor's numbers, LabError for what only a GPU knows.
+    NoValues for a tensor's value, LabError for what only a GPU knows, other errors as they are.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [
-        index
-        for index, (frame, _) in enumerate(frames)
-        if not is_library_file(frame.f_code.co_filename)
-    ]
-    reads = isinstance(error, VALUE_READ_ERRORS) or any(
-        words in str(error) for words in VALUE_READ_TEXTS
+    own = [place for place, (frame, _) in enumerate(frames) if not is_library_frame(frame)]
+    message = str(error)
+    reads_value = isinstance(error, VALUE_READ_ERRORS) or any(
+        text in message for text in VALUE_READ_TEXTS
     )
-    no_gpu = any(words in str(error) for words in patch_cuda.NO_GPU_ERROR_TEXTS)
-    if not (reads or no_gpu) or not own:
+    needs_gpu = any(text in message for text in patch_cuda.NO_GPU_ERROR_TEXTS)
+    if not own or not (reads_value or needs_gpu):
         return error
     frame, number = frames[own[-1]]
     path = frame.f_code.co_filename
     line = linecache.getline(path, number).strip()
-    what = "reads a number from a tensor, and simulated tensors have none, only shapes"
-    if not reads:
-        what = "asks for what only a GPU knows, and simulated ones are not there"
-    fix = (
-        "leave it out where the program is simulated (where the environment variable"
-        f" {ENV_SIMULATION} is set)"
+    what = (
+        "reads a number from a tensor, and simulated tensors have none, only shapes"
+        if reads_value
+        else "asks for what only a GPU knows, and simulated ones are not there"
     )
-    down_to_there: types.TracebackType | None = None
+    fix = f"skip it in simulations (where the environment variable {ENV_SIMULATION} is set)"
+    # The traceback ends at that line, without the library's frames below it.
+    shown: types.TracebackType | None = None
     for each, at in reversed(frames[own[0] : own[-1] + 1]):
-        down_to_there = types.TracebackType(down_to_there, each, each.f_lasti, at)
-    kind = NoValues if reads else LabError
-    return kind(f"{path}:{number} {what}: {line}\n{fix}").with_traceback(down_to_there)
+        shown = types.TracebackType(shown, each, each.f_lasti, at)
+    kind = NoValues if reads_value else LabError
+    return kind(f"{path}:{number} {what}: {line}\n{fix}").with_traceback(shown)
 
 
-def is_library_file(path: str) -> bool:
-    """Whether this file is Python's, torch's or another package's, or what of labkit is around the
-    program.
-    """
-    return path.startswith((*LIBRARY_FOLDERS, "<"))
+def is_library_frame(frame: types.FrameType) -> bool:
+    """Tell whether a frame is of Python, of a package, or of the parts of labkit around it."""
+    return frame.f_code.co_filename.startswith((*LIBRARY_FOLDERS, "<"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Simulates many programs, as many at a time as this machine has cores, and says how far it has
-come.
-"""
+"""Run many simulations, as many at a time as the machine has cores, and show progress."""
 
 import contextlib
 import threading
@@ -21,57 +19,52 @@ SimulationOutcome = RunResult | LabError | ValueError
 
 
 def simulate_many(
-    asked: Sequence[SimulationRequest], title: str, ended: Callable[[int, SimulationOutcome], str]
+    requests: Sequence[SimulationRequest],
+    title: str,
+    on_end: Callable[[int, SimulationOutcome], str],
 ) -> None:
-    """Simulate all of them, in order; one that fails does not end the others.
-
-    An interrupt ends those that go on, and is passed on. What had ended before was told.
+    """Run all requests; a failure does not stop the others, an interrupt stops them all.
 
     Args:
-        asked: checked requests.
-        title: what progress calls the whole.
-        ended: called with each one's place and its result or error, in the order in which they end,
-            by the thread that called this; what it returns is shown beside the count.
+        requests: validated requests.
+        title: name of the whole in the progress display.
+        on_end: called in this thread with the index and outcome of each request as it ends; returns
+            a text for the progress display.
     """
-    display, progress = (
-        choose_display(),
-        SearchProgress(title, len(asked), planned_steps=len(asked)),
-    )
-    outcome = "interrupted"
+    display = choose_display()
+    progress = SearchProgress(title, len(requests), planned_steps=len(requests))
+    label = "interrupted"
     try:
-        with fork_server_manager.server_for_run(asked[0].warm if asked else False):
-            # the parent of warm launches imports now: a thread that waits for it would hear no
-            # interrupt
+        # The warm parent imports now: a thread that waited for it could not be interrupted.
+        with fork_server_manager.server_for_run(requests[0].warm if requests else False):
             pass
-        with contextlib.closing(_outcomes_as_completed(asked, progress, display)) as outcomes:
-            for place, result in outcomes:
-                progress.best = ended(place, result)
+        with contextlib.closing(_outcomes_as_completed(requests, progress, display)) as outcomes:
+            for index, outcome in outcomes:
+                progress.best = on_end(index, outcome)
                 progress.done_steps += 1
-        outcome = "ok"
+        label = "ok"
     finally:
-        display.close(progress, outcome)
+        display.close(progress, label)
 
 
 @dataclass
 class SearchProgress(ProgressState):
-    """How many have ended, and what was best so far."""
+    """The number of simulations that ended, and the best so far."""
 
     best: str = ""
     wait_reason: str = ""
 
     def __str__(self) -> str:
-        how_far = f"{self.program}: {self.done_steps} of {self.planned_steps} simulated"
+        count = f"{self.program}: {self.done_steps} of {self.planned_steps} simulated"
         passed = f"{time.monotonic() - self.start_time_s:.0f} s"
-        return ", ".join(filter(None, [how_far, passed, self.best, self.wait_reason]))
+        return ", ".join(filter(None, [count, passed, self.best, self.wait_reason]))
 
 
 class SimulationDisplay(Display):
-    """Of one simulation: it shows nothing but that it waits, and ends the simulation once the
-    search was stopped.
-    """
+    """The display of one simulation: shows only waiting, and interrupts a stopped search."""
 
     def __init__(self, search: SearchProgress, stopped: threading.Event):
-        self._search, self._stopped, self._is_told = search, stopped, False
+        self._search, self._stopped, self._is_interrupted = search, stopped, False
 
     def show_wait_reason(self, text: str) -> None:
         self._search.wait_reason = text
@@ -82,40 +75,37 @@ class SimulationDisplay(Display):
         self._raise_if_stopped()
 
     def _raise_if_stopped(self) -> None:
-        if self._stopped.is_set() and not self._is_told:
-            # It is still followed while it ends.
-            self._is_told = True
+        # Once only: the display is used again while the simulation ends.
+        if self._stopped.is_set() and not self._is_interrupted:
+            self._is_interrupted = True
             raise KeyboardInterrupt
 
 
 def _outcomes_as_completed(
-    asked: Sequence[SimulationRequest], progress: SearchProgress, display: Display
+    requests: Sequence[SimulationRequest], progress: SearchProgress, display: Display
 ) -> Generator[tuple[int, SimulationOutcome], None, None]:
-    """Each one's place and outcome, in the order in which they end."""
+    """Yield the index and outcome of each request as it ends."""
     stopped = threading.Event()
     with ThreadPoolExecutor(len(requirements.usable_cores())) as pool:
         try:
             places = {
                 pool.submit(_simulate_in_thread, each, SimulationDisplay(progress, stopped)): place
-                for place, each in enumerate(asked)
+                for place, each in enumerate(requests)
             }
             left: set[Future[SimulationOutcome]] = set(places)
             while left:
                 display.show(progress, [])
                 done, left = wait(left, POLL_PERIOD_S, FIRST_COMPLETED)
-                yield from (
-                    (places[each], each.result())
-                    for each in sorted(done, key=lambda each: places[each])
-                )
+                for each in sorted(done, key=places.__getitem__):
+                    yield places[each], each.result()
         finally:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _simulate_in_thread(asked: SimulationRequest, display: Display) -> SimulationOutcome:
-    """One of them, in a thread of its own."""
+def _simulate_in_thread(request: SimulationRequest, display: Display) -> SimulationOutcome:
     try:
         with use_display(display):
-            return run_simulation(asked)
+            return run_simulation(request)
     except (LabError, ValueError) as error:
         return error

@@ -1,6 +1,4 @@
-"""Which way to train fits, and which is fast: a finished plan, asked under other budgets, prices
-and hosts.
-"""
+"""Explore a finished search under other budgets, prices and hosts."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -18,8 +16,8 @@ from labkit.widgets.explorer import Control, Explorer
 from labkit_simulate import estimate, memory_fit
 from labkit_simulate.plots import candidate_scatter
 
+# Holds the default search, which benchmarks/plan.py makes.
 DEFAULT_FOLDER = Path(__file__).with_name("plans")
-"""With the plan that is shown where no other is given: benchmarks/plan.py makes it."""
 BUDGETS_GIB = (16, 24, 40, 80, 140, 180)
 GPU_HOUR_PRICES = {"not said": None, "1": 1.0, "2": 2.0, "3": 3.0, "5": 5.0, "8": 8.0}
 PLACE_LABELS = ("1st", "2nd", "3rd", "4th", "5th", "6th")
@@ -29,12 +27,7 @@ PARETO_TITLE = "nothing is both faster and smaller than"
 
 
 class CandidateExplorer(Explorer):
-    """All that was simulated for a plan, Llama 2 7B's by default. Nothing is simulated anew until
-    ``run it``.
-
-    Args:
-        plan: of ``labkit.plan``.
-    """
+    """Show all candidates of a search, by default Llama 2 7B's; *run it* simulates the chosen one."""
 
     title = "Which way to train fits, and which is fast?"
     controls: ClassVar = {}
@@ -47,11 +40,7 @@ class CandidateExplorer(Explorer):
         super().__init__()
 
     def candidate_rows(self, **chosen: Any) -> pandas.DataFrame:
-        """The candidates that are drawn: those of these hosts, ranked as chosen.
-
-        Raises:
-            ValueError: none of them fits.
-        """
+        """Return the candidates of these hosts, ranked as chosen; ValueError if none fits."""
         frame = self.plan.with_limits(
             budget_gib=chosen["budget_gib"], dollars_per_hour=chosen["price"]
         ).frame
@@ -68,11 +57,7 @@ class CandidateExplorer(Explorer):
         return rows
 
     def current_row(self, **chosen: Any) -> dict[str, Any]:
-        """The candidate with the ring.
-
-        Raises:
-            ValueError: there are not so many that fit.
-        """
+        """Return the chosen candidate; ValueError if fewer candidates fit."""
         fitting = self.candidate_rows(**chosen).query("fits")
         if chosen["place"] >= len(fitting):
             raise ValueError(f"only {len(fitting)} fit: take a lower place, or a larger budget")
@@ -145,7 +130,7 @@ class CandidateExplorer(Explorer):
         )
 
     def _candidate_text(self, row: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-        """What is particular to a candidate, in a few words."""
+        """Describe a candidate by what varies."""
         several = [f"{row['world_size']} GPUs"] if len(chosen["ranks"]) > 1 else []
         varied = [
             f"{name} {row[name]}" for name in self.plan.varied if row[name] not in (None, False)
@@ -155,12 +140,12 @@ class CandidateExplorer(Explorer):
 
 @cache
 def load_default_search() -> labkit.SearchResult:
-    """The plan that comes with labkit."""
+    """Load the search that comes with labkit."""
     return labkit.SearchResult.load(DEFAULT_FOLDER)
 
 
 def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
-    """What can be asked of a plan."""
+    """Return the controls for a search."""
     rows = plan.frame[plan.frame["step_s"].notna()]
     hosts, counts = plan.hardware_names, sorted({*rows["world_size"]})
     ranks = {str(count): (count,) for count in counts} | (
@@ -180,7 +165,7 @@ def search_controls(plan: labkit.SearchResult) -> dict[str, Control]:
 
 
 def pareto_front(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Those that none beats in both time and memory, the fastest first; the first few of them."""
+    """Return the first few rows that no other beats in both time and memory, the fastest first."""
     by_time = rows.sort_values(["step_s", "needed_bytes"])
     # The least memory of all configurations that are faster.
     least = by_time["needed_bytes"].cummin().shift()
