@@ -30,15 +30,13 @@ from labkit_cluster.host_torchrun import start_and_rendezvous
 from labkit_cluster.listeners import Heartbeats
 
 FAILURE_POLL_PERIOD_S = 0.5
-"""How often a host looks whether another one has failed."""
+# After the time limit, ranks stay this long, until hosts with slower clocks have their stacks.
 STACKS_GRACE_S = 2.0
-"""How long a host out of time leaves its ranks alone, until the others, with clocks of their own,
-have their stacks.
-"""
+# Host 0 waits this long for the others' exit statuses; a silent host is lost.
 HOST_EXIT_TIMEOUT_S = 8.0
-"""How long host 0 waits for the others to say how they ended; one that says nothing is lost."""
+# With "host lost" in run.json, the job's template asks for another attempt.
 EXIT_NO_RENDEZVOUS, EXIT_HOST_LOST, EXIT_TIMED_OUT = 3, 75, 124
-"""Exit statuses. With "host lost" in run.json, the job's template asks for another attempt."""
+# The files of an attempt.
 ATTEMPT_FILE_PATTERNS = (
     "rank_*",
     "session.json",
@@ -47,7 +45,6 @@ ATTEMPT_FILE_PATTERNS = (
     "torchrun*",
     "meeting_*",
 )
-"""What an attempt leaves in the folder."""
 
 
 def main() -> NoReturn:
@@ -61,7 +58,7 @@ def main() -> NoReturn:
         sys.exit(f"{this_host_name()} does not see {folder.job_json}: {fix}")
     signal.signal(signal.SIGTERM, _raise_interrupt)
     agent = JobAgent(folder)
-    sys.exit(agent.run_leader() if agent.guest.index == 0 else agent.run_follower())
+    sys.exit(agent.run_leader() if agent.member.index == 0 else agent.run_follower())
 
 
 def _raise_interrupt(*_: object) -> NoReturn:
@@ -74,10 +71,10 @@ class JobAgent:
     def __init__(self, folder: RunFolder):
         self._folder, self._job = folder, read_json(folder.job_json)
         hosts, token = self._job["hosts"], self._job["token"]
-        self.guest = RendezvousMember(this_host_index(), hosts, this_host_name(), token)
+        self.member = RendezvousMember(this_host_index(), hosts, this_host_name(), token)
         self._place = folder.path / f"meeting_{attempt_id()}"
         self._place.mkdir(exist_ok=True)
-        self._board = FolderMailbox(self._place)
+        self._mailbox = FolderMailbox(self._place)
 
     def run_follower(self) -> int:
         """Take part as any host but the first; return this process's exit status."""
@@ -93,9 +90,7 @@ class JobAgent:
             self._wait_for_message("over", HOST_EXIT_TIMEOUT_S + STACKS_GRACE_S)
 
     def run_leader(self) -> int:
-        """Take part as host 0, and write into run.json how the job ended on all hosts; return the
-        exit status.
-        """
+        """Take part as host 0, write the job's end into run.json, and return the exit status."""
         info = self._begin_attempt()
         started, status = time.monotonic(), 0
         try:
@@ -114,10 +109,10 @@ class JobAgent:
                 info["exit"] = "host lost"
             print(info["error"], file=sys.stderr)
         names = [
-            self._board.get(f"host_{index}").get("name", "") for index in range(self.guest.hosts)
+            self._mailbox.get(f"host_{index}").get("name", "") for index in range(self.member.hosts)
         ]
         write_run_end(info | {"hosts": names}, self._folder, started)
-        self._board.put("over", {"exit": info["exit"]})
+        self._mailbox.put("over", {"exit": info["exit"]})
         return status
 
     def _begin_attempt(self) -> dict[str, Any]:
@@ -130,24 +125,24 @@ class JobAgent:
         }
         info.pop("error", None)
         write_json(self._folder.run_json, info)
-        self._board.put("begun", {"attempt": kept})
+        self._mailbox.put("begun", {"attempt": kept})
         return info
 
     def _run_this_host(self) -> int:
-        """Find the others, run torchrun, and report how it ended; return its status, or
-        EXIT_TIMED_OUT.
-        """
+        """Find the others, run torchrun, and report its status or EXIT_TIMED_OUT."""
         self._refuse_missing_program()
-        running, company = start_and_rendezvous(self._folder, self._job, self.guest, self._board)
+        running, heartbeats = start_and_rendezvous(
+            self._folder, self._job, self.member, self._mailbox
+        )
         try:
-            with contextlib.closing(company):
-                status = self._watch_torchrun(running, company)
+            with contextlib.closing(heartbeats):
+                status = self._watch_torchrun(running, heartbeats)
         finally:
-            process.kill_run_processes(self._folder.path, running.pid, str(self.guest.index))
-            self._folder.remove_torchrun_files(self.guest.index)
-        self._board.put(f"end_{self.guest.index}", {"status": status})
+            process.kill_run_processes(self._folder.path, running.pid, str(self.member.index))
+            self._folder.remove_torchrun_files(self.member.index)
+        self._mailbox.put(f"end_{self.member.index}", {"status": status})
         if status:
-            self._board.put("stop", {"because": f"{self.guest.name} ended with status {status}"})
+            self._mailbox.put("stop", {"because": f"{self.member.name} ended with status {status}"})
         return status
 
     def _refuse_missing_program(self) -> None:
@@ -155,30 +150,28 @@ class JobAgent:
         program = self._job["target"]
         if program.endswith(".py") and not Path(program).is_file():
             missing = (
-                f"{self.guest.name} does not see {program}: put the program on a disk that all"
+                f"{self.member.name} does not see {program}: put the program on a disk that all"
                 " nodes share"
             )
-            self._board.put("failed", {"message": missing})
+            self._mailbox.put("failed", {"message": missing})
             raise NotAllHosts(missing)
 
-    def _watch_torchrun(self, running: process.TorchrunProcess, company: Heartbeats) -> int:
-        """Wait for torchrun's end, the time limit, or a failure elsewhere that torchrun does not
-        notice.
-        """
+    def _watch_torchrun(self, running: process.TorchrunProcess, heartbeats: Heartbeats) -> int:
+        """Wait for torchrun's end, the time limit, or a failure on another host."""
         look_at = 0.0
 
         def has_failed() -> bool:
             nonlocal look_at
-            if company.unreachable_peers():
+            if heartbeats.unreachable_peers():
                 return True
             if time.monotonic() < look_at:
                 return False
             look_at = time.monotonic() + FAILURE_POLL_PERIOD_S
-            return bool(failure.read_rank_errors(self._folder) or self._board.get("stop"))
+            return bool(failure.read_rank_errors(self._folder) or self._mailbox.get("stop"))
 
         def collect_stacks() -> int:
             ranks = range(self._job["hosts"] * self._job["nproc"])
-            process.collect_stacks(self._folder, ranks, self.guest.name)
+            process.collect_stacks(self._folder, ranks, self.member.name)
             time.sleep(STACKS_GRACE_S)
             return EXIT_TIMED_OUT
 
@@ -194,12 +187,12 @@ class JobAgent:
         """Raise the run's failure, if it has failed on any host."""
         give_up = time.monotonic() + HOST_EXIT_TIMEOUT_S
         ends = {0: status}
-        for index in range(1, self.guest.hosts):
+        for index in range(1, self.member.hosts):
             ends[index] = self._wait_for_message(f"end_{index}", give_up - time.monotonic()).get(
                 "status", EXIT_HOST_LOST
             )
         lost = [
-            self._board.get(f"host_{index}")["name"]
+            self._mailbox.get(f"host_{index}")["name"]
             for index, end in ends.items()
             if end == EXIT_HOST_LOST
         ]
@@ -217,16 +210,16 @@ class JobAgent:
     def _wait_for_message(self, name: str, within_s: float) -> dict[str, Any]:
         """Return a message from the mailbox, {} if none is left in time."""
         give_up = time.monotonic() + within_s
-        while not (found := self._board.get(name)) and time.monotonic() < give_up:
+        while not (found := self._mailbox.get(name)) and time.monotonic() < give_up:
             time.sleep(POLL_PERIOD_S)
         return found
 
 
 def archive_attempt(folder: RunFolder, current: Path) -> int:
-    """Move the files of an earlier attempt into attempt_0, the next one's into attempt_1; return
-    how many there are.
+    """Move an earlier attempt's files into a run folder of their own, attempt_0 and so on.
 
-    Each is a run folder of its own, which ``labkit.load`` reads.
+    Returns:
+        The number of attempts so far.
     """
     kept = len(list(folder.path.glob("attempt_*")))
     left = [
@@ -242,11 +235,11 @@ def archive_attempt(folder: RunFolder, current: Path) -> int:
     info = read_json(folder.run_json)
     # The agents were killed before they could report.
     if info["exit"] == "running":
-        ended = (
-            "HostLost: the cluster ended this attempt: a node was lost in mid-run, or the job had"
-            " to make way"
-        )
-        info |= {"exit": "host lost", "error": ended}
+        cause = "a node was lost in mid-run, or the job had to make way"
+        info |= {
+            "exit": "host lost",
+            "error": f"HostLost: the cluster ended this attempt: {cause}",
+        }
     write_json(aside.run_json, info)
     for path in left:
         path.rename(aside.path / path.name)

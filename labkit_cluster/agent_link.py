@@ -1,6 +1,4 @@
-"""The notebook's connection to the agent of one host (host_agent.py): messages in both directions,
-and files.
-"""
+"""The notebook's connection to the agent of one host (host_agent.py)."""
 
 import contextlib
 import json
@@ -40,7 +38,7 @@ class AgentLink:
         folder: of the run, on this machine.
         index: of the host.
         change: notified of every change here.
-        pass_on: takes the messages for all hosts.
+        broadcast: takes the messages for all hosts.
     """
 
     def __init__(
@@ -49,93 +47,87 @@ class AgentLink:
         folder: RunFolder,
         index: int,
         change: threading.Condition,
-        pass_on: Callable[[Message], None],
+        broadcast: Callable[[Message], None],
     ):
         self.status: int | None = None
         self.start_failure = self.problem = ""
         self.unreachable_peers: list[str] = []
         self.stacks: dict[int, str] = {}
         self.is_closed = self.has_answered = False
-        self._command, self._change, self._pass_on = list(command), change, pass_on
+        self._command, self._change, self._broadcast = list(command), change, broadcast
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder.host_log(index)
         self._arrivals = FileReceiver(folder.path)
-        self._to_say: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Start the agent, send it its messages, and receive its own. Raises HostLost if the
-        command does not exist.
-        """
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "start_new_session": True,
-        }
+        """Start the agent and its two threads; raise HostLost if the command does not exist."""
         with private_files.open_file(self._log, "wb") as log:
             try:
-                self._process = process = subprocess.Popen(self._command, stderr=log, **pipes)
+                self._process = process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                )
             except OSError as error:
                 raise HostLost(
                     f"there is no {self._command[0]!r} to reach a host with: {error.strerror}"
                 ) from None
         assert process.stdin and process.stdout
-        for work, pipe in (
-            (self._send_messages, process.stdin),
-            (self._receive_messages, process.stdout),
-        ):
-            threading.Thread(target=work, args=[pipe], daemon=True).start()
+        threading.Thread(target=self._send_messages, args=[process.stdin], daemon=True).start()
+        threading.Thread(target=self._receive_messages, args=[process.stdout], daemon=True).start()
 
-    def send_message(self, word: Message) -> None:
+    def send_message(self, message: Message) -> None:
         """Queue a message to the agent."""
-        self._to_say.put(word)
+        self._outbox.put(message)
 
     def _send_messages(self, pipe: IO[bytes]) -> None:
         """Send queued messages, and a heartbeat now and then, until ``close_stdin``."""
         with contextlib.suppress(OSError), pipe:
             while True:
-                word: Message | None = {}
+                message: Message | None = {}
                 with contextlib.suppress(queue.Empty):
-                    word = self._to_say.get(timeout=AGENT_HEARTBEAT_PERIOD_S)
-                if word is None:
+                    message = self._outbox.get(timeout=AGENT_HEARTBEAT_PERIOD_S)
+                if message is None:
                     return
-                pipe.write(json.dumps(dict(word)).encode() + b"\n")
+                pipe.write(json.dumps(dict(message)).encode() + b"\n")
                 pipe.flush()
 
     def _receive_messages(self, pipe: IO[bytes]) -> None:
         """Receive its messages and files, until it ends."""
         with contextlib.suppress(OSError, ValueError), pipe:
             for line in pipe:
-                said = _parse_message(line)
-                self.has_answered = self.has_answered or bool(said)
-                if "put" in said:
-                    self._pass_on(said)
-                elif "file" in said:
-                    self._write_chunk(said, pipe.read(said["size"]))
-                elif said:
-                    self._update_status(said)
+                message = _parse_message(line)
+                self.has_answered = self.has_answered or bool(message)
+                if "put" in message:
+                    self._broadcast(message)
+                elif "file" in message:
+                    self._write_chunk(message, pipe.read(message["size"]))
+                elif message:
+                    self._update_status(message)
         with self._change:
             self.is_closed = True
             self._change.notify_all()
 
-    def _write_chunk(self, said: Message, part: bytes) -> None:
+    def _write_chunk(self, message: Message, part: bytes) -> None:
         try:
-            self._arrivals.write_chunk(said["file"], said["place"], part)
+            self._arrivals.write_chunk(message["file"], message["place"], part)
         except OSError as error:
             with self._change:
                 self.problem = (
-                    f"cannot write {said['file']} to {self._log.parent}: {error.strerror}"
+                    f"cannot write {message['file']} to {self._log.parent}: {error.strerror}"
                 )
                 self._change.notify_all()
 
-    def _update_status(self, said: Message) -> None:
+    def _update_status(self, message: Message) -> None:
         with self._change:
-            self.start_failure, self.unreachable_peers = (
-                said.get("failed", self.start_failure),
-                said.get("lost", self.unreachable_peers),
-            )
-            self.stacks |= {int(rank): stack for rank, stack in said.get("stacks", {}).items()}
-            self.problem = said.get("problem", self.problem)
-            self.status = said.get("end", self.status)
+            self.start_failure = message.get("failed", self.start_failure)
+            self.unreachable_peers = message.get("lost", self.unreachable_peers)
+            self.stacks |= {int(rank): stack for rank, stack in message.get("stacks", {}).items()}
+            self.problem = message.get("problem", self.problem)
+            self.status = message.get("end", self.status)
             self._change.notify_all()
 
     @property
@@ -144,9 +136,7 @@ class AgentLink:
         return self.is_closed or self.status is not None or not self.has_answered
 
     def exit_status_and_stderr(self) -> tuple[int | None, str]:
-        """Return the exit status of a disconnected agent's command, None if it still runs, and its
-        stderr.
-        """
+        """Return the status of a disconnected agent's command (None: it runs) and its stderr."""
         assert self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(AGENT_EXIT_TIMEOUT_S)
@@ -154,12 +144,10 @@ class AgentLink:
 
     def close_stdin(self) -> None:
         """Close its stdin, which ends it."""
-        self._to_say.put(None)
+        self._outbox.put(None)
 
     def close(self) -> None:
-        """Wait for its end after ``close_stdin``; a command that does not end is killed, on this
-        machine at least.
-        """
+        """Wait for its end after ``close_stdin``, and kill a command that does not end."""
         if not self._process:  # it was not started
             return
         try:
@@ -173,10 +161,8 @@ class AgentLink:
 
 
 def _parse_message(line: bytes) -> dict[str, Any]:
-    """Return the agent's message in this line; {} for other output, such as that of the host's
-    .bashrc.
-    """
+    """Return the message in this line; {} for other output, such as that of a .bashrc."""
     with contextlib.suppress(ValueError):
-        said = json.loads(line)
-        return said if isinstance(said, dict) else {}
+        message = json.loads(line)
+        return message if isinstance(message, dict) else {}
     return {}

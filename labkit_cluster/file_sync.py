@@ -27,7 +27,7 @@ class FileChanges:
 
     def __init__(self, folder: Path, without: set[str]):
         self._folder, self._without = folder, without
-        self._brought: dict[str, tuple[int, int]] = {}
+        self._sent: dict[str, tuple[int, int]] = {}
         """By name: which file it was, by its number, and how many bytes of it."""
 
     def read_changes(self, at_end: bool = False) -> Iterator[tuple[str, int, bytes]]:
@@ -50,7 +50,7 @@ class FileChanges:
         with file:
             # What is written from now on is copied next time.
             now = os.fstat(file.fileno())
-            known, place = self._brought.get(path.name, (None, 0))
+            known, place = self._sent.get(path.name, (None, 0))
             if known != now.st_ino:
                 place = 0
                 yield path.name, 0, b""
@@ -60,7 +60,7 @@ class FileChanges:
             ):
                 yield path.name, place, part
                 place += len(part)
-            self._brought[path.name] = now.st_ino, place
+            self._sent[path.name] = now.st_ino, place
 
 
 class FileReceiver:

@@ -36,18 +36,14 @@ from labkit_cluster.host_rendezvous import (
 from labkit_cluster.host_torchrun import start_and_rendezvous
 
 FILE_SYNC_PERIOD_S = 0.2
+# After the stacks were sent, ranks stay this long, until the notebook orders the end.
 END_ORDER_TIMEOUT_S = 5.0
-"""So long the ranks of a run that is to end are kept where they are, once their stacks were
-told.
-"""
+# The notebook's process sends a message every few seconds; after this long without, it is gone.
 NOTEBOOK_SILENCE_LIMIT_S = 60
-"""After so long without a word of the notebook's process, which says one every few seconds, it
-counts as gone.
-"""
 
 
 class PeersLost(HostLost):
-    """Hosts whose heartbeats this one misses; it cannot know on which side the fault is."""
+    """Heartbeats of these hosts are missing; the fault may be on either side."""
 
     def __init__(self, hosts: list[str]):
         self.hosts = hosts
@@ -66,8 +62,8 @@ def main() -> None:
 def run_host(
     folder: RunFolder,
     request: Mapping[str, Any],
-    guest: RendezvousMember,
-    board: Mailbox,
+    member: RendezvousMember,
+    mailbox: Mailbox,
     end: threading.Event,
 ) -> int:
     """Find the other hosts and run torchrun until it ends, or until ``end`` is set; return its exit
@@ -77,69 +73,56 @@ def run_host(
         NotAllHosts: the hosts did not find each other. No rank was started.
         PeersLost: some of them do not answer any more.
     """
-    running, company = start_and_rendezvous(folder, request, guest, board)
+    running, heartbeats = start_and_rendezvous(folder, request, member, mailbox)
 
     def has_ended() -> bool:
-        if lost := company.unreachable_peers():
+        if lost := heartbeats.unreachable_peers():
             raise PeersLost(lost)
         return end.is_set()
 
-    with contextlib.closing(company):
+    with contextlib.closing(heartbeats):
         return watch_ranks(running.wait, has_ended, grace_s=0)
 
 
-def serve_request(request: Mapping[str, Any], hears: BinaryIO, says: BinaryIO) -> NoReturn:
-    """Serve a request from the notebook's process. Does not return."""
+def serve_request(request: Mapping[str, Any], receiver: BinaryIO, sender: BinaryIO) -> NoReturn:
+    """Serve a request from the notebook's process, and exit."""
     os.environ.update(request["environment"])
     # Where the folder does not exist, a relative path means nothing anyway.
     with contextlib.suppress(OSError):
         os.chdir(request["working_folder"])
-    guest = RendezvousMember(**request["guest"])
+    member = RendezvousMember(**request["member"])
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="labkit-"), request["name"]))
     folder.path.mkdir()
     write_json(folder.run_json, {"params": request["params"]})
     if request["given"]:
         folder.write_payload(bytes.fromhex(request["given"]))
-    home = NotebookLink(folder, hears, says)
-    home.send_message({"here": guest.name})
+    notebook = NotebookLink(folder, receiver, sender)
+    notebook.send_message({"here": member.name})
     status = 1
     try:
-        refuse_version_mismatch("the notebook", request["versions"], guest.name, labkit_versions())
-        _refuse_program_mismatch(guest.name, request)
-        status = run_host(folder, request, guest, home, home.end_event)
+        refuse_version_mismatch("the notebook", request["versions"], member.name, labkit_versions())
+        _refuse_program_mismatch(member.name, request)
+        status = run_host(folder, request, member, notebook, notebook.end_event)
     except NotAllHosts as error:
-        home.send_message({"failed": str(error)})
+        notebook.send_message({"failed": str(error)})
     except PeersLost as error:
-        home.send_message({"lost": error.hosts})
+        notebook.send_message({"lost": error.hosts})
     except Exception as error:
         traceback.print_exc()
-        home.send_message({"failed": f"{guest.name}: {type(error).__name__}: {error}"})
-    if home.wants_stacks:
-        own, stacks = (
-            request["nproc"],
-            process.collect_stacks(folder, range(guest.hosts * request["nproc"])),
-        )
-        home.send_message(
-            {
-                "stacks": {
-                    rank: stacks[rank] for rank in range(guest.index * own, (guest.index + 1) * own)
-                }
-            }
-        )
+        notebook.send_message({"failed": f"{member.name}: {type(error).__name__}: {error}"})
+    if notebook.wants_stacks:
+        nproc = request["nproc"]
+        stacks = process.collect_stacks(folder, range(member.hosts * nproc))
+        own_ranks = range(member.index * nproc, (member.index + 1) * nproc)
+        notebook.send_message({"stacks": {rank: stacks[rank] for rank in own_ranks}})
         # Otherwise a rank that ends would end those of other hosts before they have answered.
-        home.end_now_event.wait(END_ORDER_TIMEOUT_S)
+        notebook.end_now_event.wait(END_ORDER_TIMEOUT_S)
     immortal = process.kill_run_processes(folder.path)
-    home.send_remaining_files()
+    notebook.send_remaining_files()
     if immortal:
-        home.send_message(
-            {
-                "problem": (
-                    f"processes {immortal} did not die of SIGKILL: they wait for a device;"
-                    " restart it"
-                )
-            }
-        )
-    home.send_message({"end": status})
+        what = f"processes {immortal} did not die of SIGKILL"
+        notebook.send_message({"problem": f"{what}: they wait for a device; restart it"})
+    notebook.send_message({"end": status})
     _remove_host_folder(folder)
     os._exit(0)
 
@@ -160,8 +143,7 @@ def _remove_host_folder(folder: RunFolder) -> None:
 
 
 class NotebookLink:
-    """The connection to the notebook's process: it gives orders, receives files, and relays
-    messages between hosts.
+    """The connection to the notebook's process, which orders, receives files and relays messages.
 
     Attributes:
         end_event: set when the notebook wants the run to end.
@@ -169,72 +151,65 @@ class NotebookLink:
         end_now_event: set when it needs nothing more.
     """
 
-    def __init__(self, folder: RunFolder, hears: BinaryIO, says: BinaryIO):
-        self.end_event, self.wants_stacks, self.end_now_event = (
-            threading.Event(),
-            False,
-            threading.Event(),
-        )
-        self._folder, self._hears, self._says = folder, hears, says
-        self._words: dict[str, dict[str, Any]] = {}
-        self._speaking = threading.Lock()
-        self._growth = FileChanges(folder.path, without={folder.payload.name, folder.run_json.name})
-        self._heard_before, self._brought = 0, threading.Event()
+    def __init__(self, folder: RunFolder, receiver: BinaryIO, sender: BinaryIO):
+        self.end_event, self.end_now_event = threading.Event(), threading.Event()
+        self.wants_stacks = False
+        self._folder, self._receiver, self._sender = folder, receiver, sender
+        self._messages: dict[str, dict[str, Any]] = {}
+        self._send_lock = threading.Lock()
+        own_files = {folder.payload.name, folder.run_json.name}
+        self._changes = FileChanges(folder.path, without=own_files)
+        self._silent_periods, self._stop_event = 0, threading.Event()
         threading.Thread(target=self._receive_messages, daemon=True).start()
-        self._bringing = threading.Thread(target=self._send_files_until_end, daemon=True)
-        self._bringing.start()
+        self._file_thread = threading.Thread(target=self._send_files_until_end, daemon=True)
+        self._file_thread.start()
 
     def put(self, name: str, content: Mapping[str, Any]) -> None:
         """Send a message to all hosts; the notebook's process relays it."""
-        self._words[name] = dict(content)
+        self._messages[name] = dict(content)
         self.send_message({"put": name, "content": dict(content)})
 
     def get(self, name: str) -> dict[str, Any]:
-        return self._words.get(name, {})
+        return self._messages.get(name, {})
 
-    def send_message(self, word: Mapping[str, Any], content: bytes = b"") -> None:
+    def send_message(self, message: Mapping[str, Any], content: bytes = b"") -> None:
         """Send a message, followed by ``content``."""
-        # A host that cannot be reached notices by itself that nobody is there.
-        with (
-            self._speaking,
-            contextlib.suppress(OSError),
-        ):
-            self._says.write(json.dumps(dict(word)).encode() + b"\n" + content)
-            self._says.flush()
+        # Missing messages from the notebook's process will end this host.
+        with self._send_lock, contextlib.suppress(OSError):
+            self._sender.write(json.dumps(dict(message)).encode() + b"\n" + content)
+            self._sender.flush()
 
     def send_remaining_files(self) -> None:
         """Send everything that is in the folder by now."""
-        self._brought.set()
-        self._bringing.join()
+        self._stop_event.set()
+        self._file_thread.join()
         self._send_file_changes(at_end=True)
 
     def _send_files_until_end(self) -> None:
-        while not self._brought.wait(FILE_SYNC_PERIOD_S):
+        while not self._stop_event.wait(FILE_SYNC_PERIOD_S):
             self._send_file_changes()
-            self._heard_before += 1
-            if self._heard_before * FILE_SYNC_PERIOD_S > NOTEBOOK_SILENCE_LIMIT_S:
+            self._silent_periods += 1
+            if self._silent_periods * FILE_SYNC_PERIOD_S > NOTEBOOK_SILENCE_LIMIT_S:
                 self._kill_host_processes()
 
     def _send_file_changes(self, at_end: bool = False) -> None:
         # The program deleted the folder.
         with contextlib.suppress(FileNotFoundError):
-            for name, place, part in self._growth.read_changes(at_end):
+            for name, place, part in self._changes.read_changes(at_end):
                 self.send_message({"file": name, "place": place, "size": len(part)}, part)
 
     def _receive_messages(self) -> None:
-        """Receive messages from other hosts and the order to end; end everything once the notebook
-        is gone.
-        """
-        for line in self._hears:
-            told = json.loads(line)
-            self._heard_before = 0
-            if "put" in told:
-                self._words[told["put"]] = told["content"]
-            if "end" in told:
-                self.wants_stacks = self.wants_stacks or told["end"] == "stacks"
-                self._words["failed"] = {"message": "the run was ended before all hosts had met"}
+        """Receive messages and the order to end; kill everything once the notebook is gone."""
+        for line in self._receiver:
+            message = json.loads(line)
+            self._silent_periods = 0
+            if "put" in message:
+                self._messages[message["put"]] = message["content"]
+            if "end" in message:
+                self.wants_stacks = self.wants_stacks or message["end"] == "stacks"
+                self._messages["failed"] = {"message": "the run was ended before all hosts had met"}
                 self.end_event.set()
-                if told["end"] == "now":
+                if message["end"] == "now":
                     self.end_now_event.set()
         self._kill_host_processes()
 

@@ -1,11 +1,10 @@
-"""How the hosts of a run find each other, while torchrun starts on each of them.
+"""Let the hosts of a run find each other while torchrun starts on each of them.
 
 torchrun's own rendezvous trusts a name and a port. If the name is not the first host's own, no host
 becomes the store and all wait for a minute; if a host falls back to itself, it trains alone
-(pytorch/pytorch#67547, #73656). Here every host publishes its addresses, all probe all of them, and
-all then come to the same conclusion: one address for each host that every other has reached, in
-both directions, since ranks connect in both. A host that is missing, cannot be reached or has
-another torch is named within seconds.
+(pytorch/pytorch#67547, #73656). Here every host publishes its addresses and probes all others, and
+all choose the same one for each host: an address that every other host has reached. A host that is
+missing, unreachable or has another torch is named within seconds.
 """
 
 import hashlib
@@ -34,17 +33,16 @@ from labkit_cluster.listeners import (
     probe_listeners,
 )
 
-JOIN_TIMEOUT_S = 12.0
-"""How long the hosts wait for each other."""
+JOIN_TIMEOUT_S = 12.0  # how long the hosts wait for each other
 POLL_PERIOD_S = 0.02
 LOOPBACK = "127.0.0.1"
 
 
 class Mailbox(Protocol):
-    """Where the hosts of a run leave messages for each other."""
+    """Exchange messages between the hosts of a run."""
 
     def put(self, name: str, content: Mapping[str, Any]) -> None:
-        """Leave a message that all hosts can read."""
+        """Publish a message to all hosts."""
 
     def get(self, name: str) -> dict[str, Any]:
         """Return the message of this name, {} if there is none yet."""
@@ -123,80 +121,78 @@ class RendezvousResult:
         )
 
 
-def join_rendezvous(guest: RendezvousMember, board: Mailbox) -> RendezvousResult:
-    """Wait until all hosts have come and reach each other. All of them call this; all raise if one
-    does.
+def join_rendezvous(member: RendezvousMember, mailbox: Mailbox) -> RendezvousResult:
+    """Wait until all hosts have joined and reach each other; every host calls this.
 
     Raises:
-        NotAllHosts: a host is missing, cannot reach another, or has other versions of what ranks
-            need.
+        NotAllHosts: on every host, if one is missing, unreachable, or has other versions.
     """
     try:
-        with Listeners(guest.token, _usable_addresses(guest)) as doors:
-            return _exchange_addresses(guest, board, doors)
+        with Listeners(member.token, _usable_addresses(member)) as listeners:
+            return _exchange_addresses(member, mailbox, listeners)
     except NotAllHosts as error:
-        if not board.get("failed"):
-            board.put("failed", {"message": str(error)})
+        if not mailbox.get("failed"):
+            mailbox.put("failed", {"message": str(error)})
         raise
 
 
 def _exchange_addresses(
-    guest: RendezvousMember, board: Mailbox, doors: Listeners
+    member: RendezvousMember, mailbox: Mailbox, listeners: Listeners
 ) -> RendezvousResult:
     give_up = time.monotonic() + JOIN_TIMEOUT_S
-    card = {
-        "name": guest.name,
-        "doors": doors.ports,
+    info = {
+        "name": member.name,
+        "ports": listeners.ports,
         "versions": host_versions(),
         "cores": len(requirements.usable_cores()),
+        "machine": _machine_id(),
+        "network": _network_namespace_id(),
     }
-    board.put(
-        f"host_{guest.index}", card | {"machine": _machine_id(), "network": _network_namespace_id()}
-    )
-    cards = _wait_for_all(guest, board, "host", give_up)
-    names = [each["name"] for each in cards]
+    mailbox.put(f"host_{member.index}", info)
+    infos = _wait_for_all(member, mailbox, "host", give_up)
+    names = [each["name"] for each in infos]
     refuse_version_mismatch(
-        names[0], cards[0]["versions"], guest.name, cards[guest.index]["versions"]
+        names[0], infos[0]["versions"], member.name, infos[member.index]["versions"]
     )
-    knocks = probe_listeners(dict(_peer_endpoints(guest.index, cards)), guest.token, guest.index)
-    board.put(f"reached_{guest.index}", _probe_summary(knocks))
-    chosen = choose_addresses(names, cards, _wait_for_all(guest, board, "reached", give_up))
-    port = cards[0]["doors"][chosen[0]]
-    cores = sum({each["machine"]: each["cores"] for each in cards}.values())
-    if guest.index == 0:
-        door, lines = doors.take_listener(chosen[0])
-        company = Heartbeats({names[index]: line for index, line in lines.items()})
-        return RendezvousResult(chosen[0], port, door, chosen[0], company, 0.0, cores)
-    to_host = knocks.pop((0, chosen[0]))
-    for each in knocks.values():
+    probes = probe_listeners(dict(_peer_endpoints(member.index, infos)), member.token, member.index)
+    mailbox.put(f"reached_{member.index}", _probe_summary(probes))
+    chosen = choose_addresses(names, infos, _wait_for_all(member, mailbox, "reached", give_up))
+    port = infos[0]["ports"][chosen[0]]
+    cores = sum({each["machine"]: each["cores"] for each in infos}.values())
+    if member.index == 0:
+        listener, links = listeners.take_listener(chosen[0])
+        heartbeats = Heartbeats({names[index]: link for index, link in links.items()})
+        return RendezvousResult(chosen[0], port, listener, chosen[0], heartbeats, 0.0, cores)
+    to_host = probes.pop((0, chosen[0]))
+    for each in probes.values():
         if each.link:
             each.link.close()
     assert to_host.link
-    company = Heartbeats({names[0]: to_host.link})
+    heartbeats = Heartbeats({names[0]: to_host.link})
     return RendezvousResult(
-        chosen[0], port, None, chosen[guest.index], company, to_host.clock_ahead_s, cores
+        chosen[0], port, None, chosen[member.index], heartbeats, to_host.clock_ahead_s, cores
     )
 
 
 def _wait_for_all(
-    guest: RendezvousMember, board: Mailbox, kind: str, give_up: float
+    member: RendezvousMember, mailbox: Mailbox, kind: str, give_up: float
 ) -> list[dict[str, Any]]:
     """Return the messages of this kind from all hosts, once they are there."""
     return [
-        _wait_for_message(board, f"{kind}_{index}", _member_name(guest, index), give_up)
-        for index in range(guest.hosts)
+        _wait_for_message(mailbox, f"{kind}_{index}", _member_name(member, index), give_up)
+        for index in range(member.hosts)
     ]
 
 
-def _member_name(guest: RendezvousMember, index: int) -> str:
-    return guest.names[index] if guest.names else f"host {index} of {guest.hosts}"
+def _member_name(member: RendezvousMember, index: int) -> str:
+    return member.names[index] if member.names else f"host {index} of {member.hosts}"
 
 
-def _wait_for_message(board: Mailbox, name: str, whom: str, give_up: float) -> dict[str, Any]:
+def _wait_for_message(mailbox: Mailbox, name: str, whom: str, give_up: float) -> dict[str, Any]:
     while time.monotonic() < give_up:
-        if failed := board.get("failed"):
+        if failed := mailbox.get("failed"):
             raise NotAllHosts(failed["message"])
-        if found := board.get(name):
+        if found := mailbox.get(name):
             return found
         time.sleep(POLL_PERIOD_S)
     raise NotAllHosts(
@@ -206,40 +202,35 @@ def _wait_for_message(board: Mailbox, name: str, whom: str, give_up: float) -> d
 
 
 def _peer_endpoints(
-    index: int, cards: Sequence[Mapping[str, Any]]
+    index: int, infos: Sequence[Mapping[str, Any]]
 ) -> Iterable[tuple[Endpoint, int]]:
-    """Return which addresses and ports to probe. Loopback reaches only hosts on the same
-    machine.
-    """
-    for other, card in enumerate(cards):
-        shared = card["network"] == cards[index]["network"]
-        for address, port in card["doors"].items():
+    """Yield the addresses and ports to probe, loopback only for hosts that share it."""
+    for other, info in enumerate(infos):
+        shared = info["network"] == infos[index]["network"]
+        for address, port in info["ports"].items():
             if other != index and (shared or not _is_loopback(address)):
                 yield (other, address), port
 
 
-def _probe_summary(knocks: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
-    """Summarise one host's probes: by host and address, its own address on that route, or the
-    problem.
-    """
-    told: dict[str, dict[str, dict[str, str]]] = {"reached": {}, "problems": {}}
-    for (host, address), knock in knocks.items():
+def _probe_summary(probes: Mapping[Endpoint, ProbeResult]) -> dict[str, Any]:
+    """Return, by host and address, this host's own address on that route, or the problem."""
+    summary: dict[str, dict[str, dict[str, str]]] = {"reached": {}, "problems": {}}
+    for (host, address), probe in probes.items():
         kind, text = (
-            ("problems", knock.problem) if knock.problem else ("reached", knock.local_address)
+            ("problems", probe.problem) if probe.problem else ("reached", probe.local_address)
         )
-        told[kind].setdefault(str(host), {})[address] = text
-    return told | {"done": True}
+        summary[kind].setdefault(str(host), {})[address] = text
+    return summary | {"done": True}
 
 
 def choose_addresses(
-    names: Sequence[str], cards: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]
+    names: Sequence[str], infos: Sequence[Mapping[str, Any]], reports: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Choose one address of each host, which every other host has reached: all hosts choose the
-    same.
+    """Choose an address of each host that every other host has reached, the same on all hosts.
 
     Args:
         names: of the hosts.
-        cards: each host's first message, with its addresses in order of preference.
+        infos: each host's first message, with its addresses in order of preference.
         reports: of each host, from ``_probe_summary``.
 
     Raises:
@@ -252,7 +243,7 @@ def choose_addresses(
             raise _unreachable_error(names, index, 0, reports[index]["problems"].get("0", {}))
     common = [
         address
-        for address in cards[0]["doors"]
+        for address in infos[0]["ports"]
         if all(address in reached[index][0] for index in others)
     ]
     if not common:
@@ -266,8 +257,8 @@ def choose_addresses(
     chosen = [common[0]]
     for index in others:
         local = reached[index][0][common[0]]
-        doors = cards[index]["doors"]
-        chosen.append(local if local in doors else next(iter(doors)))
+        ports = infos[index]["ports"]
+        chosen.append(local if local in ports else next(iter(ports)))
     for index, known in enumerate(reached):
         for other, address in enumerate(chosen):
             if other != index and address not in known.get(other, {}):
@@ -290,23 +281,21 @@ def _unreachable_error(
     )
 
 
-def _usable_addresses(guest: RendezvousMember) -> list[str]:
-    """Return where this host listens. Raises NotAllHosts if the requested address is not one of its
-    own.
-    """
+def _usable_addresses(member: RendezvousMember) -> list[str]:
+    """Return where this host listens; raise NotAllHosts if the requested address is not its own."""
     own = local_addresses()
-    if not guest.address:
-        return own if guest.hosts > 1 else [LOOPBACK]
+    if not member.address:
+        return own if member.hosts > 1 else [LOOPBACK]
     advice = (
         f"give one of {', '.join([each for each in own if not _is_loopback(each)] or own)}, or"
         " leave it out"
     )
     with_limit = ThreadPoolExecutor(max_workers=1)
     try:
-        found = with_limit.submit(socket.getaddrinfo, guest.address, None).result(PROBE_TIMEOUT_S)
+        found = with_limit.submit(socket.getaddrinfo, member.address, None).result(PROBE_TIMEOUT_S)
     except (OSError, UnicodeError, TimeoutError):
         raise NotAllHosts(
-            f"the address {guest.address!r} of {guest.name} does not resolve there: {advice}"
+            f"the address {member.address!r} of {member.name} does not resolve there: {advice}"
         ) from None
     finally:
         with_limit.shutdown(wait=False)
@@ -314,21 +303,19 @@ def _usable_addresses(guest: RendezvousMember) -> list[str]:
     usable = [address for address in own if address in resolved]
     if not usable:
         given = (
-            guest.address
-            if guest.address in resolved
-            else f"{guest.address} ({', '.join(sorted(resolved))})"
+            member.address
+            if member.address in resolved
+            else f"{member.address} ({', '.join(sorted(resolved))})"
         )
         raise NotAllHosts(
-            f"the address {given} of {guest.name} is not its own, so nobody would find it there:"
+            f"the address {given} of {member.name} is not its own, so nobody would find it there:"
             f" {advice}"
         )
     return usable
 
 
 def local_addresses() -> list[str]:
-    """Return this host's addresses: those of its networks first, then loopback, which only hosts on
-    one machine reach.
-    """
+    """Return this host's addresses, loopback last, which only hosts on one machine reach."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         each.address
@@ -364,13 +351,11 @@ def host_versions() -> dict[str, str]:
 
 
 def labkit_versions() -> dict[str, str]:
-    """Return the versions that must be equal in the notebook's process too, which may lack torch or
-    have another build.
-    """
+    """Return the versions that must also equal those of the notebook, which may lack torch."""
     sources = [
         path for folder in ("labkit", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
     ]
-    # not labkit's version, which checkouts that differ have in common
+    # A digest, because checkouts that differ may have the same version.
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "labkit": files_digest(*sources)[:12],

@@ -25,67 +25,67 @@ from labkit_cluster.listeners import Heartbeats
 
 
 def start_and_rendezvous(
-    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, board: Mailbox
+    folder: RunFolder, request: Mapping[str, Any], member: RendezvousMember, mailbox: Mailbox
 ) -> tuple[subprocess.Popen[bytes], Heartbeats]:
     """Start torchrun, join the rendezvous while it imports torch, and return both.
 
     Args:
         folder: on this host.
         request: target, the program; nproc; device.
-        guest: this host.
-        board: where the hosts leave messages for each other.
+        member: this host.
+        mailbox: where the hosts leave messages for each other.
 
     Raises:
         NotAllHosts: the hosts did not find each other.
     """
     sender, receiver = socket.socketpair()
     with sender:
-        running = _start_torchrun(folder, request, guest, receiver)
-        meeting = join_rendezvous(guest, board)
-        _send_rendezvous_result(sender, guest, meeting)
-    return running, meeting.heartbeats
+        running = _start_torchrun(folder, request, member, receiver)
+        result = join_rendezvous(member, mailbox)
+        _send_rendezvous_result(sender, member, result)
+    return running, result.heartbeats
 
 
 def _start_torchrun(
-    folder: RunFolder, request: Mapping[str, Any], guest: RendezvousMember, receiver: socket.socket
+    folder: RunFolder, request: Mapping[str, Any], member: RendezvousMember, receiver: socket.socket
 ) -> subprocess.Popen[bytes]:
     """Start torchrun, which imports torch and then waits at ``receiver``; it is closed here."""
     nproc = request["nproc"]
-    own = process.rank_environment(folder, nproc, request["device"], guest.hosts)
-    own |= {ENV_HOST_NAME: guest.name, ENV_HOST_INDEX: str(guest.index)}
+    own = process.rank_environment(folder, nproc, request["device"], member.hosts)
+    own |= {ENV_HOST_NAME: member.name, ENV_HOST_INDEX: str(member.index)}
     words = [str(folder.path), "--rdzv-backend", process.SEVERAL_HOSTS, "--rdzv-endpoint", "met"]
     words += ["--rdzv-id", folder.path.name, "--rdzv-conf", f"told={receiver.fileno()}"]
-    words += ["--nnodes", str(guest.hosts), "--nproc-per-node", str(nproc)]
-    words += ["--log-dir", str(folder.torchrun_folder(guest.index)), *process.WORKER_ARGUMENTS]
+    words += ["--nnodes", str(member.hosts), "--nproc-per-node", str(nproc)]
+    words += ["--log-dir", str(folder.torchrun_folder(member.index)), *process.WORKER_ARGUMENTS]
     words += [request["target"]]
     with receiver:
-        log = folder.host_torchrun_log(guest.index)
+        log = folder.host_torchrun_log(member.index)
         return process.spawn_torchrun(words, own, log, receiver.fileno())
 
 
 def _send_rendezvous_result(
-    sender: socket.socket, guest: RendezvousMember, meeting: RendezvousResult
+    sender: socket.socket, member: RendezvousMember, result: RendezvousResult
 ) -> None:
     """Send the rendezvous result to this host's torchrun; on host 0, with the listening socket of
     its store.
     """
-    interface = meeting.interface
+    interface = result.interface
     environment = {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
-        ENV_TOTAL_CORES: str(meeting.cores),
-        ENV_CLOCK_AHEAD_S: str(meeting.clock_ahead_s),
+        ENV_TOTAL_CORES: str(result.cores),
+        ENV_CLOCK_AHEAD_S: str(result.clock_ahead_s),
     }
     message = {
-        "index": guest.index,
-        "hosts": guest.hosts,
-        "address": meeting.address,
-        "port": meeting.port,
+        "index": member.index,
+        "hosts": member.hosts,
+        "address": result.address,
+        "port": result.port,
         "environment": environment,
     }
-    listeners = [meeting.listener.fileno()] if meeting.listener else []
+    listeners = [result.listener.fileno()] if result.listener else []
     with (
-        meeting.listener or contextlib.nullcontext(),
+        result.listener or contextlib.nullcontext(),
         # If torchrun has ended, its exit status says more.
         contextlib.suppress(BrokenPipeError),
     ):

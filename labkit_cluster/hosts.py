@@ -1,5 +1,4 @@
-"""The notebook's side of a run on several hosts: an agent (host_agent.py) on each, started through
-ssh.
+"""Start an agent (host_agent.py) on each host through ssh: the notebook's side of a run.
 
     labkit.run("fsdp_wrap", nproc=2, hosts=["alpha", "beta"])  # two ranks each, through ssh
 
@@ -27,15 +26,15 @@ from labkit.runs.folder import ROOT, RunFolder
 from labkit_cluster.agent_link import AgentLink
 from labkit_cluster.host_rendezvous import RendezvousMember, files_digest, labkit_versions
 
+# Environment variables with these prefixes are set on the other hosts, too.
 ENV_PREFIXES_TO_FORWARD = ("NCCL_", "GLOO_", "TORCH_")
-"""How the names of environment variables begin that other hosts get, too."""
+# ssh waits this long for a connection, and later for keepalives.
 SSH_TIMEOUT_S = 10
-"""How long ssh waits for a connection, and later for a sign of life from the other side."""
 END_TIMEOUT_S = 5.0
+# After a failure on one host, the others get this long to end by themselves.
 PEER_END_TIMEOUT_S = 3.0
-"""How long after a failure on one host the others are left alone."""
+# After one host has lost another, the others get this long to report whom they have lost.
 PEER_LOSS_TIMEOUT_S = 1.5
-"""How long after one host has lost another the rest have to say whom they have lost."""
 
 
 @dataclass(frozen=True)
@@ -56,69 +55,46 @@ class Host:
     command: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.name, str)
-            or not self.name
-            or self.name.startswith("-")
-            or not self.name.isprintable()
-        ):
+        is_text = isinstance(self.name, str) and self.name.isprintable()
+        # ssh would take a name with a dash for an option.
+        if not is_text or not self.name or self.name.startswith("-"):
             raise ParameterError(
                 f"host {self.name!r} is no name that ssh could reach: give one as in `ssh NAME"
                 " true`"
             )
 
     def agent_command(self) -> list[str]:
-        """Return the command that starts the agent there, quoted because ssh gives its words to a
-        shell.
-        """
-        agent = [
-            "env",
-            f"PYTHONPATH={ROOT}",
-            self._python_path,
-            "-P",
-            "-m",
-            "labkit_cluster.host_agent",
-        ]
+        """Return the command that starts the agent there."""
+        agent = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(self._python_path)}"
+        agent += " -P -m labkit_cluster.host_agent"
         if self.command is not None:
-            return [*self.command, *agent]
-        options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}"]
-        options += [
-            "-o",
-            f"ServerAliveInterval={SSH_TIMEOUT_S // 2}",
-            "-o",
-            "ServerAliveCountMax=2",
-        ]
-        return [*_ssh_command(), *options, "--", self.name, shlex.join(agent)]
+            return [*self.command, *shlex.split(agent)]
+        options = f"-T -o BatchMode=yes -o ConnectTimeout={SSH_TIMEOUT_S}"
+        options += f" -o ServerAliveInterval={SSH_TIMEOUT_S // 2} -o ServerAliveCountMax=2"
+        # ssh passes its words to a shell, so the agent's command stays quoted.
+        return [*_ssh_command(), *options.split(), "--", self.name, agent]
 
-    def loss_reason(self, status: int | None, said: str) -> str:
-        """Say what happened to an agent that disappeared, and what to do.
-
-        Args:
-            status: of the command that started it; None if it still runs.
-            said: its stderr.
+    def loss_reason(self, status: int | None, stderr: str) -> str:
+        """Explain why an agent disappeared, from its command's exit status (None while it runs) and
+        stderr.
         """
-        last = (said.strip().splitlines() or [""])[-1]
+        last = (stderr.strip().splitlines() or [""])[-1]
+        give_python = f"give Host({self.name!r}, python='…')"
         if self.command is None and status == 255:
             return (
                 f"{self.name} cannot be reached by ssh any more, or never could ({last}): "
                 f"mend `{self._ssh_test_command}`"
             )
-        if "Unknown option: -P" in said:
-            return (
-                f"{self.name} has a Python before 3.11 as {self._python_path}: give"
-                f" Host({self.name!r}, python='…')"
-            )
+        if "Unknown option: -P" in stderr:
+            return f"{self.name} has a Python before 3.11 as {self._python_path}: {give_python}"
         if status in (126, 127):
-            return (
-                f"{self.name} has no Python at {self._python_path} ({last}): give"
-                f" Host({self.name!r}, python='…')"
-            )
-        if "No module named" in said:
+            return f"{self.name} has no Python at {self._python_path} ({last}): {give_python}"
+        if "No module named" in stderr:
             return (
                 f"labkit cannot start on {self.name} ({last}): install there what is installed"
                 f" here, at {ROOT}"
             )
-        how = f"with {last!r}" if last else "without a word"
+        how = f"with {last!r}" if last else "without output"
         return f"{self.name} was lost: its part of the run ended {how}. Is it up? Then run again"
 
     @property
@@ -138,9 +114,7 @@ def _ssh_command() -> list[str]:
 
 
 def parse_hosts(hosts: Any) -> list[Host]:
-    """Return the hosts of a run. Raises ParameterError for anything but names and Hosts, each at
-    most once.
-    """
+    """Return the hosts of a run; raise ParameterError unless they are distinct names or Hosts."""
     if isinstance(hosts, str | Host) or not isinstance(hosts, Sequence) or not hosts:
         raise ParameterError(
             f"hosts = {hosts!r} is no list of hosts: give their names, such as ['alpha', 'beta']"
@@ -153,7 +127,7 @@ def parse_hosts(hosts: Any) -> list[Host]:
 
 
 class MultiHostBackend:
-    """The torchruns of several hosts, as one ``Backend``.
+    """Run one torchrun per host as a ``Backend``.
 
     Args:
         folder: of the run, on this machine.
@@ -178,46 +152,40 @@ class MultiHostBackend:
         return False
 
     def start(self) -> None:
-        """Start an agent on each host; returns at once."""
+        """Start an agent on each host, without waiting."""
         token, names = secrets.token_hex(16), [host.name for host in self._agents]
-        program = Path(self._request["target"])
-        asked = {
+        program, payload = Path(self._request["target"]), self._folder.payload
+        forwarded = [name for name in os.environ if name.startswith(ENV_PREFIXES_TO_FORWARD)]
+        request = {
             **self._request,
             "name": self._folder.path.name,
             "working_folder": os.getcwd(),
-            "given": (
-                self._folder.payload.read_bytes().hex() if self._folder.payload.exists() else ""
-            ),
+            "given": payload.read_bytes().hex() if payload.exists() else "",
             "versions": labkit_versions(),
             "sum": files_digest(program) if program.suffix == ".py" else "",
-            "environment": {
-                name: text
-                for name, text in os.environ.items()
-                if name.startswith(ENV_PREFIXES_TO_FORWARD)
-            },
+            "environment": {name: os.environ[name] for name in forwarded},
         }
         for index, (host, agent) in enumerate(self._agents.items()):
-            guest = RendezvousMember(index, len(names), host.name, token, host.address, names)
-            agent.send_message({**asked, "guest": asdict(guest)})
+            member = RendezvousMember(index, len(names), host.name, token, host.address, names)
+            agent.send_message({**request, "member": asdict(member)})
         # Start only now, because the first agent's messages go to all.
         for agent in self._agents.values():
             agent.start()
 
-    def _broadcast_message(self, word: Mapping[str, Any]) -> None:
+    def _broadcast_message(self, message: Mapping[str, Any]) -> None:
         for agent in self._agents.values():
-            agent.send_message(word)
+            agent.send_message(message)
 
     def wait(self, timeout_s: float) -> int:
         """Return the exit status once all hosts have ended.
 
-        After a failure on one host, the others have a moment to end by themselves: one of them may
-        know the cause.
+        After a failure on one host, the others get a moment, because one may know the cause.
 
         Raises:
             subprocess.TimeoutExpired: some had not ended after ``timeout_s`` seconds.
             NotAllHosts: they did not find each other.
             HostLost: one was lost.
-            LabError: a file of theirs cannot be written here.
+            LabError: a file of a host cannot be written here.
         """
         agents, give_up = self._agents.values(), time.monotonic() + timeout_s
         with self._change:
@@ -281,9 +249,7 @@ class MultiHostBackend:
             self._broadcast_message({"end": "now"})
 
     def stop(self) -> list[int]:
-        """End everything that is left, here and there; a host itself reports a process that does
-        not die.
-        """
+        """Stop all processes; a host itself reports one that does not die, so the list is empty."""
         self.end_ranks()
         agents = self._agents.values()
         with self._change:
@@ -296,9 +262,7 @@ class MultiHostBackend:
 
 
 def _link_loss_text(lost: Mapping[str, Sequence[str]]) -> str:
-    """Describe lost connections: the first host has one to each of the others, they have one
-    to it.
-    """
+    """Describe lost connections between the first host and the others."""
     first, *others = lost
     unheard = lost[first] or [name for name in others if lost[name]]
     advice = "are both up, and the network between them? Then run again"

@@ -1,10 +1,8 @@
-"""How the hosts of a run reach each other: sockets that answer whoever knows the run's token, and
-open connections.
+"""Sockets by which the hosts of a run reach each other; they answer only to the run's token.
 
-A host listens at each of its addresses, and nowhere else, and probes those of the others. The
-socket at the address that all have reached later becomes that of torchrun's store, without a moment
-in which another process could take its port. The connection to it stays open, and carries
-heartbeats between the hosts.
+A host listens at each of its addresses and probes those of the others. The socket at the address
+that all have reached becomes that of torchrun's store, so that no other process can take its port.
+The connection to it stays open, and carries heartbeats between the hosts.
 """
 
 import contextlib
@@ -19,27 +17,25 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 PROBE_TIMEOUT_S = 4.0
-"""How long a host waits for an answer from an address."""
+# A host that has answered at one address gets this long to answer at its others.
 EXTRA_PROBE_TIMEOUT_S = 0.5
-"""How much longer it waits for a host's other addresses, once one has answered."""
 HEARTBEAT_PERIOD_S = 1.0
+# A peer is lost after so many own heartbeats without one from it. Counting own heartbeats, not
+# seconds, spares a host that was suspended itself.
 HEARTBEAT_MISS_LIMIT = 8
-"""After so many of its own beats without one from there, a host takes another for lost. One that
-was suspended itself has not beaten either."""
 MAX_LINE_BYTES = 200
 HEARTBEAT_BYTE, SHUTDOWN_BYTE = b".", b"!"
 
+# The index of a host, and one of its addresses.
 Endpoint = tuple[int, str]
-"""A door: the index of its host, and the address."""
 
 
 class Listeners:
-    """One host's listening sockets, one at each address, answering in the background until they are
-    closed.
+    """The listening sockets of one host, which answer probes in a thread until closed.
 
     Attributes:
         ports: by address.
-        lines: the accepted connections, by the other host's index and the address.
+        links: the accepted connections, by the other host's index and the address.
     """
 
     def __init__(self, token: str, addresses: Iterable[str]):
@@ -71,14 +67,12 @@ class Listeners:
             each.close()
 
     def take_listener(self, address: str) -> tuple[socket.socket, dict[int, socket.socket]]:
-        """Stop answering; return the socket at this address, still listening, and its connections
-        by index.
-        """
+        """Stop answering; return the listening socket at this address, and its connections."""
         self._stop_serving()
-        lines = {
+        links = {
             index: self.links.pop((index, at)) for index, at in list(self.links) if at == address
         }
-        return self._sockets.pop(address), lines
+        return self._sockets.pop(address), links
 
     def _stop_serving(self) -> None:
         self._wake_sender.sendall(b"!")
@@ -87,42 +81,42 @@ class Listeners:
     def _accept_probes(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_receiver, selectors.EVENT_READ)
-            for address, door in self._sockets.items():
-                selector.register(door, selectors.EVENT_READ, address)
+            for address, listener in self._sockets.items():
+                selector.register(listener, selectors.EVENT_READ, address)
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is self._wake_receiver:
                         return
-                    # The visitor has left again.
+                    # The peer has left again.
                     with contextlib.suppress(OSError):
-                        visitor, _ = self._sockets[key.data].accept()
+                        peer, _ = self._sockets[key.data].accept()
                         threading.Thread(
-                            target=self._answer_probe, args=[key.data, visitor], daemon=True
+                            target=self._answer_probe, args=[key.data, peer], daemon=True
                         ).start()
 
-    def _answer_probe(self, address: str, visitor: socket.socket) -> None:
+    def _answer_probe(self, address: str, peer: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError):  # a stranger
-            visitor.settimeout(PROBE_TIMEOUT_S)
-            index, proof = _receive_line(visitor).split()
-            if hmac.compare_digest(proof, _hmac_proof(self._token, b"visitor", index)):
-                self.links[int(index), address] = visitor
+            peer.settimeout(PROBE_TIMEOUT_S)
+            index, proof = _receive_line(peer).split()
+            if hmac.compare_digest(proof, _hmac_proof(self._token, b"probe", index)):
+                self.links[int(index), address] = peer
                 moment = repr(time.time()).encode()
-                visitor.sendall(moment + b" " + _hmac_proof(self._token, b"host", moment) + b"\n")
+                peer.sendall(moment + b" " + _hmac_proof(self._token, b"host", moment) + b"\n")
                 return
-        visitor.close()
+        peer.close()
 
 
 def _create_listener(address: str) -> socket.socket | None:
     """Return a socket at this address and a free port; None if the address cannot be used now."""
     try:
-        door = socket.create_server(
+        listener = socket.create_server(
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
         )
     except OSError:
         return None
-    # Otherwise accept() would wait for a visitor who has left.
-    door.setblocking(False)
-    return door
+    # Otherwise accept() would wait for a peer who has left.
+    listener.setblocking(False)
+    return listener
 
 
 @dataclass
@@ -172,9 +166,9 @@ def _has_answered(attempt: "Future[ProbeResult]") -> bool:
 def _probe_listener(address: str, port: int, token: str, index: int) -> ProbeResult:
     begun, name = time.time(), str(index).encode()
     try:
-        line = socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S)
-        line.sendall(name + b" " + _hmac_proof(token, b"visitor", name) + b"\n")
-        moment, proof = _receive_line(line).split()
+        link = socket.create_connection((address, port), timeout=PROBE_TIMEOUT_S)
+        link.sendall(name + b" " + _hmac_proof(token, b"probe", name) + b"\n")
+        moment, proof = _receive_line(link).split()
     except TimeoutError:
         return ProbeResult("no answer")
     except OSError as error:
@@ -182,52 +176,46 @@ def _probe_listener(address: str, port: int, token: str, index: int) -> ProbeRes
     except ValueError:
         moment, proof = b"", b""
     if not hmac.compare_digest(proof, _hmac_proof(token, b"host", moment)):
-        line.close()
+        link.close()
         return ProbeResult("somebody else answers there")
     return ProbeResult(
-        "", line, str(line.getsockname()[0]), float(moment) - (begun + time.time()) / 2
+        "", link, str(link.getsockname()[0]), float(moment) - (begun + time.time()) / 2
     )
 
 
-def _hmac_proof(token: str, speaker: bytes, word: bytes) -> bytes:
+def _hmac_proof(token: str, speaker: bytes, message: bytes) -> bytes:
     """Return a proof of knowing the token, without revealing it."""
-    return hmac.new(token.encode(), speaker + b" " + word, hashlib.sha256).hexdigest().encode()
+    return hmac.new(token.encode(), speaker + b" " + message, hashlib.sha256).hexdigest().encode()
 
 
-def _receive_line(line: socket.socket) -> bytes:
-    """Return one line from the other side. Raises ValueError if it disconnects or sends too
-    much.
-    """
-    word = b""
-    while not word.endswith(b"\n"):
-        part = line.recv(MAX_LINE_BYTES)
-        if not part or len(word) > MAX_LINE_BYTES:
-            raise ValueError("no word")
-        word += part
-    return word
+def _receive_line(link: socket.socket) -> bytes:
+    """Receive one line; raise ValueError if the peer disconnects or sends too much."""
+    message = b""
+    while not message.endswith(b"\n"):
+        part = link.recv(MAX_LINE_BYTES)
+        if not part or len(message) > MAX_LINE_BYTES:
+            raise ValueError("no message")
+        message += part
+    return message
 
 
 class Heartbeats:
-    """Connections to other hosts that show whether these are still there. Host 0 has one to each of
-    them.
-    """
+    """The open connections to other hosts, which carry heartbeats; all hosts connect to host 0."""
 
-    def __init__(self, lines: Mapping[str, socket.socket]):
-        self._lines = dict(lines)
-        self._missed = dict.fromkeys(lines, 0)
+    def __init__(self, links: Mapping[str, socket.socket]):
+        self._links = dict(links)
+        self._missed = dict.fromkeys(links, 0)
         self._beaten = 0.0
-        for line in lines.values():
-            line.setblocking(False)
+        for link in links.values():
+            link.setblocking(False)
 
     def unreachable_peers(self) -> list[str]:
-        """Return those that disconnected without a shutdown message or are silent. Call it several
-        times a second.
-        """
+        """Return the peers that disconnected or are silent; call it several times a second."""
         if time.monotonic() - self._beaten > HEARTBEAT_PERIOD_S:
             self._beaten = time.monotonic()
             self._send_to_all(HEARTBEAT_BYTE)
             self._missed = {name: missed + 1 for name, missed in self._missed.items()}
-        gone = [name for name in list(self._lines) if not self._receive_heartbeat(name)]
+        gone = [name for name in list(self._links) if not self._receive_heartbeat(name)]
         # These are reported together with a peer that has been silent for even longer.
         silent = [name for name, missed in self._missed.items() if missed >= HEARTBEAT_MISS_LIMIT]
         return gone or (
@@ -235,30 +223,28 @@ class Heartbeats:
         )
 
     def _receive_heartbeat(self, name: str) -> bool:
-        """Receive what has arrived; tell whether the other host is still there, or has shut down
-        properly.
-        """
+        """Receive heartbeats; tell whether the peer is alive or has shut down properly."""
         try:
-            heard = self._lines[name].recv(4096)
+            received = self._links[name].recv(4096)
         except ConnectionError:
             return False
         except OSError:
             # Nothing listens yet, or the network is unreachable for the moment.
             return True
-        if SHUTDOWN_BYTE in heard:
-            self._lines.pop(name).close()
+        if SHUTDOWN_BYTE in received:
+            self._links.pop(name).close()
             del self._missed[name]
-        elif heard:
+        elif received:
             self._missed[name] = 0
-        return bool(heard)
+        return bool(received)
 
     def close(self) -> None:
         """Send a shutdown message: this host's part is done."""
         self._send_to_all(SHUTDOWN_BYTE)
-        for line in self._lines.values():
-            line.close()
+        for link in self._links.values():
+            link.close()
 
-    def _send_to_all(self, word: bytes) -> None:
-        for line in self._lines.values():
+    def _send_to_all(self, message: bytes) -> None:
+        for link in self._links.values():
             with contextlib.suppress(OSError):
-                line.send(word)
+                link.send(message)

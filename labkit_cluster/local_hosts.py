@@ -1,4 +1,4 @@
-"""Several hosts on one machine, to try out and to test runs on several hosts.
+"""Make several hosts on one machine, to try and test runs on several hosts.
 
     with start_local_hosts(2) as hosts:
         print(hosts.kind)
@@ -97,12 +97,7 @@ class LocalHosts(Sequence[Host]):
 
 @contextlib.contextmanager
 def start_local_hosts(count: int = 2) -> Iterator[LocalHosts]:
-    """Start hosts called alpha, beta, gamma and so on; they end with the block, and so do their
-    processes.
-
-    Args:
-        count: the number of hosts, at most eight.
-    """
+    """Start up to eight hosts called alpha, beta and so on; they end with the block."""
     if not 1 <= count <= len(HOST_NAMES):
         raise ParameterError(f"count = {count} hosts are not between 1 and {len(HOST_NAMES)}")
     names = HOST_NAMES[:count]
@@ -134,50 +129,34 @@ def can_make_namespaces() -> bool:
     """Tell whether this process may create network namespaces."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return False
-    trial = _namespace_name("trial")
-    made = (
-        subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False).returncode
-        == 0
-    )
-    return (
-        made
-        and subprocess.run(
-            ["ip", "netns", "del", trial], capture_output=True, check=False
-        ).returncode
-        == 0
-    )
+    try:
+        _run_ip_command("netns", "add", _namespace_name("trial"))
+        _run_ip_command("netns", "del", _namespace_name("trial"))
+    except LabError:
+        return False
+    return True
 
 
 def _create_namespaces(names: Sequence[str]) -> None:
     """Create a namespace for each host, and one for the switch that connects them."""
     switch = _namespace_name(SWITCH_NAME)
-    _run_ip_command("netns", "add", switch)
-    _run_ip_command("-n", switch, "link", "add", "name", SWITCH_NAME, "type", "bridge")
-    _run_ip_command("-n", switch, "link", "set", SWITCH_NAME, "up")
+    commands = [
+        f"netns add {switch}",
+        f"-n {switch} link add name {SWITCH_NAME} type bridge",
+        f"-n {switch} link set {SWITCH_NAME} up",
+    ]
     for index, name in enumerate(names):
         host = _namespace_name(name)
-        _run_ip_command("netns", "add", host)
-        _run_ip_command(
-            "-n",
-            host,
-            "link",
-            "add",
-            "name",
-            HOST_INTERFACE,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            name,
-            "netns",
-            switch,
-        )
-        _run_ip_command(
-            "-n", host, "address", "add", f"{_host_address(index)}/24", "dev", HOST_INTERFACE
-        )
-        _run_ip_command("-n", switch, "link", "set", name, "master", SWITCH_NAME, "up")
-        for each in ("lo", HOST_INTERFACE):
-            _run_ip_command("-n", host, "link", "set", each, "up")
+        commands += [
+            f"netns add {host}",
+            f"-n {host} link add name {HOST_INTERFACE} type veth peer name {name} netns {switch}",
+            f"-n {host} address add {_host_address(index)}/24 dev {HOST_INTERFACE}",
+            f"-n {switch} link set {name} master {SWITCH_NAME} up",
+            f"-n {host} link set lo up",
+            f"-n {host} link set {HOST_INTERFACE} up",
+        ]
+    for command in commands:
+        _run_ip_command(*command.split())
 
 
 def _host_address(index: int) -> str:

@@ -52,7 +52,7 @@ class MemoryCounter(Protocol):
 
 @contextlib.contextmanager
 def simulate_gpus(memory: MemoryCounter) -> Iterator[None]:
-    """Answer the program's questions about GPUs; torch stays patched for the rest of the process."""
+    """Answer the program's questions about GPUs; torch stays patched until the process ends."""
     patch_devices()
     answers = CudaAnswers(memory)
     for module, names in DEVICE_FUNCTIONS.items():

@@ -269,8 +269,8 @@ class SearchResult:
                 f"{len(doubt)} simulated whole are not as continued ({doubt[0]}): give whole=None"
                 " for all"
             )
-        reasons = others["reason"].drop(too_large.index).str.partition("\n")[0]
-        counts = reasons.value_counts(sort=False)
+        reasons = others["reason"].drop(too_large.index)
+        counts = reasons.map(lambda text: text.partition("\n")[0]).value_counts(sort=False)
         return lines + [f"{count} × {reason}" for reason, count in counts.items()]
 
     def load_simulation(self, candidate: int) -> RunResult:

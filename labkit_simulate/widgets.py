@@ -27,7 +27,7 @@ PARETO_TITLE = "nothing is both faster and smaller than"
 
 
 class CandidateExplorer(Explorer):
-    """Show all candidates of a search, by default Llama 2 7B's; *run it* simulates the chosen one."""
+    """Show the candidates of a search, by default Llama 2 7B's; *run it* simulates one."""
 
     title = "Which way to train fits, and which is fast?"
     controls: ClassVar = {}

@@ -1,4 +1,4 @@
-"""How hosts find each other: doors, knocks and lines on real sockets, and the conclusion that all draw alike."""
+"""How hosts find each other: listeners, probes and heartbeats on real sockets, and the same choice everywhere."""
 
 import socket
 import threading
@@ -69,24 +69,24 @@ def test_a_silent_host_is_lost_and_one_that_was_suspended_is_not(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(listeners, "time", SimpleNamespace(monotonic=lambda: clock.now))
     ours, theirs = socket.socketpair()
-    company = Heartbeats({"beta": ours})
+    heartbeats = Heartbeats({"beta": ours})
 
     def after(seconds):
         clock.now += seconds
-        return company.unreachable_peers()
+        return heartbeats.unreachable_peers()
 
     assert after(100) == after(5000) == after(0.1) == [], "this host was suspended, and has beaten twice"
     assert [after(2) for _ in range(listeners.HEARTBEAT_MISS_LIMIT - 2)] == [[]] * (listeners.HEARTBEAT_MISS_LIMIT - 2)
     theirs.send(listeners.HEARTBEAT_BYTE)
     assert [after(2) for _ in range(listeners.HEARTBEAT_MISS_LIMIT + 1)] == [[]] * (listeners.HEARTBEAT_MISS_LIMIT + 1)
     assert after(2) == ["beta"]
-    company.close()
+    heartbeats.close()
     theirs.close()
 
 
 def cards(**own):
     """What hosts say first: their addresses."""
-    return [{"doors": dict.fromkeys(addresses, 1)} for addresses in own.values()]
+    return [{"ports": dict.fromkeys(addresses, 1)} for addresses in own.values()]
 
 
 def reports(*reached):

@@ -251,12 +251,12 @@ def test_a_host_that_hears_no_more_of_the_notebooks_process_ends_its_part(noted)
     """As where its machine was switched off, and no end of the connection was ever seen."""
     path, pids = noted
     agent = "from labkit_cluster import host_agent; host_agent.NOTEBOOK_SILENCE_LIMIT_S = 2; host_agent.main()"
-    guest = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
+    member = {"index": 0, "hosts": 1, "name": "alpha", "token": "secret"}
     request = {"target": str(MISBEHAVE), "params": {"pids": str(path)}, "nproc": 1, "device": "cpu", "name": "run"}
     request |= {"working_folder": "/", "given": "", "versions": labkit_versions(), "sum": "", "environment": {}}
     alone = subprocess.Popen([sys.executable, "-P", "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     with alone.stdin as pipe:
-        pipe.write(json.dumps(request | {"guest": guest}).encode() + b"\n")
+        pipe.write(json.dumps(request | {"member": member}).encode() + b"\n")
         pipe.flush()
         while len(pids()) < 2:
             pipe.write(b"{}\n")

@@ -103,6 +103,6 @@ def test_nothing_is_left_there_when_ssh_itself_is_killed(tmp_path):
         )
         (to_beta,) = (each for each in psutil.Process().children() if "beta" in each.cmdline())
         to_beta.kill()
-        with pytest.raises(HostLost, match=r"^beta was lost: its part of the run ended without a word"):
+        with pytest.raises(HostLost, match=r"^beta was lost: its part of the run ended without output"):
             run.result()
         wait_for(lambda: not any(map(is_alive, pids)), ENDS_WITHIN_S)

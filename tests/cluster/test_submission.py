@@ -87,10 +87,10 @@ def second_host(tmp_path, monkeypatch):
 
 def test_a_host_begins_when_the_first_has_put_aside_what_an_earlier_attempt_had_left(second_host, tmp_path):
     (tmp_path / "rank_00000.log").touch()
-    board = wait_for(lambda: [*tmp_path.glob("meeting_*")], 20)[0]
+    folder = wait_for(lambda: [*tmp_path.glob("meeting_*")], 20)[0]
     time.sleep(0.5)
     assert second_host.poll() is None and not list(tmp_path.glob("torchrun*"))
-    FolderMailbox(board).put("begun", {"attempt": 1})
+    FolderMailbox(folder).put("begun", {"attempt": 1})
     wait_for(lambda: list(tmp_path.glob("torchrun*")), 20)
 
 
