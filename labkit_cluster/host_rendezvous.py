@@ -353,7 +353,9 @@ def host_versions() -> dict[str, str]:
 def labkit_versions() -> dict[str, str]:
     """Return the versions that must also equal those of the notebook, which may lack torch."""
     sources = [
-        path for folder in ("labkit", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
+        path
+        for folder in ("labkit", "labkit_cluster", "launch")
+        for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     # A digest, because checkouts that differ may have the same version.
     return {

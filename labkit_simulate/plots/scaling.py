@@ -1,6 +1,4 @@
-"""Figures of reckoned steps: their parts by number of GPUs, throughput drawn in two ways, and
-predictions held against others' measurements.
-"""
+"""Figures of estimated steps: their parts, throughput, and estimates beside measurements."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,12 +15,11 @@ PART_COLOURS = {"compute": style.BLUE, "exposed": style.EXPOSURE_COLOUR}
 def step_time_parts(
     steps: Mapping[str, Mapping[str, float]], *, note: str, ax: Axes | None = None
 ) -> Axes:
-    """Time of a step in two parts, one bar a label: arithmetic, and communication that nothing
-    hides.
+    """Draw a bar per label: computation, and communication that it does not hide.
 
     Args:
         steps: seconds by ``compute`` and ``exposed``, by label.
-        note: for which hardware.
+        note: the hardware.
         ax: see ``plots``.
     """
     ax = style.make_axes(ax, height=1.2 + 0.36 * len(steps))
@@ -58,9 +55,7 @@ def step_time_parts(
 def total_throughput(
     series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None
 ) -> Axes:
-    """Tokens per second of all GPUs together, over their number, both axes logarithmic; one line a
-    label.
-    """
+    """Draw tokens per second of all GPUs over their number, on logarithmic axes."""
     ax = style.make_axes(ax, 5.5, 3.8)
     for (label, points), colour in zip(series.items(), style.RANK_COLOURS, strict=False):
         ax.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
@@ -74,12 +69,11 @@ def total_throughput(
 def throughput_per_gpu(
     series: Mapping[str, Mapping[int, float]], *, note: str, ax: Axes | None = None
 ) -> Axes:
-    """The same for one GPU, as a part of what one does at its line's smallest number; the axis
-    begins at 0.
+    """Draw a GPU's throughput relative to the smallest number of GPUs; the axis begins at 0.
 
     Args:
-        series: parts by number of GPUs, by label.
-        note: for which hardware.
+        series: shares by number of GPUs, by label.
+        note: the hardware.
         ax: see ``plots``.
     """
     ax = style.make_axes(ax, 5.5, 3.8)
@@ -106,14 +100,13 @@ def estimate_accuracy(
     note: str,
     ax: Axes | None = None,
 ) -> Axes:
-    """Predicted over measured, a mark a case on a logarithmic axis; the band is a factor of
-    ``within`` either way.
+    """Draw predicted over measured for each case on a logarithmic axis.
 
     Args:
         predicted: by case.
-        measured: likewise.
-        within: the band's factor.
-        note: what was measured, where, by whom.
+        measured: by case.
+        within: factor of the grey band.
+        note: what was measured, where and by whom.
         ax: see ``plots``.
     """
     ax = style.make_axes(ax, 7.5, 1.2 + 0.28 * len(measured))
@@ -122,14 +115,8 @@ def estimate_accuracy(
     for row, (case, seen) in enumerate(measured.items()):
         ratio = predicted[case] / seen
         ax.plot(ratio, row, "o", color=style.BLUE)
-        ax.annotate(
-            f"{ratio:.2f}",
-            (ratio, row),
-            (7, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
+        offset = {"xytext": (7, 0), "textcoords": "offset points"}
+        ax.annotate(f"{ratio:.2f}", (ratio, row), va="center", fontsize=9, **offset)
     ratios = [predicted[case] / seen for case, seen in measured.items()]
     low, high = min(1 / within, *ratios), max(within, *ratios)
     ax.set(
@@ -151,14 +138,14 @@ def estimate_accuracy(
 
 
 def _label_gpu_counts(ax: Axes, counts: Sequence[int]) -> None:
-    """Numbers of GPUs as they are, not as powers of ten."""
+    """Label an axis with numbers of GPUs instead of powers of ten."""
     ax.set_xticks(counts, [f"{count:,}" for count in counts])
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.xaxis.set_minor_locator(NullLocator())
 
 
 def _add_note(ax: Axes, text: str) -> Axes:
-    """Where such numbers come from, below the figure."""
+    """Write the source of the numbers below the figure."""
     figure: Any = ax.figure
     figure.supxlabel(text, fontsize=7, color=style.GREY, x=0.99, ha="right")
     return ax

@@ -1,14 +1,13 @@
-"""What torch's allocator reserves of a GPU for the tensors that a program holds: more than their
-bytes.
+"""Model what torch's caching allocator reserves of a GPU, which is more than the tensors' bytes.
 
-It asks the driver for segments, cuts blocks off them and keeps what is freed. A tensor takes a
-multiple of 512 bytes. Up to 1 MiB it comes from a segment of 2 MiB, below 10 MiB from one of 20
-MiB, and from there on it has a segment of its own, a multiple of 2 MiB. Of the free blocks the
-smallest that is large enough is taken; what is left of it becomes a block if that is worth while
-(512 bytes in small segments, more than 1 MiB in large ones), and free neighbours join.
+The allocator requests segments from the driver, splits them into blocks and keeps what is freed. A
+tensor takes a multiple of 512 bytes. Up to 1 MiB it comes from a segment of 2 MiB, below 10 MiB
+from one of 20 MiB, and above it has its own segment, a multiple of 2 MiB. The smallest free block
+that is large enough is used; the rest is split off if it has at least 512 bytes in a small segment,
+or more than 1 MiB in a large one. Free neighbours are merged.
 
-Left out: that each CUDA stream has blocks of its own, that cached segments are given back before
-torch reports that memory is short, and ``PYTORCH_CUDA_ALLOC_CONF``. Source:
+Not modelled: blocks per CUDA stream, freeing of cached segments before an out-of-memory error, and
+``PYTORCH_CUDA_ALLOC_CONF``. Source:
 c10/cuda/CUDACachingAllocator.cpp in PyTorch (2.11 to 2.13).
 """
 
@@ -22,14 +21,12 @@ MIB = 2**20
 ALLOCATION_UNIT = 512
 SMALL_REQUEST, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE_REQUEST, LARGE_SEGMENT, SEGMENT_UNIT = 10 * MIB, 20 * MIB, 2 * MIB
+# Memory of a process outside the allocator: round numbers to plan with, not measured.
 OUTSIDE_ALLOCATOR_BYTES: dict[str, int] = {
     "context and kernels": 550 * MIB,
     "NCCL": 1024 * MIB,
     "cuBLAS and cuDNN": 256 * MIB,
 }
-"""What a process takes of a GPU beside that, in bytes: round numbers to plan with, not measured for
-each program.
-"""
 
 
 @dataclass(eq=False)
@@ -45,7 +42,7 @@ class AllocatorBlock:
 
 
 class CachingAllocator:
-    """Follows what is allocated and freed.
+    """Follow allocations and frees.
 
     Attributes:
         allocated: bytes in use, each block rounded up.
@@ -58,7 +55,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, AllocatorBlock]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> AllocatorBlock:
-        """A block for so many bytes."""
+        """Return a block of at least this many bytes."""
         size = round_up(max(size, 1), ALLOCATION_UNIT)
         block = self._take_free_block(size) or self._new_segment(size)
         rest = block.size - size
@@ -73,7 +70,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: AllocatorBlock) -> None:
-        """The block is no longer in use."""
+        """Return a block to the free ones, merged with its free neighbours."""
         self.allocated -= block.size
         for other in (block.before, block.after):
             if other and other.is_free:

@@ -1,17 +1,16 @@
-"""Fit a machine to a few measured runs, and predict others of it.
+"""Fit a machine to a few measured runs, and predict other runs on it.
 
-    machine = fit(runs, devices=2)          # runs on 1 and 2 ranks, of two sizes
-    predicted_s(other, machine)             # the same sum, for a run that was not measured
+    machine = fit_hardware(runs, devices=2)     # runs on 1 and 2 ranks, of two sizes
+    step_estimate_s(other_run, machine)         # for a run that was not measured
 
-A step is taken for the sum of its operators and collectives, as on cores, which carry their
-messages themselves:
+On cores, which also move the messages, a step takes the sum of its operators and collectives:
 
     seconds = operators x overhead + sum of max(operations / rate, bytes / bandwidth)
             + messages x alpha + bytes x beta
 
-It is least squares of the relative error, no coefficient negative. Which operators are held up by
-arithmetic and which by memory follows from rate and bandwidth, so both are found in turn until
-nothing changes.
+The fit minimises the squared relative error with nonnegative coefficients. Rate and bandwidth
+decide which operators are limited by arithmetic and which by memory, so fit and classification
+alternate until nothing changes.
 """
 
 import itertools
@@ -32,19 +31,13 @@ from labkit_simulate.theory.step_time import (
 )
 
 MAX_FIT_ROUNDS = 20
+# Stands for a rate that the measured runs do not limit.
 MAX_RATE = 1e18
-"""Rate of what cost nothing in the measured runs: no machine is faster."""
 
 
 @dataclass(frozen=True)
 class CollectiveCalls:
-    """Equal collectives of a step.
-
-    Attributes:
-        collective: such as "all_gather".
-        count: how many.
-        handed_bytes: to all of them together, by a rank.
-    """
+    """Equal collectives of a step; ``handed_bytes`` is a rank's input to all of them together."""
 
     collective: str
     count: int
@@ -53,14 +46,9 @@ class CollectiveCalls:
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """What a rank does in a step of a run on one host, and how long it took.
+    """The operators and collectives of a rank's step on one host, and the measured seconds.
 
-    Attributes:
-        name: for people.
-        ranks: how many.
-        operators: of one rank.
-        calls: its collectives, among all ranks.
-        seconds: of a step, measured; 0 where it is yet to be predicted.
+    ``seconds`` is 0 for a run that is to be predicted.
     """
 
     name: str
@@ -77,16 +65,16 @@ def fit_hardware(
     name: str = "this machine",
     memory_bytes: int = 0,
 ) -> Hardware:
-    """The machine on which these runs took as long as they did, as nearly as one can be made.
+    """Fit the machine on which these runs were measured.
 
     Args:
-        runs: at least five, with one rank and with several, and of several sizes.
+        runs: at least five, of several sizes, with one rank and with several.
         devices: cores that the ranks share.
         name: of the machine.
-        memory_bytes: of a device, for those who ask; nothing is fitted to it.
+        memory_bytes: of a device; not fitted.
 
     Raises:
-        ValueError: too few runs, one that was not measured, or none with several ranks.
+        ValueError: there are too few runs, one was not measured, or all have one rank.
     """
     if len(runs) < 5:
         raise ValueError(
@@ -112,9 +100,7 @@ def fit_hardware(
 
 
 def step_estimate_s(run: CalibrationRun, machine: Hardware) -> float:
-    """Seconds of a step: its operators by roofline, its collectives by alpha and beta, one after
-    another.
-    """
+    """Return the sum of a step's operators by roofline and collectives by alpha and beta."""
     rank = machine.for_rank(run.ranks)
     messages = (
         calls.count
@@ -125,21 +111,16 @@ def step_estimate_s(run: CalibrationRun, machine: Hardware) -> float:
 
 
 def relative_errors(runs: Sequence[CalibrationRun], machine: Hardware) -> Mapping[str, float]:
-    """By how much each run's prediction is off, as a part of what was measured; negative where it
-    is too short.
-    """
+    """Return the relative error of each run's prediction; negative if it is too short."""
     return {run.name: step_estimate_s(run, machine) / run.seconds - 1 for run in runs}
 
 
 def nonnegative_least_squares(
     rows: NDArray[np.float64], wanted: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The coefficients, none negative, that bring ``rows @ coefficients`` nearest to what is
-    wanted.
-
-    They are the ordinary ones of those columns whose coefficients are not 0. Five columns have 31
-    choices: all are tried.
-    """
+    """Return nonnegative coefficients that bring ``rows @ coefficients`` nearest to ``wanted``."""
+    # The solution is the ordinary one on some subset of the columns. Five columns have 31 subsets,
+    # so all are tried.
     count = rows.shape[1]
     best, least = np.zeros(count), float(wanted @ wanted)
     scale = np.abs(rows).max(axis=0)
@@ -158,9 +139,7 @@ def nonnegative_least_squares(
 
 
 def _regression_features(run: CalibrationRun, machine: Hardware) -> list[float]:
-    """What the five coefficients are multiplied by: operations, bytes, operators, messages, bytes
-    on the wire.
-    """
+    """Return a run's FLOPs, memory bytes, operators, ring steps and wire bytes."""
     rank = machine.for_rank(run.ranks)
     part, slower = run.ranks / machine.devices, max(1.0, run.ranks / machine.devices)
     flops = moved = 0.0
@@ -183,7 +162,7 @@ def _regression_features(run: CalibrationRun, machine: Hardware) -> list[float]:
 def _hardware_from_fit(
     coefficients: NDArray[np.float64], devices: int, name: str, memory_bytes: int
 ) -> Hardware:
-    """The host whose figures these are. What cost nothing is as fast as can be written down."""
+    """Return the host with these fitted coefficients."""
     flop_s, byte_s, operator_s, alpha_s, beta_s = map(float, coefficients)
     rate = 1 / max(flop_s, 1 / MAX_RATE)
     fitted = "fitted to measured runs, labkit_simulate.theory.calibration"

@@ -1,13 +1,12 @@
-"""What machines can do at best, by data sheet: arithmetic, memory and links, each figure with its
-source.
+"""Peak arithmetic, memory and link speeds of machines by data sheet, each figure with its source.
 
-    hardware("h100-8x").flops_per_s["bfloat16"]        # 989.4e12, of one GPU, without sparsity
+    get_hardware("h100-8x").flops_per_s["bfloat16"]    # 989.4e12, of one GPU, without sparsity
 
-Figures are those of one *device*: a GPU, or a core of a processor. Links are counted in one
-direction, as a ring uses them, and data sheets add both directions up: 900 GB/s of NVLink are 450
-here. Arithmetic is dense: where a sheet states it with sparsity, it is halved.
+Figures are per *device*: a GPU, or a core of a processor. Links are counted in one direction, as a
+ring uses them; data sheets add both directions, so 900 GB/s of NVLink are 450 here. Arithmetic is
+dense; a figure with sparsity is halved.
 
-Latencies are on no data sheet. Those of GPUs are what NCCL itself reckons with when it chooses an
+Data sheets state no latencies. Those of GPUs are the constants from which NCCL chooses an
 algorithm, for its ring and its protocol for large messages.
 """
 
@@ -34,26 +33,25 @@ CALIBRATION_SOURCE = "what the first row of labkit_simulate.theory.reference_res
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of host, and how such hosts are linked.
+    """A kind of host, and the links between such hosts.
 
     Attributes:
-        name: by which it is asked for.
-        device: what a device is, in words.
-        devices: how many a host has.
-        flops_per_s: operations of a device per second at best, by type of number.
-        memory_bytes: of a device.
-        memory_bytes_per_s: between a device and its memory.
-        inside: the link of a device to the others of its host: latency of a step of a ring, seconds
-            for a byte.
-        between: the link of a network card to those of other hosts.
-        cards: network cards of a host; its devices share them evenly.
-        call_s: what a collective takes before its first byte moves.
-        operator_s: what an operator takes beside its arithmetic and memory traffic.
-        matmul_share: the part of ``flops_per_s`` that operators which multiply matrices reach.
-        shared: whether the ranks of a host share all its devices, as processes share cores, and
-            carry their messages themselves. Otherwise a rank has a device of its own, and messages
-            travel beside its arithmetic.
-        sources: where each figure is from, by its attribute's name.
+        name: key in ``HARDWARE``.
+        device: description of a device.
+        devices: number of devices of a host.
+        flops_per_s: peak FLOP/s of a device, by dtype.
+        memory_bytes: memory of a device.
+        memory_bytes_per_s: memory bandwidth of a device.
+        inside: link between devices of a host: latency of a ring step, seconds per byte.
+        between: link of a network card to other hosts.
+        cards: network cards of a host, which its devices share evenly.
+        call_s: time of a collective before its first byte moves.
+        operator_s: overhead of an operator.
+        matmul_share: share of ``flops_per_s`` that matrix products reach.
+        shared: whether ranks share the devices of a host, as processes share cores, so that
+            communication takes time from computation. Otherwise each rank has a device, and
+            communication overlaps computation.
+        sources: source of each figure, by attribute.
     """
 
     name: str
@@ -72,10 +70,7 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def for_rank(self, ranks_on_host: int) -> "Hardware":
-        """The same where so many ranks run on a host: what one of them has.
-
-        Cores are shared, down to a part of one, which makes everything slower that a rank does.
-        Issuing operators is no faster with more cores: it is the work of one.
+        """Return a rank's share of a host with so many ranks.
 
         Raises:
             ValueError: more ranks than devices that cannot be shared.
@@ -87,7 +82,9 @@ class Hardware:
             )
         if not self.shared:
             return self
-        share, slower = self.devices / ranks_on_host, max(1.0, ranks_on_host / self.devices)
+        share = self.devices / ranks_on_host
+        # Issuing an operator or a message is the work of one core, and more cores do not help.
+        slower = max(1.0, ranks_on_host / self.devices)
         return replace(
             self,
             flops_per_s={dtype: share * rate for dtype, rate in self.flops_per_s.items()},
@@ -99,11 +96,7 @@ class Hardware:
         )
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Operations of a device per second at best.
-
-        Raises:
-            ValueError: numbers of another type; the message lists those that there are.
-        """
+        """Return the peak FLOP/s of a device; raise ValueError for a dtype without a rate."""
         if dtype not in self.flops_per_s:
             raise ValueError(
                 f"no rate for {dtype!r} numbers on {self.name}: it has"
@@ -113,20 +106,15 @@ class Hardware:
 
 
 def make_link(gigabytes_per_s: float, latency_us: float) -> AlphaBeta:
-    """A link by what data sheets and drivers say of it."""
+    """Return a link from its bandwidth and latency."""
     return AlphaBeta(latency_us * US, 1 / (gigabytes_per_s * GIGA))
 
 
 def get_hardware(name: str, **changed: Any) -> Hardware:
-    """A kind of host by name, such as "h100-8x".
-
-    Args:
-        name: a key of ``HARDWARE``.
-        **changed: attributes that shall differ, such as ``matmul_share=0.5``.
+    """Return a kind of host by name, with changed attributes such as ``matmul_share=0.5``.
 
     Raises:
-        ValueError: another name, or an attribute that there is not; the message lists what there
-            is.
+        ValueError: the name or an attribute is unknown; the message lists the known ones.
     """
     if name not in HARDWARE:
         raise ValueError(
@@ -153,9 +141,7 @@ def _gpu_host(
     matmul_share: float,
     sources: Mapping[str, str],
 ) -> Hardware:
-    """A host of eight GPUs on NVLink switches with a network card each: in teraFLOP/s, and GB/s in
-    one direction.
-    """
+    """Return a host of eight GPUs with a network card each; teraFLOP/s, GB/s in one direction."""
     return Hardware(
         name=name,
         device=device,
@@ -176,9 +162,7 @@ def _gpu_host(
 def _data_sheet_sources(
     sheet: str, system: str, matmul_share: str, memory: str, between: str
 ) -> dict[str, str]:
-    """Sources of a host of GPUs: the GPU's data sheet, the whole system's, and what is on
-    neither.
-    """
+    """Return sources from the GPU's data sheet, the system's, and what is on neither."""
     return {
         "devices": system,
         "cards": system,
@@ -335,4 +319,3 @@ HARDWARE: dict[str, Hardware] = {
         ),
     )
 }
-"""By name. A calibrated entry is made by ``labkit_simulate.theory.calibration``."""

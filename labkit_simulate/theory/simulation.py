@@ -1,8 +1,7 @@
-"""Small rules of lab 6: how many hosts a model needs, which groups cross hosts, a ring, two
-streams, how a run scales.
+"""Rules of lab 6: hosts that a model needs, groups across hosts, a ring, two streams, scaling.
 
-Numbers in, numbers out. The whole models are ``theory.step_time`` and ``theory.transformer``; a
-test holds these rules against them.
+The full models are ``theory.step_time`` and ``theory.transformer``; a test compares these rules
+with them.
 """
 
 import math
@@ -14,14 +13,12 @@ from labkit.theory.collectives import AlphaBeta
 def fewest_hosts(
     shared_bytes: float, own_bytes: float, budget_bytes: float, devices: int = 8
 ) -> int | None:
-    """The fewest hosts on which each rank finds room; None where no number of them is enough.
+    """Return the fewest hosts on which a model fits; None if it fits on no number of hosts.
 
     Args:
-        shared_bytes: what all ranks share evenly, such as sharded parameters, gradients and
-            optimizer state.
-        own_bytes: what each rank holds beside its share, whatever their number, such as
-            activations.
-        budget_bytes: what a rank may hold.
+        shared_bytes: sharded over all ranks: parameters, gradients, optimizer state.
+        own_bytes: held by each rank besides, such as activations.
+        budget_bytes: memory of a rank.
         devices: ranks of a host.
     """
     room = budget_bytes - own_bytes
@@ -31,19 +28,11 @@ def fewest_hosts(
 def ring_s(
     shard_bytes: float, hosts: int, nproc: int, inside: AlphaBeta, between: AlphaBeta
 ) -> float:
-    """Seconds of an all-gather in rings over hosts of ``nproc`` ranks, each with a network card of
-    its own.
+    """Return the seconds of a ring all-gather over hosts of ``nproc`` ranks, each with a card.
 
-    A shard makes a hop to every other rank, hosts - 1 of them from host to host. The rings together
-    fill all cards of a host, so its slower link decides on bytes: one rank's to its neighbour, or
-    all cards together.
-
-    Args:
-        shard_bytes: what a rank brings.
-        hosts: how many.
-        nproc: ranks of each.
-        inside: a link inside a host.
-        between: that of one card.
+    A shard makes a hop to every other rank, hosts - 1 of them between hosts. The rings together
+    fill all cards of a host, so bytes take as long as on the slower of two links: between two ranks
+    of a host, or over all cards together.
     """
     hops, crossing = hosts * nproc - 1, hosts - 1
     latency_s = (hops - crossing) * inside.alpha_s + crossing * between.alpha_s
@@ -52,14 +41,10 @@ def ring_s(
 
 
 def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
-    """When a forward pass is over in which each unit is gathered while the one before it computes.
+    """Return the seconds of a forward pass that gathers each unit while the previous one computes.
 
-    A unit computes once it is gathered and the unit before it has computed. It is gathered once the
-    unit before it is gathered, and the unit before that has computed: there is room for two.
-
-    Args:
-        gathers_s: of each unit, in order.
-        computes_s: likewise.
+    A unit computes once it is gathered and the previous unit has computed. Its gather starts once
+    the previous unit is gathered and the one before that has computed, as there is room for two.
     """
     gathered, ends = 0.0, [0.0, 0.0]
     for gather_s, compute_s in zip(gathers_s, computes_s, strict=True):
@@ -69,23 +54,14 @@ def forward_s(gathers_s: Sequence[float], computes_s: Sequence[float]) -> float:
 
 
 def hosts_spanned(size: int, stride: int, nproc: int) -> int:
-    """On how many hosts the ranks of a group are: 0, stride, 2 stride, ... of a world that fills
-    host after host.
+    """Return the number of hosts of the group of ranks 0, stride, 2 stride, …
 
-    Args:
-        size: of the group.
-        stride: from one of its ranks to the next: the product of the mesh's axes behind it.
-        nproc: ranks of a host.
+    The stride of a mesh axis is the product of the axes after it; a host has ``nproc`` ranks.
     """
     return len({place * stride // nproc for place in range(size)})
 
 
 def efficiencies(ranks: Sequence[int], tokens_per_s: Sequence[float]) -> list[float]:
-    """The throughput of a rank at each size, as a part of that at the first.
-
-    Args:
-        ranks: how many, for each measurement.
-        tokens_per_s: of all of them together.
-    """
+    """Return a rank's throughput relative to the first measurement, from that of all ranks."""
     each = [total / count for count, total in zip(ranks, tokens_per_s, strict=True)]
     return [value / each[0] for value in each]

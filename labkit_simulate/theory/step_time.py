@@ -1,17 +1,15 @@
-"""How long a step takes by reckoning: operators by roofline, collectives by alpha and beta, overlap
-by streams.
+"""Estimate step time: operators by roofline, collectives by alpha and beta, overlap by streams.
 
-    gather = collective_s("all_gather", shard_bytes, Group(16, hosts=2), hardware("h100-8x"))
+    gather_s = collective_s("all_gather", shard_bytes, Group(16, hosts=2), get_hardware("h100-8x"))
 
 An operator takes as long as its arithmetic or its memory traffic, whichever is longer. A collective
-takes its steps' latency and its bytes over the link that holds it up. Both are tasks of a stream; a
-stream does its tasks one after another, each no sooner than what it needs is there:
+takes the latency of its steps and its bytes over the slowest link. Both are tasks of a stream. A
+stream runs its tasks in order, each once its dependencies have ended:
 
     communication  [gather 1][gather 2]      [gather 3]
     compute                  [forward 1     ][forward 2     ][forward 3     ]
 
-Units are gathered ahead by one here: gather 3 waits until forward 1 has ended, because only then is
-there room.
+Here units are gathered one ahead: gather 3 waits for the end of forward 1, which frees its memory.
 
 Source of the roofline: Williams, Waterman and Patterson, "Roofline", 2009.
 """
@@ -33,10 +31,9 @@ class Operator:
 
     Attributes:
         name: such as "mm".
-        flops: multiplications and additions of matrix products, each counted; 0 for one that
-            multiplies no matrices.
-        moved_bytes: read and written.
-        dtype: of its numbers, one of ``Hardware.flops_per_s``.
+        flops: multiplications and additions of matrix products; 0 for other operators.
+        moved_bytes: bytes read and written.
+        dtype: a key of ``Hardware.flops_per_s``.
     """
 
     name: str
@@ -46,28 +43,21 @@ class Operator:
 
 
 def operator_s(operator: Operator, rank: Hardware) -> float:
-    """Roofline: the longer of arithmetic and memory traffic, and what any operator takes.
+    """Return the overhead plus the longer of arithmetic and memory traffic (roofline).
 
     Args:
-        operator: what is computed.
-        rank: what the rank has, ``Hardware.for_rank``.
+        operator: the operator.
+        rank: the rank's share of a host, from ``Hardware.for_rank``.
     """
-    arithmetic_s = (
-        operator.flops / (rank.matmul_share * rank.peak_flops_per_s(operator.dtype))
-        if operator.flops
-        else 0.0
-    )
+    arithmetic_s = 0.0
+    if operator.flops:
+        arithmetic_s = operator.flops / (rank.matmul_share * rank.peak_flops_per_s(operator.dtype))
     return rank.operator_s + max(arithmetic_s, operator.moved_bytes / rank.memory_bytes_per_s)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective, spread evenly over hosts.
-
-    Attributes:
-        ranks: how many.
-        hosts: on how many hosts they are.
-    """
+    """The number of ranks of a collective, and of the hosts over which they are spread evenly."""
 
     ranks: int
     hosts: int = 1
@@ -81,26 +71,26 @@ class Group:
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks of the group on the fullest of its hosts."""
+        """Number of ranks on the fullest host."""
         return math.ceil(self.ranks / self.hosts)
 
 
 def make_group(ranks: Iterable[int], ranks_on_host: int) -> Group:
-    """The group of these ranks, where torchrun fills host after host with so many."""
-    found = list(ranks)
-    return Group(len(found), len({rank // ranks_on_host for rank in found}))
+    """Return the group of these ranks; torchrun fills one host after another."""
+    members = list(ranks)
+    return Group(len(members), len({rank // ranks_on_host for rank in members}))
 
 
 def collective_s(
     name: str, handed_bytes: float, group: Group, hosts: Hardware, *, algorithm: str = "best"
 ) -> float:
-    """Time of one collective or message.
+    """Return the seconds of one collective or message.
 
-    ``ring``: a rank passes parts on to its neighbour, n - 1 times, an all-reduce twice as often.
-    The rings together use every network card that belongs to the group's ranks, and each part
-    leaves a host once. ``tree``, for an all-reduce alone: the ranks of a host in a chain, the hosts
-    in two binary trees, up and down again; fewer steps, and twice the tensor's bytes. ``best`` is
-    the faster. An all-to-all sends each part on its own way: most of them leave the host.
+    ``ring``: a rank passes parts to its neighbour n - 1 times, for an all-reduce 2 (n - 1) times.
+    The rings together use every network card of the group's ranks, and each part leaves a host
+    once. ``tree``, only for an all-reduce: the ranks of a host form a chain, the hosts two binary
+    trees, up and down again; fewer steps, and twice the tensor's bytes. ``best`` is the faster. An
+    all-to-all sends each part directly, and most parts leave the host.
 
     Sources: Patarasuk and Yuan, 2009 (ring); Sanders, Speck and Träff, "Two-tree algorithms for
     full bandwidth broadcast, reduction and scan", 2009; what counts as a step inside and between
@@ -108,15 +98,13 @@ def collective_s(
 
     Args:
         name: such as "all_reduce", see ``collectives.WIRE_FRACTIONS``.
-        handed_bytes: of the tensor that a rank hands to the call.
-        group: who takes part. Other groups of the same kind fill the hosts, and do the same at the
-            same time.
-        hosts: on what; for ranks that share cores ``Hardware.for_rank``.
+        handed_bytes: size of a rank's input tensor.
+        group: the group; equal groups fill the hosts and communicate at the same time.
+        hosts: the hardware; for ranks that share cores, from ``Hardware.for_rank``.
         algorithm: "ring", "tree" or "best".
 
     Raises:
-        ValueError: another name or algorithm; a tree for anything but an all-reduce; more ranks
-            than devices.
+        ValueError: name, algorithm or their combination is unknown, or ranks exceed devices.
     """
     if algorithm not in ("best", "ring", "tree") or (algorithm == "tree" and name != "all_reduce"):
         raise ValueError(f"{name} by {algorithm!r}: take best or ring, or tree for an all_reduce")
@@ -139,7 +127,7 @@ def collective_s(
 
 
 def ring_step_count(name: str, ranks: int) -> int:
-    """Messages of a rank, one after another, for one collective in a ring of these ranks."""
+    """Return a rank's number of successive messages for a collective in a ring."""
     if ranks == 1:
         return 0
     return {"all_reduce": 2 * (ranks - 1), "send": 1, "recv": 1}.get(name, ranks - 1)
@@ -149,51 +137,37 @@ def _ring_s(name: str, handed_bytes: float, group: Group, hosts: Hardware) -> fl
     steps, between = ring_step_count(name, group.ranks), ring_step_count(name, group.hosts)
     latency_s = (steps - between) * hosts.inside.alpha_s + between * hosts.between.alpha_s
     leaving = collective_wire_bytes(name, handed_bytes, group.ranks)
+    inside_s = leaving * hosts.inside.beta_s_per_byte
+    between_s = leaving * _cross_host_s_per_byte(group, hosts)
     # There is no ring: what goes to other hosts leaves through the rank's own network card.
     if name == "all_to_all":
         outside = handed_bytes * (group.ranks - group.ranks_per_host) / group.ranks
-        bytes_s = max(
-            (leaving - outside) * hosts.inside.beta_s_per_byte, outside * _card_s_per_byte(1, hosts)
-        )
-    else:
-        bytes_s = max(
-            leaving * hosts.inside.beta_s_per_byte, leaving * _cross_host_s_per_byte(group, hosts)
-        )
-    return hosts.call_s + latency_s + bytes_s
+        inside_s = (leaving - outside) * hosts.inside.beta_s_per_byte
+        between_s = outside * _card_s_per_byte(1, hosts)
+    return hosts.call_s + latency_s + max(inside_s, between_s)
 
 
 def _tree_s(handed_bytes: float, group: Group, hosts: Hardware) -> float:
-    up = (group.ranks_per_host - 1) * hosts.inside.alpha_s + math.ceil(
-        math.log2(group.hosts)
-    ) * hosts.between.alpha_s
+    levels = math.ceil(math.log2(group.hosts))
+    chain_s = (group.ranks_per_host - 1) * hosts.inside.alpha_s
     slowest = max(hosts.inside.beta_s_per_byte, _cross_host_s_per_byte(group, hosts))
-    return hosts.call_s + 2 * up + 2 * handed_bytes * slowest
+    # Up and down again.
+    return hosts.call_s + 2 * (chain_s + levels * hosts.between.alpha_s + handed_bytes * slowest)
 
 
 def _cross_host_s_per_byte(group: Group, hosts: Hardware) -> float:
-    """Seconds for a byte that leaves a host, over all network cards that its ranks of the group
-    have; 0 on one host.
-    """
+    """Return seconds per byte out of a host over all cards of the group's ranks; 0 on one host."""
     return _card_s_per_byte(group.ranks_per_host, hosts) if group.hosts > 1 else 0.0
 
 
 def _card_s_per_byte(ranks_on_host: int, hosts: Hardware) -> float:
-    """The same for so many ranks of a host: their share of its cards, which other groups fill as
-    well.
-    """
+    """Return seconds per byte over the share of a host's cards that these ranks have."""
     return hosts.between.beta_s_per_byte / (hosts.cards * min(1.0, ranks_on_host / hosts.devices))
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a stream has to do.
-
-    Attributes:
-        stream: which; one for arithmetic, one or more for communication.
-        name: what it is, for people.
-        seconds: how long it takes.
-        after: the tasks that must be over first, as places in the program.
-    """
+    """A task of a stream; ``after`` holds the indices of the tasks it depends on."""
 
     stream: str
     name: str
@@ -203,7 +177,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TimelineBar:
-    """A task in its place on the time line, in seconds from the start of the step."""
+    """A scheduled task, in seconds from the start of the step."""
 
     stream: str
     name: str
@@ -217,39 +191,33 @@ class TimelineBar:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step on its time line.
-
-    Attributes:
-        bars: by start.
-    """
+    """The time line of a step; ``bars`` are sorted by start."""
 
     bars: Sequence[TimelineBar]
 
     @property
     def step_s(self) -> float:
-        """From the first task's start to the last one's end."""
+        """Duration of the step."""
         return max((bar.end_s for bar in self.bars), default=0.0)
 
     @property
     def compute_s(self) -> float:
-        """How long arithmetic was under way."""
+        """Time with computation."""
         return busy_s(bar for bar in self.bars if bar.stream == COMPUTE_STREAM)
 
     @property
     def communication_s(self) -> float:
-        """How long any communication was under way."""
+        """Time with communication."""
         return busy_s(bar for bar in self.bars if bar.stream != COMPUTE_STREAM)
 
     @property
     def exposed_s(self) -> float:
-        """How long communication was under way while nothing was computed."""
+        """Time with communication but no computation."""
         return busy_s(self.bars) - self.compute_s
 
     @property
     def exposure_bars(self) -> Sequence[TimelineBar]:
-        """The stretches of communication beside which nothing was computed, each once, named by
-        what began first.
-        """
+        """The intervals of exposed communication, each named by the collective that began first."""
         sent = [bar for bar in self.bars if bar.stream != COMPUTE_STREAM]
         computed = [(bar.start_s, bar.end_s) for bar in self.bars if bar.stream == COMPUTE_STREAM]
         open_parts = uncovered_in_turn([(bar.start_s, bar.end_s) for bar in sent], computed)
@@ -260,12 +228,11 @@ class StepTime:
 
     @property
     def overlap_s(self) -> float:
-        """How long communication was under way beside arithmetic."""
+        """Time with both communication and computation."""
         return self.communication_s - self.exposed_s
 
     def model_flops_share(self, model_flops: float, peak_flops_per_s: float) -> float:
-        """MFU: the part of what the device could compute in this time that the model needs,
-        recomputing not counted.
+        """Return model FLOPs utilisation (MFU), which counts no recomputation.
 
         Source: Chowdhery et al., "PaLM", 2022 (arXiv:2204.02311), appendix B.
         """
@@ -273,7 +240,7 @@ class StepTime:
 
 
 def busy_s(bars: Iterable[TimelineBar]) -> float:
-    """How long any of these bars lasts; what several do at once counts once."""
+    """Return the time covered by these bars; overlapping bars count once."""
     total, until = 0.0, -math.inf
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         total += max(0.0, bar.end_s - max(until, bar.start_s))
@@ -282,26 +249,22 @@ def busy_s(bars: Iterable[TimelineBar]) -> float:
 
 
 def schedule_tasks(program: Sequence[Task], *, overlaps: bool = True) -> StepTime:
-    """When each task runs: streams do theirs in the program's order, each as soon as those it waits
-    for are over.
+    """Schedule tasks: each stream runs its own in order, each task once its dependencies end.
 
     Args:
-        program: a task waits for earlier ones alone.
-        overlaps: whether streams run beside each other; otherwise one task after another, in the
-            program's order.
+        program: tasks, which depend only on earlier ones.
+        overlaps: whether streams run concurrently; otherwise all tasks run one after another.
 
     Raises:
-        ValueError: a task that waits for itself or a later one.
+        ValueError: a task depends on itself or a later one.
     """
     ends: list[float] = []
     free: dict[str, float] = {}
     bars = []
     for place, task in enumerate(program):
         if any(not 0 <= earlier < place for earlier in task.after):
-            raise ValueError(
-                f"task {place} ({task.name}) waits for {task.after}: it can only wait for those"
-                " before it"
-            )
+            rule = "it can only wait for those before it"
+            raise ValueError(f"task {place} ({task.name}) waits for {task.after}: {rule}")
         stream = task.stream if overlaps else ""
         start_s = max([free.get(stream, 0.0), *(ends[earlier] for earlier in task.after)])
         bars.append(TimelineBar(task.stream, task.name, start_s, task.seconds))
@@ -312,7 +275,7 @@ def schedule_tasks(program: Sequence[Task], *, overlaps: bool = True) -> StepTim
 
 @dataclass(frozen=True)
 class ComputeEvent:
-    """A program's event: arithmetic, of so many seconds."""
+    """Computation."""
 
     name: str
     seconds: float
@@ -320,16 +283,15 @@ class ComputeEvent:
 
 @dataclass(frozen=True)
 class CollectiveEvent:
-    """A program's event: a collective is asked for.
+    """The call of a collective.
 
     Attributes:
-        name: for the time line.
-        seconds: how long it takes.
-        stream: on which it runs; collectives of one group share one.
-        early: whether what it sends was there long before, as parameters are: it is then asked for
-            one unit ahead.
-        after: earlier calls whose results it sends, by their places among the events, besides those
-            waited for.
+        name: shown on the time line.
+        seconds: its duration.
+        stream: its stream; collectives of a group share one.
+        early: whether its input exists long before, as parameters do; it is then called one unit
+            ahead.
+        after: indices of earlier calls whose results it sends.
     """
 
     name: str
@@ -341,30 +303,28 @@ class CollectiveEvent:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """A program's event: what follows needs the result of a call, given by its place among the
-    events.
-    """
+    """A wait for the result of the call with this index among the events."""
 
     call: int
 
 
 @dataclass(frozen=True)
 class BackwardEvent:
-    """A program's event: the backward pass begins. What it gathers is not asked for before."""
+    """The start of the backward pass, before which its gathers are not called."""
 
 
-def tasks_from_events(
-    events: Sequence[ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent],
-) -> list[Task]:
-    """The tasks of a step that was recorded event by event, on a device that did one thing after
-    another.
+Event = ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent
 
-    A call waits for the arithmetic before it, whose result it sends. An early one is asked for when
-    the one before it is used, since there is room for two: so fully sharded training gathers one
-    unit ahead, which a recording on the CPU does not show.
+
+def tasks_from_events(events: Sequence[Event]) -> list[Task]:
+    """Return the tasks of a step that was recorded on a device without concurrency.
+
+    A call depends on the computation before it, whose result it sends. An early call is moved to
+    where the previous early result is used, because memory holds two: FSDP gathers one unit ahead,
+    which a recording on the CPU does not show.
 
     Raises:
-        ValueError: a wait for anything but an earlier call.
+        ValueError: a wait for something that is not an earlier call.
     """
     program: list[Task] = []
     # The task of each call, by the call's index among the events.
@@ -375,9 +335,8 @@ def tasks_from_events(
     for number, event in _move_early_calls(events):
         if isinstance(event, WaitEvent):
             if event.call not in places:
-                raise ValueError(
-                    f"event {number} waits for event {event.call}, which is no call before it"
-                )
+                rule = "which is no call before it"
+                raise ValueError(f"event {number} waits for event {event.call}, {rule}")
             needed.append(places[event.call])
         elif isinstance(event, CollectiveEvent):
             places[number] = len(program)
@@ -390,13 +349,11 @@ def tasks_from_events(
     return program
 
 
-def _move_early_calls(
-    events: Sequence[ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent],
-) -> list[tuple[int, ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent]]:
-    """Events with their places, early calls moved to where the one before them is used, or the
-    backward pass begins.
+def _move_early_calls(events: Sequence[Event]) -> list[tuple[int, Event]]:
+    """Return indices and events, with early calls where their predecessor is used or backward
+    begins.
     """
-    order: list[tuple[int, ComputeEvent | CollectiveEvent | WaitEvent | BackwardEvent]] = []
+    order: list[tuple[int, Event]] = []
     ahead = 0
     for number, event in enumerate(events):
         if isinstance(event, CollectiveEvent) and event.early:
@@ -416,15 +373,15 @@ def _move_early_calls(
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """What FSDP gathers together: the times of a step's parts, in seconds.
+    """The durations of an FSDP unit's parts.
 
     Attributes:
-        name: for the time line.
-        gather_s: of the all-gather of its parameters.
-        forward_s: of its forward pass.
-        backward_s: of its backward pass, with what is recomputed there.
-        reduce_s: of the reduce-scatter of its gradients.
-        replicate_s: of the all-reduce from group to group under hybrid sharding, or 0.
+        name: shown on the time line.
+        gather_s: all-gather of its parameters.
+        forward_s: its forward pass.
+        backward_s: its backward pass with recomputation.
+        reduce_s: reduce-scatter of its gradients.
+        replicate_s: all-reduce across groups under hybrid sharding, or 0.
         regathered: whether it is gathered again for the backward pass.
     """
 
@@ -438,24 +395,22 @@ class UnitTimes:
 
 
 def fsdp_tasks(units: Sequence[UnitTimes], *, update_s: float = 0.0, ahead: int = 1) -> list[Task]:
-    """The tasks of a step under FSDP, in the order in which ``fully_shard`` asks for them.
+    """Return the tasks of an FSDP step, in the order in which ``fully_shard`` issues them.
 
-    Gathers and reduce-scatters share a stream, since NCCL does one collective of a group after
-    another. In the backward pass, the next unit is asked for before this one's gradients are
-    reduced. Source of the order: PyTorch's torch/distributed/fsdp/_fully_shard, as in
-    ``theory.fsdp``.
+    Gathers and reduce-scatters share a stream, because NCCL runs a group's collectives in order. In
+    the backward pass, the next gather is issued before the reduce-scatter of the current unit.
+    Source of the order: PyTorch's torch/distributed/fsdp/_fully_shard, as in ``theory.fsdp``.
 
     Args:
         units: in the order of the forward pass.
-        update_s: of the optimizer, which waits for all gradients.
-        ahead: how many units are gathered ahead of the one that computes; 0 where a unit is asked
-            for when needed.
+        update_s: duration of the optimizer, which waits for all gradients.
+        ahead: number of units that are gathered ahead of the computing one.
     """
     return _FSDPTaskBuilder(units, ahead).build_tasks(update_s)
 
 
 class _FSDPTaskBuilder:
-    """Writes the program down, pass by pass."""
+    """Append the tasks of a step, pass by pass."""
 
     def __init__(self, units: Sequence[UnitTimes], ahead: int):
         self.units, self.ahead = units, ahead
@@ -488,9 +443,7 @@ class _FSDPTaskBuilder:
         return self.program
 
     def add_pass(self, number: int, name: str, seconds: float) -> int:
-        """A unit's forward or backward pass: before it, the gathers that are due, its own and those
-        ahead.
-        """
+        """Append the due gathers and a unit's forward or backward pass."""
         for coming in range(number, min(number + self.ahead, 2 * len(self.units) - 1) + 1):
             self.add_gather(coming)
         unit = self.unit_at(number)
@@ -502,7 +455,7 @@ class _FSDPTaskBuilder:
         return place
 
     def add_gather(self, number: int) -> None:
-        """Ask for a pass's parameters, once the pass that frees the room for them is over."""
+        """Append the gather of a pass, after the pass that frees its memory."""
         unit = self.unit_at(number)
         backward = number >= len(self.units)
         if number in self.gathered or (backward and not unit.regathered):

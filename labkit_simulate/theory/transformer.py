@@ -1,18 +1,16 @@
-"""A training step of a decoder such as Llama's under FSDP, from its shape alone: parameters,
-operations, bytes, time.
+"""Estimate a training step of a decoder such as Llama under FSDP from its shape.
 
-    step = Training(LLAMA_3_8B, batch=2, sequence=8192, ranks=128).on(hardware("h100-8x"))
+    setup = TrainingSetup(LLAMA_3_8B, batch=2, sequence=8192, ranks=128)
+    step = setup.estimate_step(get_hardware("h100-8x"))
     step.tokens_per_s, step.memory_bytes
 
-A token takes two operations for each weight that it meets in the forward pass, four in the backward
-pass (Kaplan et al., 2020, arXiv:2001.08361), and attention's: 4 x sequence x width a block, or half
-of it where a token sees only what comes before it, 2.5 times as many in the backward pass (Dao,
-"FlashAttention-2", 2023, arXiv:2307.08691, section 3.1).
+A token takes 2 FLOPs per weight in the forward pass and 4 in the backward pass (Kaplan et al.,
+2020, arXiv:2001.08361). Attention takes 4 x sequence x width a block, half of it if causal, and 2.5
+times as much in the backward pass (Dao, "FlashAttention-2", 2023, arXiv:2307.08691, section 3.1).
 
-What multiplies no matrices moves bytes. They are counted operator by operator for a block as it is
-commonly written, numbers of 2 bytes with norms and rotations in float32; ``COMPILER_BLOCK_BYTES``
-are those that remain if a compiler fuses neighbouring operators. B is bytes for each number of that
-width.
+Other operators move bytes. They are counted operator by operator for a common block, with 2-byte
+elements and norms and rotations in float32. ``COMPILER_BLOCK_BYTES`` remain if a compiler fuses
+neighbouring operators.
 
 Letters: d width, k width of keys and values, f of the feedforward part.
 """
@@ -32,39 +30,23 @@ from labkit_simulate.theory.step_time import (
     schedule_tasks,
 )
 
+# Bytes of an element in computation and gathers, and in storage, updates and reductions.
 COMPUTE_BYTES, FLOAT_BYTES = 2, 4
-"""Bytes of a number in arithmetic and gathers, and of one that is kept, updated or reduced."""
 ATTENTION_BACKWARD = 2.5
+# Moved per parameter by an update: read p, g, m, v; write p, m, v; and clip gradients.
 ADAM_BYTES = 40
-"""Moved for each parameter by an update: read p, g, m, v; write p, m, v; and its part in clipping
-gradients.
-"""
+# Bytes moved by a block's other operators in the forward pass, per element of that width. Eager,
+# d: two norms of 36 (to float32 6, square 8, mean 4, times its root 8, back 6, times weight 4),
+# rotated queries 20 (to float32 6, complex product 8, back 6), keys and values for all heads 4,
+# heads side by side 4, two sums of 6. k: rotated keys 20, keys and values read 4. f: silu 4, times
+# the other half 6. Fused, d: two norms with the sum before them of 8, rotated queries 4, heads 8.
+# k: rotated keys 4, keys and values read 4. f: silu and product at once 6.
 EAGER_BLOCK_BYTES, COMPILER_BLOCK_BYTES = {"d": 112, "k": 24, "f": 10}, {"d": 28, "k": 8, "f": 6}
-"""Bytes that a block's operators without matrices move in the forward pass, for each number of that
-width.
-
-Eager, d: two norms of 36 (to float32 6, square 8, mean 4, times its root 8, back 6, times weight
-4), rotated queries 20 (to float32 6, complex product 8, back 6), keys and values for all heads 4,
-heads side by side 4, two sums of 6. k: rotated keys 20, keys and values read 4. f: silu 4, times
-the other half 6.
-
-Fused, d: two norms with the sum before them of 8, rotated queries 4, heads as above 8. k: rotated
-keys 4, keys and values read 4. f: silu and product at once 6.
-"""
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The shape of a model.
-
-    Attributes:
-        width: d, of what a block takes and gives.
-        layers: blocks.
-        heads: of attention.
-        kv_heads: of its keys and values.
-        feedforward: f.
-        vocab: words.
-    """
+    """The shape of a decoder; ``width`` is d, ``feedforward`` is f, ``layers`` counts blocks."""
 
     width: int
     layers: int
@@ -75,44 +57,38 @@ class DecoderShape:
 
     @property
     def kv_width(self) -> int:
-        """Of keys and values, k."""
+        """Width of keys and values, k."""
         return self.width // self.heads * self.kv_heads
 
     @property
     def matmul_weights(self) -> tuple[int, ...]:
-        """Weights of a block's matrix products, in their order: query, key, value, output, gate,
-        up, down.
-        """
+        """Weights of a block's matrix products: query, key, value, output, gate, up, down."""
         d, k, f = self.width, self.kv_width, self.feedforward
         return d * d, d * k, d * k, d * d, d * f, d * f, f * d
 
     @property
     def matmul_output_widths(self) -> tuple[int, ...]:
-        """Numbers that each product gives for a token."""
+        """Output elements of each matrix product per token."""
         d, k, f = self.width, self.kv_width, self.feedforward
         return d, k, k, d, f, f, d
 
     @property
     def block_parameters(self) -> int:
-        """Of one block, norms included."""
+        """Parameters of a block with its norms."""
         return sum(self.matmul_weights) + 2 * self.width
 
     @property
     def root_parameters(self) -> int:
-        """Of embedding, last norm and output layer."""
+        """Parameters of embedding, last norm and output layer."""
         return 2 * self.vocab * self.width + self.width
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Parameters of the model."""
         return self.layers * self.block_parameters + self.root_parameters
 
     def model_flops(self, sequence: int) -> float:
-        """Operations that training needs for a token: 6 a weight that is multiplied, and attention
-        to all tokens.
-
-        As model FLOPs are usually stated: nothing recomputed, and attention counted in full.
-        """
+        """Return the FLOPs of training per token: without recomputation, attention in full."""
         weights = self.layers * sum(self.matmul_weights) + self.vocab * self.width
         return 6 * weights + 12 * self.layers * self.width * sequence
 
@@ -140,14 +116,7 @@ Checkpointing = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What is to be expected of a step, for each rank.
-
-    Attributes:
-        time: the step on its time line.
-        tokens_per_s: of a rank.
-        model_flops_share: MFU.
-        memory_bytes: of a rank's tensors when they take most.
-    """
+    """Estimates of a step per rank; ``model_flops_share`` is MFU, ``memory_bytes`` the peak."""
 
     time: StepTime
     tokens_per_s: float
@@ -157,17 +126,17 @@ class StepEstimate:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """How a model is trained: FSDP over all ranks, a unit a block, the rest in the root; Adam.
+    """Training with FSDP over all ranks, a unit per block, the rest in the root unit; Adam.
 
     Attributes:
         model: its shape.
         batch: sequences of a rank in a step.
-        sequence: tokens of each.
-        ranks: how many.
+        sequence: tokens of a sequence.
+        ranks: number of ranks.
         checkpointing: ``full`` recomputes every block in the backward pass, ``selective`` all but
             attention and every other product, as torchtitan does.
-        compiled: whether neighbouring operators are fused.
-        dtype: of the arithmetic.
+        compiled: whether a compiler fuses neighbouring operators.
+        dtype: of the computation.
     """
 
     model: DecoderShape
@@ -180,21 +149,15 @@ class TrainingSetup:
 
     @property
     def tokens(self) -> int:
-        """Of a rank in a step."""
+        """Tokens of a rank in a step."""
         return self.batch * self.sequence
 
     def estimate_step(self, hosts: Hardware) -> StepEstimate:
-        """The step on as few such hosts as hold the ranks.
-
-        Raises:
-            ValueError: the ranks do not fill whole hosts.
-        """
+        """Estimate a step on the fewest hosts; raise ValueError if ranks do not fill them."""
         on_host = min(self.ranks, hosts.devices)
-        if self.ranks % on_host:
-            raise ValueError(
-                f"{self.ranks} ranks do not fill hosts of {on_host}: {self.ranks} % {on_host} ="
-                f" {self.ranks % on_host}"
-            )
+        if rest := self.ranks % on_host:
+            rule = f"{self.ranks} % {on_host} = {rest}"
+            raise ValueError(f"{self.ranks} ranks do not fill hosts of {on_host}: {rule}")
         time = self._step_time(hosts.for_rank(on_host), Group(self.ranks, self.ranks // on_host))
         flops = self.tokens * self.model.model_flops(self.sequence)
         return StepEstimate(
@@ -231,27 +194,20 @@ class TrainingSetup:
         rank: Hardware,
         group: Group,
     ) -> UnitTimes:
-        """A unit's times. What was gathered is copied to where it is used, and gradients to where
-        they are reduced.
-        """
-        copies = (
-            Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters),
-            Operator("copy", moved_bytes=6 * parameters),
-        )
+        """Return a unit's times, with its copies out of the gather and into the reduce-scatter."""
+        copy_out = Operator("copy", moved_bytes=2 * COMPUTE_BYTES * parameters)
+        copy_in = Operator("copy", moved_bytes=6 * parameters)
+        shard_bytes = COMPUTE_BYTES * parameters / self.ranks
         return UnitTimes(
             name=name,
-            gather_s=collective_s(
-                "all_gather", COMPUTE_BYTES * parameters / self.ranks, group, rank
-            ),
-            forward_s=sum(operator_s(each, rank) for each in [*forward, copies[0]]),
-            backward_s=sum(operator_s(each, rank) for each in [*backward, *copies]),
+            gather_s=collective_s("all_gather", shard_bytes, group, rank),
+            forward_s=sum(operator_s(each, rank) for each in [*forward, copy_out]),
+            backward_s=sum(operator_s(each, rank) for each in [*backward, copy_out, copy_in]),
             reduce_s=collective_s("reduce_scatter", FLOAT_BYTES * parameters, group, rank),
         )
 
     def _block_operators(self) -> tuple[list[Operator], list[Operator]]:
-        """Operators of a block's forward pass, and of its backward pass with what is recomputed
-        there.
-        """
+        """Return the operators of a block's forward pass, and of backward with recomputation."""
         model, tokens = self.model, self.tokens
         products = [self._matmul_operator(weights) for weights in model.matmul_weights]
         attention = Operator(
@@ -265,12 +221,8 @@ class TrainingSetup:
         again = {
             "none": [],
             "selective": [*products[1::2], others],
-            "full": [
-                *products[:-1],
-                attention,
-                others,
-                # The output of the last product is not needed for the backward pass.
-            ],
+            # The output of the last product is not needed for the backward pass.
+            "full": [*products[:-1], attention, others],
         }[self.checkpointing]
         backward = [
             *again,
@@ -281,10 +233,10 @@ class TrainingSetup:
         return [*products, attention, others], backward
 
     def _head_times(self, rank: Hardware) -> UnitTimes:
-        """The output layer and the loss; the root's parameters are there already."""
+        """Return the times of output layer and loss, whose parameters are gathered already."""
         numbers = self.tokens * self.model.vocab
         product = self._matmul_operator(self.model.vocab * self.model.width)
-        # to float32, log-softmax; backward: of the loss, of log-softmax, back from float32
+        # Forward: to float32, log-softmax. Backward: loss, log-softmax, back from float32.
         forward, backward = (4, 12) if self.compiled else (14, 22)
         return UnitTimes(
             name="head",
@@ -301,10 +253,9 @@ class TrainingSetup:
         return Operator("mm", 2 * self.tokens * weights, dtype=self.dtype)
 
     def peak_memory_bytes(self) -> float:
-        """What a rank's tensors take when they take most: the largest of the moments at which that
-        may be.
+        """Return the peak of a rank's tensors: the largest of the moments that can hold it.
 
-        Attention that keeps its scores' sums alone, an optimizer that updates in place. Counted
+        Attention keeps only the sums of its scores; the optimizer updates in place. Counted
         operator by operator in simulations of ``launch/decoder.py``.
         """
         last = self.model.layers - 1
@@ -314,11 +265,11 @@ class TrainingSetup:
         return max(self._bytes_at_loss(), *backward, self._bytes_at_end())
 
     def _bytes_at_loss(self) -> float:
-        """When the loss's gradient has just been made.
+        """Return the bytes when the loss's gradient has just been computed.
 
-        Shards in float32 with Adam's two numbers; what blocks keep, and the last norm, twice in
-        float32 and once not; the logits' log-softmax, its gradient and the logits' gradient in
-        float32; the gathered root and the last block.
+        Shards in float32 with Adam's state; saved activations of the blocks, and of the last norm
+        twice in float32 and once not; log-softmax, its gradient and the logits' gradient in
+        float32; the gathered root and last block.
         """
         model = self.model
         return (
@@ -330,12 +281,11 @@ class TrainingSetup:
         )
 
     def _bytes_in_backward(self, block: int) -> float:
-        """In a block's backward pass: at the gradient of SwiGLU's product, or when the block's
-        gradients are all there.
+        """Return the bytes in a block's backward pass, at SwiGLU's gradient or at its end.
 
-        Shards as above, those of gradients of the blocks behind it; the gradients of the one behind
-        it, still on their way in float32; what the blocks before it keep; gathered root, this block
-        and the next; the output layer's gradient; what the block computes with.
+        Shards, also of the gradients of later blocks; the next block's gradients in float32, which
+        are being reduced; saved activations of earlier blocks; gathered root, this block and the
+        previous one; the output layer's gradient; the block's own temporary tensors.
         """
         model = self.model
         behind = model.layers - 1 - block
@@ -356,26 +306,23 @@ class TrainingSetup:
         )
 
     def _bytes_at_end(self) -> float:
-        """When the root's gradients go to be reduced, last of all: they, and a copy in float32; all
-        others' shards.
-        """
+        """Return the bytes when the root's gradients are reduced, from a copy in float32."""
         model = self.model
         reduced = FLOAT_BYTES * model.layers * model.block_parameters / self.ranks
         return self._shard_bytes + reduced + (COMPUTE_BYTES + FLOAT_BYTES) * model.root_parameters
 
     @property
     def _shard_bytes(self) -> float:
-        """Of parameters and Adam's two numbers."""
+        """Shards of parameters and Adam's state."""
         return 3 * FLOAT_BYTES * self.model.parameters / self.ranks
 
     @property
     def _activation_bytes_per_token(self) -> int:
-        """Bytes that a block keeps of a token for the backward pass.
+        """Bytes that a block saves per token for the backward pass.
 
-        Full: its input. Selective: results of every other product and of attention as well. None,
-            d: for each of two
-        norms 8 in float32 and 2 not, rotated queries and attention 2 each; k: rotated keys, values
-        2 each; f: gate, up, silu, product 2 each.
+        Full: its input. Selective: also the outputs of every other product and of attention. None,
+        d: for each of two norms 8 in float32 and 2 not, rotated queries and attention 2 each; k:
+        rotated keys and values 2 each; f: gate, up, silu and product 2 each.
         """
         model = self.model
         d, k, f = model.width, model.kv_width, model.feedforward

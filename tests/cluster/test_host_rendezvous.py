@@ -30,7 +30,7 @@ def test_hosts_that_share_a_folder_meet_and_hear_each_other(tmp_path):
         assert [each.heartbeats.unreachable_peers() for each in met] == [[], [], []]
     met[1].heartbeats.close()
     assert met[0].heartbeats.unreachable_peers() == [], "it has said farewell"
-    for line in met[2].heartbeats._lines.values():
+    for line in met[2].heartbeats._links.values():
         line.close()
     assert met[0].heartbeats.unreachable_peers() == ["node2"]
     met[0].listener.close()

@@ -294,7 +294,7 @@ def another_torch(host, folder):
 
 def another_labkit(host, folder):
     root = Path(labkit.__file__).parents[1]
-    for name in ("labkit", "launch"):
+    for name in ("labkit", "labkit_cluster", "launch"):
         subprocess.run(["cp", "-r", root / name, folder], check=True)
     with (folder / "labkit" / "__init__.py").open("a") as file:
         file.write("# changed\n")
