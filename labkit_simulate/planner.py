@@ -11,8 +11,10 @@ on the same samples per step, so that their step times compare. Of deep models w
 only the best are simulated whole; the others are extrapolated from a few blocks (extrapolate.py).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,12 @@ def plan(
     if whole is not None:
         rule = "not a number of candidates: give an int of at least 1, or None for all"
         whole = require_positive("whole", whole, int, rule)
+    for name, number, unit in (
+        ("budget_gib", budget_gib, "GiB"),
+        ("dollars_per_hour", dollars_per_hour, "dollars"),
+    ):
+        if number is not None and not (is_number(number) and 0 < number < math.inf):
+            raise ParameterError(f"{name} = {number!r}: give a positive number of {unit}, or None")
     machines = [resolve_hardware(each) for each in as_list(hardware)]
     config_class = config.read_config(find_program(program)[0])
     to_try = getattr(config_class, "CANDIDATES", {}) | {"world_size": world_size} | params
@@ -101,6 +109,11 @@ def plan(
     candidates = [candidate for candidate, _ in checked]
     found = SearchResult(Path(program).stem, varied, candidates, budget_gib, dollars_per_hour)
     return run_search(found, [request for _, request in checked], machines, whole)
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a real number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -286,6 +286,8 @@ def test_an_interrupt_ends_all_within_two_seconds_and_keeps_what_is_known(progra
         ({"samples": 10, "tp": 1}, r"64 ranks cannot share samples = 10: 10 % 64 = 10"),
         ({"limit": 0}, "limit = 0 is not a number of candidates"),
         ({"whole": 0}, "whole = 0 is not a number of candidates"),
+        ({"budget_gib": float("nan")}, "budget_gib = nan: give a positive number of GiB, or None"),
+        ({"dollars_per_hour": "free"}, "dollars_per_hour = 'free': give a positive number of dollars"),
     ],
 )
 def test_a_wrong_argument_is_told_before_anything_starts(wrong, words):
