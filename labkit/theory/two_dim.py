@@ -17,7 +17,6 @@ Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Ko
 sequence parallelism.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from labkit.theory import fsdp
@@ -38,18 +37,13 @@ def chain_pairs(dim: int) -> list[tuple[int, int]]:
 
 
 def rank_layers(pairs: LayerPairs, tp: int) -> list[fsdp.LinearLayer]:
-    """Return the layers that one rank of ``tp`` holds; each pair is a unit of FSDP.
-
-    The first layer of a pair is sharded by output features, bias included. The second is sharded by
-    input features, and its bias is whole.
-
-    Raises:
-        ValueError: the ranks cannot share an inner width evenly.
-    """
+    """Return the layers that one rank of ``tp`` holds; each pair is a unit of FSDP."""
     layers = []
     for index, (width, inner) in enumerate(pairs):
         share = even_share(inner, tp, "the inner width")
         unit = f"block {index}"
+        # The first is sharded by output features, bias included. The second is sharded by input
+        # features, and its bias is whole.
         layers.append(fsdp.LinearLayer(width, share, unit, unit))
         layers.append(fsdp.LinearLayer(share, width, unit, unit))
     return layers
@@ -72,9 +66,6 @@ def activation_collectives(
     Sequence parallelism replaces an all-reduce with a reduce-scatter after a pair and an all-gather
     before the next one, and the reverse in the backward pass. Two more all-gathers are needed where
     the whole sequence enters and leaves the model.
-
-    Raises:
-        ValueError: the ranks cannot share the tokens evenly.
     """
     if tp == 1:
         return {}
@@ -95,17 +86,14 @@ def activation_collectives(
 def parameter_collectives(
     pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp"
 ) -> dict[str, int]:
-    """Return the collectives of a step along ``data``, and the bytes that a rank hands over.
-
-    FSDP gathers each pair's parameters twice and reduce-scatters their gradients. DDP all-reduces
-    the gradients; only its bytes are given, because the count depends on its buckets.
-    """
+    """Return the collectives of a step along ``data``, and the bytes that a rank hands over."""
     layers = rank_layers(pairs, tp)
     if data == 1:
         return {}
     if plan == "fsdp_tp":
         sent = fsdp.step_collectives(layers, data)
         return {f"data/{name}": value for name, value in sent.items()}
+    # DDP's count depends on its buckets.
     return {"data/all_reduce_bytes": fsdp.FLOAT_BYTES * parameter_count(layers)}
 
 
@@ -122,7 +110,7 @@ def step_collectives_by_axis(
 
 def parameter_count(layers: Sequence[fsdp.LinearLayer]) -> int:
     """Return the number of parameters of some layers."""
-    return sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+    return sum(layer.elements for layer in layers)
 
 
 def mesh_resident_bytes(
@@ -146,10 +134,8 @@ def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[st
 
 
 def _on_axis(values: Mapping[str, float], axis: str) -> dict[str, float]:
-    start = f"{axis}/"
-    return {
-        name.removeprefix(start): value for name, value in values.items() if name.startswith(start)
-    }
+    parts = ((name.partition("/"), value) for name, value in values.items())
+    return {name: value for (start, _, name), value in parts if start == axis}
 
 
 def tp_activation_bytes(
@@ -170,9 +156,6 @@ def tp_activation_bytes(
     ColwiseParallel also keeps the gathered input for the gradient of its weights, so this saves
     memory only if the pairs are checkpointed or more than a ReLU lies between them. Megatron-LM
     gathers again in the backward pass instead.
-
-    Raises:
-        ValueError: the ranks cannot share an inner width or the tokens evenly.
     """
     width = pairs[0][0]
     whole = tokens * width
@@ -228,18 +211,9 @@ def step_seconds(
 ) -> dict[str, float]:
     """Return the seconds of a training step with FSDP along ``data``, if nothing overlaps.
 
-    Args:
-        pairs: of the stack.
-        tokens: of a rank.
-        data: size of that axis.
-        tp: size of that axis.
-        flops_per_s: operations per second of a rank.
-        links: for each axis, alpha of a collective and beta of a byte on the wire.
-        number_bytes: per element of the parameters, gradients or activations that are sent.
-
-    Returns:
-        ``compute``, 6 operations for each weight of a rank and each token; ``tp`` and ``data``,
-        the collectives along each axis.
+    They are ``compute``, 6 operations for each weight of a rank and each token, and the collectives
+    along ``tp`` and ``data``. For each axis ``links`` has alpha of a collective and beta of a byte
+    on the wire; ``number_bytes`` is the size of an element that is sent.
     """
     sent = step_collectives_by_axis(pairs, tokens, data=data, tp=tp)
     wire = axis_wire_bytes(sent, data=data, tp=tp)
@@ -278,15 +252,10 @@ def seconds_after_overlap(seconds: Mapping[str, float], overlap: bool) -> dict[s
 def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: int) -> AlphaBeta:
     """Return the link of a ring of ranks, on hosts with one network card per rank.
 
-    A ring visits all ranks of its group in one host, then the next host. Rings run side by side,
-    one per card, and a group with k ranks in a host has k cards there to itself.
-
-    Args:
-        card: link of one card.
-        inside: link between ranks of one host.
-        group: number of ranks in the group.
-        apart: distance between neighbouring ranks of the group, 1 for consecutive ranks.
-        host: number of ranks on a host.
+    ``card`` is the link of one card, ``inside`` that between ranks of one host of ``host`` ranks.
+    The ranks of the group are ``apart`` ranks apart, 1 for consecutive ones. A ring visits all its
+    ranks in one host, then the next host. Rings run side by side, one per card, and a group with k
+    ranks in a host has k cards there to itself.
     """
     if (group - 1) * apart < host:
         return inside
