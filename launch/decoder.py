@@ -22,13 +22,12 @@ from torch.optim import Optimizer
 
 from labkit import parity, rank
 from labkit.config import PositiveInt
-from labkit.models.decoder import DecoderModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import Precision, apply_fsdp
-from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.theory.sizes import even_share
+from labkit_simulate.decoder import DecoderModel, apply_decoder_tensor_parallel
 from labkit_simulate.theory.transformer import (
     LLAMA_2_7B,
     LLAMA_2_13B,
