@@ -46,8 +46,8 @@ from labkit.session.meter import Step
 from labkit.theory.sizes import even_share
 from labkit.theory.two_dim import mlp_pairs
 
+# Bytes of two all-reduces, to tell latency from bytes, and how often each is sent.
 COLLECTIVE_BYTES, COLLECTIVE_REPEATS = (2**12, 2**20), 4
-"""Bytes of two all-reduces, to tell latency from bytes, and how often each is sent."""
 
 
 @dataclass
@@ -86,44 +86,30 @@ class Config:
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"dim": 2000}}
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
+        fsdp_tp, compiles = self.plan == "fsdp_tp", self.check == "parity" and self.compile
         if world_size % self.tp:
-            raise ValueError(
-                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide"
-                " them"
-            )
-        if (self.seq or self.checkpointing) and self.plan != "fsdp_tp":
-            raise ValueError(
-                f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan"
-                " fsdp_tp"
-            )
+            rule = f"{world_size} ranks cannot be cut into lines of tp = {self.tp}"
+            raise ValueError(f"{rule}: it must divide them")
+        if (self.seq or self.checkpointing) and not fsdp_tp:
+            rule = f"seq and checkpointing are for MLPs, and plan {self.plan} has none"
+            raise ValueError(f"{rule}: use plan fsdp_tp")
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
-        if self.costs and (
-            self.plan != "fsdp_tp" or self.layers != "dtensor" or self.seq or self.check != "none"
-        ):
-            raise ValueError(
-                "costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check"
-                " none"
-            )
-        if self.layers == "yours":
-            self._check_answer_layers()
+        default = fsdp_tp and self.layers == "dtensor" and not self.seq and self.check == "none"
+        if self.costs and not default:
+            rule = "costs are those of PyTorch's plan"
+            raise ValueError(f"{rule}: use plan fsdp_tp, layers dtensor, no seq, check none")
+        if self.layers == "yours" and (not fsdp_tp or self.seq or self.tp == 1):
+            rule = "layers yours share the pairs of plan fsdp_tp"
+            raise ValueError(f"{rule}, with the sequence whole, and tp 2 or more")
+        if self.layers == "yours" and compiles:
+            rule = "layers yours are compared as they are, not compiled"
+            raise ValueError(f"{rule}: use compile False")
         even_share(self.batch, world_size // self.tp, "a batch of")
         # FSDP cuts each rank's share of a matrix once more; DDP does not.
-        even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")
-        if self.check == "parity" and self.compile:
+        even_share(self.dim, world_size if fsdp_tp else self.tp, "a width of")
+        if compiles:
             requirements.refuse_without_compiler()
-
-    def _check_answer_layers(self) -> None:
-        if self.plan != "fsdp_tp" or self.seq or self.tp == 1:
-            raise ValueError(
-                "layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or"
-                " more"
-            )
-        if self.check == "parity" and self.compile:
-            raise ValueError(
-                "layers yours are compared as they are, not compiled: use compile False"
-            )
 
 
 @rank.replaceable
