@@ -38,10 +38,9 @@ def bucket_plan(
     bucket_mb: float = DEFAULT_BUCKET_MB,
     first_mb: float = FIRST_BUCKET_MB,
 ) -> list[list[int]]:
-    """Return the indices of the gradients in each bucket.
+    """Return the indices of the gradients in each bucket, in the order in which they become ready.
 
-    Gradients come in the order in which they become ready. The first bucket closes once it holds
-    ``first_mb`` MiB, the others at ``bucket_mb``.
+    The first bucket closes once it holds ``first_mb`` MiB, the others at ``bucket_mb``.
     """
     plan: list[list[int]] = []
     held, limit = 0.0, 0.0
@@ -73,14 +72,14 @@ def chain_buckets(
 ) -> list[dict[str, int]]:
     """Return LinearChain's buckets in the order sent: bytes handed to the call, by gradient.
 
-    DDP's are those from its second backward pass on. Without ``fuse`` the compiler sends each
-    gradient alone; ``compressed`` sends 16 bits per element.
+    Without ``fuse`` the compiler sends each gradient alone; ``compressed`` sends 16 bits a number.
     """
     ready = chain_gradients(dim, way, layers)
     # The compiler fuses no compressed gradients.
     if way != "eager" and (compressed or not fuse):
         plan = [[index] for index in range(len(ready))]
     else:
+        # DDP's buckets are those from its second backward pass on.
         starts_early = way != "eager" or bucket_mb == DEFAULT_BUCKET_MB
         first_mb = FIRST_BUCKET_MB if starts_early else bucket_mb
         plan = bucket_plan([size for _, size in ready], bucket_mb, first_mb)
@@ -141,8 +140,7 @@ def backward_transfer_times(
 ) -> list[tuple[float, float]]:
     """Return the start and end of each of DDP's all-reduces for a LinearChain, in seconds.
 
-    The backward pass alone takes ``backward_s``; ``network`` has alpha of an all-reduce and beta of
-    a byte handed to it. ``hidden`` is as for ``bucket_transfer_times``.
+    The backward pass alone takes ``backward_s``; beta of ``network`` is per byte handed over.
     """
     buckets = chain_buckets(dim, bucket_mb, layers=layers)
     takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]

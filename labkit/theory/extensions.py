@@ -74,11 +74,8 @@ def held_bytes(
 
 
 def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
-    """Return the bandwidth in bytes/s below which a smaller all-gather saves time.
-
-    Encoding a rank's rows and decoding all takes ``coding_s``, which nothing hides. The bytes saved
-    are those of whole parameters; each rank of a ring sends (ranks - 1) / ranks of them.
-    """
+    """Return the bandwidth in bytes/s below which a smaller all-gather saves time."""
+    # Each rank of a ring sends (ranks - 1) / ranks of what is saved. Nothing hides the coding.
     return bytes_saved * (ranks - 1) / ranks / coding_s
 
 

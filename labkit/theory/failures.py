@@ -10,10 +10,9 @@ CONNECTION_LOST_TEXT = "Connection closed by peer"
 
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
-    """Return the rank that failed first by itself, from how each rank ended.
+    """Return the rank that failed first by itself, from the end of each rank.
 
-    An end has the ``rank``; its exit ``status``, negative for a signal; the ``time`` in seconds;
-    and its ``error`` as text, "" for none.
+    An end has ``rank``, exit ``status``, ``time`` in seconds, and ``error`` as text, "" for none.
     """
     own = []
     for end in ends:
@@ -29,11 +28,7 @@ def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
 
 
 def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | None:
-    """Return the first index at which the ranks' calls differ, and the ranks in the minority.
-
-    The logs are each rank's calls, in order; a rank whose log is shorter made no call there. None
-    if all logs are equal.
-    """
+    """Return the first index at which the ranks' calls differ, with the minority; None if equal."""
     for index, calls in enumerate(zip_longest(*logs)):
         votes = Counter(calls)
         if len(votes) > 1:
@@ -45,11 +40,12 @@ def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]]
 def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
     """Return the indices of samples for each rank, so that the ranks have similar amounts of work.
 
-    Each sample, longest first, goes to the rank with the least work so far. The largest share is
-    at most 4/3 of the optimum. Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
+    The largest share is at most 4/3 of the optimum. Source: Graham, "Bounds on multiprocessing
+    timing anomalies", 1969.
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
+    # Each sample, longest first, goes to the rank with the least work so far.
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         least = work.index(min(work))
         dealt[least].append(index)

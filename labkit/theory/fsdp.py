@@ -20,13 +20,10 @@ FLOAT_BYTES = 4
 
 
 def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
-    """Return the bytes of ``parameter``, ``gradient`` and ``optimizer`` on a rank between steps.
-
-    Stage 0 is DDP, which shards nothing. Stage 1 shards the optimizer state, stage 2 gradients too,
-    and stage 3, FSDP, parameters too. The parameters are assumed to divide evenly.
-    """
+    """Return the bytes of ``parameter``, ``gradient`` and ``optimizer`` on a rank between steps."""
     _check_stage(stage)
     whole, share = FLOAT_BYTES * parameters, FLOAT_BYTES * parameters / ranks
+    # The optimizer state is sharded from stage 1 on, gradients from 2, parameters from 3.
     optimizer, gradient, parameter = (share if stage >= first else whole for first in (1, 2, 3))
     return {"parameter": parameter, "gradient": gradient, "optimizer": 2 * optimizer}
 
@@ -37,21 +34,18 @@ def _check_stage(stage: int) -> None:
 
 
 def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
-    """Return the bytes that a rank of a ring sends in one training step, by collective.
+    """Return the bytes that a rank of a ring sends in one step, by collective; DDP gathers once.
 
-    Each all-gather or reduce-scatter sends (ranks - 1) / ranks of the parameters' bytes. FSDP makes
-    two all-gathers, or one without resharding, and a reduce-scatter. DDP's all-reduce is one of
-    each, so ``all_gathers=1`` is DDP, too. Source: Rajbhandari et al., 2020, section 7.1.
+    Source: Rajbhandari et al., 2020, section 7.1.
     """
+    # FSDP makes two all-gathers, or one without resharding, and a reduce-scatter. DDP's all-reduce
+    # is one of each.
     one_pass = (ranks - 1) / ranks * parameter_bytes
     return {"all_gather": all_gathers * one_pass, "reduce_scatter": one_pass}
 
 
 def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
-    """Return the peak bytes of a rank in a step of ``parallel.small_fsdp``, without activations.
-
-    ``units`` are the float32 bytes of each unit's parameters, in the order of the forward pass.
-    """
+    """Return the peak bytes of a step of ``small_fsdp``, without activations, from units' bytes."""
     # The shards of the parameters and of Adam's two states.
     kept = 3 * sum(units) / ranks
     # In its backward pass a unit has a flat gradient and gloo's copy of it, beside the shards of
@@ -64,10 +58,10 @@ def tokens_to_hide(
 ) -> float:
     """Return the tokens per rank and step from which FSDP's arithmetic hides its communication.
 
-    Training takes about 6 operations per parameter and token, 2 forward and 4 backward, and three
-    passes over the parameters, so the number of parameters cancels. Source of the 6: Kaplan et al.,
-    "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
+    Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
     """
+    # Training takes about 6 operations per parameter and token, 2 forward and 4 backward, and three
+    # passes over the parameters, so the number of parameters cancels.
     seconds_per_parameter = 3 * number_bytes * (ranks - 1) / ranks / wire_bytes_per_s
     return seconds_per_parameter * flops_per_s / 6
 
@@ -130,14 +124,11 @@ def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int
 def step_collectives(
     layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """Return the collectives of a step and the bytes handed over, by ``result.value`` name.
-
-    FSDP gathers every unit for the forward pass and reduce-scatters its gradients once. A unit that
-    was resharded is gathered again for the backward pass. The root is not resharded, because its
-    backward pass comes next.
-    """
+    """Return the collectives of a step and the bytes handed over, by ``result.value`` name."""
     units = unit_bytes(layers, ranks)
     gathered = list(units.values())
+    # A unit that was resharded is gathered again for the backward pass. The root's comes next, so
+    # it is not resharded.
     if reshard_after_forward:
         gathered += [sizes for unit, sizes in units.items() if unit != "root"]
     return {
@@ -182,12 +173,9 @@ def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float
 def hybrid_collectives(
     layers: Sequence[LinearLayer], group: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """Return the collectives of a hybrid-sharded step and the bytes handed over, by axis.
-
-    Each group of ranks does on the ``data`` axis what ``step_collectives`` gives. Each rank then
-    all-reduces the gradient of its shard of every unit over the groups, the ``replicate`` axis.
-    """
+    """Return the collectives of a hybrid-sharded step and the bytes handed over, by axis."""
     inside = step_collectives(layers, group, reshard_after_forward=reshard_after_forward)
+    # Each rank all-reduces the gradient of its shard of every unit over the groups.
     shards = [shard for shard, _ in unit_bytes(layers, group).values()]
     return {f"data/{name}": value for name, value in inside.items()} | {
         "replicate/all_reduce_count": len(shards),
@@ -198,11 +186,9 @@ def hybrid_collectives(
 def resident_bytes(
     layers: Sequence[LinearLayer], ranks: int, *, frozen: Collection[str] = ()
 ) -> dict[str, int]:
-    """Return the bytes that the fullest rank holds after a step, by ``result.value`` name.
-
-    The units in ``frozen`` are not trained, so they have neither gradients nor optimizer state.
-    """
+    """Return the bytes that the fullest rank holds after a step, by ``result.value`` name."""
     units = unit_bytes(layers, ranks)
+    # Frozen units have neither gradients nor optimizer state.
     trained = sum(shard for unit, (shard, _) in units.items() if unit not in frozen)
     tensors = sum(len(layer.shapes) for layer in layers if layer.unit not in frozen)
     return {

@@ -82,8 +82,7 @@ def spatial_send_bytes(
     """Return the float32 bytes that a rank sends to its neighbours in a training step.
 
     Every block exchanges a halo before its depthwise convolution, and the halo's gradient in the
-    backward pass. The first and the last rank have 1 neighbour, the others 2. Stages of whole
-    images and of strips give the same, because the length of the cut is not divided.
+    backward pass. Stages of whole images and of strips give the same: the cut is not divided.
     """
     total = 0
     for stage in stages:
@@ -96,16 +95,13 @@ def spatial_send_bytes(
 def convnext_parameters(
     depths: Sequence[int], dims: Sequence[int], num_classes: int, in_chans: int = 3
 ) -> int:
-    """Return the number of parameters of labkit.models.convnext's ConvNeXt with layer scale.
-
-    A block of C channels has a depthwise 7x7 convolution (49 C + C), a norm (2 C), C to 4C and back
-    (8 C^2 + 5 C) and gamma (C). A downsampling from A to B channels has a kernel (A B k^2 + B) and
-    a norm of B channels in the stem, of A elsewhere.
-    """
+    """Return the number of parameters of labkit.models.convnext's ConvNeXt with layer scale."""
     total = dims[-1] * num_classes + num_classes
     for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
         dim_in, kernel = (dims[stage - 1], 2) if stage else (in_chans, 4)
+        # A downsampling: kernel, bias, and a norm of its input, or of its output in the stem.
         total += dim_in * dim * kernel**2 + dim + 2 * (dim_in if stage else dim)
+        # A block: depthwise 7x7 (49 C + C), norm (2 C), C to 4 C and back (8 C^2 + 5 C), gamma (C).
         total += depth * (58 * dim + 8 * dim**2)
     return total
 
@@ -129,10 +125,8 @@ def spatial_all_reduces(
     """Return the number of all-reduces in a training step, and the float32 bytes handed to them.
 
     The mean over the image sums one element per sample and channel of the last stage along the
-    space axis. Gradients follow along each axis of the mesh. Strategy ``local`` sends all of them
-    in one flat bucket, so the count holds for models below the bucket's 25 MiB. ``dtensor`` sends
-    each tensor alone, and the head's two tensors only along the data axis, because all strips
-    compute the same gradient for them.
+    space axis. Gradients follow along each axis of the mesh: strategy ``local`` sends all of them
+    in one flat bucket, below its 25 MiB, and ``dtensor`` each tensor alone.
     """
     if strategy not in ("local", "dtensor"):
         raise ValueError(f"strategy {strategy!r} is neither 'local' nor 'dtensor'")
@@ -141,6 +135,7 @@ def spatial_all_reduces(
     axes = along_space + (data_ranks > 1)
     head_axes, count = axes, axes
     if strategy == "dtensor":
+        # All strips compute the same gradient for the head.
         head_axes = axes - along_space
         count = axes * (convnext_parameter_tensors(depths) - 2) + head_axes * 2
     gradients = axes * (elements - head) + head_axes * head
@@ -161,8 +156,7 @@ def convnext_activation_bytes(
     In units of one feature map A = batch x C x height x width, a block keeps the depthwise
     convolution's input (A, plus the halo) and output (A), the first pointwise convolution's input
     (A), GELU's input and output (4 A each), and the layer scale's input (A): 12 A. A norm also
-    keeps a mean and a deviation per pixel. A downsampling keeps its norm's input and output.
-    ``stages`` are those of this rank's strip, one of ``ranks``; a single strip has no halo.
+    keeps a mean and a deviation per pixel. ``stages`` are those of one of ``ranks`` strips.
     """
     elements = 0
     for index, stage in enumerate(stages):
@@ -173,6 +167,7 @@ def convnext_activation_bytes(
         # The stem's norm keeps its input.
         if index == 0:
             elements += pixels * stage.channels + 2 * pixels
+        # A downsampling keeps its norm's input and output.
         if index + 1 < len(stages):
             elements += 2 * pixels * stage.channels + 2 * pixels
         else:
@@ -189,8 +184,5 @@ def strip_step_s(
     alpha_s: float,
     beta_s_per_byte: float,
 ) -> float:
-    """Return the seconds of a step cut into strips if no communication is hidden.
-
-    The step takes ``plain_s`` on one device; a rank waits for ``messages`` in it, one by one.
-    """
+    """Return the seconds of a step cut into strips if no communication is hidden."""
     return plain_s / ranks + messages * (alpha_s + message_bytes * beta_s_per_byte)

@@ -59,21 +59,20 @@ def activation_collectives(
 ) -> dict[str, int]:
     """Return the collectives of a training step along ``tp``, and the bytes that a rank hands over.
 
-    In the forward pass every pair all-reduces its output for all tokens. In the backward pass every
-    pair but the first all-reduces the gradient of its input; the first pair's inputs are samples,
-    which have no gradient. A checkpointed pair repeats its forward pass with its communication.
-
-    Sequence parallelism replaces an all-reduce with a reduce-scatter after a pair and an all-gather
-    before the next one, and the reverse in the backward pass. Two more all-gathers are needed where
-    the whole sequence enters and leaves the model.
+    A pair all-reduces its output in the forward pass, and the gradient of its input in the backward
+    pass, for all tokens. Sequence parallelism replaces an all-reduce with a reduce-scatter after a
+    pair and an all-gather before the next one, and the reverse in the backward pass.
     """
     if tp == 1:
         return {}
     token_bytes = fsdp.FLOAT_BYTES * pairs[0][0]
+    # The first pair's inputs are samples, which have no gradient. A checkpointed pair repeats its
+    # forward pass with its communication.
     sums = (2 + checkpointing) * len(pairs) - 1
     whole = tokens * token_bytes
     if not sequence_parallel:
         return {"tp/all_reduce_count": sums, "tp/all_reduce_bytes": sums * whole}
+    # Two more where the whole sequence enters and leaves the model.
     gathers = sums + 2
     return {
         "tp/all_gather_count": gathers,
@@ -100,10 +99,7 @@ def parameter_collectives(
 def step_collectives_by_axis(
     pairs: LayerPairs, tokens: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool
 ) -> dict[str, int]:
-    """Return all collectives of a training step by axis, by the names of ``result.value``.
-
-    They are ``activation_collectives``, to which ``how`` is passed, and ``parameter_collectives``.
-    """
+    """Return all collectives of a step by axis; ``how`` is that of ``activation_collectives``."""
     along_tp = activation_collectives(pairs, tokens, tp, **how)
     return along_tp | parameter_collectives(pairs, data=data, tp=tp, plan=plan)
 
@@ -146,23 +142,18 @@ def tp_activation_bytes(
     sequence_parallel: bool = False,
     checkpointing: bool = False,
 ) -> int:
-    """Return the bytes of activations of an MLPStack on a rank at the end of its forward pass.
-
-    A pair keeps its input, the rank's share of its inner features after the first ReLU, and its
-    output after the second, which is the next pair's input. The loss keeps one more tensor.
-    Between the pairs every rank holds the same. A checkpointed pair keeps only its input.
-
-    With sequence parallelism a rank holds only its own tokens between the pairs. But torch's
-    ColwiseParallel also keeps the gathered input for the gradient of its weights, so this saves
-    memory only if the pairs are checkpointed or more than a ReLU lies between them. Megatron-LM
-    gathers again in the backward pass instead.
-    """
+    """Return the bytes of activations of an MLPStack on a rank at the end of its forward pass."""
     width = pairs[0][0]
     whole = tokens * width
     kept = gathered = 0
+    # A checkpointed pair keeps only its input. Others keep a share of the inner features, too.
     if not checkpointing:
         kept = sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
+        # ColwiseParallel also keeps the gathered input for the gradient of its weights, so sequence
+        # parallelism saves memory only with checkpointing, or if more than a ReLU lies between the
+        # pairs. Megatron-LM gathers again in the backward pass instead.
         gathered = len(pairs) * whole
+    # Between the pairs every rank holds the same: inputs, the last output, and the loss's.
     if not sequence_parallel:
         return fsdp.FLOAT_BYTES * (kept + (len(pairs) + 2 - checkpointing) * whole)
     between = len(pairs) * even_share(tokens, tp, "tokens") * width
@@ -171,17 +162,13 @@ def tp_activation_bytes(
 
 
 def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:
-    """Return the bytes by category at the peak of a step with Adam, without data parallelism.
-
-    While activations outweigh gradients, the peak is at the start of the backward pass: all
-    activations are there, and the gradient of the loss, a mean of squares, takes four tensors of
-    the output's size (temp). ``how`` is passed to ``tp_activation_bytes``.
-    """
+    """Return the bytes by category at the peak of an Adam step, the start of the backward pass."""
     kept = mesh_resident_bytes(pairs, data=1, tp=tp)
     return {
         "parameter": kept["end_parameter_bytes"],
         "optstate": kept["end_optstate_bytes"],
         "activation": tp_activation_bytes(pairs, tokens, tp, **how),
+        # The gradient of the loss, a mean of squares, takes four tensors of the output's size.
         "temp": 4 * fsdp.FLOAT_BYTES * tokens * pairs[0][0],
     }
 
@@ -189,11 +176,9 @@ def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[s
 def message_share(
     inner: float, tp: int, flops_per_s: float, wire_bytes_per_s: float, number_bytes: int
 ) -> float:
-    """Return a pair's communication time along ``tp``, relative to its computing time on a rank.
-
-    For each token of width d, a pair takes 12 d inner operations in a training step, of which a
-    rank does 1 / tp, and two all-reduces of d elements. Tokens and d cancel. Latency is ignored.
-    """
+    """Return a pair's communication time along ``tp``, relative to its computing time on a rank."""
+    # A token of width d takes 12 d inner operations in a pair, of which a rank does 1 / tp, and two
+    # all-reduces of d elements. Tokens and d cancel. Latency is ignored.
     compute_s = 12 * inner / tp / flops_per_s
     messages_s = 2 * (2 * (tp - 1) / tp) * number_bytes / wire_bytes_per_s
     return messages_s / compute_s
@@ -209,11 +194,11 @@ def step_seconds(
     links: Mapping[str, AlphaBeta],
     number_bytes: int = fsdp.FLOAT_BYTES,
 ) -> dict[str, float]:
-    """Return the seconds of a training step with FSDP along ``data``, if nothing overlaps.
+    """Return the seconds of a step with FSDP along ``data``, if nothing overlaps, by part.
 
-    They are ``compute``, 6 operations for each weight of a rank and each token, and the collectives
-    along ``tp`` and ``data``. For each axis ``links`` has alpha of a collective and beta of a byte
-    on the wire; ``number_bytes`` is the size of an element that is sent.
+    Parts: ``compute``, 6 operations for each weight of a rank and each token; ``tp`` and ``data``,
+    the collectives. ``links`` has alpha of a collective and beta of a byte on the wire for each
+    axis; ``number_bytes`` is the size of an element that is sent.
     """
     sent = step_collectives_by_axis(pairs, tokens, data=data, tp=tp)
     wire = axis_wire_bytes(sent, data=data, tp=tp)
@@ -250,13 +235,12 @@ def seconds_after_overlap(seconds: Mapping[str, float], overlap: bool) -> dict[s
 
 
 def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: int) -> AlphaBeta:
-    """Return the link of a ring of ranks, on hosts with one network card per rank.
+    """Return the link of a ring of ``group`` ranks, each ``apart`` from the next, on several hosts.
 
-    ``card`` is the link of one card, ``inside`` that between ranks of one host of ``host`` ranks.
-    The ranks of the group are ``apart`` ranks apart, 1 for consecutive ones. A ring visits all its
-    ranks in one host, then the next host. Rings run side by side, one per card, and a group with k
-    ranks in a host has k cards there to itself.
+    ``card`` is the link of a rank's network card, ``inside`` that between ranks of one host.
     """
+    # A ring visits all ranks of its group in one host, then the next host. Rings run side by side,
+    # one per card, and a group with k ranks in a host has k cards there to itself.
     if (group - 1) * apart < host:
         return inside
     cards = max(1, min(group, host // apart))
