@@ -106,26 +106,19 @@ class Downsample(nn.Module):
 
 
 class GlobalMean(nn.Module):
-    """The mean of every channel over the whole image."""
+    """The mean of every channel over the whole image: [N, C, H, W] to [N, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, H, W] to [N, C]."""
         return x.mean(dim=(2, 3))
 
 
 class ConvNeXt(nn.Module):
     """A Downsample and ``depths[i]`` blocks of ``dims[i]`` channels per stage, then mean and head.
 
-    Args:
-        in_chans: channels of the images.
-        num_classes: outputs of the head.
-        depths: blocks in each stage.
-        dims: channels in each stage.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        layer_scale_init_value: of gamma in each block.
-        head_init_scale: factor of the initial weight and bias of the head.
-        init: ``"trunc_normal"`` (standard deviation 0.2), or ``"ones"``, which makes all channels
-            equal: the norm returns 0 and the loss is ln(num_classes), whatever else is wrong.
+    ``drop_path_rate`` is the stochastic depth of the last block; it grows linearly from 0 at the
+    first. ``head_init_scale`` multiplies the head's initial weight and bias. ``init`` is
+    trunc_normal (standard deviation 0.2), or ones, which makes all channels equal: the norm returns
+    0 and the loss is ln(num_classes), whatever else is wrong.
     """
 
     def __init__(
