@@ -25,16 +25,11 @@ from labkit import rank, requirements
 from labkit.config import PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
+from labkit.parallel import small_tensor_parallel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
-from labkit.parallel.small_tensor_parallel import (
-    ColumnParallel,
-    RowParallel,
-    TensorParallelPairs,
-    share_pairs,
-)
 from labkit.parallel.tensor_parallel import (
     apply_plain_tensor_parallel,
     apply_tensor_parallel,
@@ -115,13 +110,13 @@ class Config:
 @rank.replaceable
 def column_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
     """Return one rank's share of a pair's first layer, with ``weight`` and ``bias``."""
-    return ColumnParallel(layer, group)
+    return small_tensor_parallel.ColumnParallel(layer, group)
 
 
 @rank.replaceable
 def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
     """Return one rank's share of a pair's second layer, with ``weight`` and ``bias``."""
-    return RowParallel(layer, group)
+    return small_tensor_parallel.RowParallel(layer, group)
 
 
 @rank.replaceable
@@ -165,7 +160,7 @@ def parallelize_model(
             apply_compile(model)
         return model
     if config.layers == "yours":
-        share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
+        small_tensor_parallel.share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
     else:
         plan = tensor_parallel_plan(lab) if rank.is_replaced(tensor_parallel_plan) else None
         apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
@@ -177,7 +172,11 @@ def parallelize_model(
         apply_compile(lab, lab.block_types)
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
-    return TensorParallelPairs(lab, mesh["tp"]) if config.layers == "yours" else lab
+    return (
+        small_tensor_parallel.TensorParallelPairs(lab, mesh["tp"])
+        if config.layers == "yours"
+        else lab
+    )
 
 
 def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
@@ -207,8 +206,7 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
 
 
 def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> MLPStack:
-    """Build one rank's share of every matrix, on meshes of one rank: no messages."""
-    # Its axes data and tp have one rank each, so nothing is sent.
+    """Build one rank's share of every matrix, on axes of one rank, so that nothing is sent."""
     own = here.mesh(apart=here.world_size, data=1, tp=1)
     lab = build_model(config, mesh, here.device)
     assert isinstance(lab, MLPStack), "the program refuses other plans"
