@@ -172,11 +172,9 @@ def parallelize_model(
         apply_compile(lab, lab.block_types)
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
-    return (
-        small_tensor_parallel.TensorParallelPairs(lab, mesh["tp"])
-        if config.layers == "yours"
-        else lab
-    )
+    if config.layers == "yours":
+        return small_tensor_parallel.TensorParallelPairs(lab, mesh["tp"])
+    return lab
 
 
 def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
