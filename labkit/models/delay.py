@@ -120,7 +120,8 @@ class ModuleWithDelay(LabModel):
     ):
         super().__init__()
         self.module = module
-        self.block_types = module.block_types  # type: ignore[misc]  # of this object, not of the class
+        # Of this object, not of the class.
+        self.block_types = module.block_types  # type: ignore[misc]
         self.delay_after_loss_ms = delay_after_loss_ms
         for block in module.modules():
             if type(block).__name__ in module.block_types:
