@@ -151,8 +151,8 @@ def main(config: Config) -> None:
         checked = config.check == "parity"
         reference = parity.seed_and_copy(model, config.seed) if checked else model
         if config.strategy != "plain":
-            yours = config.strategy == "yours"
-            strategy, pad = ("local", pad_with_answer) if yours else (config.strategy, None)
+            pad = pad_with_answer if config.strategy == "yours" else None
+            strategy = "local" if config.strategy == "yours" else config.strategy
             apply_spatial(model, mesh, strategy=strategy, tensor_dim=config.tensor_dim, pad=pad)
             stride = spatial.total_stride(config.depths)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=stride)

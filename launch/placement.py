@@ -64,8 +64,9 @@ def main(config: Config) -> None:
         cut = [Replicate() if placement.is_partial() else placement for placement in placements]
         # All ranks have the photo, so without a source rank nothing is sent.
         local = distribute_tensor(mine, mesh, cut, src_data_rank=None).to_local()
-        sizes = {"shape": whole.shape, "stride": whole.stride()}
-        placed = DTensor.from_local(local, mesh, placements, **sizes)
+        placed = DTensor.from_local(
+            local, mesh, placements, shape=whole.shape, stride=whole.stride()
+        )
         if config.check == "parity":
             wrong = int((placed.full_tensor() != whole).sum())
             here.finish_check(check="parity", compared=whole.numel(), wrong=wrong, ok=wrong == 0)
