@@ -12,7 +12,7 @@ what a fake process group lacks. ``external_program`` records programs that do n
 themselves. ``estimate`` gives the step time, ``link_traffic`` the links that messages cross,
 ``block_memory`` the memory by block, ``memory_fit`` whether it fits. ``planner`` searches
 candidates, ``simulate_many`` simulates them side by side, ``extrapolate`` saves most blocks of a
-deep model, and ``search_result`` holds the outcome.
+deep model, and ``search_result`` holds the outcome. ``decoder`` is the model that is planned for.
 """
 
 from labkit_simulate.run_simulation import simulate

@@ -22,23 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR
 
-from labkit import rank, requirements
+from labkit import rank, requirements, tensors
 from labkit.config import NonNegativeFloat, PositiveInt
 from labkit.models.tile_network import tile_batch, tile_network
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.extensions import ExtensionChoice, apply_extension
 from labkit.parity import extensions as parity
 from labkit.parity import sample_seed
-from labkit.tensors import (
-    EXTENSIONS,
-    Extension,
-    gather_errors,
-    gather_memory_bytes,
-    make_quantised_extension,
-    make_two_tensor,
-    plain_tensors,
-    refuse_leak,
-)
 from labkit.tensors.gather_time import gather_ms
 from labkit.theory.extensions import FINAL_STEPS, SCALE_GRANULARITY
 
@@ -82,48 +72,36 @@ class Config:
     """Compile each layer with inductor."""
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
+        extension, check = self.extension, self.check
         if world_size < 2:
             raise ValueError(
                 "an all-gather extension needs at least 2 ranks: with 1 FSDP2 gathers nothing"
             )
-        if self.compile and self.check in ("parity", "meta"):
-            raise ValueError(
-                f"check {self.check} trains models that are not compiled: leave compile out"
-            )
+        if self.compile and check in ("parity", "meta"):
+            rule = f"check {check} trains models that are not compiled"
+            raise ValueError(f"{rule}: leave out compile")
         if self.compile:
             requirements.refuse_without_compiler()
-        if self.scales and self.extension not in SCALE_GRANULARITY:
-            raise ValueError(
-                f"extension {self.extension} has no scales to choose: take"
-                f" {' or '.join(SCALE_GRANULARITY)}"
-            )
+        if self.scales and extension not in SCALE_GRANULARITY:
+            known = " or ".join(SCALE_GRANULARITY)
+            raise ValueError(f"extension {extension} has no scales to choose: take {known}")
         if self.weights and not Path(self.weights).is_file():
             raise ValueError(f"weights {self.weights!r} is no file: give what torch.save wrote")
-        if self.check == "parity" and self.extension in ("bf16", "float8", "int8", "int4"):
-            raise ValueError(
-                f"extension {self.extension} rounds: only two_tensor and fp32 can be equal to plain"
-            )
-        if self.check != "none" and self.policy != "fp32":
-            raise ValueError(
-                f"policy {self.policy} is for a measured run: check {self.check} has a policy of"
-                " its own"
-            )
-        if self.check == "wire" and self.dim < 128:
-            raise ValueError(
-                f"dim {self.dim}: a row of fewer than 128 numbers is too short to make up for its"
-                " scale"
-            )
-        if self.check == "meta" and self.steps < 2:
-            raise ValueError(
-                f"steps {self.steps}: check meta holds the last loss against the first: take 2 or"
-                " more"
-            )
-        if self.check == "loss" and self.steps < 2 * FINAL_STEPS:
-            raise ValueError(
-                f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}: take"
-                f" {2 * FINAL_STEPS}"
-            )
+        if check == "parity" and extension in ("bf16", "float8", "int8", "int4"):
+            fix = "only two_tensor and fp32 can be equal to plain"
+            raise ValueError(f"extension {extension} rounds: {fix}")
+        if check != "none" and self.policy != "fp32":
+            rule = f"policy {self.policy} is for a measured run"
+            raise ValueError(f"{rule}: check {check} has a policy of its own")
+        if check == "wire" and self.dim < 128:
+            rule = "a row of fewer than 128 numbers is too short to make up for its scale"
+            raise ValueError(f"dim {self.dim}: {rule}")
+        if check == "meta" and self.steps < 2:
+            rule = f"steps {self.steps}: check meta holds the last loss against the first"
+            raise ValueError(f"{rule}: take 2 or more")
+        if check == "loss" and self.steps < 2 * FINAL_STEPS:
+            rule = f"steps {self.steps}: the final loss is a mean over {FINAL_STEPS}"
+            raise ValueError(f"{rule}: take {2 * FINAL_STEPS}")
 
 
 @rank.replaceable
@@ -141,18 +119,18 @@ def decode(gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 @rank.replaceable
 def parameter(weight: Tensor) -> Tensor:
     """Convert a weight, before it is sharded, to a tensor type with FSDP2's two hooks."""
-    return make_two_tensor(weight)
+    return tensors.make_two_tensor(weight)
 
 
 def resolve_extension(extension: str, scales: str = "") -> ExtensionChoice:
     """Return the extension that the names of Config stand for."""
     if scales or extension == "int4":
-        return make_quantised_extension(extension, scales)
+        return tensors.make_quantised_extension(extension, scales)
     if extension == "yours":
         # A small shard shows how many tensors a learner's encode returns.
         sent = len(encode(torch.zeros(2, 2)))
-        return Extension(tuple(f"tensor {index}" for index in range(sent)), encode, decode)
-    return parameter if extension == "your_type" else EXTENSIONS.get(extension, extension)
+        return tensors.Extension(tuple(f"tensor {index}" for index in range(sent)), encode, decode)
+    return parameter if extension == "your_type" else tensors.EXTENSIONS.get(extension, extension)
 
 
 def main(config: Config) -> None:
@@ -164,20 +142,19 @@ def main(config: Config) -> None:
             model = network(config.extension)
             train(config, here, model, here.steps)
             record_gather_costs(config, here, model)
-            return
-        if config.check == "wire":
+        elif config.check == "wire":
             step = partial(forward_backward, config, here, 0)
-            verdict = parity.compare_bytes(mesh, network, step, config.reshard_after_forward)
+            reshard = config.reshard_after_forward
+            here.finish_check(**parity.compare_bytes(mesh, network, step, reshard))
         elif config.check == "loss":
             losses = partial(train, config, here, measure=here.plain_steps)
             verdict = parity.compare_final_losses(mesh, lambda name: losses(network(name)))
+            here.finish_check(**verdict)
         else:
+            meta = config.check == "meta"
+            compare = parity.train_from_meta_device if meta else parity.compare_extension_training
             extension = resolve_extension(config.extension, config.scales)
-            compare = parity.compare_extension_training
-            if config.check == "meta":
-                compare = parity.train_from_meta_device
-            verdict = compare(mesh, here.device, extension, config.steps)
-        here.finish_check(**verdict)
+            here.finish_check(**compare(mesh, here.device, extension, config.steps))
 
 
 def build_sharded_network(
@@ -190,13 +167,8 @@ def build_sharded_network(
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.policy], reduce_dtype=torch.float32)
     # A check builds other extensions too, for which the choice of scales was not meant.
     scales = config.scales if extension == config.extension else ""
-    return apply_extension(
-        model,
-        mesh,
-        resolve_extension(extension, scales),
-        reshard_after_forward=config.reshard_after_forward,
-        mp_policy=policy,
-    )
+    reshard, chosen = config.reshard_after_forward, resolve_extension(extension, scales)
+    return apply_extension(model, mesh, chosen, reshard_after_forward=reshard, mp_policy=policy)
 
 
 def build_whole_network(config: Config, device: torch.device) -> nn.Sequential:
@@ -208,17 +180,17 @@ def build_whole_network(config: Config, device: torch.device) -> nn.Sequential:
     return model.to(device)
 
 
-def forward_backward(config: Config, here: rank.Session, index: int, model: nn.Module) -> Tensor:
-    """Run forward and backward pass on this rank's tiles of one step; return the loss."""
-    loss = tile_loss(config, here, index, model)
-    loss.backward()
-    return plain_tensors(loss.detach())[0]
-
-
 def tile_loss(config: Config, here: rank.Session, index: int, model: nn.Module) -> Tensor:
     """Return the loss of this rank's tiles of one step."""
     images, labels = tile_batch(config.batch, sample_seed(index, here.rank))
     return cross_entropy(model(images.to(here.device)).float(), labels.to(here.device))
+
+
+def forward_backward(config: Config, here: rank.Session, index: int, model: nn.Module) -> Tensor:
+    """Run forward and backward pass on this rank's tiles of one step; return the loss."""
+    loss = tile_loss(config, here, index, model)
+    loss.backward()
+    return tensors.plain_tensors(loss.detach())[0]
 
 
 def train(
@@ -237,33 +209,31 @@ def train(
             optimizer.step()
         slower.step()
         step.record_scalar("loss", losses[-1])
-    refuse_leak(model)
+    tensors.refuse_leak(model)
     return losses
 
 
 @torch.no_grad()
 def record_gather_costs(config: Config, here: rank.Session, model: nn.Module) -> None:
     """Record the errors, loss change, memory and time of gathering. A collective."""
+    here.record_scalar("held_bytes", tensors.gather_memory_bytes(model))
     # Simulated tensors have a size, but no values and no time.
     if not here.tensors_have_values:
-        here.record_scalar("held_bytes", gather_memory_bytes(model))
         return
-    errors = gather_errors(model)
-    here.record_scalar("weight_error", errors.largest)
-    here.record_scalar("weight_rms_error", errors.rms)
+    errors = tensors.gather_errors(model)
     # The same weights, not rounded by a gather.
     exact = build_whole_network(config, here.device)
     for own, each in zip(exact.parameters(), model.parameters(), strict=True):
-        own.copy_(plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
+        own.copy_(tensors.plain_tensors(each.full_tensor().clone())[0])  # type: ignore[attr-defined]
     # Tiles of a step after the last, which neither model has seen.
-    rounded, right = (
-        plain_tensors(tile_loss(config, here, config.steps, each))[0] for each in (model, exact)
-    )
-    here.record_scalar("loss_change", float(rounded / right - 1))
-    here.record_scalar("held_bytes", gather_memory_bytes(model))
+    losses = (tile_loss(config, here, config.steps, network) for network in (model, exact))
+    rounded, right = (tensors.plain_tensors(loss)[0] for loss in losses)
     taken, within_hooks = gather_ms(model)
-    here.record_scalar("gather_ms", taken)
-    here.record_scalar("hooks_ms", within_hooks)
+    costs = {"weight_error": errors.largest, "weight_rms_error": errors.rms}
+    costs |= {"loss_change": float(rounded / right - 1)}
+    costs |= {"gather_ms": taken, "hooks_ms": within_hooks}
+    for name, value in costs.items():
+        here.record_scalar(name, value)
 
 
 if __name__ == "__main__":

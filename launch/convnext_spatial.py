@@ -73,19 +73,13 @@ class Config:
     """parity: compare one step with one device instead of training."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
-        "bench": {
-            "height": 256,
-            "width": 512,
-            "depths": (2, 2, 2),
-            "dims": (64, 128, 256),
-            "steps": 10,
-        },
+        "bench": {"height": 256, "width": 512, "depths": (2, 2, 2), "dims": (64, 128, 256),
+                  "steps": 10},
         "paper": {"batch": 7, "height": 512, "width": 1024, "num_classes": 1000, "steps": 20,
                   "depths": (3, 3, 27, 3), "dims": (256, 512, 1024, 2048)},
     }  # fmt: skip
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
         requirements.refuse_native_strategy(self.strategy)
         ranks = sizes.parse_mesh_axes(self.mesh, world_size)
         if self.strategy == "plain" and world_size > 1:
@@ -97,10 +91,8 @@ class Config:
                 "strategy yours cuts the width over all ranks: leave tensor_dim at 3 and mesh empty"
             )
         if self.data == "photo" and self.num_classes < 10:
-            raise ValueError(
-                f"num_classes {self.num_classes} cannot label the photo's ten regions: take at"
-                " least 10"
-            )
+            rule = f"num_classes {self.num_classes} cannot label the photo's ten regions"
+            raise ValueError(f"{rule}: take at least 10")
         spatial.check_convnext(self.height, self.width, self.depths, self.dims)
         sizes.even_share(self.batch, ranks.get("data", 1), what="a batch of")
         cut = self.height if self.tensor_dim == 2 else self.width
@@ -152,12 +144,12 @@ def main(config: Config) -> None:
     with rank.session() as here, here.cap_memory(config.memory_cap_mib):
         mesh = here.mesh(**sizes.parse_mesh_axes(config.mesh, here.world_size))
         model = build_model(config, here.device)
-        images, labels = photo.image_batch(
-            config.data, config.batch, config.height, config.width, config.num_classes, config.seed
-        )
+        shape = config.batch, config.height, config.width
+        images, labels = photo.image_batch(config.data, *shape, config.num_classes, config.seed)
         # [N, 3, H, W] and [N], equal on all ranks
         batch = whole = images.to(here.device), labels.to(here.device)
-        reference = parity.seed_and_copy(model, config.seed) if config.check == "parity" else model
+        checked = config.check == "parity"
+        reference = parity.seed_and_copy(model, config.seed) if checked else model
         if config.strategy != "plain":
             pad = pad_with_answer if config.strategy == "yours" else None
             strategy = "local" if config.strategy == "yours" else config.strategy
@@ -165,13 +157,12 @@ def main(config: Config) -> None:
             stride = spatial.total_stride(config.depths)
             batch = shard_batch(*whole, mesh, tensor_dim=config.tensor_dim, stride=stride)
         one_step = partial(here.plain_steps, most=1)
-        logits = train(config, here.steps if config.check == "none" else one_step, model, *batch)
-        if config.check == "parity":
+        logits = train(config, one_step if checked else here.steps, model, *batch)
+        if checked:
             expected = train(config, one_step, reference, *whole)[own_samples(mesh, config.batch)]
-            drops = config.drop_path_rate > 0
-            here.finish_check(
-                **compare_spatial_step(model, logits, reference, expected, drops_samples=drops)
-            )
+            both = model, logits, reference, expected
+            verdict = compare_spatial_step(*both, drops_samples=config.drop_path_rate > 0)
+            here.finish_check(**verdict)
 
 
 def build_model(config: Config, device: torch.device) -> ConvNeXt:
@@ -190,9 +181,8 @@ def train(
     torch.manual_seed(config.seed)
     # Adam's first step is nearly the gradient's sign, which rounding decides for gradients near 0.
     epsilon = 1e-8 if config.check == "none" else 1e-3
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=config.learning_rate, eps=epsilon, fused=True
-    )
+    parameters, lr = model.parameters(), config.learning_rate
+    optimizer = torch.optim.Adam(parameters, lr=lr, eps=epsilon, fused=True)
     for step in measure(config.steps, track=[model, optimizer, images, labels]):
         optimizer.zero_grad()
         with step.span("forward"):

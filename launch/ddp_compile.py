@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import SGD
 
 from labkit import rank, requirements
 from labkit.config import PositiveFloat, PositiveInt
@@ -27,17 +28,16 @@ from labkit.parity.ddp import build_chain, compare_buckets, compare_techniques
 from labkit.session.meter import Step
 from labkit.session.traffic import BucketRecorder
 
+# How many messages the gradients' bytes are cut into, to tell latency from bytes.
 PIECE_COUNTS = (1, 64)
-"""How many messages the gradients' bytes are cut into, to tell latency from bytes."""
+CaseName = Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"]
 
 
 @dataclass
 class Config:
     """How gradients are averaged, and what is measured or checked."""
 
-    case: Literal["cpu", "cpu_no_sync", "gpu", "bf16", "fp16", "backward_only", "checkpoint"] = (
-        "cpu"
-    )
+    case: CaseName = "cpu"
     """gpu is cpu on GPUs; no_sync: two batches, averaged once; bf16, fp16: dtype of sent gradients;
     checkpoint: fc1 is computed twice.
     """
@@ -73,37 +73,26 @@ class Config:
     """
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
-        plain = self.case == "cpu" and self.check == "none"
-        if self.mode == "yours" and (self.case != "cpu" or self.check == "buckets"):
-            raise ValueError(
-                "mode yours averages float32 after every batch: use case cpu, and check none or"
-                " parity"
-            )
-        if self.race and not (plain and self.mode in ("yours", "replicate")):
-            raise ValueError(
-                "a race is between mode yours or replicate and DDP: use case cpu and check none"
-            )
-        if self.costs and not (plain and self.mode == "ddp" and not self.race):
-            raise ValueError(
-                "costs are those of DDP's own reducer: use mode ddp, case cpu, check none and no"
-                " race"
-            )
-        if self.check == "none" and self.mode != "compiled" and self.case == "backward_only":
-            raise ValueError(
-                f"mode {self.mode} compiles nothing, so not the backward pass alone: use mode"
-                " compiled"
-            )
-        if self.check == "buckets" and (self.fuse == "none" or not self.inductor):
-            raise ValueError(
-                "check buckets looks for what inductor fuses: use fuse coalesced or concat, and"
-                " inductor"
-            )
-        if self.check == "buckets" and self.case in ("cpu_no_sync", "bf16", "fp16"):
-            raise ValueError(
-                f"check buckets looks at one float32 backward pass, not at case {self.case}: use"
-                " case cpu"
-            )
+        case, mode, buckets = self.case, self.mode, self.check == "buckets"
+        plain = case == "cpu" and self.check == "none"
+        if mode == "yours" and (case != "cpu" or buckets):
+            rule = "mode yours averages float32 after every batch"
+            raise ValueError(f"{rule}: use case cpu, and check none or parity")
+        if self.race and not (plain and mode in ("yours", "replicate")):
+            rule = "a race is between mode yours or replicate and DDP"
+            raise ValueError(f"{rule}: use case cpu and check none")
+        if self.costs and not (plain and mode == "ddp" and not self.race):
+            rule = "costs are those of DDP's own reducer"
+            raise ValueError(f"{rule}: use mode ddp, case cpu, check none and no race")
+        if self.check == "none" and mode != "compiled" and case == "backward_only":
+            rule = f"mode {mode} compiles nothing, so not the backward pass alone"
+            raise ValueError(f"{rule}: use mode compiled")
+        if buckets and (self.fuse == "none" or not self.inductor):
+            rule = "check buckets looks for what inductor fuses"
+            raise ValueError(f"{rule}: use fuse coalesced or concat, and inductor")
+        if buckets and case in ("cpu_no_sync", "bf16", "fp16"):
+            rule = f"check buckets looks at one float32 backward pass, not at case {case}"
+            raise ValueError(f"{rule}: use case cpu")
         compiles = self.mode == "compiled" or (self.check != "none" and self.mode != "yours")
         if self.inductor and compiles:
             requirements.refuse_without_compiler()
@@ -112,10 +101,8 @@ class Config:
             from torch.cuda import device_count
 
             if device_count() < world_size:
-                raise ValueError(
-                    f"case gpu needs a GPU a rank: {device_count()} for {world_size} ranks; use"
-                    " case cpu"
-                )
+                found = f"{device_count()} for {world_size} ranks"
+                raise ValueError(f"case gpu needs a GPU a rank: {found}; use case cpu")
 
 
 @rank.replaceable
@@ -173,9 +160,7 @@ def race_techniques(
     config: Config, here: rank.Session, racers: Mapping[str, tuple[LinearChain, Any]]
 ) -> None:
     """Run whole steps of all techniques, each in a span of its name."""
-    optimizers = {
-        name: torch.optim.SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()
-    }
+    optimizers = {name: SGD(lab.parameters(), lr=0.01) for name, (lab, _) in racers.items()}
     for index, step in enumerate(here.steps(config.steps, warmup=2)):
         # In turn within each step, so that a disturbance hits all, and in alternating order.
         for name in list(racers)[:: -1 if index % 2 else 1]:
@@ -195,7 +180,7 @@ def train(
         silent = ddp.apply_ddp(other, mesh, bucket_mb=config.bucket_mb)
         # DDP's backward pass with all of its work but the messages.
         silent.register_comm_hook(None, lambda _, bucket: skip_all_reduce(bucket))
-    optimizer = torch.optim.SGD(lab.parameters(), lr=0.01)
+    optimizer = SGD(lab.parameters(), lr=0.01)
     units = {name: [layer] for name, layer in lab.named_children() if config.timeline}
     for index, step in enumerate(here.steps(config.steps, warmup=2, units=units)):
         # Not in the additional step, in which messages are counted.

@@ -22,30 +22,22 @@ from torch.optim import Optimizer
 
 from labkit import parity, rank
 from labkit.config import PositiveInt
-from labkit.models.decoder import DecoderModel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.fsdp import Precision, apply_fsdp
-from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 from labkit.theory.sizes import even_share
-from labkit_simulate.theory.transformer import (
-    LLAMA_2_7B,
-    LLAMA_2_13B,
-    LLAMA_3_8B,
-    LLAMA_3_70B,
-    TINY_DECODER,
-    DecoderShape,
-)
+from labkit_simulate.decoder import DecoderModel, apply_decoder_tensor_parallel
+from labkit_simulate.theory import transformer
 
+# Each model's shape, and the sequence length with which it was trained.
 SHAPES = {
-    "tiny": (TINY_DECODER, 16),
-    "llama_2_7b": (LLAMA_2_7B, 4096),
-    "llama_2_13b": (LLAMA_2_13B, 4096),
-    "llama_3_8b": (LLAMA_3_8B, 8192),
-    "llama_3_70b": (LLAMA_3_70B, 8192),
+    "tiny": (transformer.TINY_DECODER, 16),
+    "llama_2_7b": (transformer.LLAMA_2_7B, 4096),
+    "llama_2_13b": (transformer.LLAMA_2_13B, 4096),
+    "llama_3_8b": (transformer.LLAMA_3_8B, 8192),
+    "llama_3_70b": (transformer.LLAMA_3_70B, 8192),
 }
-"""Each model's shape, and the sequence length with which it was trained."""
 
 
 @dataclass
@@ -84,14 +76,9 @@ class Config:
     """parity: compare every step with one device instead of measuring."""
 
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {
-            "model": "llama_2_7b",
-            "batch": 1,
-            "precision": "bf16",
-            "checkpointing": "full",
-            "steps": 20,
-        }
-    }
+        "paper": {"model": "llama_2_7b", "batch": 1, "precision": "bf16", "checkpointing": "full",
+                  "steps": 20},
+    }  # fmt: skip
     CANDIDATES: ClassVar[dict[str, list[Any]]] = {
         "tp": [1, 2, 4, 8],
         "hybrid": [None, 8],
@@ -101,31 +88,27 @@ class Config:
     ALIKE: ClassVar[str] = "layers"
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
-        if world_size % self.tp:
+        tp, lines = self.tp, world_size // self.tp
+        if world_size % tp:
             raise ValueError(
-                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide"
-                " them"
+                f"{world_size} ranks cannot be cut into lines of tp = {tp}: it must divide them"
             )
-        lines = world_size // self.tp
         if self.hybrid and lines % self.hybrid:
             raise ValueError(
-                f"{world_size} ranks are {lines} lines of tp = {self.tp}, which cannot be cut into"
+                f"{world_size} ranks are {lines} lines of tp = {tp}, which cannot be cut into"
                 f" groups of hybrid = {self.hybrid}: it must divide them"
             )
         for what in ("kv_heads", "feedforward", "vocab"):
-            even_share(getattr(self.decoder_shape(), what), self.tp, f"{what} =")
-        if self.seq and self.tp == 1:
+            even_share(getattr(self.decoder_shape(), what), tp, f"{what} =")
+        if self.seq and tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
         if self.seq:
-            even_share(self.tokens(), self.tp, "a sequence of")
-        if self.wrap == "none" and (self.tp > 1 or self.hybrid or self.precision != "float32"):
-            raise ValueError(
-                "wrap none replicates plain float32 parameters: use wrap block for tp, hybrid and"
-                " bf16"
-            )
+            even_share(self.tokens(), tp, "a sequence of")
+        if self.wrap == "none" and (tp > 1 or self.hybrid or self.precision != "float32"):
+            rule = "wrap none replicates plain float32 parameters"
+            raise ValueError(f"{rule}: use wrap block for tp, hybrid and bf16")
 
-    def decoder_shape(self) -> DecoderShape:
+    def decoder_shape(self) -> transformer.DecoderShape:
         """Return the model's shape with this run's number of layers."""
         whole = SHAPES[self.model][0]
         return replace(whole, layers=self.layers or whole.layers)
@@ -154,16 +137,12 @@ def main(config: Config) -> None:
         steps, dtype = (config.steps, torch.float32) if exact else (1, torch.bfloat16)
         measure = partial(here.plain_steps, most=steps)
         trained = train(config, here, lab, model, parity.make_sgd(model), measure)
+        lines, line = here.world_size // config.tp, tp_line_index(config, here)
         one_device = parity.OneDevice(
-            lambda index: build_model(config, here.device),
-            here.world_size // config.tp,
-            dtype,
-            here.device,
+            lambda index: build_model(config, here.device), lines, dtype, here.device
         )
-        line = tp_line_index(config, here)
-        here.finish_check(
-            **compare_fsdp_training(one_device, model, trained, rank=line, steps=steps)
-        )
+        verdict = compare_fsdp_training(one_device, model, trained, rank=line, steps=steps)
+        here.finish_check(**verdict)
 
 
 def make_mesh(config: Config, here: rank.Session) -> DeviceMesh:
@@ -198,9 +177,8 @@ def parallelize_model(
         selective = config.checkpointing == "selective"
         apply_activation_checkpointing(lab, lab.block_types, selective=selective)
     precision: Precision = "fp32" if config.precision == "float32" else "bf16"
-    return apply_fsdp(
-        lab, mesh, wrap=config.wrap, precision=precision, reshard_after_forward=config.reshard
-    )
+    how: Any = {"precision": precision, "reshard_after_forward": config.reshard}
+    return apply_fsdp(lab, mesh, wrap=config.wrap, **how)
 
 
 def make_adam(model: nn.Module) -> Optimizer:
@@ -228,8 +206,7 @@ def train(
         optimizer.zero_grad()
         # Computes the loss of logits that are cut over the vocabulary.
         with loss_parallel() if config.tp > 1 else contextlib.nullcontext():
-            keep = config.check == "parity"
-            outcome = forward_backward(step, lab, model, inputs, keep=keep)
+            outcome = forward_backward(step, lab, model, inputs, keep=config.check == "parity")
         with step.span("optimizer"):
             optimizer.step()
         loss = outcome.loss

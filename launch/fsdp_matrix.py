@@ -32,7 +32,7 @@ from labkit.parallel.checkpointing import (
     freeze_blocks,
 )
 from labkit.parallel.compiling import apply_compile, count_compiled_graphs
-from labkit.parallel.fsdp import apply_fsdp, random_block_index, sharding_mesh
+from labkit.parallel.fsdp import apply_fsdp, sharding_mesh
 from labkit.parallel.saving import CheckpointFolder, load_training, save_training
 from labkit.parallel.units import Units
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
@@ -48,6 +48,7 @@ APPLY_FSDP_OPTIONS = (
     *("prefetch", "ignore", "min_numbers"),
 )
 FSDP1_OPTIONS = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params")
+# For each precision, one device's dtype in a comparison, and what it rounds to it.
 PRECISION_DTYPES: dict[Precision, tuple[torch.dtype, Rounding]] = {
     "fp32": (torch.float32, "parameters"),
     "bf16": (torch.bfloat16, "parameters"),
@@ -55,7 +56,6 @@ PRECISION_DTYPES: dict[Precision, tuple[torch.dtype, Rounding]] = {
     "pure_fp16": (torch.float16, "everything"),
     "autocast": (torch.bfloat16, "autocast"),
 }
-"""For each precision, one device's dtype in a comparison, and what it rounds to it."""
 
 
 @dataclass
@@ -136,7 +136,6 @@ class Config(WrapConfig):
     )
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
         super().validate(world_size)
         catalog.check_model(self.model, self.blocks, skip=self.skip, freeze=self.freeze)
         catalog.check_model(self.model, (*self.ignore, *self.compile_only))
@@ -145,16 +144,11 @@ class Config(WrapConfig):
 
     def conflicts(self, world_size: int) -> list[tuple[object, str]]:
         """List what cannot work: each condition with the message that refuses it."""
+        fsdp1 = [name for name in FSDP1_OPTIONS if getattr(self, name) != getattr(Config, name)]
+        takes_numbers = catalog.MODELS[self.model].takes_numbers
+        saves, save = self.save or self.load or self.checkpoints, Path(self.save)
         return [
             *super().conflicts(world_size),
-            *self._sharding_conflicts(world_size),
-            *self._training_conflicts(),
-            *self._saving_conflicts(),
-        ]
-
-    def _sharding_conflicts(self, world_size: int) -> list[tuple[object, str]]:
-        fsdp1 = [name for name in FSDP1_OPTIONS if getattr(self, name) != getattr(Config, name)]
-        return [
             (
                 self.wrap == "none" and (self.offload or self.hybrid),
                 "wrap none has no unit that could be offloaded or be hybrid: use wrap block",
@@ -165,8 +159,8 @@ class Config(WrapConfig):
             ),
             (
                 self.hybrid and world_size % self.hybrid,
-                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it"
-                " must divide them",
+                f"{world_size} ranks cannot be cut into groups of hybrid = {self.hybrid}: it must"
+                " divide them",
             ),
             (
                 fsdp1 and self.fsdp != 1,
@@ -177,15 +171,10 @@ class Config(WrapConfig):
                 "a flat parameter is trained or not as a whole: leave out freeze, or"
                 " use_orig_params False",
             ),
-        ]
-
-    def _training_conflicts(self) -> list[tuple[object, str]]:
-        takes_numbers = catalog.MODELS[self.model].takes_numbers
-        return [
             (
                 self.input_grad and (not takes_numbers or self.scaler),
-                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: "
-                "use another model, or no scaler",
+                "an input's gradient needs numbers, not tokens, and a loss that is not scaled: use"
+                " another model, or no scaler",
             ),
             (
                 self.compile_only and not self.compile,
@@ -196,25 +185,20 @@ class Config(WrapConfig):
                 "a checkpointed block that sleeps does not compile: leave out delay_ms or"
                 " checkpointing",
             ),
-        ]
-
-    def _saving_conflicts(self) -> list[tuple[object, str]]:
-        saves, save = self.save or self.load or self.checkpoints, Path(self.save)
-        return [
             (
                 saves and (self.model == "moe" or self.ignore or self.check != "none"),
-                "save, load and checkpoints are for training whose parameters all ranks share:"
-                " no moe, ignore or check",
+                "save, load and checkpoints are for training whose parameters all ranks share: no"
+                " moe, ignore or check",
             ),
             (
                 self.checkpoints and (self.save or self.load or self.scaler),
-                "checkpoints save and load by themselves, and no scaler: leave out save, load"
-                " and scaler",
+                "checkpoints save and load by themselves, and no scaler: leave out save, load and"
+                " scaler",
             ),
             (
                 self.checkpoints and Path(self.checkpoints).is_file(),
-                f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if"
-                " need be",
+                f"checkpoints {self.checkpoints!r} is a file: name a folder, which is made if need"
+                " be",
             ),
             (
                 self.save and (save.exists() or not save.absolute().parent.is_dir()),
@@ -280,9 +264,7 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         # Otherwise dropout would not draw what one device draws.
         eager_random = config.check == "parity"
         apply_compile(lab, config.compile_only or blocks, eager_random=eager_random)
-    skip = config.skip
-    if config.forget is not None:
-        skip += (random_block_index(config.forget, len(find_blocks(lab, blocks))),)
+    skip = config.skip + fsdp_wrap.forgotten_blocks(config, lab, blocks)
     # Last, because what FSDP shards must not be replaced or rounded any more.
     names = APPLY_FSDP_OPTIONS + (FSDP1_OPTIONS if config.fsdp == 1 else ())
     return apply_fsdp(lab, mesh, skip=skip, **{name: getattr(config, name) for name in names})

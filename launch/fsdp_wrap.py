@@ -10,7 +10,7 @@ options of FSDP: hybrid sharding, offload, float16, saving and loading, and more
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -32,11 +32,11 @@ from labkit.parallel.small_fsdp import FlatShards, shard_unit
 from labkit.parallel.units import Units, fsdp_units, layer_types
 from labkit.parity.fsdp import StepOutcome, compare_fsdp_training, forward_backward
 
+# Options that a learner's own FSDP does not have.
 NOT_IN_SMALL_FSDP = (
     *("forget", "reshard_after_forward", "prefetch"),
     *("checkpointing", "precision", "timeline"),
 )
-"""Options that a learner's own FSDP does not have."""
 
 
 @dataclass
@@ -86,7 +86,6 @@ class Config:
     SIZES: ClassVar[tuple[str, ...]] = ("hidden", "narrow", "dim", "layers", "batch")
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
         catalog.check_model(self.model, sizes=self.model_sizes())
         refuse_conflicts(self.conflicts(world_size))
 
@@ -175,21 +174,18 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
         apply_activation_checkpointing(lab, lab.block_types)
     # A learner's FSDP takes the place of PyTorch's: it is called with one unit after another.
     if config.fsdp == "yours":
-        units = fsdp_units(lab, unit_rule(config, lab)) or {"": [lab]}
+        rules: dict[str, Any] = {"yours": is_unit, "block": lab.block_types}
+        rules["layer"] = layer_types(lab)
+        units = fsdp_units(lab, rules.get(config.wrap, ())) or {"": [lab]}
         shards = FlatShards(lab, {name: modules[0] for name, modules in units.items()}, small_fsdp)
         return shards, units
-    # A forgotten block is no unit, so its parameters stay with the root's.
-    forgotten: tuple[int, ...] = ()
-    if config.forget is not None:
-        blocks = len(find_blocks(lab, lab.block_types))
-        forgotten = (random_block_index(config.forget, blocks),)
     # Last, because what FSDP shards must not be replaced or rounded any more.
     return apply_fsdp(
         lab,
         mesh,
         wrap=config.wrap,
         fsdp=config.fsdp,
-        skip=forgotten,
+        skip=forgotten_blocks(config, lab, lab.block_types),
         precision=config.precision,
         reshard_after_forward=config.reshard_after_forward,
         prefetch=config.prefetch,
@@ -197,11 +193,11 @@ def parallelize_model(config: Config, mesh: DeviceMesh, lab: LabModel) -> tuple[
     )
 
 
-def unit_rule(config: Config, lab: LabModel) -> tuple[str, ...] | Callable[[nn.Module], bool]:
-    """Return what chooses the units of a learner's FSDP: class names, or is_unit of use=."""
-    if config.wrap == "yours":
-        return is_unit
-    return {"block": lab.block_types, "layer": layer_types(lab)}.get(config.wrap, ())
+def forgotten_blocks(config: Config, lab: LabModel, blocks: Sequence[str]) -> tuple[int, ...]:
+    """Return the block that ``forget`` draws: no unit, so its parameters stay with the root's."""
+    if config.forget is None:
+        return ()
+    return (random_block_index(config.forget, len(find_blocks(lab, blocks))),)
 
 
 def make_adam(model: nn.Module) -> Optimizer:

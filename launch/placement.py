@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from labkit import rank
 from labkit.config import PositiveInt
@@ -28,7 +21,8 @@ from labkit.models import photo
 from labkit.theory.placements import local_piece
 from labkit.theory.sizes import parse_mesh_axes
 
-PLACEMENT_BY_NAME: dict[str, Placement] = {
+PlacementName = Literal["Shard(0)", "Shard(1)", "Replicate()", "Partial()"]
+PLACEMENTS = {
     "Shard(0)": Shard(0),
     "Shard(1)": Shard(1),
     "Replicate()": Replicate(),
@@ -44,15 +38,12 @@ class Config:
     """Take every n-th row and column of the photo's 600 × 512."""
     mesh: str = ""
     """Ranks as 4 (one line) or 2x2 (two axes); by default one line."""
-    placements: tuple[Literal["Shard(0)", "Shard(1)", "Replicate()", "Partial()"], ...] = (
-        "Shard(1)",
-    )
+    placements: tuple[PlacementName, ...] = ("Shard(1)",)
     """One per mesh axis. Dimension 0 is rows, 1 is columns; Partial() holds terms of a sum."""
     check: Literal["none", "parity"] = "none"
     """parity: compare the reassembled photo with the original, instead of measuring."""
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
         lengths = list(parse_mesh_axes(self.mesh, world_size).values())
         local_piece((1, 1), lengths, self.placements, rank=0)
 
@@ -68,7 +59,7 @@ def main(config: Config) -> None:
         piece = local_piece(picture.shape, list(axes.values()), config.placements, here.rank)
         term = photo.brightness_term(picture, piece.term, piece.terms)
         mine = torch.from_numpy(term).to(here.device)
-        placements = [PLACEMENT_BY_NAME[name] for name in config.placements]
+        placements = [PLACEMENTS[name] for name in config.placements]
         # Partial() cuts nothing: this rank's term is already in ``mine``.
         cut = [Replicate() if placement.is_partial() else placement for placement in placements]
         # All ranks have the photo, so without a source rank nothing is sent.

@@ -25,16 +25,11 @@ from labkit import rank, requirements
 from labkit.config import PositiveInt
 from labkit.models.chain import LinearChain
 from labkit.models.mlp import MLPStack
+from labkit.parallel import small_tensor_parallel
 from labkit.parallel.checkpointing import apply_activation_checkpointing
 from labkit.parallel.compiling import apply_compile
 from labkit.parallel.ddp import apply_replicate
 from labkit.parallel.fsdp import apply_fsdp2
-from labkit.parallel.small_tensor_parallel import (
-    ColumnParallel,
-    RowParallel,
-    TensorParallelPairs,
-    share_pairs,
-)
 from labkit.parallel.tensor_parallel import (
     apply_plain_tensor_parallel,
     apply_tensor_parallel,
@@ -46,8 +41,8 @@ from labkit.session.meter import Step
 from labkit.theory.sizes import even_share
 from labkit.theory.two_dim import mlp_pairs
 
+# Bytes of two all-reduces, to tell latency from bytes, and how often each is sent.
 COLLECTIVE_BYTES, COLLECTIVE_REPEATS = (2**12, 2**20), 4
-"""Bytes of two all-reduces, to tell latency from bytes, and how often each is sent."""
 
 
 @dataclass
@@ -86,56 +81,42 @@ class Config:
     PRESETS: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"dim": 2000}}
 
     def validate(self, world_size: int) -> None:
-        """Refuse what cannot work, before anything is launched."""
+        fsdp_tp, compiles = self.plan == "fsdp_tp", self.check == "parity" and self.compile
         if world_size % self.tp:
-            raise ValueError(
-                f"{world_size} ranks cannot be cut into lines of tp = {self.tp}: it must divide"
-                " them"
-            )
-        if (self.seq or self.checkpointing) and self.plan != "fsdp_tp":
-            raise ValueError(
-                f"seq and checkpointing are for MLPs, and plan {self.plan} has none: use plan"
-                " fsdp_tp"
-            )
+            rule = f"{world_size} ranks cannot be cut into lines of tp = {self.tp}"
+            raise ValueError(f"{rule}: it must divide them")
+        if (self.seq or self.checkpointing) and not fsdp_tp:
+            rule = f"seq and checkpointing are for MLPs, and plan {self.plan} has none"
+            raise ValueError(f"{rule}: use plan fsdp_tp")
         if self.seq and self.tp == 1:
             raise ValueError("seq cuts the sequence over tp, but tp is 1: take 2 or more")
-        if self.costs and (
-            self.plan != "fsdp_tp" or self.layers != "dtensor" or self.seq or self.check != "none"
-        ):
-            raise ValueError(
-                "costs are those of PyTorch's plan: use plan fsdp_tp, layers dtensor, no seq, check"
-                " none"
-            )
-        if self.layers == "yours":
-            self._check_answer_layers()
+        default = fsdp_tp and self.layers == "dtensor" and not self.seq and self.check == "none"
+        if self.costs and not default:
+            rule = "costs are those of PyTorch's plan"
+            raise ValueError(f"{rule}: use plan fsdp_tp, layers dtensor, no seq, check none")
+        if self.layers == "yours" and (not fsdp_tp or self.seq or self.tp == 1):
+            rule = "layers yours share the pairs of plan fsdp_tp"
+            raise ValueError(f"{rule}, with the sequence whole, and tp 2 or more")
+        if self.layers == "yours" and compiles:
+            rule = "layers yours are compared as they are, not compiled"
+            raise ValueError(f"{rule}: use compile False")
         even_share(self.batch, world_size // self.tp, "a batch of")
         # FSDP cuts each rank's share of a matrix once more; DDP does not.
-        even_share(self.dim, self.tp if self.plan == "ddp_tp" else world_size, "a width of")
-        if self.check == "parity" and self.compile:
+        even_share(self.dim, world_size if fsdp_tp else self.tp, "a width of")
+        if compiles:
             requirements.refuse_without_compiler()
-
-    def _check_answer_layers(self) -> None:
-        if self.plan != "fsdp_tp" or self.seq or self.tp == 1:
-            raise ValueError(
-                "layers yours share the pairs of plan fsdp_tp, with the sequence whole, and tp 2 or"
-                " more"
-            )
-        if self.check == "parity" and self.compile:
-            raise ValueError(
-                "layers yours are compared as they are, not compiled: use compile False"
-            )
 
 
 @rank.replaceable
 def column_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
     """Return one rank's share of a pair's first layer, with ``weight`` and ``bias``."""
-    return ColumnParallel(layer, group)
+    return small_tensor_parallel.ColumnParallel(layer, group)
 
 
 @rank.replaceable
 def row_parallel(layer: nn.Linear, group: ProcessGroup) -> nn.Module:
     """Return one rank's share of a pair's second layer, with ``weight`` and ``bias``."""
-    return RowParallel(layer, group)
+    return small_tensor_parallel.RowParallel(layer, group)
 
 
 @rank.replaceable
@@ -179,7 +160,7 @@ def parallelize_model(
             apply_compile(model)
         return model
     if config.layers == "yours":
-        share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
+        small_tensor_parallel.share_pairs(lab, mesh["tp"], column_parallel, row_parallel)
     else:
         plan = tensor_parallel_plan(lab) if rank.is_replaced(tensor_parallel_plan) else None
         apply_tensor_parallel(lab, mesh, sequence_parallel=config.seq, plan=plan)
@@ -191,7 +172,9 @@ def parallelize_model(
         apply_compile(lab, lab.block_types)
     if mesh["data"].size() > 1:
         apply_fsdp2(lab, mesh, block_types=lab.block_types)
-    return TensorParallelPairs(lab, mesh["tp"]) if config.layers == "yours" else lab
+    if config.layers == "yours":
+        return small_tensor_parallel.TensorParallelPairs(lab, mesh["tp"])
+    return lab
 
 
 def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
@@ -221,8 +204,7 @@ def train(config: Config, here: rank.Session, mesh: DeviceMesh) -> None:
 
 
 def build_rank_share(config: Config, here: rank.Session, mesh: DeviceMesh) -> MLPStack:
-    """Build one rank's share of every matrix, on meshes of one rank: no messages."""
-    # Its axes data and tp have one rank each, so nothing is sent.
+    """Build one rank's share of every matrix, on axes of one rank, so that nothing is sent."""
     own = here.mesh(apart=here.world_size, data=1, tp=1)
     lab = build_model(config, mesh, here.device)
     assert isinstance(lab, MLPStack), "the program refuses other plans"

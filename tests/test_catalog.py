@@ -33,7 +33,7 @@ def test_the_names_are_those_of_the_course():
 def test_an_entry_says_what_is_in_the_model(name):
     entry, model = catalog.MODELS[name], catalog.create_model(name)
     assert isinstance(model, LabModel)
-    assert type(model).__name__ == entry.class_name
+    assert f"{type(model).__module__}.{type(model).__name__}" == f"labkit.models.{entry.target}"
     assert model.block_types == entry.block_types
     inside = Counter(type(module).__name__ for module in model.modules() if module is not model)
     assert list(entry.class_counts.items()) == sorted(inside.items())

@@ -6,11 +6,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from labkit.models.chain import LinearChain
-from labkit.models.decoder import DecoderModel
 from labkit.models.mlp import MLPStack
 from labkit.models.nested import NestedWrappedModule
 from labkit.parallel.checkpointing import apply_activation_checkpointing, checkpoint_wrappers
 from labkit.parallel.compiling import apply_compile
+from labkit_simulate.decoder import DecoderModel
 from launch import decoder, fsdp_matrix, fsdp_wrap, two_dim
 
 TECHNIQUES = (

@@ -8,7 +8,6 @@ from test_catalog import ALL
 from torch import nn
 
 from labkit.models import catalog
-from labkit.models.decoder import DecoderModel
 from labkit.models.delay import ModuleWithDelay
 from labkit.models.mlp import MLP, DoubleLinear, MLPStack
 from labkit.models.moe import MixtureOfExperts
@@ -17,6 +16,7 @@ from labkit.models.protocol import LabModel
 from labkit.models.skip import NestedLinear, SkipModel, SkipModule
 from labkit.models.toy import CustomLinear, MyModule, ToyModel
 from labkit.models.transformer import TransformerWithSharedParams
+from labkit_simulate.decoder import DecoderModel
 
 CPU = torch.device("cpu")
 OTHERS = {  # models that the catalog does not offer

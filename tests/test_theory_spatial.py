@@ -169,7 +169,7 @@ def test_bytes_of_an_all_reduce():
 
 
 def test_time_of_a_message():
-    assert collectives.message_s(1e6, alpha_s=1e-5, beta_s_per_byte=1e-9) == pytest.approx(1.01e-3)
+    assert collectives.AlphaBeta(1e-5, 1e-9).seconds(1e6) == pytest.approx(1.01e-3)
 
 
 def test_activations_of_one_block():

@@ -1,3 +1,1 @@
-"""Plain single-device modules: no rank, environment or process group inside. Parallelism is applied
-from outside.
-"""
+"""Plain single-device modules, which know no rank; parallelism is applied from outside."""

@@ -1,12 +1,9 @@
-"""The models of the FSDP lab, by name. This module does not import torch, because it is read before
-a launch.
-"""
+"""The models of the FSDP lab, described without torch, because a launch is checked without it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,22 +32,18 @@ ModelName = Literal[
 class ModelEntry:
     """Where a model is defined, and what it contains."""
 
-    module: str
-    """Dotted name of the module that defines it."""
-    class_name: str
-    """Its class there, a LabModel."""
+    target: str
+    """Module and class in labkit.models."""
     block_types: tuple[str, ...]
     """Class names of the blocks that are wrapped by default."""
     counts: str
-    """How many modules of each class are inside, as text: see ``classes``."""
+    """How many modules of each class are inside, as text: see ``class_counts``."""
     extra: str | None = None
-    """The optional dependency that it needs, as the name of a package."""
+    """Package that it needs beyond labkit's own."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """What a caller may choose, by the names of the constructor's arguments, and by default: a
-    small model.
-    """
+    """Arguments that a caller may choose, with those of a small model."""
     paper: Mapping[str, int] = field(default_factory=dict)
-    """The sizes of the model that it stands for, where these are others."""
+    """Sizes of the model that it imitates, where these are others."""
     multiples: Mapping[str, int] = field(default_factory=dict)
     """What must divide a size: the number of attention heads."""
     takes_numbers: bool = True
@@ -58,24 +51,21 @@ class ModelEntry:
 
     @cached_property
     def class_counts(self) -> dict[str, int]:
-        """Return the number of modules of each class inside, by class name, sorted; the model
-        itself does not count.
-        """
+        """The number of modules of each class inside the model, by class name, sorted."""
         return {name: int(count) for name, count in map(str.split, self.counts.split(", "))}
 
 
+NESTED_COUNTS = "Linear 5, NestedBlock 3, Sequential 1"
 MODELS: dict[str, ModelEntry] = {
     "toy": ModelEntry(
-        "labkit.models.toy",
-        "ToyModel",
+        "toy.ToyModel",
         ("MyModule",),
         "Linear 12, MyModule 9, ReLU 11, Sequential 10",
         sizes={"hidden": 256, "narrow": 64, "batch": 20},
         paper={"hidden": 10000, "narrow": 1000},
     ),
     "hf_bert": ModelEntry(
-        "labkit.models.hf",
-        "Bert",
+        "hf.Bert",
         ("BertLayer", "BertLMPredictionHead"),
         "BertAttention 2, BertEmbeddings 1, BertEncoder 1, BertForMaskedLM 1, BertIntermediate 2,"
         " BertLMPredictionHead 1, BertLayer 2, BertModel 1, BertOnlyMLMHead 1, BertOutput 2,"
@@ -88,8 +78,7 @@ MODELS: dict[str, ModelEntry] = {
         takes_numbers=False,
     ),
     "hf_t5": ModelEntry(
-        "labkit.models.hf",
-        "T5",
+        "hf.T5",
         ("T5Block",),
         "Dropout 16, Embedding 5, Linear 33, ModuleList 6, ReLU 4, T5Attention 6, T5Block 4,"
         " T5DenseActDense 4, T5ForConditionalGeneration 1, T5LayerCrossAttention 2, T5LayerFF 4,"
@@ -101,8 +90,7 @@ MODELS: dict[str, ModelEntry] = {
         takes_numbers=False,
     ),
     "transformer": ModelEntry(
-        "labkit.models.transformer",
-        "TransformerWithSharedParams",
+        "transformer.TransformerWithSharedParams",
         ("TransformerEncoderLayer", "TransformerDecoderLayer"),
         "BatchNorm1d 1, Dropout 14, Embedding 1, LayerNorm 12, Linear 9, ModuleList 2,"
         " MultiheadAttention 6, NonDynamicallyQuantizableLinear 6, Transformer 1,"
@@ -110,48 +98,30 @@ MODELS: dict[str, ModelEntry] = {
         " TransformerEncoderLayer 2",
         takes_numbers=False,
     ),
-    "nested": ModelEntry(
-        "labkit.models.nested",
-        "NestedWrappedModule",
-        ("NestedBlock",),
-        "Linear 5, NestedBlock 3, Sequential 1",
-    ),
-    "nonuniform": ModelEntry(
-        "labkit.models.nested",
-        "NonUniformReqGradNWM",
-        ("NestedBlock",),
-        "Linear 5, NestedBlock 3, Sequential 1",
-    ),
+    "nested": ModelEntry("nested.NestedWrappedModule", ("NestedBlock",), NESTED_COUNTS),
+    "nonuniform": ModelEntry("nested.NonUniformReqGradNWM", ("NestedBlock",), NESTED_COUNTS),
     "delay": ModelEntry(
-        "labkit.models.delay",
-        "NestedWithDelay",
+        "delay.NestedWithDelay",
         ("NestedBlock",),
         "Linear 5, NestedBlock 3, NestedWrappedModule 1, Sequential 1",
         sizes={"delay_after_loss_ms": 0, "delay_before_reduction_ms": 0},
     ),
     "moe": ModelEntry(
-        "labkit.models.moe",
-        "MixtureOfExperts",
+        "moe.MixtureOfExperts",
         ("Shared",),
         "Expert 1, Linear 2, Sequential 1, Shared 1",
         sizes={"delay_before_free_ms": 0},
     ),
     "mlp_stack": ModelEntry(
-        "labkit.models.mlp",
-        "MLPStack",
+        "mlp.MLPStack",
         ("MLP",),
         "Linear 6, MLP 3, ModuleList 1",
         sizes={"dim": 16, "batch": 2, "layers": 3},
     ),
-    "double_linear": ModelEntry(
-        "labkit.models.mlp", "DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}
-    ),
-    "unused_linear": ModelEntry(
-        "labkit.models.mlp", "UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}
-    ),
+    "double_linear": ModelEntry("mlp.DoubleLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
+    "unused_linear": ModelEntry("mlp.UnusedLinear", ("Linear",), "Linear 2", sizes={"dim": 16}),
     "skip": ModelEntry(
-        "labkit.models.skip",
-        "SkipModel",
+        "skip.SkipModel",
         ("NestedLinear",),
         "Linear 3, NestedLinear 1, SkipModule 1",
         sizes={"dim": 10},
@@ -172,9 +142,6 @@ def check_model(
         block_types: class names of the blocks, instead of the model's own.
         sizes: the sizes that differ from ``ModelEntry.sizes``.
         **counted: indices of blocks, by what is done to them: ``skip=(0, 2)``.
-
-    Raises:
-        ValueError: it cannot be built so; the message is one line.
     """
     if model not in MODELS:
         raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")
@@ -186,25 +153,11 @@ def check_model(
         )
     missing = [name for name in block_types if name not in entry.class_counts]
     if missing:
-        raise ValueError(
-            f"model {model} has no block of type {', '.join(missing)}: it has"
-            f" {', '.join(entry.class_counts)}"
-        )
+        known = ", ".join(entry.class_counts)
+        unknown = ", ".join(missing)
+        raise ValueError(f"model {model} has no block of type {unknown}: it has {known}")
     for name, size in (sizes or {}).items():
-        if name not in entry.sizes:
-            raise ValueError(
-                f"model {model} has no size {name}: it has"
-                f" {', '.join(entry.sizes) or 'none to choose'}"
-            )
-        # A delay may be 0; every other size is at least 1.
-        least = min(1, entry.sizes[name])
-        if size < least:
-            raise ValueError(f"{name} {size} must be at least {least}")
-        if rest := size % entry.multiples.get(name, 1):
-            raise ValueError(
-                f"{name} {size} is no multiple of model {model}'s {entry.multiples[name]} heads:"
-                f" {rest} over"
-            )
+        _check_size(model, name, size)
     blocks = sum(entry.class_counts[name] for name in set(block_types or entry.block_types))
     for name, chosen in counted.items():
         if not set(chosen) <= set(range(blocks)):
@@ -215,28 +168,34 @@ def check_model(
     return entry
 
 
+def _check_size(model: str, name: str, size: int) -> None:
+    entry = MODELS[model]
+    if name not in entry.sizes:
+        known = ", ".join(entry.sizes) or "none to choose"
+        raise ValueError(f"model {model} has no size {name}: it has {known}")
+    # A delay may be 0; every other size is at least 1.
+    least = min(1, entry.sizes[name])
+    if size < least:
+        raise ValueError(f"{name} {size} must be at least {least}")
+    heads = entry.multiples.get(name, 1)
+    if rest := size % heads:
+        raise ValueError(
+            f"{name} {size} is no multiple of model {model}'s {heads} heads: {rest} over"
+        )
+
+
 def create_model(
     model: str, *, seed: int | None = None, expert_seed: int = 0, **sizes: int
 ) -> LabModel:
-    """Build a model by name, with random weights from the global RNG.
+    """Build a model by name, with random weights from the global RNG, which ``seed`` seeds first.
 
-    Args:
-        model: a key of ``MODELS``.
-        seed: of the global RNG, set first; by default its present state is used.
-        expert_seed: seed of the part that differs between ranks; only ``moe`` has one.
-        sizes: the sizes that differ from ``ModelEntry.sizes``.
-
-    Raises:
-        ValueError: see ``check_model``.
+    ``sizes`` are those that differ from ``ModelEntry.sizes``.
     """
-    check_model(model, sizes=sizes)
-    entry = MODELS[model]
-    chosen: type[LabModel] = getattr(importlib.import_module(entry.module), entry.class_name)
+    entry = check_model(model, sizes=sizes)
+    module, _, class_name = entry.target.partition(".")
+    chosen: type[LabModel] = getattr(importlib.import_module(f"labkit.models.{module}"), class_name)
     if seed is not None:
         importlib.import_module("torch").manual_seed(seed)
-    differs = (
-        {"expert_seed": expert_seed}
-        if "expert_seed" in inspect.signature(chosen).parameters
-        else {}
-    )
+    # Ranks differ only in their expert.
+    differs = {"expert_seed": expert_seed} if model == "moe" else {}
     return chosen.build(**{**entry.sizes, **sizes, **differs})

@@ -1,7 +1,7 @@
-"""Linear layers in a row. Four wide ones suffice to fill several buckets with gradients; with a
-hundred narrow ones, messages cost more than their bytes.
+"""Linear layers in a row.
 
-Shapes: N samples, D width.
+Four wide ones suffice to fill several buckets with gradients; with a hundred narrow ones, messages
+cost more than their bytes. Shapes: N samples, D width.
 """
 
 from torch import Tensor, nn
@@ -13,14 +13,8 @@ from labkit.models.protocol import FloatInputModel
 class LinearChain(FloatInputModel):
     """The layers fc1 to fc4, or as many as you ask for, each D -> D with a bias.
 
-    At D = 2000 a weight has 16 MB, and a bias 8 kB.
-
-    Args:
-        dim: D.
-        checkpoint: recompute fc1 in the backward pass instead of keeping its activations
-            (non-reentrant).
-        batch: N, samples in a step.
-        layers: the number of layers.
+    At D = 2000 a weight has 16 MB, and a bias 8 kB. With ``checkpoint``, fc1 is recomputed in the
+    backward pass (non-reentrant).
     """
 
     block_types = ("Linear",)

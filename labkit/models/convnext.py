@@ -18,12 +18,7 @@ Init = Literal["trunc_normal", "ones"]
 
 
 class ChannelLayerNorm(nn.Module):
-    """Layer normalisation over the channels of a feature map, each pixel by itself.
-
-    Args:
-        num_channels: C; ``weight`` and ``bias`` have shape [C].
-        eps: added to the variance.
-    """
+    """Layer normalisation over the channels of a feature map [N, C, H, W], each pixel by itself."""
 
     def __init__(self, num_channels: int, eps: float = 1e-6):
         super().__init__()
@@ -32,25 +27,18 @@ class ChannelLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, H, W] to the same shape."""
-        channels_last = x.permute(0, 2, 3, 1)
-        normed = functional.layer_norm(
-            channels_last, (x.shape[1],), self.weight, self.bias, self.eps
-        )
+        x = x.permute(0, 2, 3, 1)
+        normed = functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return normed.permute(0, 3, 1, 2)
 
 
 class StochasticDepth(nn.Module):
-    """In training, drop a residual branch for a random part of the samples, and scale the others to
-    keep the mean.
+    """In training, drop a residual branch [N, C, H, W] for random samples; scale those that stay.
 
     The decision is one number for each sample of the whole batch. A rank that holds only some
     samples, or only a part of each image, must decide like all others: it draws for all ``shards``
     times N samples from a generator that every rank seeds alike, and uses its own N. Source: Huang
     et al., 2016 (arXiv:1603.09382).
-
-    Args:
-        drop_rate: probability that a sample's branch is dropped, at least 0 and below 1.
     """
 
     def __init__(self, drop_rate: float):
@@ -62,29 +50,21 @@ class StochasticDepth(nn.Module):
         self.shard, self.shards = 0, 1
 
     def keep_factors(self, samples: int) -> Tensor:
-        """The factor of each of this rank's samples, 0 or 1 / (1 - drop_rate), shape [N], on the
-        CPU.
-        """
+        """Draw 0 or 1 / (1 - drop_rate) for each of this rank's samples: [N], on the CPU."""
         drawn = torch.rand(samples * self.shards, generator=self.generator, device="cpu")
         mine = drawn[self.shard * samples : (self.shard + 1) * samples]
         return (mine >= self.drop_rate).float() / (1 - self.drop_rate)
 
     def forward(self, branch: Tensor) -> Tensor:
-        """[N, C, H, W] to the same shape."""
         if not self.training or self.drop_rate == 0:
             return branch
         return branch * self.keep_factors(branch.shape[0]).to(branch).view(-1, 1, 1, 1)
 
 
 class ConvNeXtBlock(nn.Module):
-    """Depthwise 7x7 convolution, norm, two pointwise convolutions with GELU between, layer scale,
-    residual.
+    """Depthwise 7x7 convolution, norm, two pointwise convolutions with GELU between, residual.
 
-    Args:
-        dim: C, channels in and out.
-        drop_path: rate of stochastic depth.
-        layer_scale_init_value: start of ``gamma`` [C, 1, 1]; there is no gamma where this is 0 or
-            less.
+    ``gamma`` [C, 1, 1] scales the branch; there is none if its initial value is 0 or less.
     """
 
     def __init__(self, dim: int, drop_path: float = 0.0, layer_scale_init_value: float = 1e-6):
@@ -101,7 +81,6 @@ class ConvNeXtBlock(nn.Module):
         self.drop_path = StochasticDepth(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, H, W] to the same shape."""
         branch = self.norm(self.depthwise(x))
         branch = self.project(self.activation(self.expand(branch)))
         if self.gamma is not None:
@@ -112,11 +91,7 @@ class ConvNeXtBlock(nn.Module):
 class Downsample(nn.Module):
     """Divide height and width by ``scale`` with a convolution whose windows do not overlap.
 
-    Args:
-        dim_in: channels in.
-        dim_out: channels out.
-        scale: kernel size and stride.
-        norm_first: norm before the convolution (between stages), else after it (the stem).
+    The norm comes first between stages, and last in the stem.
     """
 
     def __init__(self, dim_in: int, dim_out: int, scale: int, norm_first: bool):
@@ -131,28 +106,19 @@ class Downsample(nn.Module):
 
 
 class GlobalMean(nn.Module):
-    """The mean of every channel over the whole image."""
+    """The mean of every channel over the whole image: [N, C, H, W] to [N, C]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, H, W] to [N, C]."""
         return x.mean(dim=(2, 3))
 
 
 class ConvNeXt(nn.Module):
-    """The classifier: for each stage a Downsample and ``depths[i]`` blocks of ``dims[i]`` channels,
-    then mean and head.
+    """A Downsample and ``depths[i]`` blocks of ``dims[i]`` channels per stage, then mean and head.
 
-    Args:
-        in_chans: channels of the images.
-        num_classes: outputs of the head.
-        depths: blocks in each stage.
-        dims: channels in each stage.
-        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        layer_scale_init_value: see ConvNeXtBlock.
-        head_init_scale: the initial weight and bias of the head are multiplied by this.
-        init: ``"trunc_normal"`` (standard deviation 0.2), or ``"ones"``. The latter makes all
-            channels equal: then the norm returns 0 and the loss is ln(num_classes), whatever else
-            is right or wrong.
+    ``drop_path_rate`` is the stochastic depth of the last block; it grows linearly from 0 at the
+    first. ``head_init_scale`` multiplies the head's initial weight and bias. ``init`` is
+    trunc_normal (standard deviation 0.2), or ones, which makes all channels equal: the norm returns
+    0 and the loss is ln(num_classes), whatever else is wrong.
     """
 
     def __init__(
@@ -168,18 +134,15 @@ class ConvNeXt(nn.Module):
     ):
         super().__init__()
         if len(depths) != len(dims) or not depths:
-            raise ValueError(
-                f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, at"
-                " least one"
-            )
+            given = f"depths {tuple(depths)} and dims {tuple(dims)}"
+            raise ValueError(f"{given} must have one entry a stage, at least one")
         rates = numpy.linspace(0, drop_path_rate, sum(depths)).tolist()
         stages: list[nn.Module] = []
         for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
             dim_in = dims[stage - 1] if stage else in_chans
             stages.append(Downsample(dim_in, dim, scale=2 if stage else 4, norm_first=stage > 0))
-            stages.extend(
-                ConvNeXtBlock(dim, rates.pop(0), layer_scale_init_value) for _ in range(depth)
-            )
+            for _ in range(depth):
+                stages.append(ConvNeXtBlock(dim, rates.pop(0), layer_scale_init_value))
         self.stages = nn.Sequential(*stages)
         self.mean = GlobalMean()
         self.head = nn.Linear(dims[-1], num_classes)
@@ -187,22 +150,20 @@ class ConvNeXt(nn.Module):
         self.init_weights(init)
 
     def init_weights(self, init: Init) -> None:
-        """Fill weights (see ``init``) and biases (0) again, as after ``to_empty`` on a model from
-        the meta device.
-        """
+        """Fill weights and biases again, as after ``to_empty`` on a model from the meta device."""
         if init not in ("trunc_normal", "ones"):
             raise ValueError(f"init {init!r} is neither 'trunc_normal' nor 'ones'")
         fill = nn.init.ones_ if init == "ones" else partial(nn.init.trunc_normal_, std=0.2)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 fill(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
             elif isinstance(module, ChannelLayerNorm):
                 nn.init.ones_(module.weight)
-                nn.init.zeros_(module.bias)
             elif isinstance(module, ConvNeXtBlock) and module.gamma is not None:
                 nn.init.constant_(module.gamma, module.layer_scale_init_value)
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, Tensor):
+                nn.init.zeros_(bias)
         with torch.no_grad():
             self.head.weight.mul_(self.head_init_scale)
             self.head.bias.mul_(self.head_init_scale)

@@ -1,5 +1,4 @@
-"""Delays at chosen moments of a training step: they make overlap visible, and expose a missing
-synchronisation.
+"""Delays at chosen moments of a training step: they show overlap and missing synchronisation.
 
 On a GPU a delay occupies the current stream and returns at once, like a long kernel. On a CPU the
 thread sleeps and releases the GIL, so that communication continues.
@@ -35,15 +34,10 @@ def _cycles_per_ms(device: torch.device) -> float:
 
 
 def pause_device(ms: float, device: torch.device) -> None:
-    """Do nothing for ``ms`` milliseconds: on the current stream of a GPU, otherwise in this
-    thread.
-    """
-    if ms <= 0:
-        return
-    if device.type == "cuda":
-        # PyTorch has no public kernel that only waits.
+    """Do nothing for ``ms`` milliseconds: on a GPU's current stream, otherwise in this thread."""
+    if ms > 0 and device.type == "cuda":
         torch_private.sleep(int(ms * _cycles_per_ms(device)))
-    else:
+    elif ms > 0:
         time.sleep(ms / 1e3)
 
 
@@ -63,9 +57,7 @@ class _PauseBackward(torch.autograd.Function):
 
 
 def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
-    """Return ``values`` with a pause in the backward pass of the first tensor that requires a
-    gradient, and whether there was one.
-    """
+    """Pause in the backward pass of the first tensor with a gradient; tell whether there is one."""
     found = False
 
     def attach_pause(x: Tensor) -> Tensor:
@@ -79,32 +71,20 @@ def _pause_once(values: Any, ms: float) -> tuple[Any, bool]:
     return tree_map_only(Tensor, attach_pause, values), found
 
 
-def _output_device(values: Any, module: nn.Module) -> torch.device:
-    """Return the device of a module's output."""
-    tensors = [
-        value for value in [*tree_leaves(values), *module.parameters()] if isinstance(value, Tensor)
-    ]
-    return tensors[0].device
-
-
 def delay_compute(block: nn.Module, ms: float) -> None:
-    """Make the forward and the backward pass of a block ``ms`` milliseconds longer each.
+    """Make the forward and the backward pass of a block ``ms`` milliseconds longer each, in place.
 
     Call it before the block is wrapped, so that the delay lies between the gathering of its
     parameters and their release. In the backward pass the delay comes first.
-
-    Args:
-        block: changed in place.
-        ms: milliseconds; 0 changes nothing.
     """
-    if ms <= 0:
-        return
 
     def pause_forward(module: nn.Module, args: Any, output: Any) -> Any:
-        pause_device(ms, _output_device(output, module))
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        pause_device(ms, next(tensors).device)
         return _pause_once(output, ms)[0]
 
-    block.register_forward_hook(pause_forward)
+    if ms > 0:
+        block.register_forward_hook(pause_forward)
 
 
 def delay_reduction(block: nn.Module, ms: float) -> None:
@@ -114,8 +94,6 @@ def delay_reduction(block: nn.Module, ms: float) -> None:
     computes last. If no input requires one, as in a model's first block, it is attached to the
     output, and comes before the block's gradients. Call it before the block is wrapped.
     """
-    if ms <= 0:
-        return
     at_input = False
 
     def pause_at_input(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -126,18 +104,15 @@ def delay_reduction(block: nn.Module, ms: float) -> None:
     def pause_at_output(module: nn.Module, args: Any, output: Any) -> Any:
         return output if at_input else _pause_once(output, ms)[0]
 
-    block.register_forward_pre_hook(pause_at_input, with_kwargs=True)
-    block.register_forward_hook(pause_at_output)
+    if ms > 0:
+        block.register_forward_pre_hook(pause_at_input, with_kwargs=True)
+        block.register_forward_hook(pause_at_output)
 
 
 class ModuleWithDelay(LabModel):
-    """A model whose step pauses after the loss, before the gradients are reduced, or both.
+    """A model whose step pauses after the loss, before gradients are reduced, or both.
 
-    Args:
-        module: any model; its blocks are changed in place.
-        delay_after_loss_ms: pause between the loss and the backward pass.
-        delay_before_reduction_ms: pause in the backward pass of every block of
-            ``module.block_types``: see delay_reduction.
+    The second pause is that of ``delay_reduction`` in every block of ``module.block_types``.
     """
 
     def __init__(
@@ -145,7 +120,8 @@ class ModuleWithDelay(LabModel):
     ):
         super().__init__()
         self.module = module
-        self.block_types = module.block_types  # type: ignore[misc]  # of this object, not of the class
+        # Of this object, not of the class.
+        self.block_types = module.block_types  # type: ignore[misc]
         self.delay_after_loss_ms = delay_after_loss_ms
         for block in module.modules():
             if type(block).__name__ in module.block_types:

@@ -7,36 +7,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from labkit.models.protocol import LabModel, random_tokens, upcast_to_float32
+from labkit.models.protocol import LabModel, random_tokens, token_loss
 
 BATCH, TOKENS = 2, 8
 
 
 class _TokenModel(LabModel):
-    """Parts that both share: token ids in, logits out, cross-entropy with the input's token ids."""
+    """Token ids in, logits out, cross-entropy with the input's token ids."""
 
     vocab: int
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """Return token ids [2, 8]; 0 does not occur, because it pads and starts the decoder."""
+        # Token 0 does not occur, because it pads and starts the decoder.
         return (1 + random_tokens(BATCH, TOKENS, below=self.vocab - 1, device=device, seed=seed),)
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Mean cross-entropy of the logits with the input's own tokens."""
-        return functional.cross_entropy(
-            upcast_to_float32(output).flatten(0, 1), inputs[0].flatten()
-        )
+        return token_loss(output, inputs[0])
 
 
 class Bert(_TokenModel):
-    """BertForMaskedLM without dropout, and without the bias of the keys, which has no effect.
+    """BertForMaskedLM without dropout; its prediction head shares a weight with the embeddings.
 
-    Its prediction head shares a weight with the word embeddings.
-
-    Args:
-        vocab: V.
-        hidden: width; a multiple of 2, the number of heads.
-        layers: of the encoder.
+    ``hidden`` is a multiple of 2, the number of heads.
     """
 
     block_types = ("BertLayer", "BertLMPredictionHead")
@@ -58,9 +50,9 @@ class Bert(_TokenModel):
         )
         self.model = BertForMaskedLM(config)
         for name, module in self.model.named_modules():
+            # Softmax cancels the bias of the keys: its gradient is rounding noise, which no two
+            # computations share.
             if name.endswith("attention.self.key"):
-                # Softmax cancels this bias: its gradient is rounding noise, which no two
-                # computations share.
                 module.register_parameter("bias", None)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -98,8 +90,6 @@ class T5(_TokenModel):
         return self.model(input_ids=ids, decoder_input_ids=decoder_ids).logits
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """Return the encoder's token ids [2, 8], and the decoder's: the same, shifted by one after
-        the start token 0.
-        """
         (ids,) = super().get_input(device, seed)
+        # The decoder reads the same tokens one place later, after the start token 0.
         return ids, functional.pad(ids[:, :-1], (1, 0))

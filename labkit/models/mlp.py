@@ -16,14 +16,9 @@ MULTIPLIERS = (3, 4, 3)
 
 
 class MLP(nn.Module):
-    """Linear, ReLU, linear, ReLU, and a buffer added at the end.
+    """Linear, ReLU, linear, ReLU, [..., D] to the same shape, and a random buffer [D] on request.
 
-    Args:
-        dim: D, width in and out.
-        device: of the parameters.
-        bias: whether both linear layers have one.
-        with_buffer: whether there is a buffer, random, of shape [D].
-        dim_multiplier: the inner width is this many times D.
+    The inner width is ``dim_multiplier`` times D = ``dim``.
     """
 
     buffer: Tensor | None
@@ -43,30 +38,21 @@ class MLP(nn.Module):
         self.register_buffer("buffer", torch.randn(dim, device=device) if with_buffer else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to the same shape."""
         x = functional.relu(self.in_proj(x))
         x = functional.relu(self.out_proj(x))
         return x if self.buffer is None else x + self.buffer
 
 
 class MLPStack(FloatInputModel):
-    """MLPs whose inner widths are 3, 4 and 3 times D, repeated if there are more than three.
+    """MLPs [N, S, D] to the same shape, with inner widths of 3, 4 and 3 times D, in turn.
 
-    Args:
-        dim: D.
-        with_layer_norm: normalise the result; without a bias.
-        batch: samples in a step, each of 8 positions.
-        layers: the number of MLPs.
+    ``with_layer_norm`` normalises the result, without a bias.
     """
 
     block_types = ("MLP",)
 
     def __init__(
-        self,
-        dim: int = 16,
-        with_layer_norm: bool = False,
-        batch: int = 2,
-        layers: int = len(MULTIPLIERS),
+        self, dim: int = 16, with_layer_norm: bool = False, batch: int = 2, layers: int = 3
     ):
         super().__init__()
         self.dim, self.input_shape = dim, (batch, SEQUENCE_LENGTH, dim)
@@ -75,19 +61,15 @@ class MLPStack(FloatInputModel):
         self.norm = nn.LayerNorm(dim, bias=False) if with_layer_norm else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, S, D] to the same shape."""
         for layer in self.layers:
             x = layer(x)
         return x if self.norm is None else self.norm(x)
 
 
 class DoubleLinear(FloatInputModel):
-    """Two linear layers side by side, each with ReLU, on the same input.
+    """Two linear layers with ReLU on the same input [N, D]; both results are returned.
 
-    Args:
-        dim: D.
-        use_second_linear: return both results; else the first alone, and the second layer gets no
-            gradient.
+    Without ``use_second_linear`` the first is returned alone, and the second layer has no gradient.
     """
 
     block_types = ("Linear",)
@@ -98,7 +80,6 @@ class DoubleLinear(FloatInputModel):
         self.lin1, self.lin2 = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """[N, D] to one or two of the same shape."""
         first = functional.relu(self.lin1(x))
         return (first, functional.relu(self.lin2(x))) if self.use_second_linear else first
 
@@ -106,9 +87,9 @@ class DoubleLinear(FloatInputModel):
         self, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor] | Tensor
     ) -> Tensor:
         """The mean squared distance to 1, summed over the results."""
-        results = output if isinstance(output, tuple) else (output,)
-        losses = [super(DoubleLinear, self).get_loss(inputs, result) for result in results]
-        return torch.stack(losses).sum()
+        if isinstance(output, tuple):
+            return self.get_loss(inputs, output[0]) + self.get_loss(inputs, output[1])
+        return super().get_loss(inputs, output)
 
     def unused_modules(self) -> list[nn.Module]:
         return [] if self.use_second_linear else [self.lin2]

@@ -1,5 +1,4 @@
-"""A minimal mixture of experts: every rank has an expert of its own beside the parts that all ranks
-share.
+"""A minimal mixture of experts: every rank has its own expert beside the parts that all share.
 
 Shapes: N samples.
 """
@@ -22,9 +21,7 @@ class Shared(nn.Linear):
 
 
 class Expert(nn.Linear):
-    """A linear layer whose initial weight and bias come from a seed of its own, not from the global
-    RNG.
-    """
+    """A linear layer whose initial weight and bias come from ``seed``, not from the global RNG."""
 
     def __init__(self, in_features: int, out_features: int, seed: int):
         super().__init__(in_features, out_features)
@@ -36,16 +33,12 @@ class Expert(nn.Linear):
 
 
 class MixtureOfExperts(FloatInputModel):
-    """Widths 8, 12, 23, 12, 8: the layer from 12 to 23 is shared, the one from 23 to 12 is the
-    expert.
+    """Widths 8, 12, 23, 12, 8: the layer 12 to 23 is shared, the one from 23 to 12 is the expert.
 
     All but the expert is drawn from the global RNG: ranks that seed it alike have equal values.
-
-    Args:
-        expert_seed: seed of the expert's initial values; another one on each rank.
-        delay_before_free_ms: pause after the forward pass of the shared part and of the expert,
-            before a wrapper frees their gathered parameters. It exposes a free that does not wait
-            for the computation.
+    Each rank has another ``expert_seed``. ``delay_before_free_ms`` pauses after the forward pass of
+    the shared part and of the expert, before a wrapper frees their gathered parameters, and exposes
+    a free that does not wait for the computation.
     """
 
     block_types = ("Shared",)
@@ -53,28 +46,17 @@ class MixtureOfExperts(FloatInputModel):
 
     def __init__(self, expert_seed: int = 0, delay_before_free_ms: int = 0):
         super().__init__()
-        shared, expert = (
-            Shared(SHARED_WIDTH, EXPERT_WIDTH),
-            Expert(EXPERT_WIDTH, SHARED_WIDTH, expert_seed),
-        )
-        self.net = nn.Sequential(
-            nn.Linear(INPUT_WIDTH, SHARED_WIDTH),
-            shared,
-            expert,
-            nn.Linear(SHARED_WIDTH, INPUT_WIDTH),
-        )
+        shared = Shared(SHARED_WIDTH, EXPERT_WIDTH)
+        expert = Expert(EXPERT_WIDTH, SHARED_WIDTH, expert_seed)
+        first, last = nn.Linear(INPUT_WIDTH, SHARED_WIDTH), nn.Linear(SHARED_WIDTH, INPUT_WIDTH)
+        self.net = nn.Sequential(first, shared, expert, last)
+
+        def pause_before_free(module: nn.Module, args: Any, output: Tensor) -> None:
+            pause_device(delay_before_free_ms, output.device)
+
         if delay_before_free_ms:
-
-            def pause_before_free(module: nn.Module, args: Any, output: Tensor) -> None:
-                pause_device(delay_before_free_ms, output.device)
-
             shared.register_forward_hook(pause_before_free)
             expert.register_forward_hook(pause_before_free)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, 8] to [N, 8]."""
-        return self.net(x)
-
     def local_modules(self) -> list[nn.Module]:
-        """Return the expert."""
         return [module for module in self.modules() if isinstance(module, Expert)]

@@ -3,7 +3,7 @@
 Shapes: N samples.
 """
 
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.models.protocol import FloatInputModel
 
@@ -13,15 +13,14 @@ class NestedBlock(nn.Sequential):
 
 
 class NestedWrappedModule(FloatInputModel):
-    """Widths 8, 4, 16, 16, 4, 8: the middle is a block that holds a block, and another block
-    follows it.
-    """
+    """Widths 8, 4, 16, 16, 4, 8: in the middle a block that holds a block, and then a block."""
 
     block_types = ("NestedBlock",)
     input_shape = (4, 8)
 
     def __init__(self) -> None:
         super().__init__()
+        # [N, 8] to [N, 8]
         self.net = nn.Sequential(
             nn.Linear(8, 4),
             NestedBlock(NestedBlock(nn.Linear(4, 16)), nn.Linear(16, 16)),
@@ -29,14 +28,9 @@ class NestedWrappedModule(FloatInputModel):
             nn.Linear(4, 8),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, 8] to [N, 8]."""
-        return self.net(x)
-
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """The same widths, where only the last layer, 4 to 8, requires gradients; one block holds it
-    and the one before.
+    """The same widths; only the last layer requires gradients, in a block with the one before.
 
     FSDP1 shards a block as one flat tensor, here of 108 numbers, of which the last 40 are trained:
     on two ranks the first holds none of these. Both must still agree on whether a step is skipped.
@@ -44,7 +38,7 @@ class NonUniformReqGradNWM(NestedWrappedModule):
 
     def __init__(self) -> None:
         super().__init__()
-        first, middle, before_last, last = self.net
+        first, middle, before_last, last = self.net.children()
         self.net = nn.Sequential(first, middle, NestedBlock(*before_last.children(), last))
         self.requires_grad_(False)
         last.requires_grad_(True)

@@ -1,8 +1,7 @@
-"""Images to train on without a download: random ones, or tiles of the portrait of Grace Hopper in
-matplotlib.
+"""Images to train on without a download: random ones, or tiles of a photo in matplotlib.
 
-The task on the photo: given a tile, say which of ten regions it was cut from. Tiles start at random
-places, so no two are alike, and a network has to look at their content.
+The task on the photo, a portrait of Grace Hopper: say which of ten regions a tile was cut from.
+Tiles start at random places, so no two are alike, and a network has to look at their content.
 """
 
 import functools
@@ -24,18 +23,13 @@ def load_photo() -> numpy.ndarray:
     # Locate the file without importing its package, which would take each rank 0.5 s.
     matplotlib = importlib.util.find_spec("matplotlib")
     assert matplotlib and matplotlib.origin
-    with Image.open(
-        Path(matplotlib.origin).parent / "mpl-data" / "sample_data" / "grace_hopper.jpg"
-    ) as file:
+    data = Path(matplotlib.origin).parent / "mpl-data"
+    with Image.open(data / "sample_data" / "grace_hopper.jpg") as file:
         return numpy.asarray(file)
 
 
 def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.ndarray:
-    """Return one of ``terms`` pictures that add up to this one exactly: its part between two
-    brightnesses.
-
-    Values are 0 to 255, bytes or floats; those of a term lie between 0 and 256 / terms.
-    """
+    """Return one of ``terms`` pictures that add up to this one: its part of the values 0 to 255."""
     low, high = 256 * index // terms, 256 * (index + 1) // terms
     return picture.clip(low, high) - numpy.asarray(low, picture.dtype)
 
@@ -43,16 +37,9 @@ def brightness_term(picture: numpy.ndarray, index: int, terms: int) -> numpy.nda
 def image_batch(
     kind: Literal["random", "photo"], count: int, height: int, width: int, classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return ``count`` images, random or tiles of the photo, with labels below ``classes``.
+    """Return images [N, 3, height, width], channels last, and labels [N], by seed.
 
-    Equal seeds give equal images. Height and width are in pixels. The photo's labels are its 10
-    regions.
-
-    Returns:
-        Images [N, 3, height, width], float32 in channels-last format, and labels [N], int64.
-
-    Raises:
-        ValueError: there are fewer classes than the photo has regions.
+    Labels are below ``classes``; those of the photo's tiles are the regions in which they start.
     """
     regions = REGION_ROWS * REGION_COLUMNS
     if kind == "photo" and classes < regions:
@@ -65,28 +52,20 @@ def image_batch(
     else:
         images = random.standard_normal((count, 3, height, width), dtype=numpy.float32)
         labels = random.integers(0, classes, count)
-    return torch.from_numpy(images).contiguous(memory_format=torch.channels_last), torch.from_numpy(
-        labels
-    )
+    stored = torch.from_numpy(images).contiguous(memory_format=torch.channels_last)
+    return stored, torch.from_numpy(labels)
 
 
 def photo_tiles(
     random: numpy.random.Generator, count: int, height: int, width: int
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return random tiles of the photo, from -1 to 1, and the region in which each starts, from 0
-    to 9.
-
-    Beyond its border the photo is mirrored, so any size works.
-    """
+    """Return random tiles of the photo, from -1 to 1, and the region where each starts, 0 to 9."""
     picture = load_photo()
     rows, columns = picture.shape[:2]
+    # Beyond its border the photo is mirrored, so any size works.
     padded = numpy.pad(picture, ((0, height), (0, width), (0, 0)), mode="symmetric")
     tops, lefts = random.integers(0, rows, count), random.integers(0, columns, count)
-    cut = [
-        padded[top : top + height, left : left + width]
-        for top, left in zip(tops, lefts, strict=True)
-    ]
+    cut = [padded[y : y + height, x : x + width] for y, x in zip(tops, lefts, strict=True)]
+    tiles = numpy.stack(cut).transpose(0, 3, 1, 2) / numpy.float32(127.5) - 1
     regions = tops * REGION_ROWS // rows * REGION_COLUMNS + lefts * REGION_COLUMNS // columns
-    return (numpy.stack(cut).transpose(0, 3, 1, 2) / numpy.float32(127.5) - 1).astype(
-        numpy.float32
-    ), regions
+    return tiles.astype(numpy.float32), regions

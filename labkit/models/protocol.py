@@ -11,37 +11,29 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class FSDPInitMode(Enum):
-    """How a model is wrapped."""
+    """How a model is wrapped: not at all, or every block by itself and the whole around them."""
 
     NO_FSDP = auto()
-    """Not at all: the plain module."""
     RECURSIVE = auto()
-    """Every block by itself, and the whole around them."""
 
 
 class CUDAInitMode(Enum):
-    """When a model moves to the GPU."""
+    """When a model moves to the GPU: before it is wrapped, after it is wrapped, or never."""
 
     BEFORE = auto()
-    """Before it is wrapped."""
     AFTER = auto()
-    """After it is wrapped."""
     NEVER = auto()
-    """It stays on the CPU."""
 
 
 class LabModel(nn.Module, ABC):
-    """A model with an input and a loss of its own.
-
-    Attributes:
-        block_types: class names of the blocks that are usually wrapped or checkpointed, each by
-            itself.
-    """
+    """A model with an input and a loss of its own."""
 
     block_types: ClassVar[tuple[str, ...]] = ()
+    """Class names of the blocks that are usually wrapped or checkpointed, each by itself."""
 
     @classmethod
     def build(cls, **sizes: int) -> Self:
@@ -50,16 +42,12 @@ class LabModel(nn.Module, ABC):
 
     @abstractmethod
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """Return the arguments of ``forward``. Equal seeds give equal values on every device; the
-        global RNG is not used.
-        """
+        """Return the arguments of ``forward``, equal for equal seeds; the global RNG is unused."""
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
-        """Return the mean squared distance of the output to 1, a scalar.
-
-        A sum of ReLU outputs, minimised, would reach 0 within a few steps and have no gradient from
-        there on: a comparison of gradients would then compare zeros.
-        """
+        """Return the mean squared distance of the output to 1, a scalar."""
+        # A sum of ReLU outputs, minimised, would reach 0 within a few steps and have no gradient
+        # from there on: a comparison of gradients would then compare zeros.
         return (upcast_to_float32(output) - 1).square().mean()
 
     def run_backward(self, loss: Tensor) -> None:
@@ -67,9 +55,7 @@ class LabModel(nn.Module, ABC):
         loss.backward()
 
     def local_modules(self) -> list[nn.Module]:
-        """Return submodules that are meant to differ between ranks: their gradients must not be
-        averaged.
-        """
+        """Return submodules that differ between ranks, whose gradients must not be averaged."""
         return []
 
     def unused_modules(self) -> list[nn.Module]:
@@ -78,13 +64,13 @@ class LabModel(nn.Module, ABC):
 
 
 class FloatInputModel(LabModel):
-    """A LabModel whose input is one tensor of normally distributed numbers.
-
-    Attributes:
-        input_shape: of that tensor.
-    """
+    """A LabModel whose input is normally distributed, and whose forward pass is that of ``net``."""
 
     input_shape: tuple[int, ...]
+    net: nn.Module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
         return (random_normal(*self.input_shape, device=device, seed=seed),)
@@ -95,17 +81,18 @@ def upcast_to_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits [N, T, V] with token ids [N, T]."""
+    return functional.cross_entropy(upcast_to_float32(logits).flatten(0, 1), tokens.flatten())
+
+
 def random_normal(*shape: int, device: torch.device, seed: int) -> Tensor:
     """Return standard normal numbers, drawn on the CPU so that every device gets the same."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(
-        device
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(device)
 
 
 def random_tokens(*shape: int, below: int, device: torch.device, seed: int) -> Tensor:
-    """Return integers from 0 to ``below`` - 1, drawn on the CPU so that every device gets the
-    same.
-    """
-    return torch.randint(
-        below, shape, generator=torch.Generator().manual_seed(seed), device="cpu"
-    ).to(device)
+    """Return integers from 0 to ``below`` - 1, drawn on the CPU so that every device gets them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(below, shape, generator=generator, device="cpu").to(device)

@@ -16,34 +16,22 @@ class SkipModule(nn.Module):
         self.lin = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, D] to the same shape."""
         return self.lin(x)
 
 
 class NestedLinear(nn.Module):
-    """A linear layer that is wrapped by itself.
-
-    Args:
-        dim: D.
-        double_nest: put the layer into a second NestedLinear, so that two wrappers enclose it.
-    """
+    """A linear layer that is wrapped by itself, or twice with ``double_nest``."""
 
     def __init__(self, dim: int, double_nest: bool = False):
         super().__init__()
         self.nested_linear = NestedLinear(dim) if double_nest else nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, D] to the same shape."""
         return self.nested_linear(x)
 
 
 class SkipModel(FloatInputModel):
-    """A linear layer, one that is skipped, and one that is wrapped.
-
-    Args:
-        dim: D.
-        double_nest: see NestedLinear.
-    """
+    """A linear layer, one that is skipped, and one that is wrapped (``double_nest``: twice)."""
 
     block_types = ("NestedLinear",)
 

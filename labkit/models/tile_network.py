@@ -1,5 +1,4 @@
-"""The network of lab 3, which says from which of ten regions of the photo a tile was cut. It runs
-on one device.
+"""The network of lab 3, which says from which of ten regions of the photo a tile was cut.
 
 Shapes: N tiles, D width; a tile is [3, 16, 16].
 """
@@ -19,13 +18,9 @@ BATCH = 64
 
 
 def tile_network(dim: int) -> nn.Sequential:
-    """Build a linear layer, two multilayer perceptrons and a linear layer: [N, 3, 16, 16] to [N,
-    10], without bias.
-    """
-    first, last = (
-        nn.Linear(3 * TILE_PIXELS * TILE_PIXELS, dim, bias=False),
-        nn.Linear(dim, CLASSES, bias=False),
-    )
+    """Build linear layer, two MLPs, linear layer: [N, 3, 16, 16] to [N, 10], without bias."""
+    first = nn.Linear(3 * TILE_PIXELS * TILE_PIXELS, dim, bias=False)
+    last = nn.Linear(dim, CLASSES, bias=False)
     return nn.Sequential(nn.Flatten(), first, MLP(dim, bias=False), MLP(dim, bias=False), last)
 
 
@@ -36,13 +31,9 @@ def tile_batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def tile_network_weights(dim: int, steps: int) -> dict[str, Tensor]:
-    """Return the network's weights after ``steps`` steps of Adam from seed 0, by name. The global
-    RNG is unchanged.
-
-    The tensors are cached, so do not change them. It trains on one thread, so that the number of
-    cores changes nothing; for matrices this small, a second thread would only cost time.
-    """
+    """Return the weights after ``steps`` steps of Adam from seed 0, by name, cached: read only."""
     threads = torch.get_num_threads()
+    # So that the number of cores changes nothing; matrices this small are not faster on two.
     torch.set_num_threads(1)
     try:
         return _train_weights(dim, steps)
@@ -51,6 +42,7 @@ def tile_network_weights(dim: int, steps: int) -> dict[str, Tensor]:
 
 
 def _train_weights(dim: int, steps: int) -> dict[str, Tensor]:
+    # The global RNG is the caller's.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tile_network(dim)

@@ -12,12 +12,9 @@ from labkit.models.protocol import FloatInputModel
 
 
 class CustomLinear(nn.Module):
-    """A linear layer without bias that is no ``nn.Linear``, so that a rule by class does not find
-    it.
+    """A linear layer [..., a] to [..., b] that is no ``nn.Linear``, so that no class rule finds it.
 
-    Args:
-        a: inputs.
-        b: outputs; ``weight`` has shape [a, b], the transpose of ``nn.Linear``'s.
+    It has no bias, and its ``weight`` [a, b] is the transpose of that of ``nn.Linear``.
     """
 
     def __init__(self, a: int, b: int):
@@ -25,36 +22,24 @@ class CustomLinear(nn.Module):
         self.weight = nn.Parameter(torch.randn(a, b) / math.sqrt(a))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., a] to [..., b]."""
         return x @ self.weight
 
 
 class MyModule(nn.Module):
-    """The block that is wrapped: a linear layer from ``a`` to ``b``, then ReLU."""
+    """The block that is wrapped: a linear layer [..., a] to [..., b], then ReLU."""
 
     def __init__(self, a: int, b: int):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(a, b), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., a] to [..., b]."""
         return self.net(x)
 
 
 class ToyModel(FloatInputModel):
-    """Linear layers with ReLU between: inputs, hidden, hidden, two blocks down to narrow, a tail of
-    blocks, outputs.
+    """Linear layers with ReLU between, [N, inputs] to [N, outputs], ``tail`` narrow blocks last.
 
-    At the default sizes it has 217 million parameters, 869 MB in fp32; three layers hold 97 % of
-    them.
-
-    Args:
-        hidden: width of the wide part.
-        narrow: width of the tail.
-        inputs: width of a sample.
-        outputs: width of the result.
-        tail: the number of blocks from ``narrow`` to ``narrow``.
-        batch: samples in a step.
+    By default it has 217 million parameters, 869 MB in fp32, 97 % of them in three layers.
     """
 
     block_types = ("MyModule",)
@@ -80,7 +65,3 @@ class ToyModel(FloatInputModel):
             *[MyModule(narrow, narrow) for _ in range(tail)],
             nn.Linear(narrow, outputs),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, inputs] to [N, outputs]."""
-        return self.net(x)

@@ -1,35 +1,27 @@
-"""An encoder and decoder whose output layer shares its weight with the embedding: hard to split
-into units.
+"""An encoder and decoder whose output layer shares its weight with the embedding.
 
-Shapes: N samples, S source tokens, T target tokens, D model width, V vocabulary.
+The shared weight makes it hard to split into units. Shapes: N samples, S source tokens, T target
+tokens, D model width, V vocabulary.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from labkit.models.protocol import LabModel, random_tokens, upcast_to_float32
+from labkit.models.protocol import LabModel, random_tokens, token_loss
 
 BATCH, SOURCE_TOKENS, TARGET_TOKENS = 2, 6, 4
 
 
 class TransformerWithSharedParams(LabModel):
-    """``nn.Transformer`` between one embedding, for source and target alike, and an output layer
-    tied to it.
+    """``nn.Transformer`` between one embedding, for both sides, and an output layer tied to it.
 
     Two buffers, one of floats and one of integers, are added to the source, because wrappers treat
-    buffers apart. Batch normalisation has buffers that every rank changes in its own way.
-    Dropout draws from the global RNG.
+    buffers apart. ``d_model`` is a multiple of 8, the number of heads; encoder and decoder have
+    ``layers`` each. Dropout draws from the global RNG.
 
-    Args:
-        vocab: V.
-        d_model: D; a multiple of 8, the number of heads.
-        layers: of the encoder, and as many of the decoder.
-        feedforward: width inside a layer's perceptron.
-        dropout: rate.
-        add_bn: normalise the target's embedding with nn.BatchNorm1d, which here takes the N samples
-            for its channels: each is normalised over its tokens and their features, and has a
-            weight, a bias and running statistics.
+    ``add_bn`` normalises the target's embedding with nn.BatchNorm1d, which here takes the N samples
+    for its channels: each is normalised over its tokens and their features, and has a weight, a
+    bias and running statistics, which every rank changes in its own way.
     """
 
     block_types = ("TransformerEncoderLayer", "TransformerDecoderLayer")
@@ -65,7 +57,7 @@ class TransformerWithSharedParams(LabModel):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Token ids [N, S] and [N, T] to logits [N, T, V]."""
         source = self.embed_tokens(source)
-        # in the embedding's type: under mixed precision the buffers keep theirs
+        # In the embedding's type, because under mixed precision the buffers keep theirs.
         source = source + self.vocab_bias.to(source.dtype) + self.long_buffer.to(source.dtype)
         target = self.embed_tokens(target)
         if self.norm is not None:
@@ -76,14 +68,9 @@ class TransformerWithSharedParams(LabModel):
         return self.output_proj(self.transformer(source, target))
 
     def get_input(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
-        """Source [2, 6] and target [2, 4], token ids."""
-        tokens = random_tokens(
-            BATCH, SOURCE_TOKENS + TARGET_TOKENS, below=self.vocab, device=device, seed=seed
-        )
+        shape = BATCH, SOURCE_TOKENS + TARGET_TOKENS
+        tokens = random_tokens(*shape, below=self.vocab, device=device, seed=seed)
         return tokens[:, :SOURCE_TOKENS], tokens[:, SOURCE_TOKENS:]
 
     def get_loss(self, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Mean cross-entropy of the logits with the target's own tokens."""
-        return functional.cross_entropy(
-            upcast_to_float32(output).flatten(0, 1), inputs[1].flatten()
-        )
+        return token_loss(output, inputs[1])

@@ -38,7 +38,6 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 from labkit.models.chain import LinearChain
-from labkit.models.decoder import DecoderModel
 from labkit.models.mlp import MULTIPLIERS, MLPStack
 
 SEQUENCE_LAYOUT = Shard(1)
@@ -87,28 +86,6 @@ def apply_tensor_parallel(
         parallelize_module(model, line, enter)
         parallelize_module(model, line, leave)
     return model
-
-
-def apply_decoder_tensor_parallel(
-    model: DecoderModel, mesh: DeviceMesh, *, sequence_parallel: bool
-) -> None:
-    """Share a decoder's matrices over the axis ``tp``, in place, embedding and output included.
-
-    Ranks of one ``tp`` line take the same tokens. The logits stay a DTensor that is cut over the
-    vocabulary: compute the loss and its backward pass in torch's ``loss_parallel()``, which sends
-    three elements per token. Apply checkpointing, compiling and FSDP over ``data`` afterwards.
-
-    Args:
-        model: equal on all ranks, on this rank's device.
-        mesh: with axes named ``data`` and ``tp``.
-        sequence_parallel: cut the sequence, dim 1, evenly between the pairs and in the norms.
-
-    Raises:
-        ValueError: the mesh lacks an axis; the ranks of ``tp`` cannot share the heads, an inner
-            width or the vocabulary.
-    """
-    _check_widths(mesh, ("tp",), model.kv_heads, model.feedforward, model.vocab)
-    parallelize_module(model, mesh["tp"], decoder_plan(sequence_parallel))
 
 
 def apply_plain_tensor_parallel(model: LinearChain, mesh: DeviceMesh) -> PlainParameters:
@@ -175,33 +152,6 @@ def mlp_stack_plan(model: MLPStack, sequence_parallel: bool) -> dict[str, Parall
     plan: dict[str, ParallelStyle] = {"layers.*.in_proj": columns, "layers.*.out_proj": rows}
     if sequence_parallel and model.norm is not None:
         plan["norm"] = SequenceParallel(sequence_dim=1)
-    return plan
-
-
-def decoder_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Plan the pairs of a decoder: query, key, value and output; gate, up and down."""
-    between = SEQUENCE_LAYOUT if sequence_parallel else Replicate()
-    whole, columns, rows = Replicate(), ColwiseParallel(), RowwiseParallel(output_layouts=between)
-    # The layers that begin a pair share one input, which the module around them prepares.
-    taken = {name: columns for name in ("attention.query", "attention.key", "attention.value")}
-    taken |= {name: columns for name in ("feedforward.gate", "feedforward.up")}
-    block: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(
-            input_layouts=(between, None), desired_input_layouts=(whole, None)
-        ),
-        "feedforward": PrepareModuleInput(input_layouts=between, desired_input_layouts=whole),
-        **taken,
-        "attention.output": rows,
-        "feedforward.down": rows,
-    }
-    plan: dict[str, ParallelStyle] = {f"blocks.*.{name}": style for name, style in block.items()}
-    # Cut by its width, so that the embedding needs no sum.
-    plan["embedding"] = ColwiseParallel(output_layouts=between)
-    # Logits [N, S, V / ranks] stay a DTensor, as loss_parallel() needs them.
-    plan["output"] = ColwiseParallel(input_layouts=between, use_local_output=False)
-    if sequence_parallel:
-        norms = ("norm", "blocks.*.attention_norm", "blocks.*.feedforward_norm")
-        plan |= {name: SequenceParallel(sequence_dim=1) for name in norms}
     return plan
 
 

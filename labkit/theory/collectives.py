@@ -12,6 +12,7 @@ first and the number of ranks, assuming a ring.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import mul
 
 
 def all_reduce_bytes(elements: int, element_bytes: int = 4) -> int:
@@ -41,27 +42,12 @@ def collective_wire_bytes(collective: str, handed_bytes: float, ranks: int) -> f
     A ring of n ranks sends (n - 1) / n of a tensor for a reduce-scatter and as much for an
     all-gather. An all-reduce is both, and no algorithm sends less. Source: Patarasuk and Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-
-    Args:
-        collective: a key of ``WIRE_FRACTIONS``.
-        handed_bytes: size of the tensor that this rank hands to the call.
-        ranks: size of the group.
-
-    Raises:
-        ValueError: the collective is unknown, or the group is empty.
     """
     if collective not in WIRE_FRACTIONS or ranks < 1:
-        raise ValueError(
-            f"{collective} of {ranks} ranks: take 1 rank or more, "
-            f"and one of {', '.join(WIRE_FRACTIONS)}"
-        )
-    part, of = WIRE_FRACTIONS[collective](ranks)
-    return handed_bytes * part / of
-
-
-def message_s(payload_bytes: float, *, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Return the seconds that one message takes: its latency plus its bytes times beta."""
-    return alpha_s + payload_bytes * beta_s_per_byte
+        known = ", ".join(WIRE_FRACTIONS)
+        raise ValueError(f"{collective} of {ranks} ranks: take 1 rank or more, and one of {known}")
+    numerator, denominator = WIRE_FRACTIONS[collective](ranks)
+    return handed_bytes * numerator / denominator
 
 
 @dataclass(frozen=True)
@@ -73,9 +59,7 @@ class AlphaBeta:
 
     def seconds(self, total_bytes: float, messages: int = 1) -> float:
         """Return the time to send ``total_bytes`` in equal messages, one after another."""
-        return messages * message_s(
-            total_bytes / messages, alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte
-        )
+        return messages * (self.alpha_s + total_bytes / messages * self.beta_s_per_byte)
 
     @property
     def break_even_bytes(self) -> float:
@@ -84,34 +68,23 @@ class AlphaBeta:
 
 
 def fit_alpha_beta(times_s: Mapping[int, float]) -> AlphaBeta:
-    """Fit alpha and beta to measured times by least squares, keeping both non-negative.
-
-    Args:
-        times_s: median seconds by message size in bytes. A mean would let one disturbed round
-            bend the line.
-
-    Raises:
-        ValueError: there are fewer than two sizes, or a size or time is not positive.
-    """
+    """Fit alpha and beta by least squares to median seconds by message size, neither negative."""
     if len(times_s) < 2:
         raise ValueError(f"{len(times_s)} sizes cannot tell latency from bytes: measure at least 2")
     for size, time_s in times_s.items():
         if size <= 0 or time_s <= 0:
             raise ValueError(f"{size} bytes in {time_s} s: a size and a time must be positive")
-    # Minimise the sum of (alpha u + beta v - 1)^2, with u = 1 / time and v = size / time. The
-    # error is relative because the absolute error of the largest message would decide alone.
-    u = [1 / time_s for time_s in times_s.values()]
-    v = [size / time_s for size, time_s in times_s.items()]
-    uu, uv, vv = _dot_product(u, u), _dot_product(u, v), _dot_product(v, v)
-    determinant = uu * vv - uv * uv
-    alpha_s = (sum(u) * vv - sum(v) * uv) / determinant
-    beta = (sum(v) * uu - sum(u) * uv) / determinant
+    # Minimise the sum of (alpha / time + beta size / time - 1)^2. The error is relative because the
+    # absolute error of the largest message would decide alone.
+    per_alpha = [1 / time_s for time_s in times_s.values()]
+    per_beta = [size / time_s for size, time_s in times_s.items()]
+    aa = sum(map(mul, per_alpha, per_alpha))
+    ab = sum(map(mul, per_alpha, per_beta))
+    bb = sum(map(mul, per_beta, per_beta))
+    determinant = aa * bb - ab * ab
+    alpha_s = (sum(per_alpha) * bb - sum(per_beta) * ab) / determinant
+    beta = (sum(per_beta) * aa - sum(per_alpha) * ab) / determinant
+    # The best fit that is not negative has the other number alone.
     if alpha_s < 0:
-        return AlphaBeta(0.0, sum(v) / vv)
-    if beta < 0:
-        return AlphaBeta(sum(u) / uu, 0.0)
-    return AlphaBeta(alpha_s, beta)
-
-
-def _dot_product(left: list[float], right: list[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+        return AlphaBeta(0.0, sum(per_beta) / bb)
+    return AlphaBeta(alpha_s, beta) if beta >= 0 else AlphaBeta(sum(per_alpha) / aa, 0.0)

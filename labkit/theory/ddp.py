@@ -7,13 +7,10 @@ once it has reached its size, so it may exceed that size by one gradient. The fi
     dim 2000, 25 MiB   fc4.weight | fc4.bias fc3.weight fc3.bias fc2.weight | fc2.bias …
     MB                 16.0         32.0                                      16.0
 
-DDP's own reducer and the compiler differ in three ways:
-
-- In its first backward pass DDP sends everything in one bucket; later it follows the order of that
-  pass.
-- DDP's first bucket closes at 1 MiB only if the bucket size is left at 25 MiB. The compiler's
-  always does.
-- The compiler computes the gradient of a layer's weight before the bias; autograd does the reverse.
+DDP's own reducer and the compiler differ in three ways. DDP's first backward pass sends everything
+in one bucket; later ones follow its order. DDP's first bucket closes at 1 MiB only if the bucket
+size is left at 25 MiB; the compiler's always does. The compiler computes the gradient of a layer's
+weight before that of its bias; autograd does the reverse.
 
 Sources: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp,
 ``_bucket_size_fusion`` in torch/_inductor/fx_passes/ddp_fusion.py.
@@ -41,21 +38,18 @@ def bucket_plan(
     bucket_mb: float = DEFAULT_BUCKET_MB,
     first_mb: float = FIRST_BUCKET_MB,
 ) -> list[list[int]]:
-    """Return the indices of the gradients in each bucket.
+    """Return the indices of the gradients in each bucket, in the order in which they become ready.
 
-    Args:
-        sizes_bytes: uncompressed gradients, in the order in which they become ready.
-        bucket_mb: a bucket closes once it holds this many MiB.
-        first_mb: the same limit for the first bucket.
+    The first bucket closes once it holds ``first_mb`` MiB, the others at ``bucket_mb``.
     """
     plan: list[list[int]] = []
     held, limit = 0.0, 0.0
-    for place, size in enumerate(sizes_bytes):
+    for index, size in enumerate(sizes_bytes):
         if held >= limit:
             limit = MIB * (bucket_mb if plan else first_mb)
             held = 0
             plan.append([])
-        plan[-1].append(place)
+        plan[-1].append(index)
         held += size
     return plan
 
@@ -78,25 +72,19 @@ def chain_buckets(
 ) -> list[dict[str, int]]:
     """Return LinearChain's buckets in the order sent: bytes handed to the call, by gradient.
 
-    DDP's buckets are those from its second backward pass on.
-
-    Args:
-        dim: width of the layers.
-        bucket_mb: a bucket closes once it holds this many MiB.
-        way: how the model is compiled.
-        layers: number of layers.
-        fuse: False if the compiler sends each gradient alone.
-        compressed: send 16 bits per element. The compiler fuses no compressed gradients.
+    Without ``fuse`` the compiler sends each gradient alone; ``compressed`` sends 16 bits a number.
     """
     ready = chain_gradients(dim, way, layers)
+    # The compiler fuses no compressed gradients.
     if way != "eager" and (compressed or not fuse):
-        plan = [[place] for place in range(len(ready))]
+        plan = [[index] for index in range(len(ready))]
     else:
-        keeps_limit = way != "eager" or bucket_mb == DEFAULT_BUCKET_MB
-        first_mb = FIRST_BUCKET_MB if keeps_limit else bucket_mb
+        # DDP's buckets are those from its second backward pass on.
+        starts_early = way != "eager" or bucket_mb == DEFAULT_BUCKET_MB
+        first_mb = FIRST_BUCKET_MB if starts_early else bucket_mb
         plan = bucket_plan([size for _, size in ready], bucket_mb, first_mb)
     shrink = 2 if compressed else 1
-    return [{ready[place][0]: ready[place][1] // shrink for place in bucket} for bucket in plan]
+    return [{ready[index][0]: ready[index][1] // shrink for index in bucket} for bucket in plan]
 
 
 def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
@@ -105,10 +93,10 @@ def arrivals(ready_s: Sequence[float], takes_s: Sequence[float]) -> list[float]:
     Buckets are sent in order, one at a time, and none before it is ready. One late gradient
     therefore delays its own bucket and all buckets after it.
     """
-    found: list[float] = []
+    arrived_s: list[float] = []
     for ready, takes in zip(ready_s, takes_s, strict=True):
-        found.append(max([ready, *found[-1:]]) + takes)
-    return found
+        arrived_s.append(max([ready, *arrived_s[-1:]]) + takes)
+    return arrived_s
 
 
 def bucket_ready_times(
@@ -129,7 +117,7 @@ def bucket_transfer_times(
     which delays all later buckets.
     """
     if not hidden:
-        ready_s = [ready + sum(takes_s[:place]) for place, ready in enumerate(ready_s)]
+        ready_s = [ready + sum(takes_s[:index]) for index, ready in enumerate(ready_s)]
     arrived_s = arrivals(ready_s, takes_s)
     return [(arrived - takes, arrived) for arrived, takes in zip(arrived_s, takes_s, strict=True)]
 
@@ -152,13 +140,7 @@ def backward_transfer_times(
 ) -> list[tuple[float, float]]:
     """Return the start and end of each of DDP's all-reduces for a LinearChain, in seconds.
 
-    Args:
-        dim: width of the layers.
-        layers: number of layers.
-        bucket_mb: a bucket is sent once it holds this many MiB.
-        backward_s: seconds that the backward pass takes without communication.
-        network: alpha of an all-reduce, beta of a byte handed to it.
-        hidden: whether transfers overlap with the backward pass.
+    The backward pass alone takes ``backward_s``; beta of ``network`` is per byte handed over.
     """
     buckets = chain_buckets(dim, bucket_mb, layers=layers)
     takes_s = [network.seconds(sum(bucket.values())) for bucket in buckets]
@@ -167,12 +149,10 @@ def backward_transfer_times(
 
 
 def fit_from_message_counts(rounds_s: Mapping[int, Sequence[float]], total_bytes: int) -> AlphaBeta:
-    """Fit alpha and beta to the seconds of several rounds, by number of messages.
-
-    Every round sends ``total_bytes``, so the extra time of the most messages over the fewest is
-    latency. Medians are compared.
-    """
+    """Fit alpha and beta to the seconds of rounds that send ``total_bytes``, by message count."""
     few, many = min(rounds_s), max(rounds_s)
+    # A mean would let one disturbed round decide.
     few_s, many_s = (statistics.median(rounds_s[count]) for count in (few, many))
+    # The bytes are the same, so the extra time of the most messages is latency.
     alpha_s = (many_s - few_s) / (many - few)
     return AlphaBeta(alpha_s, (few_s - few * alpha_s) / total_bytes)

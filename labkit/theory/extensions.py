@@ -10,39 +10,35 @@ in a row.
 import math
 from collections.abc import Sequence
 
+from labkit.theory.sizes import shard_elements
+
+# Bytes per element that a rank hands to the all-gather.
 EXTENSION_BYTES = {"fp32": 4, "bf16": 2, "float8": 1, "int8": 1, "two_tensor": 8}
-"""Bytes per element that a rank hands to the all-gather."""
 ELEMENT_BYTES = EXTENSION_BYTES | {"int4": 0.5}
 SCALE_BYTES = 4
+# Which elements share a scale by default.
 SCALE_GRANULARITY = {"float8": "shard", "int8": "row", "int4": "row"}
-"""Which elements share a scale by default."""
 GROUP_SIZE = 32
-"""Elements that share a scale in a group."""
+# Largest relative difference between an extension's final loss and that of fp32.
 LOSS_LIMITS = {"fp32": 0.0, "bf16": 0.02, "float8": 0.10, "int8": 0.10}
-"""Largest relative difference between an extension's final loss and that of fp32."""
+# The final loss is the mean over this many steps, because a single batch is noisy.
 FINAL_STEPS = 10
-"""The final loss is the mean over this many steps, because a single batch is noisy."""
 
 
 def gather_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = "") -> int:
-    """Return the bytes that one rank hands to one all-gather of a float32 parameter.
-
-    Raises:
-        ValueError: the extension is unknown, or ``scales`` is given for one without scales.
-    """
+    """Return the bytes that one rank hands to one all-gather of a float32 parameter."""
     if extension not in ELEMENT_BYTES:
         raise ValueError(f"extension {extension!r} is none of {', '.join(ELEMENT_BYTES)}")
-    numbers = -(-shape[0] // ranks) * math.prod(shape[1:])
-    return int(numbers * ELEMENT_BYTES[extension]) + scale_bytes(shape, ranks, extension, scales)
+    elements = shard_elements(shape, ranks)
+    return int(elements * ELEMENT_BYTES[extension]) + scale_bytes(shape, ranks, extension, scales)
 
 
 def scale_bytes(shape: Sequence[int], ranks: int, extension: str, scales: str = "") -> int:
     """Return the bytes of the scales that are a part of ``gather_bytes``."""
     if scales and extension not in SCALE_GRANULARITY:
-        raise ValueError(
-            f"extension {extension} has no scales to share in a {scales}: "
-            f"take {' or '.join(SCALE_GRANULARITY)}"
-        )
+        known = " or ".join(SCALE_GRANULARITY)
+        rule = f"extension {extension} has no scales to share in a {scales}"
+        raise ValueError(f"{rule}: take {known}")
     rows = -(-shape[0] // ranks)
     groups = rows * -(-math.prod(shape[1:]) // GROUP_SIZE)
     counts = {"": 0, "shard": 1, "row": rows, "group": groups}
@@ -57,11 +53,8 @@ def step_gather_bytes(
     reshard: bool = True,
     scales: str = "",
 ) -> int:
-    """Return the bytes that one rank hands to the all-gathers of a training step.
-
-    The shapes are those of parameters outside the root unit. With ``reshard`` they are freed after
-    the forward pass and gathered again in the backward pass.
-    """
+    """Return the bytes that one rank hands to the all-gathers of a step, outside the root unit."""
+    # Parameters that are freed after the forward pass are gathered again in the backward pass.
     return (1 + reshard) * sum(gather_bytes(shape, ranks, extension, scales) for shape in shapes)
 
 
@@ -75,19 +68,14 @@ def held_bytes(
     """
     gathered = ranks * gather_bytes(shape, ranks, extension, scales)
     own = {"fp32": 4, "bf16": 2, "two_tensor": 4}.get(extension) == compute_bytes
-    halves = 2 if extension == "two_tensor" else 1
-    decoded = halves * ranks * -(-shape[0] // ranks) * math.prod(shape[1:]) * compute_bytes
+    copies = 2 if extension == "two_tensor" else 1
+    decoded = copies * ranks * shard_elements(shape, ranks) * compute_bytes
     return gathered if own else gathered + decoded
 
 
 def pays_below(bytes_saved: float, coding_s: float, ranks: int) -> float:
-    """Return the bandwidth in bytes/s below which a smaller all-gather saves time.
-
-    Args:
-        bytes_saved: of the whole parameters; each rank of a ring sends (ranks - 1) / ranks of them.
-        coding_s: seconds to encode a rank's rows and to decode all. Nothing hides this time.
-        ranks: size of the group.
-    """
+    """Return the bandwidth in bytes/s below which a smaller all-gather saves time."""
+    # Each rank of a ring sends (ranks - 1) / ranks of what is saved. Nothing hides the coding.
     return bytes_saved * (ranks - 1) / ranks / coding_s
 
 

@@ -10,14 +10,9 @@ CONNECTION_LOST_TEXT = "Connection closed by peer"
 
 
 def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
-    """Return the rank that failed first by itself.
+    """Return the rank that failed first by itself, from the end of each rank.
 
-    Args:
-        ends: for each rank its ``rank``; its exit ``status``, negative for a signal; the ``time``
-            at which it ended, in seconds; its ``error`` as text, "" for none.
-
-    Raises:
-        ValueError: no rank failed by itself.
+    An end has ``rank``, exit ``status``, ``time`` in seconds, and ``error`` as text, "" for none.
     """
     own = []
     for end in ends:
@@ -33,30 +28,24 @@ def first_failed_rank(ends: Sequence[Mapping[str, Any]]) -> int:
 
 
 def first_diverging_call(logs: Sequence[Sequence[Any]]) -> tuple[int, list[int]] | None:
-    """Return the first index at which the ranks' calls differ, and the ranks in the minority.
-
-    Args:
-        logs: each rank's calls, in order. A rank whose log is shorter made no call there.
-
-    Returns:
-        None if all logs are equal.
-    """
-    for place, calls in enumerate(zip_longest(*logs)):
+    """Return the first index at which the ranks' calls differ, with the minority; None if equal."""
+    for index, calls in enumerate(zip_longest(*logs)):
         votes = Counter(calls)
         if len(votes) > 1:
             usual = votes.most_common(1)[0][0]
-            return place, [rank for rank, each in enumerate(calls) if each != usual]
+            return index, [rank for rank, each in enumerate(calls) if each != usual]
     return None
 
 
 def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
     """Return the indices of samples for each rank, so that the ranks have similar amounts of work.
 
-    Each sample, longest first, goes to the rank with the least work so far. The largest share is
-    at most 4/3 of the optimum. Source: Graham, "Bounds on multiprocessing timing anomalies", 1969.
+    The largest share is at most 4/3 of the optimum. Source: Graham, "Bounds on multiprocessing
+    timing anomalies", 1969.
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     work = [0.0] * ranks
+    # Each sample, longest first, goes to the rank with the least work so far.
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         least = work.index(min(work))
         dealt[least].append(index)
@@ -67,10 +56,7 @@ def balance_samples(lengths: Sequence[float], ranks: int) -> list[list[int]]:
 def break_even_slowdown(
     hours_between: float, hours_lost: float, hours_lost_with_aid: float
 ) -> float:
-    """Return the relative slowdown up to which a debugging tool pays for itself.
-
-    The tool shortens the search after each failure; failures are ``hours_between`` apart.
-    """
+    """Return the relative slowdown up to which a tool that shortens searches pays for itself."""
     return (hours_lost - hours_lost_with_aid) / hours_between
 
 

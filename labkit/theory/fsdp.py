@@ -10,51 +10,46 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle, islice, pairwise
 
 from labkit.theory.collectives import collective_wire_bytes as collective_wire_bytes
 from labkit.theory.ddp import DEFAULT_BUCKET_MB, bucket_plan
+from labkit.theory.sizes import shard_elements as shard_elements
 
 FLOAT_BYTES = 4
 
 
 def zero_bytes(parameters: int, ranks: int, stage: int) -> dict[str, float]:
-    """Return the bytes of ``parameter``, ``gradient`` and ``optimizer`` on a rank between steps.
-
-    Stage 0 is DDP, which shards nothing. Stage 1 shards the optimizer state, stage 2 gradients too,
-    and stage 3, FSDP, parameters too. The parameters are assumed to divide evenly.
-    """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
+    """Return the bytes of ``parameter``, ``gradient`` and ``optimizer`` on a rank between steps."""
+    _check_stage(stage)
     whole, share = FLOAT_BYTES * parameters, FLOAT_BYTES * parameters / ranks
+    # The optimizer state is sharded from stage 1 on, gradients from 2, parameters from 3.
     optimizer, gradient, parameter = (share if stage >= first else whole for first in (1, 2, 3))
     return {"parameter": parameter, "gradient": gradient, "optimizer": 2 * optimizer}
 
 
-def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
-    """Return the bytes that a rank of a ring sends in one training step, by collective.
+def _check_stage(stage: int) -> None:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
 
-    Each all-gather or reduce-scatter sends (ranks - 1) / ranks of the parameters' bytes. FSDP makes
-    two all-gathers, or one without resharding, and a reduce-scatter. DDP's all-reduce is one of
-    each, so ``all_gathers=1`` is DDP, too. Source: Rajbhandari et al., 2020, section 7.1.
+
+def wire_bytes(parameter_bytes: float, ranks: int, *, all_gathers: int = 2) -> dict[str, float]:
+    """Return the bytes that a rank of a ring sends in one step, by collective; DDP gathers once.
+
+    Source: Rajbhandari et al., 2020, section 7.1.
     """
+    # FSDP makes two all-gathers, or one without resharding, and a reduce-scatter. DDP's all-reduce
+    # is one of each.
     one_pass = (ranks - 1) / ranks * parameter_bytes
     return {"all_gather": all_gathers * one_pass, "reduce_scatter": one_pass}
 
 
 def small_fsdp_peak_bytes(units: Sequence[int], ranks: int) -> float:
-    """Return the peak bytes of a rank in a step of ``parallel.small_fsdp``, without activations.
-
-    A rank keeps its shards of the parameters and of Adam's two states. During the backward pass of
-    a unit it also holds that unit's flat gradient, gloo's working copy of it, and its shards of the
-    gradients from this unit on.
-
-    Args:
-        units: float32 bytes of each unit's parameters, in the order of the forward pass. The ranks
-            divide them.
-        ranks: number of ranks that share the parameters.
-    """
+    """Return the peak bytes of a step of ``small_fsdp``, without activations, from units' bytes."""
+    # The shards of the parameters and of Adam's two states.
     kept = 3 * sum(units) / ranks
+    # In its backward pass a unit has a flat gradient and gloo's copy of it, beside the shards of
+    # the gradients from this unit on.
     return kept + max(2 * size + sum(units[index:]) / ranks for index, size in enumerate(units))
 
 
@@ -63,35 +58,23 @@ def tokens_to_hide(
 ) -> float:
     """Return the tokens per rank and step from which FSDP's arithmetic hides its communication.
 
-    Training takes about 6 operations per parameter and token, 2 forward and 4 backward, and three
-    passes over the parameters, so the number of parameters cancels. Source of the 6: Kaplan et al.,
-    "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
+    Source: Kaplan et al., "Scaling laws for neural language models", 2020 (arXiv:2001.08361).
     """
+    # Training takes about 6 operations per parameter and token, 2 forward and 4 backward, and three
+    # passes over the parameters, so the number of parameters cancels.
     seconds_per_parameter = 3 * number_bytes * (ranks - 1) / ranks / wire_bytes_per_s
     return seconds_per_parameter * flops_per_s / 6
 
 
-def shard_elements(shape: Sequence[int], ranks: int) -> int:
-    """Return the elements of the largest shard of a parameter: ceil(rows / ranks) rows."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
-
-
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer with bias.
-
-    Attributes:
-        inputs: features in.
-        outputs: features out.
-        unit: name of its FSDP unit.
-        block: name of the block that checkpointing would recompute, or "".
-        relu: whether a ReLU follows.
-    """
+    """A linear layer with bias, from ``inputs`` to ``outputs`` features, in an FSDP unit."""
 
     inputs: int
     outputs: int
     unit: str
     block: str = ""
+    """Block that checkpointing would recompute, if any."""
     relu: bool = True
 
     @property
@@ -99,21 +82,15 @@ class LinearLayer:
         """Shapes of weight and bias."""
         return (self.outputs, self.inputs), (self.outputs,)
 
+    @property
+    def elements(self) -> int:
+        """Elements of weight and bias."""
+        return sum(map(math.prod, self.shapes))
 
-def toy_layers(
-    wrap: str,
-    hidden: int,
-    narrow: int,
-    inputs: int = 10,
-    outputs: int = 5,
-    tail: int = 7,
-    skip: Sequence[int] = (),
-) -> list[LinearLayer]:
-    """Return the layers of labkit.models.toy.ToyModel in the units of ``--wrap``.
 
-    Blocks listed in ``skip`` stay in the root unit.
-    """
-    widths = [inputs, hidden, hidden, hidden, narrow] + [narrow] * tail + [outputs]
+def toy_layers(wrap: str, hidden: int, narrow: int, skip: Sequence[int] = ()) -> list[LinearLayer]:
+    """Return the layers of models.toy.ToyModel by ``wrap``; blocks of ``skip`` stay in the root."""
+    widths = [10, *[hidden] * 3, *[narrow] * 8, 5]
     last = len(widths) - 2
     layers = []
     for index, (a, b) in enumerate(pairwise(widths)):
@@ -125,10 +102,9 @@ def toy_layers(
 
 
 def mlp_stack_layers(wrap: str, dim: int, blocks: int = 3) -> list[LinearLayer]:
-    """Return the layers of labkit.models.mlp.MLPStack, two per MLP, in the units of ``--wrap``."""
+    """Return the layers of labkit.models.mlp.MLPStack, two per MLP, in the units of ``wrap``."""
     layers = []
-    # cycle() is endless, so zip cannot be strict.
-    for index, times in zip(range(blocks), cycle((3, 4, 3))):
+    for index, times in enumerate(islice(cycle((3, 4, 3)), blocks)):
         block = f"block {index}"
         for part, (a, b) in enumerate(((dim, times * dim), (times * dim, dim))):
             unit = {"block": block, "layer": f"layer {2 * index + part}"}.get(wrap, "root")
@@ -148,17 +124,11 @@ def unit_bytes(layers: Sequence[LinearLayer], ranks: int) -> dict[str, tuple[int
 def step_collectives(
     layers: Sequence[LinearLayer], ranks: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """Return the collectives of a training step and the bytes that a rank hands to them.
-
-    FSDP gathers every unit for the forward pass and reduce-scatters its gradients once. A unit that
-    was resharded is gathered again for the backward pass. The root is not resharded, because its
-    backward pass comes next.
-
-    Returns:
-        Values by the names of ``result.value``.
-    """
+    """Return the collectives of a step and the bytes handed over, by ``result.value`` name."""
     units = unit_bytes(layers, ranks)
     gathered = list(units.values())
+    # A unit that was resharded is gathered again for the backward pass. The root's comes next, so
+    # it is not resharded.
     if reshard_after_forward:
         gathered += [sizes for unit, sizes in units.items() if unit != "root"]
     return {
@@ -178,13 +148,12 @@ def stage_collectives(
     that updates its parameter, then gathers the updated parameters; only its bytes are given, as in
     Rajbhandari et al., 2020, section 7.1. Stages 2 and 3 gather ``number_bytes`` per element.
     """
-    whole = sum(FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes)
+    sizes = [FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes]
     if stage == 0:
-        sizes = [FLOAT_BYTES * math.prod(shape) for layer in layers for shape in layer.shapes]
         buckets = bucket_plan(sizes[::-1], first_mb=DEFAULT_BUCKET_MB)
-        return {"all_reduce_count": len(buckets), "all_reduce_bytes": whole}
+        return {"all_reduce_count": len(buckets), "all_reduce_bytes": sum(sizes)}
     if stage == 1:
-        return {"all_gather_bytes": whole // ranks, "reduce_scatter_bytes": whole}
+        return {"all_gather_bytes": sum(sizes) // ranks, "reduce_scatter_bytes": sum(sizes)}
     sent = step_collectives(layers, ranks, reshard_after_forward=stage == 3)
     return sent | {"all_gather_bytes": sent["all_gather_bytes"] * number_bytes // FLOAT_BYTES}
 
@@ -204,12 +173,9 @@ def stage_wire_bytes(handed: Mapping[str, float], ranks: int) -> dict[str, float
 def hybrid_collectives(
     layers: Sequence[LinearLayer], group: int, *, reshard_after_forward: bool = True
 ) -> dict[str, int]:
-    """Return the collectives of a hybrid-sharded step and the bytes handed over, by axis.
-
-    Each group of ranks does on the ``data`` axis what ``step_collectives`` gives. Each rank then
-    all-reduces the gradient of its shard of every unit over the groups, the ``replicate`` axis.
-    """
+    """Return the collectives of a hybrid-sharded step and the bytes handed over, by axis."""
     inside = step_collectives(layers, group, reshard_after_forward=reshard_after_forward)
+    # Each rank all-reduces the gradient of its shard of every unit over the groups.
     shards = [shard for shard, _ in unit_bytes(layers, group).values()]
     return {f"data/{name}": value for name, value in inside.items()} | {
         "replicate/all_reduce_count": len(shards),
@@ -220,11 +186,9 @@ def hybrid_collectives(
 def resident_bytes(
     layers: Sequence[LinearLayer], ranks: int, *, frozen: Collection[str] = ()
 ) -> dict[str, int]:
-    """Return the bytes that the fullest rank holds after a step, by the names of ``result.value``.
-
-    The units in ``frozen`` are not trained, so they have neither gradients nor optimizer state.
-    """
+    """Return the bytes that the fullest rank holds after a step, by ``result.value`` name."""
     units = unit_bytes(layers, ranks)
+    # Frozen units have neither gradients nor optimizer state.
     trained = sum(shard for unit, (shard, _) in units.items() if unit not in frozen)
     tensors = sum(len(layer.shapes) for layer in layers if layer.unit not in frozen)
     return {
@@ -236,15 +200,12 @@ def resident_bytes(
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """What a rank holds over the course of a training step.
-
-    Attributes:
-        moments: bytes by category after each event.
-        backward: index of the first moment of the backward pass.
-    """
+    """What a rank holds over the course of a training step."""
 
     moments: Sequence[Mapping[str, int]]
+    """Bytes by category after each event."""
     backward: int
+    """Index of the first moment of the backward pass."""
 
     @property
     def peak_index(self) -> int:
@@ -283,23 +244,18 @@ def step_ledger(
         checkpointing: blocks keep only their input, and recompute the rest in the backward pass.
         number_bytes: per element of gathered parameters, activations and their gradients: 4, or 2
             with bfloat16. Shards, reduced gradients and the loss stay float32.
-
-    Raises:
-        ValueError: the stage is unknown, or gathers nothing but ``number_bytes`` is not 4.
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage {stage} is not 0 (DDP), 1, 2 or 3 (FSDP)")
+    _check_stage(stage)
     if stage < 2 and number_bytes != FLOAT_BYTES:
         raise ValueError(
             f"stage {stage} gathers no parameters, so none are gathered in {number_bytes} bytes: "
             "take float32, or stage 2 or 3"
         )
-    kind = _StepMemory if stage >= 2 else _DDPStepMemory
-    walk = kind(layers, samples, ranks, stage, checkpointing, number_bytes)
-    walk.forward()
-    backward = len(walk.moments)
-    walk.backward()
-    return MemoryLedger(walk.moments, backward)
+    step = _StepMemory(layers, samples, ranks, stage, checkpointing, number_bytes)
+    step.forward()
+    backward = len(step.moments)
+    step.backward()
+    return MemoryLedger(step.moments, backward)
 
 
 def fsdp_step_peak(
@@ -310,24 +266,18 @@ def fsdp_step_peak(
     reshard_after_forward: bool = True,
     checkpointing: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes by category at the peak of an FSDP step, with their sum as ``total``.
-
-    The arguments are those of ``step_ledger``.
-    """
+    """Return the bytes at the peak of an FSDP step, as ``step_ledger(…).peak``."""
     stage = 3 if reshard_after_forward else 2
     return step_ledger(layers, samples, ranks, stage=stage, checkpointing=checkpointing).peak
 
 
 def ddp_step_peak(layers: Sequence[LinearLayer], samples: int) -> dict[str, int]:
-    """Return the bytes by category at the peak of a DDP step, with their sum as ``total``."""
+    """Return the bytes at the peak of a DDP step, as ``step_ledger(…).peak``."""
     return step_ledger(layers, samples, 1, stage=0).peak
 
 
 class _StepMemory:
     """Allocations of one training step, event by event, in the order of ``fully_shard``."""
-
-    gradient_category = "temp"
-    """Category of a parameter's unreduced gradient."""
 
     def __init__(
         self,
@@ -338,9 +288,11 @@ class _StepMemory:
         checkpointing: bool,
         number_bytes: int,
     ):
-        self.layers, self.samples, self.ranks = layers, samples, ranks
-        self.stage, self.checkpointing, self.number_bytes = stage, checkpointing, number_bytes
-        self.short = number_bytes != FLOAT_BYTES
+        self.layers, self.samples, self.number_bytes = layers, samples, number_bytes
+        self.stage, self.checkpointing = stage, checkpointing
+        # Stages 0 and 1 gather nothing, and reduce nothing before the end of the step.
+        self.sharded, self.short = stage >= 2, number_bytes != FLOAT_BYTES
+        self.gradient_category = "temp" if self.sharded else "gradient"
         self.units = unit_bytes(layers, ranks)
         self.moments: list[Mapping[str, int]] = []
         self.gathered: set[str] = set()
@@ -350,25 +302,20 @@ class _StepMemory:
         self.buffer = 0
         # Bytes of the last reduce-scatter's input, which is kept until the next one starts.
         self.reducing = 0
-        parameters, state = self.initial_bytes()
+        parameters = resident_bytes(layers, ranks if self.sharded else 1)["end_parameter_bytes"]
+        state = resident_bytes(layers, ranks if stage else 1)["end_optstate_bytes"]
         self.now = Counter(parameter=parameters)
-        self.allocate("optstate", state)
-        self.allocate("activation", FLOAT_BYTES * samples * layers[0].inputs)
+        self.change("optstate", state)
+        self.change("activation", FLOAT_BYTES * samples * layers[0].inputs)
         # The samples are float32, and mixed precision makes a copy of them.
         if self.short:
-            self.allocate("activation", self._activation_bytes(layers[0].inputs))
+            self.change("activation", self._activation_bytes(layers[0].inputs))
 
-    def initial_bytes(self) -> tuple[int, int]:
-        """Bytes of parameters and of optimizer state before the step."""
-        held = resident_bytes(self.layers, self.ranks)
-        return held["end_parameter_bytes"], held["end_optstate_bytes"]
-
-    def allocate(self, category: str, size: int) -> None:
-        self.now[category] += size
-        self.moments.append(dict(self.now))
-
-    def free(self, category: str, size: int) -> None:
-        self.allocate(category, -size)
+    def change(self, category: str, *sizes: int) -> None:
+        """Allocate bytes, or free negative ones, one after another."""
+        for size in sizes:
+            self.now[category] += size
+            self.moments.append(dict(self.now))
 
     def _activation_bytes(self, width: int) -> int:
         return self.number_bytes * self.samples * width
@@ -376,55 +323,43 @@ class _StepMemory:
     def _full_unit_bytes(self, unit: str) -> int:
         return self.units[unit][1] * self.number_bytes // FLOAT_BYTES
 
-    def forward(self) -> None:
-        if "root" in self.units:
-            self._gather_unit("root")
-        for index, layer in enumerate(self.layers):
-            self._gather_unit(layer.unit)
-            self._layer_forward(layer)
-            following = self.layers[index + 1] if index + 1 < len(self.layers) else None
-            ends_block = following is None or following.block != layer.block
-            if self.checkpointing and layer.block and ends_block:
-                for inner in self._inner_layers(layer.block):
-                    self.free("activation", self._activation_bytes(inner.outputs))
-            ends_unit = following is None or following.unit != layer.unit
-            if self.stage == 3 and layer.unit != "root" and ends_unit:
-                self._reshard_unit(layer.unit)
-        self.free("all_gather", self.buffer)
-        self._loss_forward(FLOAT_BYTES * self.samples * self.layers[-1].outputs)
-
-    def _loss_forward(self, size: int) -> None:
-        """Compute the mean square of output - 1 in float32, which keeps output - 1."""
-        if self.short:
-            self.allocate("temp", size)
-        self.allocate("activation", size)
-        if self.short:
-            self.free("temp", size)
-        self.allocate("temp", size)
-        self.free("temp", size)
-
-    def _loss_backward(self, size: int) -> None:
-        # Autograd holds the mean's gradient, output - 1, twice that, and their product at once.
-        self.allocate("temp", 4 * size)
-        self.free("temp", 3 * size)
-        self.free("activation", size)
-        if self.short:
-            self.allocate("temp", size * self.number_bytes // FLOAT_BYTES)
-            self.free("temp", size)
-
-    def _layer_forward(self, layer: LinearLayer, keep_as: str = "activation") -> None:
-        out = self._activation_bytes(layer.outputs)
-        self.allocate(keep_as, out)
-        # ReLU's backward pass needs its result and not its input, which is freed.
-        if layer.relu:
-            self.allocate(keep_as, out)
-            self.free(keep_as, out)
+    def _loss_bytes(self) -> int:
+        return FLOAT_BYTES * self.samples * self.layers[-1].outputs
 
     def _inner_layers(self, block: str) -> list[LinearLayer]:
         return [layer for layer in self.layers if layer.block == block][:-1]
 
+    def forward(self) -> None:
+        if "root" in self.units:
+            self._gather_unit("root")
+        for layer, following in pairwise([*self.layers, None]):
+            assert layer
+            self._gather_unit(layer.unit)
+            self._layer_forward(layer)
+            ends_block = not following or following.block != layer.block
+            if self.checkpointing and layer.block and ends_block:
+                for inner in self._inner_layers(layer.block):
+                    self.change("activation", -self._activation_bytes(inner.outputs))
+            ends_unit = not following or following.unit != layer.unit
+            if self.stage == 3 and layer.unit != "root" and ends_unit:
+                self._reshard_unit(layer.unit)
+        self.change("all_gather", -self.buffer)
+        # The mean square of output - 1 in float32 keeps output - 1.
+        size = self._loss_bytes()
+        if self.short:
+            self.change("temp", size)
+        self.change("activation", size)
+        if self.short:
+            self.change("temp", -size)
+        self.change("temp", size, -size)
+
     def backward(self) -> None:
-        self._loss_backward(FLOAT_BYTES * self.samples * self.layers[-1].outputs)
+        size = self._loss_bytes()
+        # Autograd holds the mean's gradient, output - 1, twice that, and their product at once.
+        self.change("temp", 4 * size, -3 * size)
+        self.change("activation", -size)
+        if self.short:
+            self.change("temp", size * self.number_bytes // FLOAT_BYTES, -size)
         recomputed: set[str] = set()
         for index, layer in reversed(list(enumerate(self.layers))):
             self._regather_unit(layer.unit, ahead=self._preceding_unit(index))
@@ -439,6 +374,29 @@ class _StepMemory:
                 self._reduce_gradients(layer.unit)
         if "root" in self.units:
             self._reduce_gradients("root")
+        if not self.sharded:
+            self.change("temp", self.now["gradient"])
+
+    def _layer_forward(self, layer: LinearLayer, keep_as: str = "activation") -> None:
+        out = self._activation_bytes(layer.outputs)
+        self.change(keep_as, out)
+        # ReLU's backward pass needs its result and not its input, which is freed.
+        if layer.relu:
+            self.change(keep_as, out, -out)
+
+    def _layer_backward(self, layer: LinearLayer, first: bool, kept_as: str) -> None:
+        out, before = self._activation_bytes(layer.outputs), self._activation_bytes(layer.inputs)
+        # The gradient before the ReLU is made while the one behind it still exists.
+        if layer.relu:
+            self.change("temp", out, -out)
+        self.change(kept_as, -out)
+        if not first:
+            self.change("temp", before)
+        self.change(self.gradient_category, self.number_bytes * layer.elements)
+        self.change("temp", -out)
+        # The samples belong to the caller, but their low-precision copy is freed.
+        if first and self.short:
+            self.change("activation", -before)
 
     def _preceding_unit(self, index: int) -> str:
         for layer in reversed(self.layers[:index]):
@@ -446,85 +404,43 @@ class _StepMemory:
                 return layer.unit
         return ""
 
-    def _layer_backward(self, layer: LinearLayer, first: bool, kept_as: str) -> None:
-        out, before = self._activation_bytes(layer.outputs), self._activation_bytes(layer.inputs)
-        # The gradient before the ReLU is made while the one behind it still exists.
-        if layer.relu:
-            self.allocate("temp", out)
-            self.free("temp", out)
-        self.free(kept_as, out)
-        if not first:
-            self.allocate("temp", before)
-        elements = sum(math.prod(shape) for shape in layer.shapes)
-        self.allocate(self.gradient_category, self.number_bytes * elements)
-        self.free("temp", out)
-        # The samples belong to the caller, but their low-precision copy is freed.
-        if first and self.short:
-            self.free("activation", before)
-
     def _gather_unit(self, unit: str) -> None:
-        if unit not in self.gathered:
-            self.allocate("all_gather", self._full_unit_bytes(unit))
+        if self.sharded and unit not in self.gathered:
+            self.change("all_gather", self._full_unit_bytes(unit))
             self._unshard_unit(unit)
-            self.free("all_gather", self.buffer)
+            self.change("all_gather", -self.buffer)
             self.buffer = self._full_unit_bytes(unit)
 
     def _regather_unit(self, unit: str, ahead: str) -> None:
         """Gather a unit for its backward pass, and prefetch the unit that follows."""
-        for needed in (unit, ahead):
+        for needed in (unit, ahead) if self.sharded else ():
             if needed and needed not in self.gathered | self.ahead:
-                self.allocate("all_gather", self._full_unit_bytes(needed))
+                self.change("all_gather", self._full_unit_bytes(needed))
                 self.ahead.add(needed)
             if needed == unit and unit not in self.gathered:
                 self._unshard_unit(unit)
-                self.free("all_gather", self._full_unit_bytes(unit))
+                self.change("all_gather", -self._full_unit_bytes(unit))
                 self.ahead.discard(unit)
 
     def _unshard_unit(self, unit: str) -> None:
-        self.allocate("unsharded_parameter", self._full_unit_bytes(unit))
+        self.change("unsharded_parameter", self._full_unit_bytes(unit))
         self.gathered.add(unit)
 
     def _reshard_unit(self, unit: str) -> None:
-        self.free("unsharded_parameter", self._full_unit_bytes(unit))
+        self.change("unsharded_parameter", -self._full_unit_bytes(unit))
         self.gathered.discard(unit)
 
     def _reduce_gradients(self, unit: str) -> None:
+        if not self.sharded:
+            return
         kept, full = self.units[unit]
         self._reshard_unit(unit)
-        self.free("reduce_scatter", self.reducing)
-        self.allocate("reduce_scatter", full)
+        self.change("reduce_scatter", -self.reducing, full)
         # bfloat16 gradients are copied into the order of the ranks before they become float32.
         copied = self._full_unit_bytes(unit) if self.short else 0
-        self.allocate("temp", copied)
-        self.allocate("gradient", kept)
-        shapes = [shape for layer in self.layers if layer.unit == unit for shape in layer.shapes]
+        self.change("temp", copied)
+        self.change("gradient", kept)
+        elements = sum(layer.elements for layer in self.layers if layer.unit == unit)
         # The whole gradients are freed last.
-        self.free("temp", copied + self.number_bytes * sum(map(math.prod, shapes)))
+        self.change("temp", -copied - self.number_bytes * elements)
         self.reducing = full
-
-
-class _DDPStepMemory(_StepMemory):
-    """Stages 0 and 1, in which nothing is gathered, and nothing reduced before the end."""
-
-    gradient_category = "gradient"
-
-    def initial_bytes(self) -> tuple[int, int]:
-        sharing = self.ranks if self.stage == 1 else 1
-        state = resident_bytes(self.layers, sharing)["end_optstate_bytes"]
-        return resident_bytes(self.layers, 1)["end_parameter_bytes"], state
-
-    def backward(self) -> None:
-        super().backward()
-        self.allocate("temp", self.now["gradient"])
-
-    def _gather_unit(self, unit: str) -> None:
-        pass
-
-    def _regather_unit(self, unit: str, ahead: str) -> None:
-        pass
-
-    def _reshard_unit(self, unit: str) -> None:
-        pass
-
-    def _reduce_gradients(self, unit: str) -> None:
-        pass

@@ -32,16 +32,6 @@ def local_piece(
     ``Shard(dim)`` cuts what is left of ``dim`` into chunks of ceil(size / ranks); the last ranks
     get less, or nothing. ``Replicate()`` and ``Partial()`` cut nothing. Along a Partial axis each
     rank holds another term of a sum. Source: ``compute_local_shape_and_global_offset`` of DTensor.
-
-    Args:
-        shape: of the whole tensor.
-        mesh: ranks along each axis.
-        placements: one for each axis.
-        rank: from 0 to the number of ranks - 1.
-
-    Raises:
-        ValueError: the number of placements differs from the number of axes, a placement is
-            malformed or names a missing dimension, or the rank does not exist.
     """
     if len(placements) != len(mesh):
         raise ValueError(
@@ -49,12 +39,12 @@ def local_piece(
         )
     ranks = math.prod(mesh)
     if not 0 <= rank < ranks:
-        raise ValueError(
-            f"a mesh of {ranks} ranks has no rank {rank}: take one from 0 to {ranks - 1}"
-        )
+        known = f"take one from 0 to {ranks - 1}"
+        raise ValueError(f"a mesh of {ranks} ranks has no rank {rank}: {known}")
     dims = {f"Shard({dim})": dim for dim in range(len(shape))}
     indices, term, terms = [range(size) for size in shape], 0, 1
     for axis, (length, placement) in enumerate(zip(mesh, placements, strict=True)):
+        # This rank's coordinate along the axis.
         place = rank // math.prod(mesh[axis + 1 :]) % length
         if placement in dims:
             whole = indices[dims[placement]]
@@ -77,9 +67,6 @@ def full_tensor_collectives(
     each rank hands a chunk as large as the first rank's. A Partial axis takes an all-reduce of
     what has been gathered so far. A Replicate axis takes nothing. Source: DTensor's redistribute,
     compared with runs in tests/test_widgets_spatial.py.
-
-    Returns:
-        Values by the names of ``RunResult.value``, such as ``all_gather_count``.
     """
     found: Counter[str] = Counter()
     for axis in reversed(range(len(mesh))):

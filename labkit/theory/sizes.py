@@ -1,60 +1,50 @@
 """Divide sizes over ranks, parse a mesh, and print bytes."""
 
 import math
+from collections.abc import Sequence
 
 
 def even_share(total: int, ranks: int, what: str = "a size of") -> int:
     """Return ``total / ranks``, or raise ValueError with the arithmetic if it is not whole."""
-    if total % ranks:
-        raise ValueError(
-            f"{ranks} ranks cannot share {what} {total}: {total} % {ranks} = {total % ranks}"
-        )
+    if rest := total % ranks:
+        raise ValueError(f"{ranks} ranks cannot share {what} {total}: {total} % {ranks} = {rest}")
     return total // ranks
+
+
+def shard_elements(shape: Sequence[int], ranks: int) -> int:
+    """Return the elements of the largest shard of a parameter: ceil(rows / ranks) rows."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
 def shard_sizes(size: int, ranks: int, *, multiple: int = 1) -> list[int]:
     """Return the local sizes of a dimension cut as by DTensor's Shard: ceil(size / ranks) each.
 
-    Args:
-        size: the whole dimension, such as an image's width in pixels.
-        ranks: number of ranks that share it; the last ones may get less.
-        multiple: the total stride of the network. Every local size must be a multiple of it, so
-            that no convolution's window crosses a cut.
-
-    Raises:
-        ValueError: a rank would get nothing, or a size that is not such a multiple.
+    The last ranks may get less, but not nothing. Every local size must be a multiple of
+    ``multiple``, the network's total stride, so that no convolution's window crosses a cut.
     """
     if size < 1 or ranks < 1:
         raise ValueError(f"cannot cut a size of {size} over {ranks} ranks: both must be at least 1")
     chunk = -(-size // ranks)
     sizes = [min(chunk, max(0, size - index * chunk)) for index in range(ranks)]
+    cannot = f"{ranks} ranks cannot share {size}"
     if not sizes[-1]:
-        raise ValueError(
-            f"{ranks} ranks cannot share {size}: "
-            f"ceil({size} / {ranks}) = {chunk} leaves the last ones nothing"
-        )
+        raise ValueError(f"{cannot}: ceil({size} / {ranks}) = {chunk} leaves the last ones nothing")
     for local in (sizes[0], sizes[-1]):
-        if local % multiple:
+        if rest := local % multiple:
             raise ValueError(
-                f"{ranks} ranks cannot share {size}: "
-                f"a rank gets {local}, {local} % {multiple} = {local % multiple}; "
-                f"with a total stride of {multiple} take a multiple of "
-                f"{ranks} x {multiple} = {ranks * multiple}"
+                f"{cannot}: a rank gets {local}, {local} % {multiple} = {rest}; with a total stride"
+                f" of {multiple} take a multiple of {ranks} x {multiple} = {ranks * multiple}"
             )
     return sizes
 
 
 def parse_mesh_axes(text: str, world_size: int) -> dict[str, int]:
-    """Parse a mesh: ``"4"`` is {space: 4}, ``"2x2"`` is {data: 2, space: 2}, "" is all ranks.
-
-    Raises:
-        ValueError: the text is malformed, or its lengths do not multiply to the number of ranks.
-    """
+    """Parse a mesh: ``"4"`` is {space: 4}, ``"2x2"`` is {data: 2, space: 2}, "" is all ranks."""
     parts = text.split("x") if text else [str(world_size)]
     if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise ValueError(
-            f"mesh {text!r} is neither one number of ranks, such as 4, "
-            "nor data x space, such as 2x2"
+            f"mesh {text!r} is neither one number of ranks, such as 4, nor data x space, such as"
+            " 2x2"
         )
     lengths = [int(part) for part in parts]
     ranks = math.prod(lengths)
@@ -66,10 +56,7 @@ def parse_mesh_axes(text: str, world_size: int) -> dict[str, int]:
 
 
 def byte_unit(largest: float, *, base: int = 1000) -> tuple[str, int]:
-    """Return name and bytes of the unit that suits amounts up to ``largest``, in bytes.
-
-    ``base`` 1000 gives kB, MB or GB; 1024 gives KiB, MiB or GiB.
-    """
+    """Return name and bytes of the unit for amounts up to ``largest``: kB … if ``base`` is 1000."""
     names = ("GB", "MB", "kB") if base == 1000 else ("GiB", "MiB", "KiB")
     for name, size in zip(names, (base**3, base**2, base), strict=True):
         if abs(largest) >= size:

@@ -1,14 +1,13 @@
-"""What lab 1 predicts of a ConvNeXt cut into strips: sizes, bytes moved, bytes held. Numbers in,
-numbers out.
+"""Predict sizes, bytes moved and bytes held of a ConvNeXt that is cut into strips.
 
 Sizes are in elements unless the name says bytes. Each formula names its source or is derived in its
-docstring; the labs hold every one against what was measured. What arguments mean everywhere:
+docstring; the labs compare every one with measurements. Arguments of all functions:
 
     batch           samples that this rank holds
     depths, dims    blocks and channels in each stage
     stages          from convnext_stages, of the whole images or of this rank's strip of them
     tensor_dim      2 if the height is cut, 3 if the width
-    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1, 3 for 7x7
+    halo            columns that a neighbour needs: (kernel - 1) / 2 for stride 1
     element_bytes   4 for float32, 2 for bfloat16
 """
 
@@ -16,6 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from labkit.theory.sizes import shard_sizes
+
+HALO = 3
+"""Columns that a neighbour needs for a depthwise 7x7 convolution."""
 
 
 @dataclass(frozen=True)
@@ -47,62 +49,45 @@ def total_stride(depths: Sequence[int]) -> int:
 def check_convnext(height: int, width: int, depths: Sequence[int], dims: Sequence[int]) -> None:
     """Raise ValueError, with the arithmetic, for images or stages that a ConvNeXt cannot have."""
     if len(depths) != len(dims) or not depths or min(*depths, *dims) < 1:
-        raise ValueError(
-            f"depths {tuple(depths)} and dims {tuple(dims)} must have one entry a stage, "
-            "each at least 1"
-        )
+        given = f"depths {tuple(depths)} and dims {tuple(dims)}"
+        raise ValueError(f"{given} must have one entry a stage, each at least 1")
     stride = total_stride(depths)
     for name, size in (("height", height), ("width", width)):
         if size < 1 or size % stride:
-            raise ValueError(
-                f"{name} {size} is not a multiple of the total stride {stride}: "
-                f"{size} % {stride} = {size % stride}"
-            )
+            rule = f"{name} {size} is not a multiple of the total stride {stride}"
+            raise ValueError(f"{rule}: {size} % {stride} = {size % stride}")
 
 
-def check_strips(size: int, ranks: int, depths: Sequence[int], halo: int = 3) -> list[int]:
-    """Return the widths of the strips, after checking them for the deepest and narrowest stage.
-
-    Raises:
-        ValueError: a strip is no multiple of the total stride, or narrower than the halo there.
-    """
+def check_strips(size: int, ranks: int, depths: Sequence[int]) -> list[int]:
+    """Return the widths of the strips, after checking them for the deepest and narrowest stage."""
     stride = total_stride(depths)
     widths = shard_sizes(size, ranks, multiple=stride)
-    if ranks > 1 and widths[-1] // stride < halo:
+    if ranks > 1 and widths[-1] // stride < HALO:
+        held = f"{widths[-1]} / {stride} = {widths[-1] // stride}"
         raise ValueError(
-            f"{ranks} ranks cannot share {size}: in the last stage a rank holds "
-            f"{widths[-1]} / {stride} = {widths[-1] // stride}, less than the halo of {halo}; "
-            "use fewer ranks, fewer stages or a larger image"
+            f"{ranks} ranks cannot share {size}: in the last stage a rank holds {held}, less than"
+            f" the halo of {HALO}; use fewer ranks, fewer stages or a larger image"
         )
     return widths
 
 
 def halo_bytes(*, rows: int, halo: int, channels: int, batch: int, element_bytes: int = 4) -> int:
-    """Return the bytes that a rank sends to one neighbour before one convolution.
-
-    ``rows`` is the length of the cut: the height if the width is cut, the width if the height is.
-    """
+    """Return the bytes sent to one neighbour before one convolution; the cut is ``rows`` long."""
     return rows * halo * channels * batch * element_bytes
 
 
 def spatial_send_bytes(
-    *,
-    stages: Sequence[ConvNeXtStage],
-    batch: int,
-    neighbours: int,
-    tensor_dim: int = 3,
-    halo: int = 3,
+    *, stages: Sequence[ConvNeXtStage], batch: int, neighbours: int, tensor_dim: int = 3
 ) -> int:
     """Return the float32 bytes that a rank sends to its neighbours in a training step.
 
     Every block exchanges a halo before its depthwise convolution, and the halo's gradient in the
-    backward pass. The first and the last rank have 1 neighbour, the others 2. Stages of whole
-    images and of strips give the same, because the length of the cut is not divided.
+    backward pass. Stages of whole images and of strips give the same: the cut is not divided.
     """
     total = 0
     for stage in stages:
         rows = stage.height if tensor_dim == 3 else stage.width
-        one_way = halo_bytes(rows=rows, halo=halo, channels=stage.channels, batch=batch)
+        one_way = halo_bytes(rows=rows, halo=HALO, channels=stage.channels, batch=batch)
         total += 2 * neighbours * stage.depth * one_way
     return total
 
@@ -110,16 +95,13 @@ def spatial_send_bytes(
 def convnext_parameters(
     depths: Sequence[int], dims: Sequence[int], num_classes: int, in_chans: int = 3
 ) -> int:
-    """Return the number of parameters of labkit.models.convnext's ConvNeXt with layer scale.
-
-    A block of C channels has a depthwise 7x7 convolution (49 C + C), a norm (2 C), C to 4C and back
-    (8 C^2 + 5 C) and gamma (C). A downsampling from A to B channels has a kernel (A B k^2 + B) and
-    a norm of B channels in the stem, of A elsewhere.
-    """
+    """Return the number of parameters of labkit.models.convnext's ConvNeXt with layer scale."""
     total = dims[-1] * num_classes + num_classes
     for stage, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
         dim_in, kernel = (dims[stage - 1], 2) if stage else (in_chans, 4)
+        # A downsampling: kernel, bias, and a norm of its input, or of its output in the stem.
         total += dim_in * dim * kernel**2 + dim + 2 * (dim_in if stage else dim)
+        # A block: depthwise 7x7 (49 C + C), norm (2 C), C to 4 C and back (8 C^2 + 5 C), gamma (C).
         total += depth * (58 * dim + 8 * dim**2)
     return total
 
@@ -143,22 +125,17 @@ def spatial_all_reduces(
     """Return the number of all-reduces in a training step, and the float32 bytes handed to them.
 
     The mean over the image sums one element per sample and channel of the last stage along the
-    space axis. Gradients follow along each axis of the mesh. Strategy ``local`` sends all of them
-    in one flat bucket, so the count holds for models below the bucket's 25 MiB. ``dtensor`` sends
-    each tensor alone, and the head's two tensors only along the data axis, because all strips
-    compute the same gradient for them.
-
-    Raises:
-        ValueError: the strategy is neither of the two.
+    space axis. Gradients follow along each axis of the mesh: strategy ``local`` sends all of them
+    in one flat bucket, below its 25 MiB, and ``dtensor`` each tensor alone.
     """
     if strategy not in ("local", "dtensor"):
         raise ValueError(f"strategy {strategy!r} is neither 'local' nor 'dtensor'")
     elements, head = convnext_parameters(depths, dims, num_classes), (dims[-1] + 1) * num_classes
     along_space = int(space_ranks > 1)
     axes = along_space + (data_ranks > 1)
-    if strategy == "local":
-        head_axes, count = axes, axes
-    else:
+    head_axes, count = axes, axes
+    if strategy == "dtensor":
+        # All strips compute the same gradient for the head.
         head_axes = axes - along_space
         count = axes * (convnext_parameter_tensors(depths) - 2) + head_axes * 2
     gradients = axes * (elements - head) + head_axes * head
@@ -172,7 +149,6 @@ def convnext_activation_bytes(
     batch: int,
     ranks: int = 1,
     tensor_dim: int = 3,
-    halo: int = 3,
     element_bytes: int = 4,
 ) -> int:
     """Return the bytes of activations that a rank keeps for a ConvNeXt's backward pass.
@@ -180,25 +156,18 @@ def convnext_activation_bytes(
     In units of one feature map A = batch x C x height x width, a block keeps the depthwise
     convolution's input (A, plus the halo) and output (A), the first pointwise convolution's input
     (A), GELU's input and output (4 A each), and the layer scale's input (A): 12 A. A norm also
-    keeps a mean and a deviation per pixel. A downsampling keeps its norm's input and output.
-
-    Args:
-        stages: of this rank's strip.
-        batch: samples that this rank holds.
-        ranks: number of strips. A single one has no halo.
-        tensor_dim: 2 if the height is cut, 3 if the width.
-        halo: columns that a neighbour needs.
-        element_bytes: bytes per element.
+    keeps a mean and a deviation per pixel. ``stages`` are those of one of ``ranks`` strips.
     """
     elements = 0
     for index, stage in enumerate(stages):
         pixels = batch * stage.height * stage.width
         rows = stage.height if tensor_dim == 3 else stage.width
-        border = batch * rows * 2 * halo if ranks > 1 else 0
+        border = batch * rows * 2 * HALO if ranks > 1 else 0
         elements += stage.depth * ((12 * pixels + border) * stage.channels + 2 * pixels)
         # The stem's norm keeps its input.
         if index == 0:
             elements += pixels * stage.channels + 2 * pixels
+        # A downsampling keeps its norm's input and output.
         if index + 1 < len(stages):
             elements += 2 * pixels * stage.channels + 2 * pixels
         else:
@@ -215,14 +184,5 @@ def strip_step_s(
     alpha_s: float,
     beta_s_per_byte: float,
 ) -> float:
-    """Return the seconds of a step cut into strips if no communication is hidden.
-
-    Args:
-        plain_s: seconds of the same step on one device.
-        ranks: number of ranks that share it.
-        messages: number that a rank waits for in a step, one after another.
-        message_bytes: bytes of each message.
-        alpha_s: latency of a message.
-        beta_s_per_byte: seconds per byte.
-    """
+    """Return the seconds of a step cut into strips if no communication is hidden."""
     return plain_s / ranks + messages * (alpha_s + message_bytes * beta_s_per_byte)

@@ -17,7 +17,6 @@ Sources: Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053) for the pair; Ko
 sequence parallelism.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 from labkit.theory import fsdp
@@ -38,18 +37,13 @@ def chain_pairs(dim: int) -> list[tuple[int, int]]:
 
 
 def rank_layers(pairs: LayerPairs, tp: int) -> list[fsdp.LinearLayer]:
-    """Return the layers that one rank of ``tp`` holds; each pair is a unit of FSDP.
-
-    The first layer of a pair is sharded by output features, bias included. The second is sharded by
-    input features, and its bias is whole.
-
-    Raises:
-        ValueError: the ranks cannot share an inner width evenly.
-    """
+    """Return the layers that one rank of ``tp`` holds; each pair is a unit of FSDP."""
     layers = []
     for index, (width, inner) in enumerate(pairs):
         share = even_share(inner, tp, "the inner width")
         unit = f"block {index}"
+        # The first is sharded by output features, bias included. The second is sharded by input
+        # features, and its bias is whole.
         layers.append(fsdp.LinearLayer(width, share, unit, unit))
         layers.append(fsdp.LinearLayer(share, width, unit, unit))
     return layers
@@ -65,24 +59,20 @@ def activation_collectives(
 ) -> dict[str, int]:
     """Return the collectives of a training step along ``tp``, and the bytes that a rank hands over.
 
-    In the forward pass every pair all-reduces its output for all tokens. In the backward pass every
-    pair but the first all-reduces the gradient of its input; the first pair's inputs are samples,
-    which have no gradient. A checkpointed pair repeats its forward pass with its communication.
-
-    Sequence parallelism replaces an all-reduce with a reduce-scatter after a pair and an all-gather
-    before the next one, and the reverse in the backward pass. Two more all-gathers are needed where
-    the whole sequence enters and leaves the model.
-
-    Raises:
-        ValueError: the ranks cannot share the tokens evenly.
+    A pair all-reduces its output in the forward pass, and the gradient of its input in the backward
+    pass, for all tokens. Sequence parallelism replaces an all-reduce with a reduce-scatter after a
+    pair and an all-gather before the next one, and the reverse in the backward pass.
     """
     if tp == 1:
         return {}
     token_bytes = fsdp.FLOAT_BYTES * pairs[0][0]
+    # The first pair's inputs are samples, which have no gradient. A checkpointed pair repeats its
+    # forward pass with its communication.
     sums = (2 + checkpointing) * len(pairs) - 1
     whole = tokens * token_bytes
     if not sequence_parallel:
         return {"tp/all_reduce_count": sums, "tp/all_reduce_bytes": sums * whole}
+    # Two more where the whole sequence enters and leaves the model.
     gathers = sums + 2
     return {
         "tp/all_gather_count": gathers,
@@ -95,34 +85,28 @@ def activation_collectives(
 def parameter_collectives(
     pairs: LayerPairs, *, data: int, tp: int, plan: str = "fsdp_tp"
 ) -> dict[str, int]:
-    """Return the collectives of a step along ``data``, and the bytes that a rank hands over.
-
-    FSDP gathers each pair's parameters twice and reduce-scatters their gradients. DDP all-reduces
-    the gradients; only its bytes are given, because the count depends on its buckets.
-    """
+    """Return the collectives of a step along ``data``, and the bytes that a rank hands over."""
     layers = rank_layers(pairs, tp)
     if data == 1:
         return {}
     if plan == "fsdp_tp":
         sent = fsdp.step_collectives(layers, data)
         return {f"data/{name}": value for name, value in sent.items()}
+    # DDP's count depends on its buckets.
     return {"data/all_reduce_bytes": fsdp.FLOAT_BYTES * parameter_count(layers)}
 
 
 def step_collectives_by_axis(
     pairs: LayerPairs, tokens: int, *, data: int, tp: int, plan: str = "fsdp_tp", **how: bool
 ) -> dict[str, int]:
-    """Return all collectives of a training step by axis, by the names of ``result.value``.
-
-    They are ``activation_collectives``, to which ``how`` is passed, and ``parameter_collectives``.
-    """
+    """Return all collectives of a step by axis; ``how`` is that of ``activation_collectives``."""
     along_tp = activation_collectives(pairs, tokens, tp, **how)
     return along_tp | parameter_collectives(pairs, data=data, tp=tp, plan=plan)
 
 
 def parameter_count(layers: Sequence[fsdp.LinearLayer]) -> int:
     """Return the number of parameters of some layers."""
-    return sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+    return sum(layer.elements for layer in layers)
 
 
 def mesh_resident_bytes(
@@ -146,10 +130,8 @@ def axis_wire_bytes(sent: Mapping[str, float], *, data: int, tp: int) -> dict[st
 
 
 def _on_axis(values: Mapping[str, float], axis: str) -> dict[str, float]:
-    start = f"{axis}/"
-    return {
-        name.removeprefix(start): value for name, value in values.items() if name.startswith(start)
-    }
+    parts = ((name.partition("/"), value) for name, value in values.items())
+    return {name: value for (start, _, name), value in parts if start == axis}
 
 
 def tp_activation_bytes(
@@ -160,26 +142,18 @@ def tp_activation_bytes(
     sequence_parallel: bool = False,
     checkpointing: bool = False,
 ) -> int:
-    """Return the bytes of activations of an MLPStack on a rank at the end of its forward pass.
-
-    A pair keeps its input, the rank's share of its inner features after the first ReLU, and its
-    output after the second, which is the next pair's input. The loss keeps one more tensor.
-    Between the pairs every rank holds the same. A checkpointed pair keeps only its input.
-
-    With sequence parallelism a rank holds only its own tokens between the pairs. But torch's
-    ColwiseParallel also keeps the gathered input for the gradient of its weights, so this saves
-    memory only if the pairs are checkpointed or more than a ReLU lies between them. Megatron-LM
-    gathers again in the backward pass instead.
-
-    Raises:
-        ValueError: the ranks cannot share an inner width or the tokens evenly.
-    """
+    """Return the bytes of activations of an MLPStack on a rank at the end of its forward pass."""
     width = pairs[0][0]
     whole = tokens * width
     kept = gathered = 0
+    # A checkpointed pair keeps only its input. Others keep a share of the inner features, too.
     if not checkpointing:
         kept = sum(tokens * even_share(inner, tp, "the inner width") for _, inner in pairs)
+        # ColwiseParallel also keeps the gathered input for the gradient of its weights, so sequence
+        # parallelism saves memory only with checkpointing, or if more than a ReLU lies between the
+        # pairs. Megatron-LM gathers again in the backward pass instead.
         gathered = len(pairs) * whole
+    # Between the pairs every rank holds the same: inputs, the last output, and the loss's.
     if not sequence_parallel:
         return fsdp.FLOAT_BYTES * (kept + (len(pairs) + 2 - checkpointing) * whole)
     between = len(pairs) * even_share(tokens, tp, "tokens") * width
@@ -188,17 +162,13 @@ def tp_activation_bytes(
 
 
 def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[str, int]:
-    """Return the bytes by category at the peak of a step with Adam, without data parallelism.
-
-    While activations outweigh gradients, the peak is at the start of the backward pass: all
-    activations are there, and the gradient of the loss, a mean of squares, takes four tensors of
-    the output's size (temp). ``how`` is passed to ``tp_activation_bytes``.
-    """
+    """Return the bytes by category at the peak of an Adam step, the start of the backward pass."""
     kept = mesh_resident_bytes(pairs, data=1, tp=tp)
     return {
         "parameter": kept["end_parameter_bytes"],
         "optstate": kept["end_optstate_bytes"],
         "activation": tp_activation_bytes(pairs, tokens, tp, **how),
+        # The gradient of the loss, a mean of squares, takes four tensors of the output's size.
         "temp": 4 * fsdp.FLOAT_BYTES * tokens * pairs[0][0],
     }
 
@@ -206,11 +176,9 @@ def tp_step_peak(pairs: LayerPairs, tokens: int, tp: int, **how: bool) -> dict[s
 def message_share(
     inner: float, tp: int, flops_per_s: float, wire_bytes_per_s: float, number_bytes: int
 ) -> float:
-    """Return a pair's communication time along ``tp``, relative to its computing time on a rank.
-
-    For each token of width d, a pair takes 12 d inner operations in a training step, of which a
-    rank does 1 / tp, and two all-reduces of d elements. Tokens and d cancel. Latency is ignored.
-    """
+    """Return a pair's communication time along ``tp``, relative to its computing time on a rank."""
+    # A token of width d takes 12 d inner operations in a pair, of which a rank does 1 / tp, and two
+    # all-reduces of d elements. Tokens and d cancel. Latency is ignored.
     compute_s = 12 * inner / tp / flops_per_s
     messages_s = 2 * (2 * (tp - 1) / tp) * number_bytes / wire_bytes_per_s
     return messages_s / compute_s
@@ -226,20 +194,11 @@ def step_seconds(
     links: Mapping[str, AlphaBeta],
     number_bytes: int = fsdp.FLOAT_BYTES,
 ) -> dict[str, float]:
-    """Return the seconds of a training step with FSDP along ``data``, if nothing overlaps.
+    """Return the seconds of a step with FSDP along ``data``, if nothing overlaps, by part.
 
-    Args:
-        pairs: of the stack.
-        tokens: of a rank.
-        data: size of that axis.
-        tp: size of that axis.
-        flops_per_s: operations per second of a rank.
-        links: for each axis, alpha of a collective and beta of a byte on the wire.
-        number_bytes: per element of the parameters, gradients or activations that are sent.
-
-    Returns:
-        ``compute``, 6 operations for each weight of a rank and each token; ``tp`` and ``data``,
-        the collectives along each axis.
+    Parts: ``compute``, 6 operations for each weight of a rank and each token; ``tp`` and ``data``,
+    the collectives. ``links`` has alpha of a collective and beta of a byte on the wire for each
+    axis; ``number_bytes`` is the size of an element that is sent.
     """
     sent = step_collectives_by_axis(pairs, tokens, data=data, tp=tp)
     wire = axis_wire_bytes(sent, data=data, tp=tp)
@@ -276,18 +235,12 @@ def seconds_after_overlap(seconds: Mapping[str, float], overlap: bool) -> dict[s
 
 
 def host_link(card: AlphaBeta, inside: AlphaBeta, group: int, apart: int, host: int) -> AlphaBeta:
-    """Return the link of a ring of ranks, on hosts with one network card per rank.
+    """Return the link of a ring of ``group`` ranks, each ``apart`` from the next, on several hosts.
 
-    A ring visits all ranks of its group in one host, then the next host. Rings run side by side,
-    one per card, and a group with k ranks in a host has k cards there to itself.
-
-    Args:
-        card: link of one card.
-        inside: link between ranks of one host.
-        group: number of ranks in the group.
-        apart: distance between neighbouring ranks of the group, 1 for consecutive ranks.
-        host: number of ranks on a host.
+    ``card`` is the link of a rank's network card, ``inside`` that between ranks of one host.
     """
+    # A ring visits all ranks of its group in one host, then the next host. Rings run side by side,
+    # one per card, and a group with k ranks in a host has k cards there to itself.
     if (group - 1) * apart < host:
         return inside
     cards = max(1, min(group, host // apart))

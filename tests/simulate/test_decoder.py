@@ -1,4 +1,4 @@
-"""labkit.models.decoder and launch/decoder: the shapes of theory, and equal to one device on every mesh."""
+"""labkit_simulate.decoder and launch/decoder: the shapes of theory, and equal to one device on every mesh."""
 
 import json
 from types import SimpleNamespace
@@ -12,9 +12,8 @@ from torch.nn import functional
 import labkit
 from labkit import config
 from labkit.launcher.run import find_program
-from labkit.models.decoder import DecoderModel, apply_rotary, rotary_cos_sin
 from labkit.parallel.checkpointing import SelectiveCheckpointPolicy, apply_activation_checkpointing
-from labkit.parallel.tensor_parallel import apply_decoder_tensor_parallel
+from labkit_simulate.decoder import DecoderModel, apply_decoder_tensor_parallel, apply_rotary, rotary_cos_sin
 from labkit_simulate.flop_counter import OperatorCounter
 from labkit_simulate.theory import transformer as theory
 from launch import decoder
