@@ -13,7 +13,8 @@ from labkit.errors import MemoryCapExceeded
 MIB = 2**20
 ALLOCATION_ERROR_TEXTS = (
     *("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation"),
-    *("could not create a memory", "could not create a primitive"),  # oneDNN's
+    # oneDNN's
+    *("could not create a memory", "could not create a primitive"),
 )
 
 
@@ -25,8 +26,7 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
     all writable memory: tensors, but also the stacks of threads, 8 MiB each.
 
     Raises:
-        MemoryCapExceeded: an allocation went beyond the limit. The message says how much was asked
-            for, if torch says so.
+        MemoryCapExceeded: an allocation went beyond the limit; says how much, if torch says so.
         ValueError: the device is a CPU, and the system is not Linux.
     """
     if mib is None:
@@ -37,14 +37,13 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
             yield
         except (RuntimeError, MemoryError) as error:
             # A GPU's OutOfMemoryError is a RuntimeError.
-            said = str(error).strip().splitlines()
             short = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            if not short and not any(word in str(error) for word in ALLOCATION_ERROR_TEXTS):
+            if not short and not any(text in str(error) for text in ALLOCATION_ERROR_TEXTS):
                 raise
+            said, *_ = str(error).strip().splitlines() or [type(error).__name__]
             raise MemoryCapExceeded(
-                f"more than its cap of {mib} MiB was needed"
-                f" ({said[0] if said else type(error).__name__}): shard over more ranks, keep less"
-                " (checkpointing, a smaller batch or image), or raise memory_cap_mib"
+                f"more than its cap of {mib} MiB was needed ({said}): shard over more ranks, keep"
+                " less (checkpointing, a smaller batch or image), or raise memory_cap_mib"
             ) from error
 
 
@@ -65,16 +64,12 @@ def _cap_cpu_memory(mib: int) -> Iterator[None]:
         raise ValueError(
             f"memory_cap_mib {mib} needs a GPU or Linux, and this is {sys.platform}: leave it out"
         )
+    # VmData is what counts towards RLIMIT_DATA.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (held_kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmData:"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_writable_bytes() + mib * MIB, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (held_kib * 1024 + mib * MIB, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def _writable_bytes() -> int:
-    """Return the bytes that count towards RLIMIT_DATA now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = (line.split()[1] for line in lines if line.startswith("VmData:"))
-    return int(kib) * 1024
