@@ -36,14 +36,10 @@ CATEGORY_NAMES = {
 
 
 class Step:
-    """One training step.
-
-    Attributes:
-        index: -1 in warm-up; timed steps count from 0; the last step is traced, not timed.
-        timed: whether the spans of this step are recorded.
-    """
+    """One training step, whose spans are recorded if it is timed."""
 
     def __init__(self, index: int, timed: bool, meter: Meter):
+        # The index is -1 in warm-up; timed steps count from 0, and traced ones from their number.
         self.index, self.timed, self._meter = index, timed, meter
         self._spans: list[tuple[str, Any, Any]] = []
         self._scalars: list[tuple[str, Any, str, int]] = []
@@ -58,10 +54,7 @@ class Step:
     def record_scalar(
         self, name: str, value: Tensor | float, unit: str = "", *, before: int = 0
     ) -> None:
-        """Record one number, such as the loss; a tensor is read only after the step.
-
-        The record's step counts on from ``before``, the steps of a run that this one continues.
-        """
+        """Record one number after the step; ``before`` steps were in a run that this continues."""
         kept = value.detach() if isinstance(value, Tensor) else value
         self._scalars.append((name, kept, unit, self.index + before))
 
@@ -120,19 +113,12 @@ class Meter:
         mesh: DeviceMesh | None = None,
         after: Callable[[], None] = lambda: None,
     ) -> Iterator[Step]:
-        """Run a loop body as measured training steps.
+        """Run a loop body as training steps: ``warmup`` unrecorded, ``count`` timed, then traced.
 
-        ``warmup`` unrecorded steps come before ``count`` timed ones. With ``units``, one more is
-        profiled: its timeline becomes records, its raw trace a file of the run. The last step
-        records communication and memory by category.
-
-        Args:
-            count: the number of timed steps.
-            warmup: the number of steps before them.
-            track: the models and optimizers whose memory is followed.
-            units: modules, by the names that the timeline shows for them.
-            mesh: a collective along an axis is also counted for this axis, as ``tp/all_reduce``.
-            after: called after each step, once its records are written; it is not measured.
+        ``units`` are modules by name; with them, one step is profiled, and its timeline becomes
+        records. The last step records communication, also along each axis of ``mesh`` (as
+        ``tp/all_reduce``), and the memory of the models and optimizers in ``track``. ``after`` is
+        called after each step, and not measured.
         """
         self.writer.write("scalar", PLANNED_STEPS, -1, value=count, unit="steps")
         for index in [-1] * warmup + list(range(count)):
@@ -160,7 +146,7 @@ class Meter:
         after()
 
     def plain_steps(self, count: int, *, most: int | None = None, **unused: Any) -> Iterator[Step]:
-        """Run a loop body without measuring, for a check: at most ``most`` steps.
+        """Run at most ``most`` steps without measuring, for a check.
 
         Takes the arguments of ``steps``, so that a program can use one loop for both.
         """
@@ -185,10 +171,7 @@ class Meter:
     def count_traffic(
         self, index: int, track: Sequence[Any], tracker: Any, mesh: DeviceMesh | None
     ) -> Iterator[None]:
-        """Count the communication of step ``index`` inside the block, and record it at the end.
-
-        ``tracker``, torch's memory tracker of the models and optimizers in ``track``, is active.
-        """
+        """Count the communication of the step inside the block, and record it at the end."""
         with let_gloo_free_tensors(), CommunicationCounter(mesh) as counter:
             yield
         write_traffic(self.writer, counter, index)
@@ -214,14 +197,12 @@ def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: in
 
 @contextlib.contextmanager
 def let_gloo_free_tensors() -> Iterator[None]:
-    """Pause for 2 ms after each wait, so that gloo's thread can release the tensors it sent.
-
-    That thread holds them until it runs again. Where ranks outnumber cores, this may be much later
-    in the step, and the memory peak would depend on it.
-    """
+    """Pause for 2 ms after each wait, so that gloo's thread can release the tensors it sent."""
+    # It holds them until it runs again. Where ranks outnumber cores, this may be much later in the
+    # step, and the memory peak would depend on it.
     in_flight = torch_private.AsyncCollectiveTensor
-    # Not functional.wait_tensor: compiled programs are traced through it, and would be compiled
-    # again.
+    # Not functional.wait_tensor, through which compiled programs are traced: they would be
+    # compiled again.
     waits = ((dist.Work, "wait"), (in_flight, "wait"), (in_flight, "trigger_wait"))
     with contextlib.ExitStack() as stack:
         for owner, name in waits:
@@ -265,10 +246,7 @@ def make_memory_tracker(track: Sequence[Any]) -> Any:
 def allow_second_forward(
     tracker: Any, hook: Callable[..., Any], module: nn.Module | None = None
 ) -> Callable[..., Any]:
-    """Return a tracker's hook before a module's forward pass that allows several batches in a step.
-
-    ``module`` is the hook's, or None if it is the hook's first argument.
-    """
+    """Return a tracker's pre-forward hook, for ``module`` or all, that allows several batches."""
 
     def reset_and_run(*args: Any, **kwargs: Any) -> Any:
         # torch's trackers also keep statistics for each module, which are not used here, and
@@ -284,10 +262,7 @@ def allow_second_forward(
 
 
 def bytes_by_category(tracker: Any, moment: str, device: torch.device) -> dict[str, int]:
-    """Return the bytes of each category on a kind of device, and their sum as ``total``.
-
-    ``moment`` is "peak", when the sum was largest, or "current".
-    """
+    """Return each category's bytes, and their ``total``, at a moment: "peak" or "current"."""
     for where, amounts in tracker.get_tracker_snapshot(moment).items():
         if where.type == device.type:
             return {category_name(reftype): int(amount) for reftype, amount in amounts.items()}

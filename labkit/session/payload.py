@@ -38,11 +38,7 @@ _replacements_not_called: set[str] = set()
 
 
 def load_config(config_class: type[ConfigType]) -> ConfigType:
-    """Build this program's Config from run.json, or from the command line.
-
-    Raises:
-        ParameterError: ``Config.__post_init__`` refuses the values.
-    """
+    """Build this program's Config from run.json or the command line; it may refuse the values."""
     folder = os.environ.get(ENV_RUN_FOLDER)
     # A command line that is not empty wins, because a rank may start another program.
     if folder and not sys.argv[1:]:
@@ -75,10 +71,8 @@ def check_replacements_called() -> None:
     """Raise ValueError if a replacement was never called: the run says nothing about it."""
     if _replacements_not_called:
         names = ", ".join(sorted(_replacements_not_called))
-        raise ValueError(
-            f"use= gave {names}, and this run never called it: "
-            "choose parameters with which it is used"
-        )
+        fix = "choose parameters with which it is used"
+        raise ValueError(f"use= gave {names}, and this run never called it: {fix}")
 
 
 def load_payload() -> dict[str, Any]:
@@ -91,10 +85,9 @@ def load_payload() -> dict[str, Any]:
 
 @functools.cache
 def unpack_payload(path: Path, digest: str) -> dict[str, Any]:
-    """Unpack what ``payload_pickling.pack_payload`` packed, so that tracebacks show its lines.
+    """Unpack what ``payload_pickling.pack_payload`` packed, if it has this SHA-256 digest.
 
-    Unpickling can import whatever the notebook can. ``digest`` is the SHA-256 of what the notebook
-    packed, received through the environment.
+    Unpickling can import whatever the notebook can, and tracebacks show the notebook's lines.
 
     Raises:
         LabError: the file has another digest; nothing was unpickled.
@@ -119,9 +112,6 @@ def report(**values: Any) -> None:
     """Send tensors, numbers and text to the notebook, as ``result.ranks[i].reported``.
 
     A later call adds to an earlier one. Under a bare torchrun the values are printed.
-
-    Raises:
-        TypeError: a value is not tensors, numbers, text, or lists, tuples and dicts of these.
     """
     if ENV_RUN_FOLDER not in os.environ:
         print("\n".join(f"{name} = {value!r}" for name, value in values.items()))

@@ -54,14 +54,8 @@ _process_groups_to_keep_alive: list[dist.ProcessGroup] = []
 class Session:
     """This rank, while its session lasts.
 
-    Attributes:
-        rank: 0 to world_size - 1.
-        world_size: the number of ranks.
-        device: the device of this rank's tensors.
-        note: why it is not the device that one would expect, or "".
-        tensors_have_values: whether the numbers in a tensor can be read.
-        steps: runs measured training steps, see ``meter.Meter.steps``.
-        plain_steps: runs steps without measuring, for a check, see ``meter.Meter.plain_steps``.
+    ``steps`` runs measured training steps, and ``plain_steps`` runs them for a check: see
+    ``meter.Meter``. ``note`` says why ``device`` is not the one to expect, or is "".
     """
 
     def __init__(
@@ -74,19 +68,14 @@ class Session:
         self.steps, self.plain_steps = meter.steps, meter.plain_steps
 
     def mesh(self, **axes: int) -> DeviceMesh:
-        """Return a device mesh over all ranks, with these named axes: ``mesh(data=2, space=2)``.
-
-        Raises:
-            ValueError: the product of the sizes is not the number of ranks.
-        """
+        """Return a device mesh over all ranks, with these named axes: ``mesh(data=2, space=2)``."""
         size = math.prod(axes.values())
         if size != self.world_size:
             shape = " x ".join(map(str, axes.values()))
             raise ValueError(f"mesh {shape} = {size} does not cover {self.world_size} ranks")
         with batch_schedule_new_threads(self.device):
-            return device_mesh.init_device_mesh(
-                self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
-            )
+            sizes, names = tuple(axes.values()), tuple(axes)
+            return device_mesh.init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def cap_memory(self, mib: int | None) -> contextlib.AbstractContextManager[None]:
         """Let this rank allocate at most ``mib`` MiB more than now, see memory_cap.cap_memory."""
@@ -102,9 +91,7 @@ class Session:
             self._writer.write("bucket", parameter, -1, index=index, bytes=size)
 
     def save_artifact(self, name: str, text: str) -> None:
-        """Save a text of this rank in the run's folder, for ``result.ranks[0].artifact(name)``.
-
-        Without such a folder it does nothing.
+        """Save a text in the run's folder, if there is one, for ``result.ranks[0].artifact(name)``.
 
         Raises:
             ParameterError: the name has characters other than letters, digits, - and _.
@@ -121,18 +108,13 @@ class Session:
     def finish_check(self, **result: Any) -> None:
         """End a check: record its verdict, print it as JSON, and exit if any rank is not ok.
 
-        Under labkit.run the exit status is then 0, because a difference is a result of the run and
-        not a failure; otherwise it is 1.
-
-        Args:
-            **result: ``ok``, and ``compared``, the number of values that were compared. A rank that
-                compared nothing is not ok. A check can add other numbers.
+        The verdict needs ``ok``, and ``compared``, the number of values that were compared. A rank
+        that compared nothing is not ok.
         """
         missing = sorted({"ok", "compared"} - result.keys())
         if missing:
-            raise ValueError(
-                f"a verdict needs ok= and compared=, and {' and '.join(missing)} is missing"
-            )
+            text = " and ".join(missing)
+            raise ValueError(f"a verdict needs ok= and compared=, and {text} is missing")
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, bool(result["ok"]) and result["compared"] > 0)
         result["ok"] = all(everyone)
@@ -145,6 +127,7 @@ class Session:
         if not result["ok"]:
             # A rank that left earlier would have torchrun end rank 0 before it has printed.
             dist.barrier()
+            # Under labkit.run a difference is a result of the run and not a failure.
             sys.exit(0 if self._writer.folder else 1)
 
 
@@ -153,10 +136,7 @@ def session() -> Iterator[Session]:
     """Join the process group that torchrun's environment describes, or make one of a single rank.
 
     The group is always left at the end. The backend is NCCL if every rank has a GPU of its own, and
-    gloo on the CPU otherwise. ``labkit.run(device=...)`` can demand ``cpu`` or ``cuda``.
-
-    Raises:
-        ParameterError: ``cuda`` was demanded, and there are fewer GPUs than ranks.
+    gloo on the CPU otherwise.
     """
     defaults = {
         "RANK": "0",
@@ -199,14 +179,18 @@ def session() -> Iterator[Session]:
 
 
 def choose_device() -> tuple[torch.device, str]:
-    """Return this rank's device, and a note if GPUs are there but not used."""
+    """Return this rank's device, and a note if GPUs are there but not used.
+
+    Raises:
+        ParameterError: ``labkit.run(device="cuda")``, and there are fewer GPUs than ranks.
+    """
     wish = os.environ.get(ENV_DEVICE, "auto")
     ranks, index = local_world_size_and_rank()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
+        shortage = f"{gpus} GPUs for {ranks} ranks"
         raise ParameterError(
-            f"device cuda needs a GPU a rank: {gpus} GPUs for {ranks} ranks; use device='auto' or"
-            " 'cpu'"
+            f"device cuda needs a GPU a rank: {shortage}; use device='auto' or 'cpu'"
         )
     if wish != "cpu" and gpus >= ranks:
         return torch.device("cuda", index), ""
@@ -231,14 +215,12 @@ def pin_to_own_cores(cores: list[int]) -> None:
 
 @contextlib.contextmanager
 def batch_schedule_new_threads(device: torch.device) -> Iterator[None]:
-    """Create process groups on the CPU whose gloo threads do not interrupt the rank's computation.
-
-    A gloo thread that wakes for a message polls the lock of the connection (``Pair::handleEvents``
-    in pytorch/gloo). If it takes the core while the rank holds that lock to post a message, it
-    polls until its time slice ends, some 5 ms later: measured, four ranks on two cores took 1.5 to
-    2.3 times as long. A thread inherits its creator's policy, and under Linux's SCHED_BATCH a
-    thread that wakes does not interrupt another.
-    """
+    """Let the gloo threads that start inside the block not interrupt the rank's computation."""
+    # A gloo thread that wakes for a message polls the lock of the connection (Pair::handleEvents
+    # in pytorch/gloo). If it takes the core while the rank holds that lock to post a message, it
+    # polls until its time slice ends, some 5 ms later: measured, four ranks on two cores took 1.5
+    # to 2.3 times as long. A thread inherits its creator's policy, and under Linux's SCHED_BATCH a
+    # thread that wakes does not interrupt another.
     if device.type != "cpu" or not hasattr(os, "SCHED_BATCH"):
         yield
         return
@@ -291,10 +273,7 @@ def records_text(writer: RecordWriter) -> str:
 
 
 def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType]) -> None:
-    """Run a rank program's ``main`` with its Config, checked for this number of ranks.
-
-    A refused value ends all ranks with status 2 and one line from rank 0, before any communication.
-    """
+    """Run a rank program's ``main`` with its Config, checked for this number of ranks."""
     try:
         config = payload.load_config(config_class)
         configs.validate(config, int(os.environ.get("WORLD_SIZE", "1")))

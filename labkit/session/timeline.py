@@ -1,31 +1,22 @@
 """Show where a step's communication is hidden: profile one step as bars named by module.
 
-A rank has two lanes. *Communication* is the work of gloo's threads or of NCCL's kernels. *Compute*
-is every other kernel on a GPU; on a CPU, it is everything the profiler sees this rank do, except
-requesting a collective and waiting for it. *Exposed* is the communication during which the same
-rank computes nothing:
-
     compute        [forward 1]          [forward 2]
     communication             [gather 2]              exposed: the rank waits for what it needs next
 
     compute        [forward 1][forward 2]
     communication   [gather 2]                        hidden: gathered while unit 1 computed
 
-A collective lasts until its last rank has arrived, so one late rank shows as long communication on
-all the others. The profiler slows a step down: compare timelines with timelines, and take durations
-from timed steps.
-
-An event of the trace has µs and a thread, and a collective's names no unit:
-
-    {"name": "gloo:all_gather", "cat": "cpu_op", "tid": 17, "ts": 104.2, "dur": 1.9, "args": {}}
-
-The request for it does: FSDP2 requests inside ranges such as ``FSDP::all_gather (layers.2)``, and
-``name_units`` marks other techniques' units. So a collective belongs to the unit that requested it.
+Communication is the work of gloo's threads or NCCL's kernels. Compute is every other kernel on a
+GPU; on a CPU, it is all that this rank does except requesting a collective and waiting for it. A
+collective lasts until its last rank has arrived. The trace names no unit for it, but for its
+request: FSDP2 requests inside ranges such as ``FSDP::all_gather (layers.2)``, and ``name_units``
+marks other techniques' units. The profiler slows a step down: take durations from timed steps.
 """
 
 import contextlib
 import gzip
 import json
+import math
 import os
 import re
 import sys
@@ -80,17 +71,13 @@ _GPU_CATEGORIES = _GPU_WORK_CATEGORIES | {"gpu_user_annotation"}
 
 @dataclass(frozen=True)
 class LaneBar:
-    """One bar of a lane, in microseconds from the start of the step.
+    """One bar of a lane, in microseconds from the start of the step."""
 
-    Attributes:
-        lane: ``compute``, ``communication`` or ``exposed``.
-        name: of the unit, one or more modules; ``bucket 0``, ... for all-reduces of a backward
-            pass; "" for the optimizer.
-        phase: forward, backward or optimizer; of communication the collective.
-    """
-
+    # compute, communication or exposed
     lane: str
+    # of the unit; "bucket 0", ... for all-reduces of a backward pass; "" for the optimizer
     name: str
+    # forward, backward or optimizer; of communication the collective
     phase: str
     start_us: float
     dur_us: float
@@ -109,20 +96,18 @@ class StepProfile:
 
     @property
     def communication_us(self) -> float:
-        """The microseconds during which any communication was running."""
+        """Return the microseconds during which any communication was running."""
         return exposed_us(bar for bar in self.bars if bar.lane == "communication")
 
     @property
     def exposed_us(self) -> float:
-        """The microseconds of communication during which this rank computed nothing."""
+        """Return the microseconds of communication during which this rank computed nothing."""
         return exposed_us(self.bars)
 
 
 def exposed_bars(bars: Iterable[LaneBar]) -> list[LaneBar]:
-    """Return the parts of communication that no compute covers.
-
-    Where collectives overlap, a part counts once and has the name of the one that started first.
-    """
+    """Return the parts of communication that no compute covers, each named by one collective."""
+    # Where collectives overlap, a part counts for the one that started first.
     bars = sorted(bars, key=lambda bar: bar.start_us)
     covers = [(bar.start_us, bar.end_us) for bar in bars if bar.lane == "compute"]
     sent = [bar for bar in bars if bar.lane == "communication"]
@@ -146,12 +131,9 @@ def profile_step(
 ) -> Iterator[StepProfile]:
     """Profile the step inside the block, and fill the StepProfile at its end. A collective.
 
-    Args:
-        path: file for the raw trace, which Perfetto opens (ui.perfetto.dev); gzipped if it ends in
-            ``.gz``; None saves none.
-        units: modules, by the names of their bars. torch names FSDP2's units already, except for a
-            forward pass that sleeps, which is no operator. A compiled pass shows no units.
-        device: ``cuda`` records kernels as well.
+    ``path`` keeps the raw trace, which ui.perfetto.dev opens, gzipped if it ends in ``.gz``.
+    ``units`` are modules by the names of their bars; torch names FSDP2's already, and a compiled
+    pass shows none. ``device`` "cuda" records kernels as well.
     """
     recording = StepProfile()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
@@ -202,7 +184,7 @@ def name_units(units: Mapping[str, Sequence[nn.Module]]) -> Iterator[None]:
         yield
 
 
-def _mark_passes(module: nn.Module, name: str) -> tuple[RemovableHandle, RemovableHandle]:
+def _mark_passes(module: nn.Module, name: str) -> list[RemovableHandle]:
     ranges: list[Any] = []
 
     def begin_forward(_: Any, args: Any, kwargs: Any) -> None:
@@ -214,10 +196,8 @@ def _mark_passes(module: nn.Module, name: str) -> tuple[RemovableHandle, Removab
         _mark_gradients(output, f"{BACKWARD_MARK} ({name})")
         ranges.pop().__exit__(None, None, None)
 
-    return (
-        module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True),
-        module.register_forward_hook(end_forward),
-    )
+    before = module.register_forward_pre_hook(begin_forward, prepend=True, with_kwargs=True)
+    return [before, module.register_forward_hook(end_forward)]
 
 
 def _mark_gradients(tensors: Any, label: str) -> None:
@@ -268,11 +248,7 @@ def read_trace(path: Path) -> list[TraceEvent]:
 
 
 def step_us_and_bars(events: Sequence[TraceEvent]) -> tuple[float, list[LaneBar]]:
-    """Return the length of the step in microseconds, and its bars, sorted by start.
-
-    Raises:
-        ValueError: there is no step in the trace.
-    """
+    """Return the length of the step in microseconds, and its bars, sorted by start."""
     marks = [e for e in events if e["name"] == STEP_MARK and e.get("cat") != "gpu_user_annotation"]
     if not marks:
         raise ValueError(
@@ -419,21 +395,17 @@ def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]
     # When each call ends, whether it computes, and its phase.
     stack: list[tuple[float, bool, str]] = []
     now, phase = 0.0, "forward"
-
-    def intervals_until(moment: float) -> Iterator[_ThreadInterval]:
-        nonlocal now
+    for event in [*events, {"name": "", "ts": math.inf, "dur": 0.0}]:
         while stack:
             end, busy, what = stack[-1]
-            if min(end, moment) > now:
-                yield _ThreadInterval(now, min(end, moment), busy, what)
-                now = min(end, moment)
-            if end > moment:
+            stop = min(end, event["ts"])
+            if stop > now:
+                yield _ThreadInterval(now, stop, busy, what)
+                now = stop
+            if end > event["ts"]:
                 break
             stack.pop()
-        now = moment
-
-    for event in events:
-        yield from intervals_until(event["ts"])
+        now = event["ts"]
         name, inherited = event["name"], stack[-1][2] if stack else ""
         if name.startswith("Optimizer."):
             what, phase = "optimizer", "forward"
@@ -444,8 +416,7 @@ def _thread_intervals(events: Iterable[TraceEvent]) -> Iterator[_ThreadInterval]
         else:
             what = inherited or phase
         busy = not name.startswith(_NON_COMPUTE_PREFIXES)
-        stack.append((event["ts"] + event["dur"], busy, "" if name == STEP_MARK else what))
-    yield from intervals_until(max((end for end, _, _ in stack), default=now))
+        stack.append((now + event["dur"], busy, "" if name == STEP_MARK else what))
 
 
 def _unit_changes(marks: Iterable[tuple[str, str, TraceEvent]]) -> list[tuple[float, str]]:

@@ -96,16 +96,12 @@ def _sum_by_name(amounts: Counter[CallKey]) -> Counter[str]:
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Counts calls and bytes of every collective and point-to-point message of this rank.
+    """Counts calls and bytes of every collective and point-to-point message of this rank, by name.
 
-    ``counts`` and ``bytes`` are keyed by name (``all_reduce``, ``all_gather``, ``send``, ...).
     Bytes are those of the tensor that this rank passes to the call (for ``recv``, that it
     receives). How many bytes leave the rank depends on the algorithm and the group's size: see
-    ``theory.collectives.wire_bytes``.
-
-    Args:
-        mesh: a collective along one of its axes is also counted for this axis, in ``along["tp"]``
-            for an axis ``tp``. ``along[""]`` is the total, the same as ``counts`` and ``bytes``.
+    ``theory.collectives.wire_bytes``. Collectives along an axis ``tp`` of ``mesh`` are also counted
+    in ``along["tp"]``; ``along[""]`` is the total.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -187,12 +183,10 @@ class BucketRecorder(CommunicationCounter):
     def gradients_by_bucket(
         self, parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, int]]:
-        """Return the gradient bytes by parameter name, in their order, of each bucket as sent.
-
-        ``parameters`` have the gradients that the backward pass left.
+        """Return each bucket as sent: its gradients' bytes by parameter name, in their order.
 
         Raises:
-            ValueError: a bucket holds something that is in no gradient.
+            ValueError: a bucket holds something that is in no parameter's gradient.
         """
         left = {name: each.grad for name, each in parameters if each.grad is not None}
         return [match_gradients(each, left, f"bucket {i}") for i, each in enumerate(self._sent)]
