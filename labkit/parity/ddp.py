@@ -56,6 +56,7 @@ def compare_techniques(
     build, rank = partial(build_chain, dim, case, device, batch, layers), mesh.get_local_rank()
     one_device = OneDevice(lambda _: build(), mesh.size(), device=device, batches=len(case.batches))
     reference, found, expected = one_device.copies[0], Parity(), []
+    # It trains before the techniques, because their contexts would compile its backward pass too.
     for step in range(steps):
         one_device.train_step(step)
         found.count_gradients(reference)

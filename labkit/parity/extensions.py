@@ -1,9 +1,6 @@
 """Do parameters with all-gather extensions train like plain ones, and send what theory predicts?
 
-``compare_extension_training`` and ``train_from_meta_device`` train three MLPs of width 8 without
-bias, each a unit, as torch's test of these extensions does. The loss differs from that test's: its
-sum of ReLU outputs is 0 from the third step on, and so are all gradients. The other two functions
-take a network of the caller's. All return the arguments of ``Session.finish_check``.
+All comparisons return the arguments of ``Session.finish_check``.
 """
 
 import copy
@@ -36,7 +33,7 @@ make_foreach_adam = partial(torch.optim.Adam, lr=1e-2, foreach=True)
 
 
 def three_mlps(device: torch.device | str) -> nn.Sequential:
-    """Build the model of both checks."""
+    """Build the model of the first two checks, each MLP a unit, as in torch's own test of them."""
     return nn.Sequential(*(MLP(DIM, device, bias=False) for _ in range(3)))
 
 
@@ -59,8 +56,10 @@ def compare_extension_training(
         optimizers = [make_foreach_adam(each.parameters()) for each in (model, reference)]
         for step in range(steps):
             x, where = _local_samples(mesh, device, step), f"of step {step}, reshard {reshard}"
-            loss = _forward_backward(model, optimizers[0], x)
-            expected = _forward_backward(reference, optimizers[1], x)
+            # Gradients are removed and set to zero in turn.
+            to_none = bool(step % 2)
+            loss = _forward_backward(model, optimizers[0], x, to_none)
+            expected = _forward_backward(reference, optimizers[1], x, to_none)
             # OneDevice would add the ranks' gradients in another order than an all-reduce.
             for parameter in reference.parameters():
                 assert parameter.grad is not None
@@ -86,8 +85,7 @@ def train_from_meta_device(
 ) -> dict[str, Any]:
     """Build on the meta device, shard, materialise, initialise, and train in bfloat16.
 
-    A collective. It is done with and without resharding after the forward pass; the losses are
-    those of the second, and all counts of parameters are sums.
+    A collective. It is done with and without resharding, and the counts of parameters are sums.
     """
     counts, ok, losses = Counter[str](), True, []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -135,8 +133,7 @@ def compare_bytes(
     """Compare the bytes of each extension's all-gathers in one step with theory. A collective.
 
     ``build`` makes the network with an extension; its root holds no parameters of its own.
-    ``backward`` is a forward and a backward pass; with ``reshard``, parameters are gathered in
-    both.
+    ``backward`` runs both passes; with ``reshard``, each of them gathers parameters.
     """
     measured, predicted = {}, {}
     for name in theory.EXTENSION_BYTES:
@@ -171,9 +168,13 @@ def _local_samples(mesh: DeviceMesh, device: torch.device, step: int) -> Tensor:
     return random_normal(BATCH, DIM, device=device, seed=sample_seed(step, mesh.get_local_rank()))
 
 
-def _forward_backward(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+def _forward_backward(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, set_to_none: bool = True
+) -> Tensor:
     """Run forward and backward, and return the loss, the mean squared distance to 1."""
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none)
+    # The loss of torch's test, a sum of ReLU outputs, is 0 from the third step on, and so are all
+    # gradients.
     loss = (upcast_to_float32(model(x)) - 1).square().mean()
     loss.backward()
     return loss.detach()

@@ -35,11 +35,21 @@ def check_sharded_parity(
         AssertionError: a name, value or gradient differs by more than torch.testing allows.
         ValueError: a tensor is no shard; two axes of the mesh shard the same dim; there is none.
     """
-    pairs = _pair_parameters(replicated, sharded, prefixes_to_ignore)
-    if not pairs:
+    wholes, shards = dict(replicated.named_parameters()), {}
+    for name, parameter in sharded.named_parameters():
+        for prefix in prefixes_to_ignore:
+            name = name.replace(prefix, "")
+        shards[name] = parameter
+    if list(wholes) != list(shards):
+        differing = sorted(wholes.keys() ^ shards.keys()) or "the order alone differs"
+        raise AssertionError(
+            f"the names of the replicated and the sharded parameters differ: {differing}"
+        )
+    if not wholes:
         raise ValueError(f"nothing to compare: {type(replicated).__name__} has no parameters")
     compared = 0
-    for name, expected, actual in pairs:
+    for name, expected in wholes.items():
+        actual = shards[name]
         if not isinstance(actual, DTensor):
             raise ValueError(f"{name} is a plain tensor, not a shard: shard the model first")
         _refuse_ambiguous(name, actual.placements)
@@ -71,12 +81,14 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
     for name in names:
         holders = defaultdict(list)
         for rank, digests in enumerate(everyone):
-            holders[digests.get(name)].append(rank)
+            holders[digests.get(name)].append(str(rank))
         if len(holders) > 1:
-            camps = [
-                f"{_ranks_text(ranks)} {'one value' if digest else 'none'}"
-                for digest, ranks in holders.items()
-            ]
+            camps = []
+            for digest, ranks in holders.items():
+                who = (
+                    f"ranks {', '.join(ranks)} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"
+                )
+                camps.append(f"{who} {'one value' if digest else 'none'}")
             raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
 
 
@@ -143,23 +155,6 @@ def _reshard_modules(model: nn.Module) -> None:
             module.reshard()
 
 
-def _pair_parameters(
-    replicated: nn.Module, sharded: nn.Module, prefixes: Sequence[str]
-) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Return the parameters of two models in pairs, whose names must have the same order."""
-    expected, actual = dict(replicated.named_parameters()), {}
-    for name, parameter in sharded.named_parameters():
-        for prefix in prefixes:
-            name = name.replace(prefix, "")
-        actual[name] = parameter
-    if list(expected) != list(actual):
-        differing = sorted(expected.keys() ^ actual.keys()) or "the order alone differs"
-        raise AssertionError(
-            f"the names of the replicated and the sharded parameters differ: {differing}"
-        )
-    return [(name, parameter, actual[name]) for name, parameter in expected.items()]
-
-
 def _compare_shard(what: str, actual: Tensor | None, expected: Tensor, parameter: DTensor) -> None:
     """Raise AssertionError unless this rank's shard equals the same part of ``expected``."""
     if not isinstance(actual, DTensor):
@@ -199,8 +194,3 @@ def _tensor_digest(name: str, tensor: Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + plain.view(torch.uint8).numpy().tobytes()).digest()
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"ranks {numbers} hold" if len(ranks) > 1 else f"rank {numbers} holds"

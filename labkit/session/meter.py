@@ -133,7 +133,13 @@ class Meter:
                 yield step
             step.write_records()
             after()
-        for name, size in self._process_peaks().items():
+        peaks = {"resident": resident_peak_bytes()}
+        if self.device.type == "cuda":
+            peaks = {
+                "max_allocated": torch.cuda.max_memory_allocated(self.device),
+                "max_reserved": torch.cuda.max_memory_reserved(self.device),
+            }
+        for name, size in peaks.items():
             self.writer.write("memory", name, count, bytes=size)
         if units:
             folder = self.writer.folder
@@ -176,15 +182,6 @@ class Meter:
             yield
         write_traffic(self.writer, counter, index)
 
-    def _process_peaks(self) -> dict[str, int]:
-        """Return the most bytes that this process has held, by the name of the record."""
-        if self.device.type != "cuda":
-            return {"resident": resident_peak_bytes()}
-        return {
-            "max_allocated": torch.cuda.max_memory_allocated(self.device),
-            "max_reserved": torch.cuda.max_memory_reserved(self.device),
-        }
-
 
 def write_traffic(writer: RecordWriter, counter: CommunicationCounter, index: int) -> None:
     """Write the counts of a step as records."""
@@ -221,8 +218,7 @@ def _add_pause(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_memory_tracker(track: Sequence[Any]) -> Any:
     """Return a context that follows every tensor of these models and optimizers."""
-    # FSDP2 has memory categories of its own, and a program that has not imported FSDP no model
-    # that is sharded by it.
+    # FSDP2 has memory categories of its own. A program that has not imported it has no such model.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = next((each for each in track if fsdp and isinstance(each, fsdp.FSDPModule)), None)
     if sharded is None:

@@ -37,13 +37,18 @@ ReplaceableFunction = TypeVar("ReplaceableFunction", bound=Callable[..., Any])
 _replacements_not_called: set[str] = set()
 
 
+def current_run_folder() -> RunFolder | None:
+    """Return the folder of labkit's run that this rank belongs to; None under a bare torchrun."""
+    path = os.environ.get(ENV_RUN_FOLDER)
+    return RunFolder(Path(path)) if path else None
+
+
 def load_config(config_class: type[ConfigType]) -> ConfigType:
     """Build this program's Config from run.json or the command line; it may refuse the values."""
-    folder = os.environ.get(ENV_RUN_FOLDER)
+    folder = current_run_folder()
     # A command line that is not empty wins, because a rank may start another program.
     if folder and not sys.argv[1:]:
-        params = read_json(RunFolder(Path(folder)).run_json).get("params", {})
-        return build_config(config_class, params)
+        return build_config(config_class, read_json(folder.run_json).get("params", {}))
     return parse_argv(config_class, sys.argv[1:])
 
 
@@ -77,10 +82,10 @@ def check_replacements_called() -> None:
 
 def load_payload() -> dict[str, Any]:
     """Return everything that the notebook sent to this run, by name; {} under a bare torchrun."""
-    folder = os.environ.get(ENV_RUN_FOLDER)
-    if folder is None or not (path := RunFolder(Path(folder)).payload).exists():
+    folder = current_run_folder()
+    if not folder or not folder.payload.exists():
         return {}
-    return unpack_payload(path, os.environ.get(ENV_PAYLOAD_SHA256, ""))
+    return unpack_payload(folder.payload, os.environ.get(ENV_PAYLOAD_SHA256, ""))
 
 
 @functools.cache
@@ -113,10 +118,11 @@ def report(**values: Any) -> None:
 
     A later call adds to an earlier one. Under a bare torchrun the values are printed.
     """
-    if ENV_RUN_FOLDER not in os.environ:
+    folder = current_run_folder()
+    if not folder:
         print("\n".join(f"{name} = {value!r}" for name, value in values.items()))
         return
-    path = RunFolder(Path(os.environ[ENV_RUN_FOLDER])).report(int(os.environ["RANK"]))
+    path = folder.report(int(os.environ["RANK"]))
     before = torch.load(path, weights_only=True) if path.exists() else {}
     copies = {name: plain_data_copy(value, name) for name, value in values.items()}
     unfinished = path.with_suffix(".part")

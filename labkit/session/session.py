@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit import config as configs
 from labkit import requirements, torch_private
-from labkit.environment import ENV_DEVICE, ENV_RUN_FOLDER, ENV_TOTAL_CORES
+from labkit.environment import ENV_DEVICE, ENV_TOTAL_CORES
 from labkit.errors import ParameterError
 from labkit.runs.folder import RunFolder, rank_of_process, write_json, write_text
 from labkit.runs.records import RecordWriter, collective_label
@@ -156,7 +156,7 @@ def session() -> Iterator[Session]:
         torch.cuda.set_device(device)
     elif hooks.pins_cores:
         pin_to_own_cores(cores)
-    folder = RunFolder(Path(os.environ[ENV_RUN_FOLDER])) if os.environ.get(ENV_RUN_FOLDER) else None
+    folder = payload.current_run_folder()
     writer = RecordWriter(folder.path if folder else None, rank)
     with batch_schedule_new_threads(device):
         backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
@@ -283,7 +283,7 @@ def run_main(main: Callable[[ConfigType], None], config_class: type[ConfigType])
         main(config)
         payload.check_replacements_called()
     except BaseException as error:
-        if ENV_RUN_FOLDER in os.environ:
+        if payload.current_run_folder():
             # labkit's worker runs this program; it reports the error and leaves.
             raise
         exit_process(print_error_and_status(error))
