@@ -20,7 +20,7 @@ from labkit.models.chain import LinearChain
 from labkit.parallel import ddp
 from labkit.parallel.ddp import DDPCase
 from labkit.parity.one_device import OneDevice, draw_samples, make_sgd
-from labkit.parity.training import LIMITS, Parity, TensorList, count_tensors, tensors_by_name
+from labkit.parity.training import LIMITS, NamedTensors, Parity, count_tensors, tensors_by_name
 from labkit.session.traffic import BucketRecorder, CommunicationCounter
 from labkit.theory.ddp import chain_buckets
 
@@ -95,7 +95,7 @@ def _train_and_compare(
     model: nn.Module,
     case: DDPCase,
     rank: int,
-    expected: list[tuple[Tensor, TensorList]],
+    expected: list[tuple[Tensor, NamedTensors]],
 ) -> Counter[bool]:
     """Train, compare each step, and return the bytes sent in batches with and without a sync."""
     optimizer, sent = make_sgd(lab), Counter[bool]()

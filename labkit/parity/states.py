@@ -75,9 +75,8 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
     dist.all_gather_object(everyone, mine, group=group)
     names = list(dict.fromkeys(name for digests in everyone for name in digests))
     if not names:
-        raise ValueError(
-            f"nothing to compare: {type(model).__name__} has neither parameters nor buffers"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"nothing to compare: {kind} has neither parameters nor buffers")
     for name in names:
         holders = defaultdict(list)
         for rank, digests in enumerate(everyone):
@@ -85,9 +84,8 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
         if len(holders) > 1:
             camps = []
             for digest, ranks in holders.items():
-                who = (
-                    f"ranks {', '.join(ranks)} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"
-                )
+                numbers, many = ", ".join(ranks), len(ranks) > 1
+                who = f"ranks {numbers} hold" if many else f"rank {numbers} holds"
                 camps.append(f"{who} {'one value' if digest else 'none'}")
             raise AssertionError(f"{name} differs between ranks: {'; '.join(camps)}")
 

@@ -6,7 +6,7 @@ so that one number serves weights, gradients and outputs of any scale.
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +21,7 @@ from labkit.torch_private import keystr, tree_flatten_with_path, tree_leaves
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 TensorKind = Literal["gradient", "parameter", "buffer"]
-TensorList = list[tuple[str, Tensor | None]]
+NamedTensors = Mapping[str, Tensor | None]
 # The largest relative error that is still right, by the shortest type on the way. Ranks add in
 # another order than one device. In float32 that changes the last of 24 bits, and layers and steps
 # carry it on; bfloat16 rounds to 1 part in 256, float16 to 1 in 2048.
@@ -72,42 +72,35 @@ class Parity:
             if isinstance(other, Tensor):
                 self.compare_tensor(f"{name}{keystr(path)}", leaf.detach(), other.detach())
 
-    def compare_named(
-        self, prefix: str, actual: Iterable[tuple[str, Any]], expected: Iterable[tuple[str, Any]]
-    ) -> None:
-        """Compare two lists of named tensors, which must have the same names."""
-        left, right = dict(actual), dict(expected)
-        if left.keys() != right.keys():
-            raise ValueError(f"{prefix}: only on one side: {sorted(left.keys() ^ right.keys())}")
-        for name, tensor in left.items():
-            self.compare_tensor(f"{prefix} {name}", tensor, right[name])
+    def compare_named(self, prefix: str, actual: NamedTensors, expected: NamedTensors) -> None:
+        """Compare tensors by name; both sides must have the same names."""
+        if actual.keys() != expected.keys():
+            one_sided = sorted(actual.keys() ^ expected.keys())
+            raise ValueError(f"{prefix}: only on one side: {one_sided}")
+        for name, tensor in actual.items():
+            self.compare_tensor(f"{prefix} {name}", tensor, expected[name])
 
     def compare_models(
         self, actual: nn.Module, expected: nn.Module, what: TensorKind, *, some_zeros: bool = False
     ) -> None:
         """Compare the tensors of one kind in two models, and count the gradients."""
-        left, right = dict(tensors_by_name(actual, what)), dict(tensors_by_name(expected, what))
+        left, right = tensors_by_name(actual, what), tensors_by_name(expected, what)
         if what == "gradient":
             self.count_gradients(expected, some_zeros=some_zeros)
-            unused = find_unused_parameters(expected)
-            touched = [name for name in left if name in unused and _has_values(left[name])]
-            if touched:
-                raise ValueError(
-                    f"the model does not use {', '.join(touched)}, which must have no gradient"
-                )
-            for name in unused:
-                left.pop(name, None)
+            for name in sorted(find_unused_parameters(expected)):
+                if _has_values(left.pop(name, None)):
+                    raise ValueError(f"the model does not use {name}, which must have no gradient")
                 right.pop(name, None)
-        self.compare_named(what, left.items(), right.items())
+        self.compare_named(what, left, right)
 
     def count_gradients(self, reference: nn.Module, *, some_zeros: bool = False) -> None:
         """Count the gradients of the parameters that a model uses, and those that are all zeros.
 
         With ``some_zeros``, as where samples skip a block, zeros count only if all gradients are.
         """
-        unused = find_unused_parameters(reference)
         gradients = tensors_by_name(reference, "gradient")
-        zeros = [not _has_values(tensor) for name, tensor in gradients if name not in unused]
+        used = gradients.keys() - find_unused_parameters(reference)
+        zeros = [not _has_values(gradients[name]) for name in used]
         self.gradients += len(zeros)
         self.zero_gradients += sum(zeros) if all(zeros) or not some_zeros else 0
 
@@ -142,14 +135,14 @@ def _has_values(tensor: Tensor | None) -> bool:
     return tensor is not None and bool(tensor.any())
 
 
-def tensors_by_name(model: nn.Module, what: TensorKind) -> TensorList:
+def tensors_by_name(model: nn.Module, what: TensorKind) -> dict[str, Tensor | None]:
     """Return a model's tensors of one kind by name; a trained parameter may lack its gradient."""
     if what == "buffer":
-        return [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
-    named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
+        return {plain_name(name): buffer for name, buffer in model.named_buffers()}
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     if what == "parameter":
-        return [(name, parameter.detach()) for name, parameter in named]
-    return [(name, parameter.grad) for name, parameter in named if parameter.requires_grad]
+        return {name: parameter.detach() for name, parameter in named.items()}
+    return {name: each.grad for name, each in named.items() if each.requires_grad}
 
 
 def find_unused_parameters(model: nn.Module) -> set[str]:

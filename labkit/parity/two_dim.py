@@ -22,7 +22,7 @@ from labkit.parity.training import LIMITS, Parity, count_tensors
 FLOAT32_LIMIT = LIMITS[torch.float32]
 ModelType = TypeVar("ModelType", bound=LabModel)
 # Shards by name, each a DTensor.
-NamedShards = list[tuple[str, Tensor]]
+NamedShards = dict[str, Tensor]
 # A context for the forward and the backward pass, such as the compiler's.
 BackwardContext = Callable[[], AbstractContextManager[None]]
 
@@ -104,22 +104,21 @@ def compare_quietly(found: Parity, prefix: str, actual: NamedShards, expected: N
 
 
 def _step_results(output: Tensor, model: nn.Module) -> NamedShards:
-    return [("output", output.detach()), *gradients_and_parameters(model)]
+    return {"output": output.detach(), **gradients_and_parameters(model)}
 
 
 def gradients_and_parameters(model: nn.Module) -> NamedShards:
     """Return copies of a model's gradients and parameters, all of which must be there."""
     wrapper = model if isinstance(model, PlainParameters | TensorParallelPairs) else None
     inner = wrapper.model if wrapper else model
-    found: NamedShards = []
+    found: NamedShards = {}
     for what in ("gradient", "parameter"):
         tensors = training.tensors_by_name(inner, what)
-        without = [name for name, tensor in tensors if tensor is None]
+        without = [name for name, tensor in tensors.items() if tensor is None]
         if without or not tensors:
-            raise ValueError(
-                f"nothing to compare: no gradient for {', '.join(without) or 'no parameters'}"
-            )
-        shards = {name: tensor.clone() for name, tensor in tensors if tensor is not None}
+            names = ", ".join(without) or "no parameters"
+            raise ValueError(f"nothing to compare: no gradient for {names}")
+        shards = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
         whole = wrapper.as_dtensors(shards) if wrapper else shards
-        found += [(f"{what} {name}", tensor) for name, tensor in whole.items()]
+        found |= {f"{what} {name}": tensor for name, tensor in whole.items()}
     return found

@@ -3,7 +3,8 @@
 import contextlib
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,34 +33,31 @@ def cap_memory(mib: int | None, device: torch.device) -> Iterator[None]:
     if mib is None:
         yield
         return
-    with _cap_gpu_memory(mib, device) if device.type == "cuda" else _cap_cpu_memory(mib):
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            # A GPU's OutOfMemoryError is a RuntimeError.
-            short = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            if not short and not any(text in str(error) for text in ALLOCATION_ERROR_TEXTS):
-                raise
-            said, *_ = str(error).strip().splitlines() or [type(error).__name__]
-            raise MemoryCapExceeded(
-                f"more than its cap of {mib} MiB was needed ({said}): shard over more ranks, keep"
-                " less (checkpointing, a smaller batch or image), or raise memory_cap_mib"
-            ) from error
-
-
-@contextlib.contextmanager
-def _cap_gpu_memory(mib: int, device: torch.device) -> Iterator[None]:
-    total = torch.cuda.get_device_properties(device).total_memory
-    held = torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (held + mib * MIB) / total), device)
+    remove_limit = _set_limit(mib, device)
     try:
         yield
+    except (RuntimeError, MemoryError) as error:
+        # A GPU's OutOfMemoryError is a RuntimeError.
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not short and not any(text in str(error) for text in ALLOCATION_ERROR_TEXTS):
+            raise
+        said, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise MemoryCapExceeded(
+            f"more than its cap of {mib} MiB was needed ({said}): shard over more ranks, keep"
+            " less (checkpointing, a smaller batch or image), or raise memory_cap_mib"
+        ) from error
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        remove_limit()
 
 
-@contextlib.contextmanager
-def _cap_cpu_memory(mib: int) -> Iterator[None]:
+def _set_limit(mib: int, device: torch.device) -> Callable[[], None]:
+    """Limit the memory of this process, and return the function that removes the limit."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = torch.cuda.memory_reserved(device)
+        set_fraction = torch.cuda.set_per_process_memory_fraction
+        set_fraction(min(1.0, (held + mib * MIB) / total), device)
+        return partial(set_fraction, 1.0, device)
     if sys.platform != "linux":
         raise ValueError(
             f"memory_cap_mib {mib} needs a GPU or Linux, and this is {sys.platform}: leave it out"
@@ -69,7 +67,4 @@ def _cap_cpu_memory(mib: int) -> Iterator[None]:
     (held_kib,) = (int(line.split()[1]) for line in lines if line.startswith("VmData:"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (held_kib * 1024 + mib * MIB, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    return partial(resource.setrlimit, resource.RLIMIT_DATA, before)
