@@ -1,8 +1,4 @@
-"""Do DDP, ``replicate`` and their compiled versions give one device's gradients and buckets?
-
-One device goes through every rank's samples in turn and averages. Techniques are compared with it
-rather than with each other, since two that are wrong in the same way would agree.
-"""
+"""Do DDP, ``replicate`` and their compiled versions give one device's gradients and buckets?"""
 
 import copy
 import itertools
@@ -56,7 +52,8 @@ def compare_techniques(
     build, rank = partial(build_chain, dim, case, device, batch, layers), mesh.get_local_rank()
     one_device = OneDevice(lambda _: build(), mesh.size(), device=device, batches=len(case.batches))
     reference, found, expected = one_device.copies[0], Parity(), []
-    # It trains before the techniques, because their contexts would compile its backward pass too.
+    # Techniques are compared with one device rather than with each other, since two that are wrong
+    # in the same way would agree. It trains first: their contexts would compile its backward pass.
     for step in range(steps):
         one_device.train_step(step)
         found.count_gradients(reference)

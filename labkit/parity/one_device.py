@@ -2,8 +2,7 @@
 
 It keeps one whole copy of the model for each rank, runs each copy on that rank's samples, averages
 the gradients of the shared parameters over the copies, and lets each copy update. It uses no rank,
-collective or shard, so sharding cannot make the same mistake here. Dropout agrees because each copy
-draws after the same seed.
+collective or shard, so sharding cannot make the same mistake here.
 """
 
 from collections.abc import Callable, Collection
@@ -35,9 +34,10 @@ def sample_seed(step: int, rank: int, batch: int = 0, batches: int = 1) -> int:
 def draw_samples(
     model: LabModel, device: torch.device, step: int, rank: int, batch: int = 0, batches: int = 1
 ) -> tuple[Tensor, ...]:
-    """Draw a rank's samples of one batch, and seed the RNG for what follows, such as dropout."""
+    """Draw a rank's samples of one batch, and seed the RNG for what follows."""
     seed = sample_seed(step, rank, batch, batches)
     inputs = model.get_input(device, seed)
+    # A rank's dropout agrees with that of its copy on one device.
     torch.manual_seed(seed)
     return inputs
 

@@ -70,6 +70,7 @@ def assert_module_states(model: nn.Module, group: dist.ProcessGroup | None = Non
     It sends 32 bytes a tensor. The error names the first that differs, and which ranks agree.
     """
     states = dict(model.named_parameters()) | dict(model.named_buffers())
+    # Ranks send digests, so that they need not send the tensors themselves.
     mine = {name: _tensor_digest(name, tensor) for name, tensor in states.items()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -147,7 +148,8 @@ def copy_state_dict(
 
 
 def _reshard_modules(model: nn.Module) -> None:
-    """Free the full parameters, perhaps in another dtype, that FSDP2 kept after a forward pass."""
+    """Free the full parameters that FSDP2 kept after a forward pass."""
+    # These are copies, perhaps in another dtype. A change of them would be lost.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -182,7 +184,7 @@ def _refuse_ambiguous(name: str, placements: Sequence[Placement]) -> None:
 
 
 def _tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """Return a digest of dtype, shape and bits, so that ranks need not send the tensor itself."""
+    """Return a digest of a tensor's dtype, shape and bits."""
     if isinstance(tensor, DTensor):
         if not all(placement.is_replicate() for placement in tensor.placements):
             raise ValueError(

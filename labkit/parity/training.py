@@ -1,8 +1,4 @@
-"""Compare the tensors of a distributed run with one device's, and count what was compared.
-
-The error of a tensor is the largest absolute difference over the largest absolute value expected,
-so that one number serves weights, gradients and outputs of any scale.
-"""
+"""Compare the tensors of a distributed run with one device's, and count what was compared."""
 
 import copy
 import math
@@ -113,10 +109,7 @@ class Parity:
         return max(everyone, key=lambda pair: (math.isnan(pair[0]), pair[0]))
 
     def verdict(self, limit: float, expected: int) -> dict[str, Any]:
-        """Return the result over all ranks, for ``Session.finish_check``. A collective.
-
-        ``expected`` is the number of tensors, counted apart from the loop that compared them.
-        """
+        """Return the result over all ranks, for ``Session.finish_check``. A collective."""
         error, worst = self.largest_error()
         alive = self.gradients > 0 and self.zero_gradients == 0
         return {
@@ -127,6 +120,7 @@ class Parity:
             "limit": limit,
             "worst": worst,
             "gradients_alive": alive,
+            # ``expected`` was counted apart from the loop that compared.
             "ok": 0 < self.compared == expected and error <= limit and alive,
         }
 
@@ -178,6 +172,7 @@ def local_shard(tensor: Tensor, like: DTensor) -> Tensor:
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference beyond ``floor`` over the largest absolute value expected."""
+    # So one number serves weights, gradients and outputs of any scale.
     difference = ((actual.double() - expected.double()).abs().max() - floor).clamp(min=0).item()
     scale = expected.double().abs().max().item()
     if difference == 0 and not math.isnan(scale):

@@ -71,7 +71,7 @@ def compare_mesh_training(
     with fuse_all_reduces():
         graphs, backwards = count_compiled_graphs(), count_traced_backwards()
         model = apply(build(), compile=True)
-        # Afterwards DDP averages in the backward pass, which is compiled.
+        # DDP averages their gradients in the backward pass, which is then compiled too.
         replicated = isinstance(model, PlainParameters)
         context = compile_backward if replicated else contextlib.nullcontext
         compiled = train_and_compare("compiled", model, context)
