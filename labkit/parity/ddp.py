@@ -92,7 +92,7 @@ def _train_and_compare(
     model: nn.Module,
     case: DDPCase,
     rank: int,
-    expected: list[tuple[Tensor, NamedTensors]],
+    expected: Sequence[tuple[Tensor, NamedTensors]],
 ) -> Counter[bool]:
     """Train, compare each step, and return the bytes sent in batches with and without a sync."""
     optimizer, sent = make_sgd(lab), Counter[bool]()
@@ -134,8 +134,9 @@ def compare_buckets(
     that it writes, and recorded when they are sent, with the names of their gradients. Lists in the
     verdict hold a value for each pass. Fusing needs gradients in float32.
     """
-    way = "compiled" if case.forward else "backward_only"
-    expected = chain_buckets(dim, bucket_mb, way=way, layers=layers)
+    expected = chain_buckets(
+        dim, bucket_mb, way="compiled" if case.forward else "backward_only", layers=layers
+    )
     predicted_bytes = [sum(bucket.values()) for bucket in expected]
     assert predicted_bytes, "a chain has gradients, and they are in some bucket"
     lab = build_chain(dim, case, device, batch, layers)

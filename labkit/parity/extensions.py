@@ -87,7 +87,7 @@ def train_from_meta_device(
 
     A collective. It is done with and without resharding, and the counts of parameters are sums.
     """
-    counts, ok, losses = Counter[str](), True, []
+    counts, ok = Counter[str](), True
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for reshard in (True, False):
         model = apply_extension(
@@ -109,7 +109,7 @@ def train_from_meta_device(
         start = [halves[0].clone() for halves in shards]
         add_extension_hooks(model, extension)
         optimizer, x = make_foreach_adam(parameters), _local_samples(mesh, device, 0).bfloat16()
-        losses = []
+        losses: list[float] = []
         for _ in range(steps):
             losses.append(float(_forward_backward(model, optimizer, x)))
             optimizer.step()
